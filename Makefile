@@ -22,7 +22,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy --strict evoke_proxy bench
-	$(BIN)/python -m pytest -q tests/unit/test_floors.py
+	$(BIN)/python -m pytest -q tests/unit/house/test_floors.py
 
 # All benches in sequence, for hours, on an otherwise idle machine. A bench that misses its bar does not
 # stop the others.

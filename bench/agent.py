@@ -1,15 +1,17 @@
-"""A coding agent on a budget: reads, searches, edits, reads again, all its tools in the prompt.
+"""What does a budget cost a coding agent, and do recovered rows equal the original ones?
 
-The same scripted session, turn by turn and with its whole history each time, under every arm: with
-the budget and everything recovered (`evoke`), with it and nothing recovered (`discard`), with the
-oldest messages left out (`truncate`), and with no budget, which is an intact prefix cache
-(`no_eviction`). Calls are scripted, as the model has random weights: right for counting tokens and
-comparing bits, without meaning. Its template is Qwen3.5's.
+An agent reads, searches, edits and rereads files. The same scripted session is sent turn by turn,
+each time with its whole history and all tools, once under every arm:
 
-After each turn of `evoke` the slot is written to a file and every row compared, bit by bit, with
-what it was when it was decoded. Of a file that is edited, or read again, is counted how much of its
-latest reading in the prompt was in the cache for the answer.
-"""
+* `evoke`: with the budget; evicted rows are recovered
+* `discard`: with the budget; evicted rows are not recovered
+* `truncate`: with the budget; the oldest messages are removed from the request
+* `no_eviction`: without a budget; the prefix cache stays intact
+
+The model has random weights and the chat template of Qwen3.5, so tool calls are scripted: token
+counts and bits are meaningful, the text is not. After each turn of `evoke` the slot is saved to a
+file, and every row is compared bit by bit with the row that was decoded first. When a file is
+edited or reread, the bench counts how many rows of its latest reading were resident."""
 
 from __future__ import annotations
 

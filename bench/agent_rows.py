@@ -1,9 +1,8 @@
-"""The rows of a slot, position by position, as a slot file has them: to compare them bit by bit.
+"""Reads the rows of a slot from a slot file, position by position, and compares them bit by bit.
 
-The format is that of llama.cpp's `llama_state_seq_save_file`, version 3: magic, version, tokens,
-then the cells of one stream with their positions, then the keys of each layer and the values of
-each, row by row (values are only when flash attention is on).
-"""
+The format is that of `llama_state_seq_save_file` of llama.cpp, version 3: magic, version, tokens,
+the cells of one stream with their positions, the keys of each layer, then the values of each layer,
+row by row. Values are stored in rows only with flash attention."""
 
 from __future__ import annotations
 

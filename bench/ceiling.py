@@ -1,9 +1,8 @@
-"""How often the bundled model recalls the demo's fact when nothing is ever evicted.
+"""How often does the bundled model recall the demo's fact when nothing is evicted?
 
-The demo's sessions are run turn by turn against a plain llama-server, without the proxy. Each last
-question is asked twice: with the whole history, and with the turn that planted the fact left out,
-where the value must never come. The first share is the ceiling every other arm is measured by.
-"""
+Runs the demo's sessions turn by turn against a stock llama-server, without the proxy. Each final
+question is asked twice: with the whole history, and without the turn that states the fact, where
+the value must not be answered. The first share is the ceiling to compare every other arm with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgeted chat turns through the proxy, and what it says and shows about its own cost."""
+"""Sends budgeted chat turns through the proxy and reads its own time measurements from its log."""
 
 from __future__ import annotations
 

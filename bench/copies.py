@@ -1,10 +1,10 @@
-"""How fast blocks are copied, against a plain memcpy of as many bytes in the same minute.
+"""How fast are blocks copied, compared with a memcpy of the same size?
 
-One server a layout of V (flash attention on: rows, off: columns), one slot three quarters full. For
-each block size a save and a load are timed in turn with a memcpy, first where the block was
-decoded, then after it was scattered over the cells in runs of 8. Times of copies are those the
-server reports (`t_ms`, without HTTP); the memcpy is one thread's, between buffers touched before.
-"""
+Starts one server for each layout of V (flash attention on: rows; off: columns) with one slot that
+is three quarters full. For each block size, a save, a load and a memcpy take turns; first the block
+is where it was decoded, then it is scattered over the cells in runs of 8. Times of copies are those
+that the server reports (`t_ms`, without HTTP). The memcpy uses one thread and buffers that were
+touched before."""
 
 from __future__ import annotations
 

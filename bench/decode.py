@@ -1,14 +1,12 @@
-"""What the patches cost a server that nobody asks for anything: decode speed against stock.
+"""Does an idle patched server decode as fast as a stock one?
 
-Four servers with the same model and options: stock, stock once more, patched, patched with
---evoke-ram. Each round every one of them decodes the same tokens behind the same prompt, one after
-the other, the first of a round another each time. A speed is tokens by processor time of the whole
-server, which other programs disturb less than tokens by the clock (`per_s`); a ratio is of two
-runs of one round. All are started anew several times, because two processes of one program differ
-for as long as they live. How far the second stock server is from the first says what the machine
-does by itself: a ratio is `within_noise` when its median lies between the 5th and the 95th
-percentile of that. Linux only.
-"""
+Runs four servers with the same model and options: stock, a second stock, patched, and patched with
+--evoke-ram. In each round every server decodes the same tokens after the same prompt, one after the
+other; the order rotates. Speed is tokens per second of processor time of the server, which other
+programs disturb less than wall time (`per_s`). A ratio compares two runs of one round. All servers
+are restarted several times, because two processes of one program may differ for as long as they
+live. The second stock server shows the noise of the machine: a ratio is `within_noise` when its
+median is between the 5th and the 95th percentile of stock against stock. Linux only."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The demo over many seeds: how often each arm recalls, and whether the budget and books hold.
+"""How often does each arm of the demo recall, over many seeds?
 
-Every seed counts, also those the model itself spoils (`make demo` would draw those again). The
-share of the evoke arm is to be read beside that of no_eviction on the same seeds.
-"""
+Also checks that every turn stays within the budget and that its token counts add up. All seeds
+count, also those on which the model fails without eviction, which `make demo` would replace; so
+compare the share of `evoke` with that of `no_eviction` on the same seeds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What an embedder costs: milliseconds a question, blocks a second in the background.
+"""What does the vector of a question, or of a block, cost?
 
-all-MiniLM-L6-v2 unless a directory is named, on the CPU, through the proxy's own front: a question
-is timed from asking to having its vector, alone and while blocks are being embedded; blocks from
-handing them in to the last vector. No text comes twice, so the cache never helps.
-"""
+Times a question until its vector is there (ms), alone and while blocks are embedded, and blocks
+from submission to the last vector (blocks per second). The encoder is all-MiniLM-L6-v2 unless a
+directory is given, on the CPU. No text occurs twice, so the vector cache has no effect."""
 
 from __future__ import annotations
 
@@ -105,13 +104,12 @@ def summed(rows: Sequence[record.Row]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/embedding.json`."""
-    parser = record.command("embedding", __doc__)
+    parser = record.parser("embedding", __doc__, "--sizes 16 --repeats 20")
     parser.add_argument("--directory", type=Path, help="another encoder")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64], help="tokens")
     parser.add_argument("--repeats", type=int, default=100)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     directory = args.directory or ensure()

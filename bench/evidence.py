@@ -1,17 +1,19 @@
-"""Is the evidence in the cache when the answer begins? Real conversations with labelled evidence.
+"""Is the evidence in the cache when the answer begins, in real conversations?
 
-The real patched server (random weights around a real vocabulary, so that tokens are counted as
-users' models count them) and the proxy as a process. A conversation is sent with a question at its
-end; when the one answered token is there, the server says which rows are resident, and the spans of
-the messages say whether the rows of each message that holds the answer are among them. No model is
-judged. Every question follows the same conversation, as when the last message is edited.
+The proxy runs as a process in front of the patched server, with random weights and a real
+vocabulary, so that token counts are those of common models. A conversation with labelled evidence
+is sent with a question at its end. After one generated token the server reports the resident rows,
+which are compared with the rows of each message that holds the answer. Answers are not graded.
+Every question follows the same conversation, as when a user edits the last message.
 
 `whole` counts a question when every row of every evidence message is resident, `half` when half of
-the rows of each is. Arms: `default` is the proxy with its default settings and a budget, `none`
-without a budget. The others fill the same budget, chosen here: `random` with random blocks of 64
-tokens, and with whole messages `newest`, the best by plain `bm25`, and those with the evidence
-(`oracle`).
-"""
+the rows of each is. Arms:
+
+* `default`: the proxy with its default settings and a budget
+* `none`: the proxy without a budget
+* `random`: random blocks of 64 tokens that fill the same budget
+* `newest`, `bm25`, `oracle`: whole messages that fill the same budget: the newest, the best by
+  plain BM25, those with the evidence"""
 
 from __future__ import annotations
 

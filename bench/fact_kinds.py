@@ -1,8 +1,7 @@
-"""Which kinds of facts the bundled model recalls at the demo's length, nothing evicted.
+"""Which kinds of facts does the bundled model recall at the length of the demo?
 
-The demo's session with another fact in its first turn, for each kind of the generator; the
-assistant's answers in between are fixed, so a session is one request.
-"""
+Nothing is evicted. For each kind of the generator, the demo's session states another fact in its
+first turn. The assistant's answers are fixed, so that a session is one request."""
 
 from __future__ import annotations
 

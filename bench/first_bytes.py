@@ -1,10 +1,9 @@
-"""The time to the first byte of a chat turn, through the proxy and directly, in pairs.
+"""Measures the time to the first byte of a chat turn, through the proxy and directly, in pairs.
 
-Both ways have a llama-server of their own with the same model and template, and hold the same
-conversation; each turn is sent to both, the first of a pair taking turns. Through the proxy it has
-a budget, so that blocks move. Times are the client's, from the first byte of a request written to
-the first byte of the answer's body read, each on a connection of its own.
-"""
+Each of the two has its own llama-server with the same model and template, and the same
+conversation. Every turn is sent to both; which is first alternates. The proxy has a budget, so that
+blocks move. Times are measured by the client, from the first written byte of the request to the
+first byte of the response body, each on a new connection."""
 
 from __future__ import annotations
 

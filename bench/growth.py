@@ -1,15 +1,16 @@
-"""What a turn costs the proxy when 100, 1,000, 10,000 and 100,000 blocks have been saved.
+"""What does a turn cost the proxy when 100 to 100,000 blocks have been saved?
 
-One: all of them in one conversation. Many: in conversations of 100 blocks each, of which one goes
-on. The whole engine runs, on a server that answers at once (`bench.growth_server`); only network
-and server are left out. What is given is processor time of its thread: what else runs on the
-machine does not count. Blocks have 64 tokens, and are ranked by their words. `own` is all before
-the request can be forwarded: `reading` the request and what the server says of its prompt, and
-`planning`, the rest; `after` is what is left to do when the answer has ended. `bytes` is what there
-is no way around, as long as clients send the whole conversation each time: comparing the bytes of
-a request with those of the one before, and copying them to ask the server and to forward them. It
-is measured by itself, and in `own` too.
-"""
+Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each conversation, one of
+which continues. The whole engine runs in this process, in front of a server that answers at once
+(`bench.growth_server`); network and server are left out. Times are processor time of the engine's
+thread in ms, so that other load does not count. Blocks have 64 tokens and are ranked by words.
+
+* `own`: all work before the request can be forwarded, the sum of the next two
+* `reading`: parsing the request and the server's rendering of its prompt
+* `planning`: everything else before the request is forwarded
+* `after`: work after the end of the answer
+* `bytes`: the unavoidable part while clients send the whole conversation: compare the bytes with
+  those of the previous request and copy them twice; measured separately, and part of `own` too"""
 
 from __future__ import annotations
 

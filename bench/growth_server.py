@@ -1,8 +1,8 @@
-"""A llama-server that computes nothing: what it would say, at once, of prompts of any length.
+"""An in-process llama-server that computes nothing and answers at once, for prompts of any length.
 
-It keeps the rows of one slot as a mask, does what plans say to it, and evicts by their order when a
-prompt is longer than the budget. What it takes itself is counted, to be left out of a measurement.
-"""
+It keeps the rows of one slot as a mask, applies plans to it, and evicts in the given order when a
+prompt exceeds the budget. The time that it takes itself is counted, so that a bench can subtract
+it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How much a hybrid model still knows on a budget: attention rows leave, convolutions stay.
+"""How much does a hybrid model recall on a budget?
 
-The model is one of the recipe (bench/model): the bundled model's attention with short convolutions
-in between, of the architecture `lfm2`. Its sessions, arms and rules are those of `bench.quality`,
-shorter. What a hybrid's recurrent layers remember is never evicted, and its context checkpoints
-stay alive: the rows right before them may not go. What was run is not run again.
-"""
+Rows of attention are evicted; the state of convolutions stays. The model is made by the recipe in
+bench/model: the attention of the bundled model with short convolutions in between, architecture
+`lfm2`. Sessions, arms and rules are those of `bench.quality`, but shorter. The state of recurrent
+layers is never evicted; rows right before a context checkpoint stay. An interrupted run continues
+where it stopped."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""What a KV cache of fewer bits costs in recall: the demo's sessions, once for each type.
+"""How much recall does a quantized KV cache cost?
 
-Each session is held twice: whole, where nothing is evicted, and on the demo's budget, where the
-fact is evicted and comes back as saved rows of that type. Evict and load are exact for every type
-(patches/SUPPORT.md), so what a type loses it should lose whole too. Keys and values have the same
-type, flash attention is on.
-"""
+Runs each session of the demo twice for every type of the cache: without eviction, and with the
+demo's budget, where the fact is evicted and recovered as rows of that type. Evicting and loading is
+exact for every type (patches/SUPPORT.md), so both should lose the same. Keys and values have the
+same type; flash attention is on."""
 
 from __future__ import annotations
 

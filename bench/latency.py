@@ -1,11 +1,10 @@
-"""What it costs to save, evict and load a block, against decoding the same tokens again.
+"""What do save, load and evict cost, compared with decoding the same tokens again?
 
-One server, one slot, a cache that is at least half full. For each block size the four are measured
-in turn, round after round, and medians are given: first for rows that lie where they were decoded,
-then for rows that were scattered over the cells in runs of 8. Re-prefill decodes the block's tokens
-as the tail of the same prompt and asks for one token. Times are those the server reports for the
-copy (`t_ms` of the call, without HTTP) and for the prefill (`prompt_ms`).
-"""
+One server with one slot and a cache that is at least half full. For each block size the four
+operations take turns, round after round; results are medians. First the rows are where they were
+decoded, then they are scattered over the cells in runs of 8. The comparison decodes the tokens of
+the block as the tail of the same prompt and generates one token. Times are those that the server
+reports: `t_ms` of the call, without HTTP, and `prompt_ms`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Save, load and evict on an NVIDIA GPU: against the link, and against decoding again.
+"""What do save, load and evict cost on an NVIDIA GPU, compared with the link and with decoding?
 
-Builds the patched server with CUDA and writes two models of random weights, in the shapes of
-Qwen2.5-7B and Llama-3.1-8B. What the link gives is measured beside each block: a copy of as many
-bytes between the GPU and pinned memory. `ceiling` is what save and load together could be at best,
-against decoding the tokens again: both at that rate, and nothing else.
-"""
+Builds the patched server with CUDA and writes two models with random weights, in the shapes of
+Qwen2.5-7B and Llama-3.1-8B. Beside each block a copy of the same size between the GPU and pinned
+memory is timed. `ceiling` is the best possible result of a save and a load at that rate, compared
+with decoding the tokens again."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""How long a generation gets, and how many get on at once, with and without eviction.
+"""How long can a generation get, and how many run at once, with and without eviction?
 
-Length: one slot with `--cells` cells is asked for `--tokens` tokens. Without eviction it stops
-when the cells are full, and begins anew until it has as many for the speed; with it, it goes on.
-Throughput: slots that share `--shared` cells are asked for `--each` tokens each, all
-at once; a binary search finds the most that all get their whole answers. Speeds are tokens by
-processor time of the server.
-"""
+Length: one slot with `--cells` cells is asked for `--tokens` tokens. Without eviction it stops when
+the cells are full and is restarted until it has generated as many, to compare the speed.
+Throughput: slots that share `--shared` cells are asked for `--each` tokens each, at the same time;
+a binary search finds the largest number that all complete. Speed is tokens per second of processor
+time of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines over an axis as plain SVG, no library: one colour a name, either axis by powers of ten."""
+"""Draws line charts as plain SVG: one colour for each name, optional logarithmic axes."""
 
 from __future__ import annotations
 

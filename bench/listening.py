@@ -1,4 +1,4 @@
-"""A small HTTP server in this process, for what stands between two others."""
+"""A small HTTP server in this process, for programs that stand between two others."""
 
 from __future__ import annotations
 

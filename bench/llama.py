@@ -1,4 +1,4 @@
-"""A llama-server for benches, and the few calls they make."""
+"""Starts a llama-server for benches and wraps the calls that they make."""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""A session eight times its budget, with recall measured along it and at its end.
+"""How well does a session of eight times its budget recall, along the session and at its end?
 
-The published one has 66K tokens under a budget of 8K, on a model of 32K or more. The bundled model
-has a context of 8,192 tokens, so the scale is compressed: the session fills most of it, the
-budget is the same share of it (8K of 66K), and the context that ends without eviction the same (32K
-of 66K: `wall`). Facts stand all along it, in the middle of messages about other things. At each
-quarter three of those told long ago are asked, at the end all others, each behind the expected
-answers to those before. Arms: `no_eviction` in a context that is long enough, `wall` in one that is
-not, `evoke` on the budget, `discard` on it without recovery. No embedder.
-"""
+The published session has 66K tokens under a budget of 8K, on a model with a context of 32K or more.
+The bundled model has a context of 8,192 tokens, so everything is scaled down: the session fills
+most of the context, and the budget is the same share of the session. Facts are spread over the
+session, in the middle of messages about other subjects. At each quarter three facts that were
+stated long before are asked for, at the end all others; each question follows the expected answers
+to the earlier ones. No encoder is used. Arms:
+
+* `no_eviction`: a context that is long enough
+* `wall`: no eviction, and a context that is too short (the share that 32K is of 66K)
+* `evoke`: with the budget
+* `discard`: with the budget, without recovery"""
 
 from __future__ import annotations
 

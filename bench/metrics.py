@@ -1,4 +1,4 @@
-"""What a server or the proxy counts of itself."""
+"""Reads the counters that a server or the proxy exposes."""
 
 from __future__ import annotations
 

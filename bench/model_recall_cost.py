@@ -1,10 +1,10 @@
-"""What it costs to ask the model itself which blocks a question is about.
+"""What does it cost to let the model itself find the blocks that a question is about?
 
-Sessions of the quality bench go through one proxy three times, with `evoke_recall` `text`, `model`
-and `fused`: told sentences asked for in quite other words, and facts asked for in their own. How
-often the model was asked, what was decoded and waited for by that, and how long the session took
-beside that of text alone, whose turns are the same but for what came back.
-"""
+Sends sessions of the quality bench through one proxy three times, with `evoke_recall` `text`,
+`model` and `fused`: questions with other words than the statements, and questions with the same
+words. Reports how often the model was probed, how many tokens and milliseconds that took, and the
+wall time of the session divided by that with `text`. Apart from what is recovered, the turns are
+the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coding agents from npm, as tests and benches run them: installed once, into the cache."""
+"""Installs coding agents from npm for tests and benches, once, into the cache folder."""
 
 from __future__ import annotations
 

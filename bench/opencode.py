@@ -1,15 +1,14 @@
-"""A real opencode session on a budget: its own system prompt and tools, several turns of its user.
+"""What does a budget cost a real opencode session, and do recovered rows equal the original ones?
 
-The program itself runs against the proxy and a model with random weights and a long context: its
-prompt and its tools are real. What such a model answers is noise and calls no tools, so between the
-two stands a script (`bench.scripted`): each answer is made and counted, and the program gets a call
-of `bench.agent`'s session for it, which it carries out on files that are really there. Arms:
-`evoke` and `truncate` on the budget, `no_eviction`, which is an intact prefix cache.
+The program itself runs against the proxy, with its own system prompt and tools, and a model with
+random weights and a long context. The answers of such a model are noise without tool calls, so
+`bench.scripted` stands between the program and the proxy: each answer is generated and counted, and
+the program receives a scripted tool call instead, which it executes on real files. Arms: `evoke`
+and `truncate` with the budget, `no_eviction` with an intact prefix cache.
 
-Under `evoke` the slot is written to a file after each request and its rows compared with what they
-were when they were decoded; of a file that is read again or edited is counted whether its latest
-reading was in the cache whole.
-"""
+Under `evoke` the slot is saved to a file after each request, and its rows are compared with those
+that were decoded first. When a file is reread or edited, the bench counts whether its latest
+reading was resident as a whole."""
 
 from __future__ import annotations
 

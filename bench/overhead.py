@@ -1,17 +1,18 @@
-"""What the proxy itself costs: relayed requests against direct ones, and one budgeted chat turn.
+"""What time does the proxy add to a relayed request, and to a budgeted chat turn?
 
-Relayed: the same cheap request goes to a stock llama-server directly and through the proxy in turn,
-each on one connection that is kept alive; what is given is the median of the differences of pairs.
+Relayed: the same small request goes to a stock llama-server directly and through the proxy, in
+pairs, each on one connection that is kept alive. Result: the median of the differences of pairs.
 
-Chat turn: a patched llama-server with a random-weight model, a conversation of a given length, a
-budget of a quarter of it. `own` is the time from the request being read to being forwarded that was
-not spent waiting for an answer of llama-server, as the proxy writes it into its log; its waiting
-for the render call and for the block calls is given beside it. `after` is its work when the answer
-has ended, `cpu` the processor time of the whole proxy process in the turn, relaying included.
+Chat turn: a conversation of a given length, with a budget of a quarter of it, on a patched
+llama-server with random weights. The proxy writes the times into its log:
 
-First byte: the same chat turn through the proxy and directly to a server of its own, in pairs, at
-the client (`bench.first_bytes`); what is given is the median of the differences.
-"""
+* `own`: from reading the request to forwarding it, without waiting for llama-server
+* `render`, `block-plan`: waiting for llama-server to render the prompt and to move blocks
+* `after`: work after the end of the answer
+* `cpu`: processor time of the whole proxy process in the turn
+
+First byte: the same chat turn through the proxy and directly to another server, in pairs, measured
+by the client (`bench.first_bytes`). Result: the median of the differences."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Where a recovered block should land: at its own positions, or at the end of the text.
+"""Where should a recovered block land: at its own positions, or at the end of the text?
 
-A fact is told first, its rows are saved and evicted, other text is decoded without them, and a
-question asks for it. Before the question the rows come back at their own positions (`original`),
-or turned to the end of a text whose gap was closed (`tail`). Beside them: nothing evicted
-(`never`), nothing recovered (`discard`), and the fact's message told again at the end and decoded
-there (`native`). The one who asks owns the prompt: no proxy, no client's history.
-"""
+A fact is stated first, its rows are saved and evicted, other text is decoded without them, and a
+question asks for the fact. The bench calls the server directly, without the proxy. Arms:
+
+* `original`: the rows are loaded at their own positions before the question
+* `tail`: the gap is closed, and the rows are moved to the end of the text
+* `native`: the message with the fact is decoded again at the end of the text
+* `never`: nothing is evicted
+* `discard`: nothing is recovered"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Runs the proxy with tuning values, which files, variables and options cannot set.
+"""Runs the proxy with bench policies and with constants that the configuration cannot set.
 
-It has the policies of bench.policies, too.
+    python -m bench.proxy '{"policy.probe_tokens": 24}' serve --upstream URL
 
-python -m bench.proxy '{"policy.probe_tokens": 24}' serve --upstream URL
-"""
+The first argument maps dotted keys to values; the others are those of `evoke-proxy`."""
 
 from __future__ import annotations
 

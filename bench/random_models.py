@@ -1,9 +1,9 @@
-"""Models with random weights, for every kind of memory: right for exactness and cost, not meaning.
+"""Writes models with random weights, for every kind of memory.
 
-The vocabulary is the bundled model's, so that chats can be rendered and counted, or one of the
-vocabulary-only models of the pinned tree, which counts tokens as users' models do. Files are made
-once and kept in the cache folder, named by their shape.
-"""
+They measure exactness and cost; their text has no meaning. The vocabulary is that of the bundled
+model, so that chats can be rendered and counted, or one of the vocabulary-only models of the pinned
+llama.cpp, which counts tokens as common models do. Files are written once, into the cache folder,
+and named by their shape."""
 
 from __future__ import annotations
 

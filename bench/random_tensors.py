@@ -1,8 +1,7 @@
-"""Which settings and tensors a model of each architecture has, as llama.cpp wants to read them.
+"""The settings and tensors that llama.cpp needs for a model of each architecture.
 
-Layers of hybrids alternate, a recurrent one first; layers with a sliding window do too. Sizes are
-given as numpy has them: rows, then columns.
-"""
+Layers of hybrids alternate, a recurrent layer first; so do layers with a sliding window. Sizes are
+in the order of numpy: rows, then columns."""
 
 from __future__ import annotations
 

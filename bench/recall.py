@@ -1,15 +1,18 @@
-"""What of a model finds the block that a question is about: which layer, at which words, by what.
+"""Which layers of a model find the block that a question is about, and by which tokens?
 
-A session is decoded whole, then every block of it leaves but the first and the latest ones. Each
-question is probed, as the proxy does with `recall: model`: the prompt's end and the first words of
-an answer are decoded without what is out, and their queries held against the keys of all blocks.
-`keys` are the greatest products themselves, `bounds` what their least and greatest values allow, of
-blocks and of pieces of 16 tokens (Quest); `cuboids` the same with the middle of these two and the
-keys' mean distance from it on either side, which most keys of a block but not all are within (Chen
-et al., "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction", NeurIPS
-2024). `asked` the rows of the question, `words` those of the answer.
-Sessions are those for tuning: the layers that the proxy captures may be chosen by this.
-"""
+A session is decoded as a whole, then all blocks except the first and the latest are evicted. Each
+question is probed as the proxy does with `recall: model`: the end of the prompt and the first words
+of an answer are decoded without the evicted rows, and their queries are compared with the keys of
+all blocks. Rows: `asked` are those of the question, `words` those of the answer. Scores:
+
+* `keys`: the largest products with the keys themselves
+* `bounds`: the largest products that the minima and maxima of the keys allow, for blocks and for
+  pieces of 16 tokens (Quest)
+* `cuboids`: the same with the middle of minima and maxima and the mean distance of the keys from
+  it, within which most keys lie, but not all (Chen et al., "ArkVale: Efficient Generative LLM
+  Inference with Recallable Key-Value Eviction", NeurIPS 2024)
+
+The sessions are those for tuning, so the results may be used to choose the captured layers."""
 
 from __future__ import annotations
 

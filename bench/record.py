@@ -1,4 +1,4 @@
-"""What every bench leaves behind: a table for people, and one JSON file for programs."""
+"""The output of every bench: a table for people, one JSON file for programs."""
 
 from __future__ import annotations
 

@@ -1,18 +1,23 @@
-"""The first token after a restart: cold, by the usual recipe, by ours; and without a restart.
+"""How long does the first token take after a restart?
 
-A chat of a given length has one turn, then server (and proxy) are started again, then it has the
-next. `ttft_ms` is that of the second turn, `decoded` how many tokens the server decoded for it,
-whoever asked. Arms: `cold` no help; `peer` saves after every reply, restores before a request;
-`ours` the proxy; `ram` no restart, but another chat took the slot in between: the server's own copy
-in memory; `live` and `live-ours` neither. Models have random weights, the template is Qwen3.5's,
-which strips thoughts. Nothing of the files is in memory at the second turn. `restore_ms` is what
-verifying and restoring took, `disk_ms` what reading as many bytes once takes at the disk's measured
-speed, `share` how much of the former that is. 28,672 tokens are for models of few, narrow layers:
-of the others a CPU would take hours.
+A chat of a given length has one turn; then the server and the proxy are restarted; then the chat
+has its next turn. The model has random weights and the template of Qwen3.5, which removes thoughts.
+The page cache holds nothing of the files at the second turn. Arms:
 
-What was measured is written down at once: a run that was stopped goes on where it was, with
-`--minutes` after so long by itself, as long as the sources and the server are the same.
-"""
+* `cold`: nothing is saved
+* `peer`: the usual recipe: save after every reply, restore before a request
+* `ours`: the proxy
+* `ram`: no restart, but another chat used the slot; the server has a copy in memory
+* `live`, `live-ours`: no restart, and no other chat; directly, and through the proxy
+
+Columns of the second turn: `ttft_ms` is the time to the first token, `decoded` the number of tokens
+that the server decoded, `restore_ms` the time to verify and restore the snapshot, `disk_ms` the
+time to read as many bytes once at the measured speed of the disk, `share` the latter divided by the
+former. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours
+on a CPU.
+
+Every measurement is written at once: an interrupted run continues where it stopped while the
+sources and the server are the same."""
 
 from __future__ import annotations
 

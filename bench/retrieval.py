@@ -1,9 +1,8 @@
-"""Whether the block with the answer is found, and how long looking takes: retrieval alone.
+"""Does retrieval find the block with the answer, and how long does the search take?
 
-No server and no budget: a haystack of blocks with one fact each in some of them, questions of six
-kinds, and where the block with the fact comes in the ranking. Questions in quite other words are
-asked of a trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches.
-"""
+There is no server and no budget: a haystack of blocks, some with one fact each, six kinds of
+questions, and the rank of the block with the fact. Questions with other words than the fact use a
+trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What `bench.retrieval` looks for: statements, questions in their words, and in quite other words.
+"""The texts of `bench.retrieval`: statements, and questions with the same and with other words.
 
-`{}` is a value that every trial draws anew. No question in other words shares a content word with
-its statement; tests/unit holds the lists to that.
-"""
+`{}` stands for a value that every trial draws. No paraphrased question shares a content word with
+its statement; a unit test checks that."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The bundled model's ceiling: recall with nothing evicted, by task and length, temperature 0.
+"""How often does the bundled model recall when nothing is evicted, by task and length?
 
-Every probe goes through a stock llama-server's chat endpoint, behind the session and the probes
-before it (with their expected answers). A value counts when the answer ends with exactly it; for
-what was never told the answer must say so. No training run has seen these sessions, and no choice
-was made by them. A run that was broken off goes on with the cells it had not finished.
-"""
+Every question goes to the chat endpoint of a stock llama-server at temperature 0, after the session
+and the earlier questions with their expected answers. An answer is right when it ends with exactly
+the expected value, or, for a fact that was never stated, when it says so. The sessions were not
+used for training or for any choice. An interrupted run continues with the unfinished cells."""
 
 from __future__ import annotations
 

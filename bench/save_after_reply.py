@@ -1,8 +1,8 @@
-"""The recipe that others use in front of a stock llama-server, to be measured beside ours.
+"""The usual recipe to keep conversations in front of a stock llama-server, for comparison.
 
-Before a chat request the slot is restored from the file of its conversation, unless that one was
-the last; after the reply it is saved over that file. Nothing is checked, as nobody does.
-"""
+Before a chat request the slot is restored from the file of its conversation, unless that
+conversation was the last one. After the reply the slot is saved over the file. Nothing is
+checked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Between an agent and the proxy: a model with random weights, which calls no tools, made to.
+"""A relay between an agent and the proxy that replaces the model's answers by scripted tool calls.
 
-Every request goes to the proxy, and what the model answers is counted; the agent gets the next call
-of a script instead. So the agent runs its real tools on real files and sends what they return.
-"""
+Every request goes to the proxy, and the answer of the model, which has random weights and calls no
+tools, is counted. The agent receives the next call of the script instead. So it runs its real tools
+on real files and sends back their results."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""What a budget costs in time: a long conversation, and many at once, on a 24-layer model.
+"""What time does a budget cost, in a long conversation and in many at once?
 
-Long: one conversation of many turns through the proxy, under `evoke` with a quarter of it as the
-budget and under `no_eviction`, in pairs that take turns to be first. Given is the median of the
-pairs' ratios of wall clock; the same turns sent directly to the server are there for comparison.
+Long: one conversation of many turns through the proxy, under `evoke` with a budget of a quarter of
+its length and under `no_eviction`, in pairs; which is first alternates. Result: the median of the
+ratios of wall time. The same turns are also sent directly to the server (`direct`).
 
-Many: conversations at once, as many as the server has slots, each going on as soon as it has its
-answer; the tokens generated in a second through the proxy with a budget, over those of the same
-server asked directly, pair by pair.
+Many: as many conversations at once as the server has slots; each sends its next turn as soon as it
+has its answer. Result: generated tokens per second through the proxy with a budget, divided by
+those of the same server without the proxy, in pairs.
 
-The model has random weights: right for cost, without meaning. Answers have a fixed length, and the
-history that is resent has other, fixed ones, so that every way has the same prompts.
-"""
+The model has 24 layers and random weights. Answers have a fixed length, and the resent history has
+fixed answers, so that every arm has the same prompts."""
 
 from __future__ import annotations
 

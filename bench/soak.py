@@ -1,11 +1,11 @@
-"""Many agents for a long time: the proxy stays small, its books balance, no failure is its own.
+"""Do many agents run for a long time without errors and without growing memory?
 
 Agents talk through one proxy to a server with two slots: growing conversations with tool calls,
-streamed and whole, side requests (titles), requests that are wrong, clients that hang up at any
-moment. Every turn's books must sum to its prompt and keep the budget; no answer may be a 5xx that
-the proxy made; the memory of its process is sampled every second, and the slope of the last two
-thirds reported. Two ways: a patched server under a budget, a stock one with snapshots.
-"""
+streamed and not, side requests for titles, invalid requests, and clients that disconnect at any
+moment. The token counts of every turn must add up and keep the budget; the proxy must not make a
+5xx response of its own. The memory of its process is sampled every second; `slope` is that of the
+last two thirds, in MiB a minute. Arms: `patched`, a patched server with a budget, and `stock`, a
+stock server with snapshots."""
 
 from __future__ import annotations
 
@@ -253,11 +253,11 @@ def _worked(
 def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     """What a run is held to and has not kept; the slope only of one that is `long` enough."""
     none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
-    found = [f"{row['way']}: {name} {row[name]}" for name in none if row[name]]
+    found = [f"{row['arm']}: {name} {row[name]}" for name in none if row[name]]
     if not row["turns"]:
-        found.append(f"{row['way']}: no turn")
+        found.append(f"{row['arm']}: no turn")
     if long and row["slope"] > SLOPE_MOST:
-        found.append(f"{row['way']}: {row['slope']} MiB a minute")
+        found.append(f"{row['arm']}: {row['slope']} MiB a minute")
     return found
 
 

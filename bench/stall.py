@@ -1,14 +1,13 @@
-"""The longest stall that one client causes another: the event loop's lag beside heavy requests.
+"""How long can one client keep the event loop from serving the others?
 
-Answers: how late does the proxy serve a small request while another client, an operator or the
-proxy's own background work does something large? Against: an idle arm of the same run. It fails
+Measures how late the proxy serves a small request while another client, an operator or the proxy's
+own background work does something large, compared with an idle arm of the same run. The bench fails
 when the 99.9th percentile of the loop's lag is more than 20 ms above that of the idle arm.
 
-The real proxy runs in a process of its own (`bench.stall_processes`) in front of a server that
-computes nothing; a client sends a small relayed request every 5 ms. `lag` is how late a timer of
-the loop fires, `client` the delay of the small request, both in ms, over time. `callback_cpu` is
-the processor time of the longest callback of the loop: it does not depend on other processes.
-"""
+The proxy runs in a process of its own (`bench.stall_processes`) in front of a server that computes
+nothing; a client sends a small relayed request every 5 ms. `lag` is how late a timer of the loop
+fires, `client` the delay of the small request, both in ms, as percentiles over time. `callback_cpu`
+is the processor time of the longest callback of the loop, which other load does not change."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The three processes beside `bench.stall`: the proxy with its probe, a server, a quick client.
+"""The processes of `bench.stall`: the proxy with its probe, a server, a client of small requests.
 
-`proxy` and `client` measure between the lines `begin` and `end` on their standard input, and write
-what they measured as one line of JSON. Their percentiles are over time, not over samples: while
-the event loop stands still, every sample that was due counts with the time it had to wait.
-"""
+`proxy` and `client` measure between the lines `begin` and `end` on their standard input, and print
+the result as one line of JSON. Percentiles are over time, not over samples: while the event loop is
+blocked, every sample that was due counts with its own waiting time."""
 
 from __future__ import annotations
 

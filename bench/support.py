@@ -1,8 +1,8 @@
-"""What the patched server can do with which memory: every row of patches/SUPPORT.md is a run.
+"""Which kinds of memory does the patched server support?
 
-Each case starts the server with a model of random weights, holds a conversation of which a block is
-saved, evicted and loaded again, and compares all logprobs with the same conversation without that.
-"""
+Every row of patches/SUPPORT.md is a run of this bench. Each case starts the server with a model
+with random weights, runs a conversation, saves, evicts and loads one of its blocks, and compares
+all logprobs with those of the same conversation without that."""
 
 from __future__ import annotations
 

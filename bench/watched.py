@@ -1,4 +1,4 @@
-"""What is seen of an agent's requests from between it and the proxy."""
+"""Records what a relay sees of an agent's requests: token counts, resident rows, rereads."""
 
 from __future__ import annotations
 

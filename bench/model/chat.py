@@ -1,7 +1,6 @@
-"""Builds one chat token by token, with a loss weight for every token and the questions' places.
+"""Builds a chat token by token, with a loss weight for every token and the spans of questions.
 
-Messages are tokenised one by one; special tokens separate them, so that is exact.
-"""
+Messages are tokenised one by one, which is exact because special tokens separate them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training chats: facts told, read from files, changed and asked for, among unrelated turns."""
+"""Generates training chats: facts are stated, read from files, changed and asked for."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Recall by task and length in PyTorch, also with blocks of the KV cache removed.
+"""Measures recall by task and length in PyTorch, also with blocks of the KV cache removed.
 
-Greedy decoding, teacher-forced: an answer counts when every token of it up to and including the
-value is the model's first choice. With --holes the cache is computed with everything present, then
-blocks go before the question is read: first all but the fact's own, then the fact's own, whose
-value must never come back.
-"""
+Decoding is greedy and teacher-forced: an answer is right when every token up to and including the
+value is the model's first choice. With --holes the cache is computed from the whole session, then
+blocks are removed before the question is read: first all but those of the fact, then those of the
+fact, after which the value must not be answered."""
 
 from __future__ import annotations
 

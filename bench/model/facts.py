@@ -1,14 +1,13 @@
-"""Facts: how each kind is told, asked for and answered; near misses, updates and abstention.
+"""Facts: how each kind is stated, asked for and answered; near misses, updates and abstention.
 
-The kinds are few and their wording is fixed, so that a small model can be nearly perfect on them:
+There are few kinds with fixed wording, so that a small model can be nearly perfect on them:
 
 * `my`: My badge number is 48213. / What is my badge number? / Your badge number is 48213.
 * `para`: My residence is amber falcon. / Where do I live? / Your residence is amber falcon.
 * `file`: config.env: PORT = 48213 / What is PORT in config.env? / config.env: PORT = 48213
 
-An answer names the key before the value, also when the value was never told: "Your badge number is
-something I don't know." So the model looks for the fact where it would copy its value from.
-"""
+An answer names the key before the value, also when the value was never stated: "Your badge number
+is something I don't know." So the model searches for the fact before it must decide."""
 
 from __future__ import annotations
 

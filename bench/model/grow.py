@@ -1,10 +1,9 @@
-"""Makes a hybrid of a trained model: short convolutions between its attention layers.
+"""Turns a trained model into a hybrid, with short convolutions between its attention layers.
 
-The new layers add nothing at first (their output projections are zero). The architecture `lfm2`
-norms queries and keys, which the model was not trained with: the norms' weights are the sizes that
-its own queries and keys have on chats of the corpus, the mean over tokens and heads. So recall is
-damaged at first, and `bench.model.train --init` brings it back.
-"""
+The output projections of the new layers are zero, so that they add nothing at first. The
+architecture `lfm2` normalises queries and keys, which the model was not trained with: the weights
+of the norms are the mean sizes of its own queries and keys on chats of the corpus, over tokens and
+heads. Recall is damaged at first; `bench.model.train --init` restores it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running means of what a training run gets right, and its log of JSON lines."""
+"""Running means of training accuracy, and a log of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Training rows: chats with random position gaps, with spans dropped, packed into batches.
+"""Training rows: chats with random position gaps and removed spans, packed into batches.
 
-Gaps spread a short row over the whole context, so a model trained on 256 tokens recalls over
-thousands. Dropped spans are what eviction does to a cache: the facts asked for stay, much of the
-rest is missing, its positions kept (as after eviction) or closed up.
-"""
+Gaps spread a short row over the whole context, so that a model trained on 256 tokens recalls over
+thousands. Removed spans imitate eviction: the facts that are asked for stay, much of the rest is
+missing, and its positions are kept, as after eviction, or closed."""
 
 from __future__ import annotations
 

@@ -1,21 +1,20 @@
-"""Held-out sessions, one kind of difficulty each: what the model's ceiling is measured on.
+"""Held-out sessions to measure the model's recall, one kind of difficulty each.
 
-A session is a chat whose facts have all been told, and the probes to ask behind it. Needs nothing
-but the standard library, so that benches can make sessions of their own from the same parts.
+A session is a chat that states all its facts, and the questions to ask after it. The module needs
+only the standard library, so that benches can build their own sessions from the same parts.
 
 * needle: one fact at a random depth of long messages
-* facts5, facts12, facts20: so many facts of all kinds, told and asked in shuffled orders
+* facts5, facts12, facts20: 5, 12 or 20 facts of all kinds, stated and asked in shuffled orders
 * codes: five facts whose values have 16 characters
-* updates: five facts, three of them changed later; four asked
+* updates: five facts, three of them changed later; four are asked
 * files: two files with the same settings
-* rereads: the same, one of them read again with some settings changed
-* paraphrase: five facts, asked in words that share no content word with how they were told
-* unknown: five facts told, three near misses asked that never were
-* rereads-apart: two files of one line, one of them read twice again with another number, both
-  asked; nothing shares a part of a file's name, a setting or a first digit, no number has a digit
-  twice
-* unknown-said: unknown, of what the user says of himself and no line of a file
-"""
+* rereads: as files, but one file is read a second time with some settings changed
+* paraphrase: five facts; no question shares a content word with its statement
+* unknown: five facts, and three questions for similar facts that were never stated
+* rereads-apart: two files of one line, one of them read twice more with another number; both are
+  asked. They share no part of a file name, no setting and no first digit, and no number repeats a
+  digit
+* unknown-said: as unknown, with facts about the user only and none from files"""
 
 from __future__ import annotations
 

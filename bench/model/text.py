@@ -1,4 +1,4 @@
-"""Random values, sentences and unrelated turns. Every function draws from the generator it gets."""
+"""Random values, sentences and small talk; every function draws from the given generator."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Trains the recall model on generated chats, on the CPU or a GPU, from scratch or a checkpoint.
 
-Tokens decide everything: the phases of longer rows begin at fractions of --tokens, and the learning
-rate falls linearly over the last --decay of them, so a run may be stopped and continued like any
-process. A number in the file OUT/tokens replaces --tokens while it runs: for a run that falls
-behind. Several ranks share one gradient over gloo; on a machine whose cores are shared,
-single-thread ranks beat OpenMP threads by far.
-"""
+All schedules count tokens: the phases of longer rows begin at fractions of --tokens, and the
+learning rate falls linearly over the last --decay of them, so a run may be stopped and continued. A
+number in the file OUT/tokens replaces --tokens while the run goes on. Several ranks share one
+gradient over gloo; on a machine with shared cores, ranks of one thread are much faster than OpenMP
+threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The word lists of the corpus. A seed gives the same corpus while the lists stay as they are."""
+"""The word lists of the corpus; a seed gives the same corpus while the lists stay the same."""
 
 from __future__ import annotations
 

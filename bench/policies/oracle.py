@@ -36,6 +36,5 @@ register(
         saves_evicted=True,
         quotes_evicted=True,
         uses_query=True,
-        needs_bench_fields=True,
     )
 )

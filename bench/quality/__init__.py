@@ -1,9 +1,8 @@
-"""How much a conversation on a budget still knows, beside the same conversation without one.
+"""How much does a conversation on a budget recall, compared with one without a budget?
 
-* `sessions`: what is said, in which order, and what is asked; seeds for tuning and for reporting
-* `arms`: under which policy and budget
+* `sessions`: the messages and questions; seeds for tuning and for reporting
+* `arms`: policies and budgets
 * `stack`: a patched llama-server and the proxy in front of it
-* `drive`: one session under one arm, turn by turn, with the books of every turn
-* `plan`, `journal`, `work`: what is to be run, what has been, and the running
-* `stats`, `summary`, `tables`, `misses`, `plots`, `published`: what comes of it
-"""
+* `drive`: one session under one arm, turn by turn, with the token counts of every turn
+* `plan`, `journal`, `work`: what to run, what has run, and the runner
+* `stats`, `summary`, `tables`, `misses`, `plots`, `published`: the evaluation"""

@@ -1,11 +1,10 @@
-"""How much a conversation on a budget still knows, as a share of the same one without a budget.
+"""How much does a conversation on a budget recall, compared with one without a budget?
 
-Sessions of several kinds are sent turn by turn through the proxy, once under every policy and
-compression; what was told is asked for at the end. Every finished session is a line of
-out/bench/quality.jsonl, and a run that was stopped goes on from there. Results of another model,
-server or state of the proxy's sources do not count. Without --tuning the sessions are those of the
-seed for reporting: nothing may be tuned on them.
-"""
+Sends sessions of several kinds turn by turn through the proxy, once under every policy and
+compression; the last turns ask for the facts. Every finished session is a line of
+out/bench/quality.jsonl, and an interrupted run continues from there. Results of another model,
+server or version of the proxy's sources do not count. Without --tuning the sessions are those of
+the seed for reporting; do not tune anything on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arms: a policy, a compression, and what a request or the proxy is told beside them."""
+"""The arms: a policy, a compression, and further settings of the request or of the proxy."""
 
 from __future__ import annotations
 

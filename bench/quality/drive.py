@@ -1,11 +1,10 @@
-"""One session under one arm: every turn sent through the proxy as a client does, and booked.
+"""Runs one session under one arm: sends every turn through the proxy and records its counts.
 
-The whole history is resent each turn, with the scripted answers, so that it is the same in every
-arm. The probes are asked one after another in the session, each behind the expected answers to the
-earlier ones: a wrong answer cannot spoil a later one, and later probes find in the cache what
-earlier ones recovered. With an embedder the bench waits until every block is embedded before it
-asks: people pause longer than a bench does.
-"""
+Each turn resends the whole history with the scripted answers, so that the history is the same in
+every arm. Questions follow one another in the session, each after the expected answers to the
+earlier ones: a wrong answer cannot affect a later one, but later questions find resident what
+earlier ones recovered. With an encoder, the bench waits until every block is embedded before it
+asks, because people pause longer than a bench does."""
 
 from __future__ import annotations
 

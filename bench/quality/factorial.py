@@ -1,12 +1,12 @@
-"""What each way to find a block is worth: text, the model itself, attention, each on and off.
+"""What does each method of finding blocks contribute: text, the model itself, attention?
 
-Sessions of the quality bench are sent under `evoke` with every combination of the three: text
-retrieval by words (`recall` text or fused), the model's own recall (model or fused), and attention
-as a signal of what stays (weight 0.3 or 0). The effect of a factor is the mean over the
-other two of the share of right answers with it less that without it, on the same questions; its
-interval draws whole sessions. `with_text` and `without_text` are effects of the others by whether
-text retrieval is on. Finished sessions are lines of a journal, as in `bench.quality`.
-"""
+Sends sessions of the quality bench under `evoke` with every combination of three factors: text
+retrieval by words (`recall` text or fused), recall by the model itself (model or fused), and
+attention as a signal of what stays (weight 0.3 or 0). The effect of a factor is the share of right
+answers with it minus the share without it, on the same questions, as the mean over the other two
+factors; its interval resamples whole sessions. `with_text` and `without_text` are the effects of
+the others with and without text retrieval. Finished sessions are lines of a journal, as in
+`bench.quality`."""
 
 from __future__ import annotations
 

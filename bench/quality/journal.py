@@ -1,4 +1,4 @@
-"""What has been run: a JSON line for every session that was finished under an arm."""
+"""A journal of finished sessions: one JSON line for each session and arm."""
 
 from __future__ import annotations
 

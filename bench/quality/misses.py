@@ -1,4 +1,4 @@
-"""The questions lost to eviction: where their fact stood, and what was in the cache instead."""
+"""The questions lost to eviction: where their fact was, and what was resident instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is to be run: which sessions under which arms, in an order that may stop anywhere."""
+"""The sessions and arms to run, in an order in which a run may stop anywhere."""
 
 from __future__ import annotations
 
@@ -112,7 +112,6 @@ def batches(
 
     `embedder` is the directory of the one that is ablated, "" for none.
     """
-    base = {"policy.bench_fields": True}
     drawn = {
         cell: scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times) for cell in cells
     }
@@ -124,7 +123,7 @@ def batches(
     main = [
         Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order for arm in cell.arms(i, ratios)
     ]
-    found = [Batch(base, main)]
+    found = [Batch({}, main)]
     for settings, arms in _by_settings(variants(embedder)):
         units = [
             Unit(cell.name, drawn[cell][i], variant.arm)
@@ -133,7 +132,7 @@ def batches(
             if i < cell.ablated and cell.name in variant.cells
         ]
         if units:
-            found.append(Batch({**base, **settings}, units))
+            found.append(Batch(settings, units))
     return found
 
 

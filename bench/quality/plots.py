@@ -1,4 +1,4 @@
-"""Pictures of the figures: plain SVG, no library."""
+"""Draws the results as plain SVG."""
 
 from __future__ import annotations
 

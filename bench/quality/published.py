@@ -1,10 +1,9 @@
-"""What EVOKE has published about itself, to be read beside our figures; nothing here is ours.
+"""Figures that EVOKE has published, for comparison; none was measured here.
 
 Source: the README and results of github.com/Anyesh/EVOKE (Apache-2.0). Other models, other text,
-other grading: in-process on an RTX 4070 Ti SUPER, the whole document resident before the question,
-answers graded by substring and a judge, budgets 512 / 1024 / 2048 of sessions of about 3,700
-(needle) and 6,500 tokens (multi-fact).
-"""
+other grading: in process on an RTX 4070 Ti SUPER, the whole document resident before the question,
+answers graded by substring and by a judge, budgets of 512, 1024 and 2048 for sessions of about
+3,700 (needle) and 6,500 tokens (multi-fact)."""
 
 from __future__ import annotations
 

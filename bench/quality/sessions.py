@@ -1,8 +1,7 @@
-"""The sessions: what is said turn by turn, and what is asked at the end.
+"""The sessions: the messages of every turn, and the questions at the end.
 
-They come from the generator the bundled model was trained on (bench/model), from seeds that no
-training and no evaluation of it used. Nothing may be tuned on the seeds of REPORTING.
-"""
+They come from the generator that the bundled model was trained with (bench/model), with seeds that
+neither training nor evaluation used. Do not tune anything on the seeds of REPORTING."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patched llama-server, the proxy in front of it, and what the server says of a prompt."""
+"""Runs a patched llama-server and the proxy in front of it, and reads how a prompt is rendered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of sessions as figures: one row a cell and arm, and whether the bars are reached."""
+"""Turns records of sessions into one row for each cell and arm, and checks the bars."""
 
 from __future__ import annotations
 

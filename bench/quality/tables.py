@@ -1,4 +1,4 @@
-"""The figures as Markdown."""
+"""Writes the results as Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs what is to be run: lanes of one server and one proxy each, a session at a time."""
+"""Runs sessions in parallel lanes of one server and one proxy each."""
 
 from __future__ import annotations
 

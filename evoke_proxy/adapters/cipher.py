@@ -52,11 +52,18 @@ class EncryptedFormat(DiskFormat):
         return data
 
     def encode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Encrypt a file into another, readable by its owner alone, and flush it to disk."""
-        with open(source, "rb") as plain:
-            with self._files.new_encrypting_stream(_created(target), aad) as stream:
-                while piece := plain.read(_SEGMENT_BYTES):
-                    stream.write(piece)
+        """Encrypt a file into another, readable by its owner alone, and flush it to disk.
+
+        Raises SnapshotUnusable or OSError when the disk does not take it.
+        """
+        with open(source, "rb") as plain, _created(target) as out:
+            try:
+                with self._files.new_encrypting_stream(out, aad) as stream:
+                    while piece := plain.read(_SEGMENT_BYTES):
+                        stream.write(piece)
+            except self._error as error:  # Tink turns an OSError of `out` into an error of its own
+                reason = str(error).partition("\n")[0]
+                raise SnapshotUnusable("disk", f"{Path(source).name}: {reason}") from error
         with open(target, "rb") as written:
             os.fsync(written.fileno())
         return True

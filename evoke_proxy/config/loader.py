@@ -428,7 +428,7 @@ def _check_choices(config: Config) -> None:
         value = value_at(config, key)
         is_valid = not item.choices or value is None or value in item.choices
         _require(is_valid, key, f"{value!r} is not one of {', '.join(item.choices)}")
-    check_policy_name(config.policy.name, config.policy.bench_fields)
+    check_policy_name(config.policy.name)
 
 
 def _check_bodies(config: Config) -> None:

@@ -16,23 +16,23 @@ MODULES_VARIABLE = "EVOKE_POLICY_MODULES"
 # The policies of evoke_proxy.core.policy, which this package does not import.
 BUILT_IN = ("evoke", "discard", "truncate", "no_eviction")
 
-# Whether each policy needs `policy.bench_fields`, by name.
-_NAMES: dict[str, bool] = dict.fromkeys(BUILT_IN, False)
+# The names of all policies, in the order of their registration.
+_NAMES = dict.fromkeys(BUILT_IN)
 
 
-def add_policy_name(name: str, needs_bench_fields: bool) -> None:
+def add_policy_name(name: str) -> None:
     """Add the name of a policy that has registered itself."""
-    _NAMES[name] = needs_bench_fields
+    _NAMES[name] = None
 
 
-def policy_names(bench_fields: bool = True) -> tuple[str, ...]:
-    """Return the names of all policies; without `bench_fields` only those that do not need them."""
+def policy_names() -> tuple[str, ...]:
+    """Return the names of all policies; ConfigError when their modules cannot be imported."""
     _load_policy_modules()
-    return tuple(name for name, needs in _NAMES.items() if bench_fields or not needs)
+    return tuple(_NAMES)
 
 
-def check_policy_name(name: str, bench_fields: bool = True) -> None:
-    """Raise ConfigError when no policy has this name, or it lacks `policy.bench_fields`."""
+def check_policy_name(name: str) -> None:
+    """Raise ConfigError when no policy has this name."""
     names = policy_names()
     if name not in names:
         raise ConfigError(
@@ -40,8 +40,6 @@ def check_policy_name(name: str, bench_fields: bool = True) -> None:
             f" such as the ones that benches compare with, are loaded by {MODULES_VARIABLE}"
             " (bench.policies, from a checkout of the sources)"
         )
-    if _NAMES[name] and not bench_fields:
-        raise ConfigError(f"policy.name: {name!r} is for benches only (python -m bench.proxy)")
 
 
 def _load_policy_modules() -> None:

@@ -293,8 +293,6 @@ class PolicyConfig:
     attention_layers: Count = tuning(4)
     # Tokens that the model generates to show what it attends to; 64 at most.
     probe_tokens: Count = tuning(12)
-    # Serve the policy oracle and the field evoke_oracle.
-    bench_fields: bool = tuning(False)
 
     @property
     def least_budget(self) -> int:
@@ -506,7 +504,7 @@ REMOVED: Mapping[str, str] = {
     "policy.probe_tokens": _FIXED,
     "policy.probe_worth_s": _FIXED,
     "policy.infllm_blocks": "infllm is a policy for comparison, see docs/policies.md",
-    "policy.bench_fields": "only benches serve the policy oracle and the field evoke_oracle",
+    "policy.bench_fields": "the policy oracle is one of bench.policies, see docs/policies.md",
     "upstream.probe_interval_s": _FIXED,
     "embedder.queue": _FIXED,
     "snapshots.half_life_h": _FIXED,

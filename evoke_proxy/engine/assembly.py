@@ -136,7 +136,7 @@ def build_snapshots(config: Config, shared: Shared, resources: ServerResources) 
     return SnapshotStrategy(
         config=config.snapshots,
         api=StockApi(resources.client),
-        repository=shared.vault,
+        repository=shared.repository,
         server=resources,
         tasks=BackgroundTasks(),
     )
@@ -152,7 +152,7 @@ def build_slot_snapshots(
         api=StockApi(resources.client),
         probe=snapshots.probe,
         transfers=snapshots.transfers,
-        repository=shared.vault,
+        repository=shared.repository,
         conversations=resources.conversations,
     )
 

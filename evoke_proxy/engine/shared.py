@@ -27,21 +27,21 @@ class Shared:
         self.metrics = Metrics()
         self.feed = EventFeed()
         self.embedding = EmbeddingService(config.embedder, self.metrics)
-        self.vault = SnapshotRepository(config.snapshots, self.metrics)
+        self.repository = SnapshotRepository(config.snapshots, self.metrics)
         self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
         self.parser = RequestParser(config, self.metrics)
         self._keeps = bool(config.snapshots.directory)
 
     async def __aenter__(self) -> Shared:
         if self._keeps:
-            self.vault.open()
+            self.repository.open()
         await self.embedding.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.embedding.__aexit__()
         if self._keeps:
-            self.vault.close()
+            self.repository.close()
 
     def adjust(self, config: Config) -> None:
         """Continue with another configuration, of the keys that can be changed."""

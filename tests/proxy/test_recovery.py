@@ -237,7 +237,7 @@ def test_the_oracle_is_told_where_the_answer_is(
     patched_port: int, gold: list[str | int], back: bool
 ) -> None:
     path, policy = "/v1/chat/completions", {"evoke_policy": "oracle"}
-    with proxy(patched_port, policy__bench_fields=True) as running:
+    with proxy(patched_port) as running:
         said = [*_long(running.port, path, "told", **policy), QUIET]
         fields = policy | {"evoke_budget": BUDGET, "evoke_oracle": gold}
         told(post(running.port, path, said, "told", **fields))

@@ -52,7 +52,6 @@ WRONG = [
     ("evoke_budget", 0),
     ("evoke_budget", "many"),
     ("evoke_policy", "lru"),
-    ("evoke_policy", "oracle"),
     ("evoke_recovery", "later"),
     ("evoke_priority", -1),
     ("evoke_pinned", "yes"),
@@ -61,7 +60,7 @@ WRONG = [
     ("evoke_recover", "file:a.py"),
     ("evoke_recover", [1]),
     ("evoke_recover", ["x"] * 65),
-    ("evoke_oracle", [1]),
+    ("evoke_oracle", "user:1"),
 ]
 WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
 
@@ -213,7 +212,7 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
 
 def test_a_policy_is_the_requests_own(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
-    names = [name for name in policy_names(False) if "_" not in name]  # without variants
+    names = [name for name in policy_names() if "_" not in name]  # without variants
     for number, name in enumerate([*names, "evoke"]):
         said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)
         assert said.headers["x-evoke-policy"] == name

@@ -185,14 +185,27 @@ class StockApi:
         props = await self._client.call("GET", "/props", None, CallOptions(headers))
         self.n_ctx = _n_ctx(props)
         models = await self._client.call("GET", "/v1/models", None, CallOptions(headers))
-        async with self._client.open(
-            "GET", "/lora-adapters", self._client.own_headers(headers)
-        ) as reply:
-            raw = await reply.read()
-        adapters = orjson.loads(raw) if reply.status == 200 else []
+        adapters = await self._adapters(headers)
         path = str(props.get("model_path") or "")
         file = await asyncio.to_thread(self._files.identify, path) if path else None
-        return fingerprint(props, models, adapters if isinstance(adapters, list) else [], file)
+        return fingerprint(props, models, adapters, file)
+
+    async def _adapters(self, headers: Headers) -> list[Any]:
+        """The LoRA adapters of the server; none where it does not list them.
+
+        A server that fails may have adapters: raises UpstreamRejected then.
+        """
+        own = self._client.own_headers(headers)
+        async with self._client.open("GET", "/lora-adapters", own) as reply:
+            raw = await reply.read()
+        if reply.status >= 500 and reply.status != 501:
+            raise UpstreamRejected(reply.status, raw)
+        try:
+            adapters = orjson.loads(raw) if reply.status == 200 else []
+        except orjson.JSONDecodeError as error:
+            message = "llama-server answered /lora-adapters with no JSON"
+            raise UpstreamProtocolError(message) from error
+        return adapters if isinstance(adapters, list) else []
 
 
 def _slot_copy(answer: Mapping[str, Any], n_tokens: str, n_bytes: str, ms: str) -> SlotCopy:

@@ -10,6 +10,8 @@ from evoke_proxy.core.model.blocks import Block, Span
 
 # Limits on the ranges and blocks of one `stream` op (patches/API.md, "How much one call may have").
 # llama-server evicts blocks beyond the limit by age.
+# The largest budget that llama-server accepts; no context has as many tokens.
+MAX_BUDGET = 2**30
 MAX_PROTECTED = 4096
 MAX_ORDERED = 16_384
 
@@ -158,7 +160,7 @@ def _names_op(op: str, labels: Iterable[str]) -> list[dict[str, Any]]:
 def _stream_op(stream: DecodeBudget) -> dict[str, Any]:
     return {
         "op": "stream",
-        "budget": stream.budget,
+        "budget": min(stream.budget, MAX_BUDGET),
         "sink": stream.sink,
         "recent": stream.recent,
         "block": stream.block,

@@ -40,8 +40,6 @@ class Policy:
         truncates: Whether the oldest messages are removed from the request itself.
         probes: Whether `policy.recall` may probe the model for the blocks it attends to.
         capture: Attention that llama-server captures; None for no capture.
-        needs_bench_fields: Whether `policy.bench_fields` must be set, because the policy reads the
-            expected answers.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Policy:
     truncates: bool = False
     probes: bool = False
     capture: Capture | None = None
-    needs_bench_fields: bool = False
 
 
 _POLICIES: dict[str, Policy] = {}
@@ -64,7 +61,7 @@ def register(policy: Policy) -> Policy:
     if policy.name in _POLICIES:
         raise ValueError(f"two policies are called {policy.name!r}")
     _POLICIES[policy.name] = policy
-    add_policy_name(policy.name, policy.needs_bench_fields)
+    add_policy_name(policy.name)
     return policy
 
 

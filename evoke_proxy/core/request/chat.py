@@ -131,15 +131,13 @@ class ChatRequest:
 def parse_chat(
     dialect: str,
     body: Mapping[str, Any],
-    bench: bool = False,
     n_plain: Mapping[str, int] = _NONE_PLAIN,
 ) -> ChatRequest:
     """Build a ChatRequest from the JSON object of a body.
 
-    `dialect` is chat, responses, messages or completions; KeyError for another. `bench` allows
-    fields that only benches use. `n_plain` maps the key of a list of messages to the number of its
-    first messages that are already verified to be plain. Raises RequestError when one of the
-    proxy's own fields is wrong.
+    `dialect` is chat, responses, messages or completions; KeyError for another. `n_plain`
+    maps the key of a list of messages to the number of its first messages that are already
+    verified to be plain. Raises RequestError when one of the proxy's own fields is wrong.
     """
     parsed_messages = _READERS[dialect](body)
     with_marks = messages_with_marks(body, n_plain)
@@ -153,7 +151,7 @@ def parse_chat(
         n=_n_answers(body),
         has_media=has_media,
         cache_prompt=body.get("cache_prompt") is not False,
-        options=parse_options(body, bool(with_marks), bench),
+        options=parse_options(body, bool(with_marks)),
         has_tools=bool(body.get("tools") or body.get("functions")),
         plain=not (with_marks or has_media),
         keep_marks=_keep_marks(parsed_messages) if with_marks else {},

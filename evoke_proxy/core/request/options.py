@@ -78,19 +78,20 @@ def strip_own_fields(body: bytes) -> bytes:
     return edit_top_level(body, {}, TOP_LEVEL_FIELDS, MESSAGE_FIELDS)
 
 
-def parse_options(body: Mapping[str, Any], has_marks: bool, bench: bool) -> RequestOptions:
+def parse_options(body: Mapping[str, Any], has_marks: bool) -> RequestOptions:
     """Read the proxy's own fields of a body; RequestError for a wrong or unknown field.
 
-    `has_marks` says whether messages have such fields. `bench` allows fields and policies that only
-    benches use.
+    `has_marks` says whether messages have such fields. `evoke_oracle` is accepted where the
+    policy `oracle` is registered.
     """
     for key in body:
         if key.startswith("evoke_") and key not in OWN_FIELDS:
             _refuse_name(key)
+    names = policy_names()
     return RequestOptions(
         enabled=_flag(body, "evoke", True),
         budget=_budget(body),
-        policy=_one_of(body, "evoke_policy", policy_names(bench)),
+        policy=_one_of(body, "evoke_policy", names),
         recovery=_one_of(body, "evoke_recovery", RECOVERIES),
         recall=_one_of(body, "evoke_recall", RECALLS),
         priority=_priority(body),
@@ -98,7 +99,7 @@ def parse_options(body: Mapping[str, Any], has_marks: bool, bench: bool) -> Requ
         task_boundary=_flag(body, "evoke_task_boundary", False),
         session=_session(body),
         recover=_recover(body),
-        oracle=_oracle(body, bench),
+        oracle=_oracle(body, "oracle" in names),
         is_set=has_marks or any(key in body for key in TOP_LEVEL_FIELDS),
     )
 
@@ -150,11 +151,11 @@ def _recover(body: Mapping[str, Any]) -> tuple[str, ...]:
     _refuse("evoke_recover", f"a list of at most {_MAX_NAMES} names of blocks", value)
 
 
-def _oracle(body: Mapping[str, Any], bench: bool) -> tuple[str | int, ...]:
+def _oracle(body: Mapping[str, Any], is_registered: bool) -> tuple[str | int, ...]:
     value = body.get("evoke_oracle")
     if value is None:
         return ()
-    if not bench:
+    if not is_registered:
         message = "evoke_oracle is for benches only (python -m bench.proxy)"
         raise RequestError(message, "evoke_oracle_invalid")
     if isinstance(value, list) and all(

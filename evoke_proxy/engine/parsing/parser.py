@@ -55,8 +55,7 @@ class RequestParser:
     def _chat(self, incoming: IncomingRequest, read: ReadBody, tenant: str) -> ParsedChat:
         fields = read.parsed
         hint = hint_of(incoming.headers, fields)
-        bench_fields = self._config.policy.bench_fields
-        chat = parse_chat(incoming.dialect, fields, bench_fields, read.n_shared)
+        chat = parse_chat(incoming.dialect, fields, read.n_shared)
         id_slot = fields.get("id_slot")
         is_slot = isinstance(id_slot, int) and not isinstance(id_slot, bool)
         return ParsedChat(

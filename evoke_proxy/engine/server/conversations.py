@@ -310,14 +310,14 @@ class Conversations:
         self._by_id[conversation.id] = conversation
         return conversation
 
-    def recall(self, seated: SessionRecord) -> Conversation:
+    def recall(self, record: SessionRecord) -> Conversation:
         """The conversation of a record, as the latest used one; its copies are unconfirmed."""
-        session = Session.from_state(seated.session, self._policy)
-        layout, orders = session.layout, seated.overrides
-        prompt = PromptIdentity(layout.tokens, *seated.edges, layout.generation)
-        conversation = Conversation(session, prompt, is_committed=True, hint=seated.hint)
+        session = Session.from_state(record.session, self._policy)
+        layout, orders = session.layout, record.overrides
+        prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
+        conversation = Conversation(session, prompt, is_committed=True, hint=record.hint)
         conversation.budgeted = BudgetedState(
-            epoch=seated.epoch, previous_slot=seated.slot, is_unconfirmed=True
+            epoch=record.epoch, previous_slot=record.slot, is_unconfirmed=True
         )
         conversation.pinned, conversation.own_budget = orders.pinned, orders.own_budget
         session.pins = orders.pins

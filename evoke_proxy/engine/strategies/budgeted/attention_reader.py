@@ -119,6 +119,6 @@ class AttentionReader:
 def _joined(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     """One list of the answers about so many ranges each; those without an answer are unknown."""
     first = next((part for _, part in parts if part), {})
-    is_known = [it for count, part in parts for it in part.get("known", [False] * count)]
+    has_rows = [it for count, part in parts for it in part.get("known", [False] * count)]
     data = b"".join(base64.b64decode(part.get("data", "")) for _, part in parts)
-    return {**first, "known": is_known, "data": base64.b64encode(data).decode()}
+    return {**first, "known": has_rows, "data": base64.b64encode(data).decode()}

@@ -1,0 +1,119 @@
+"""`evoke-proxy sessions` on a directory of snapshots."""
+
+from __future__ import annotations
+
+import json
+import stat
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository_fixtures import TOKENS, kept, vault
+
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.cli.main import main
+from evoke_proxy.core.request.look_ahead import STEP
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two conversations, one with two snapshots."""
+    where = tmp_path / "slots"
+    with vault(where) as it:
+        kept(it, branch="aaaa1111")
+        kept(it, np.append(TOKENS, 5).astype(np.int32), branch="aaaa1111", kind=STEP)
+        kept(it, branch="bbbb2222")
+    return where
+
+
+def _run(folder: Path, *words: str) -> int:
+    return main(["sessions", *words, "--directory", str(folder)])
+
+
+def test_list_and_show_print_sessions_without_tokens(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(folder, "list") == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "session"
+    assert sorted(line.split()[:3] for line in lines) == [
+        ["aaaa1111", "2", "400"],
+        ["bbbb2222", "1", "399"],
+    ]
+    assert _run(folder, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["sessions"]
+    assert {row["id"]: row["snapshots"] for row in listed} == {"aaaa1111": 2, "bbbb2222": 1}
+    assert _run(folder, "show", "aa", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)["snapshots"]
+    assert {item["kind"] for item in shown} == {"user", "step"}
+    assert all("tokens" not in item for item in shown)
+    assert _run(folder, "show", "bbbb") == 0
+    assert "user" in capsys.readouterr().out
+
+
+def test_budgeted_sessions_are_listed_and_deleted_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with vault(folder) as it:
+        it.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
+        it.put_record(Record("cccc3333#7", "me", time.time(), b"vectors"))
+        it.put_record(Record("bbbb2222", "t", time.time(), b"of one that has a snapshot"))
+    assert _run(folder, "list", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["sessions"]
+    (row,) = [row for row in listed if row["id"] == "cccc3333"]
+    assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 25)
+    assert len(listed) == 3
+    assert _run(folder, "delete", "cccc") == 0
+    with vault(folder) as it:
+        assert [left.id for left in it.records()] == ["bbbb2222"] and len(it.snapshots) == 3
+
+
+def test_pin_and_delete_change_files_and_index(folder: Path) -> None:
+    assert _run(folder, "pin", "aaaa") == 0
+    assert _run(folder, "delete", "bbbb") == 0
+    with vault(folder) as it:
+        assert {(item.branch, item.pinned) for item in it.snapshots} == {("aaaa1111", True)}
+    assert len(list(folder.glob("*.evoke-kv"))) == 2
+    assert _run(folder, "unpin", "aaaa") == 0
+    with vault(folder) as it:
+        assert not any(item.pinned for item in it.snapshots)
+
+
+def test_an_export_is_complete_and_readable_by_its_owner_only(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chat.tar"
+    assert _run(folder, "export", "aaaa", str(out)) == 0
+    assert stat.S_IMODE(out.stat().st_mode) == 0o600
+    with tarfile.open(out) as archive:
+        manifest = archive.extractfile("manifest.json")
+        assert manifest is not None
+        listed = json.loads(manifest.read())["snapshots"]
+        for item in listed:
+            member = archive.getmember(f"{item['id']}.evoke-kv")
+            assert member.size == item["n_bytes"]
+        assert sorted(len(item["tokens"]) for item in listed) == [399, 400]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["show", "x"], "no session"),
+        (["show"], "no session"),
+        (["pin", ""], "no session"),
+        (["export", "aaaa"], "name the tar file"),
+    ],
+)
+def test_an_impossible_action_prints_why(
+    folder: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(folder, *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_directory_without_snapshots_is_refused_and_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(tmp_path, "list") == 2
+    assert "no snapshots there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,286 @@
+"""The configuration: strict, with a clear order of who wins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evoke_proxy.config import Config, env_name, keys, load, parse_listen
+from evoke_proxy.config.example import example
+from evoke_proxy.config.policy_names import BUILT_IN
+from evoke_proxy.config.schema import REMOVED, all_fields, settings
+from evoke_proxy.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "config/evoke.example.yaml"
+
+
+def _file(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "evoke.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_example_is_written_from_the_schema() -> None:
+    """If this fails: python -m evoke_proxy.config.example > config/evoke.example.yaml"""
+    assert EXAMPLE.read_text() == example()
+
+
+def test_the_example_contains_every_default() -> None:
+    assert load(EXAMPLE) == Config()
+    tree = yaml.safe_load(EXAMPLE.read_text())
+    leaves = {name: value for name, value in tree.items() if not isinstance(value, dict)}
+    sections = {name: value for name, value in tree.items() if isinstance(value, dict)}
+    dotted = [f"{section}.{name}" for section, values in sections.items() for name in values]
+    assert [*leaves, *dotted] == list(keys())
+
+
+def test_every_setting_has_a_description_and_a_valid_default() -> None:
+    for key, item in settings().items():
+        assert item.doc.endswith("."), key
+        load(None, {}, {key: item.default})
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_setting_is_refused_with_what_replaces_it(key: str, tmp_path: Path) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=f"^{key}: was removed, .*; delete the key$"):
+        load(_file(tmp_path, f"{section}: {{{name}: 1}}\n"))
+    with pytest.raises(ConfigError, match=f"^{env_name(key)}: {key} was removed, .*; unset the"):
+        load(None, {env_name(key): "1"})
+    assert key not in keys()
+
+
+@pytest.mark.parametrize("key", [key for key, item in all_fields().items() if item.is_tuning])
+def test_only_a_program_sets_tuning_values(key: str, tmp_path: Path) -> None:
+    default = all_fields()[key].default
+    assert load(None, {}, {key: default}) == Config()
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=key):
+        load(_file(tmp_path, f"{section}: {{{name}: 1}}\n"))
+
+
+def test_the_built_in_policies_are_those_that_the_package_registers() -> None:
+    code = (
+        "import evoke_proxy.core.policy\n"
+        "from evoke_proxy.core.policy.registry import _POLICIES\n"
+        "print(*_POLICIES)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert tuple(done.stdout.split()) == BUILT_IN
+
+
+def test_an_unknown_override_is_refused() -> None:
+    with pytest.raises(ConfigError, match="policy.nothing: unknown key"):
+        load(None, {}, {"policy.nothing": 3})
+
+
+def test_no_file_is_the_defaults() -> None:
+    assert load() == Config()
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load(_file(tmp_path, "# nothing\n")) == Config()
+    assert load(_file(tmp_path, "policy:\n")) == Config()
+
+
+def test_command_line_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
+    path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, sink_tokens: 5}\n")
+    env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "UNRELATED": "x"}
+    policy = load(path, env, {"policy.budget": 203, "policy.block_tokens": None}).policy
+    assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (203, 48, 5)
+
+
+def test_environment_reads_each_type() -> None:
+    env = {
+        "EVOKE_LISTEN": "127.0.0.1:1, [::1]:2",
+        "EVOKE_UPSTREAM_API_KEY": "0123",
+        "EVOKE_UPSTREAM_CONNECT_TIMEOUT_S": "7",
+        "EVOKE_POLICY_BUDGET": "null",
+        "EVOKE_EMBEDDER_QUERY_INSTRUCTION": "a text, not YAML: ",
+        "EVOKE_EMBEDDER_POOLING": "null",
+    }
+    config = load(None, env, {})
+    assert config.listen == ("127.0.0.1:1", "[::1]:2")
+    assert config.upstream.api_key == "0123"
+    assert config.upstream.connect_timeout_s == 7.0
+    assert config.policy.budget is None
+    assert config.embedder.query_instruction == "a text, not YAML: "
+    assert config.embedder.pooling is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("polcy: {}", "polcy: unknown key; did you mean policy?"),
+        ("policy: {budgte: 3}", "policy.budgte: unknown key; did you mean policy.budget?"),
+        ("budget: 3", "budget: unknown key; did you mean policy.budget?"),
+        ("policy: {zzz: 3}", "policy.zzz: unknown key; known: name, budget"),
+        ("policy: {budget: many}", "policy.budget: must be a whole number, not 'many'"),
+        ("policy: {budget: true}", "policy.budget: must be a whole number, not True"),
+        ("policy: {budget: 1.5}", "policy.budget: must be a whole number, not 1.5"),
+        ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
+        ("policy: {budget: 90, block_tokens: 11}", "policy.budget: 90 is too small: sink_tokens, "),
+        ("policy: {sink_tokens: -1}", "policy.sink_tokens: must be 0 or more, not -1"),
+        ("policy: {pin_share: 2}", "policy.pin_share: must be at most 1"),
+        ("policy: {name: lru}", "policy.name: 'lru' must be one of evoke"),
+        ("policy: 3", "policy: must be a mapping, not 3"),
+        ("upstream: {url: localhost}", "upstream.url: 'localhost' is not http://HOST:PORT"),
+        ("listen: 3", "listen: must be a list of texts, not 3"),
+        ("listen: []", "listen: must name at least one HOST:PORT"),
+        ("listen: [nowhere]", "listen: 'nowhere' is not HOST:PORT"),
+        ("embedder: {device: tpu}", "embedder.device: 'tpu' is not one of auto, cpu, cuda"),
+        ("embedder: {pooling: max}", "embedder.pooling: 'max' is not one of cls, mean"),
+        ("embedder: {cache_mib: 0}", "embedder.cache_mib: must be more than 0, not 0"),
+        ("log: {level: 3}", "log.level: must be a text, not 3"),
+        ("log: {level: info}\nlog: {level: info}", "log: given twice (line 2)"),
+        ("? [a]\n: 1", "a key must be a word, not a list or a mapping (line 1)"),
+        ("- 1", "the top level must be a mapping of keys"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_an_invalid_file_is_refused_with_the_key(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(_file(tmp_path, text))
+    assert message in str(refused.value)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_override_below_a_scalar_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="policy: must be a mapping"):
+        load(_file(tmp_path, "policy: 3"), {}, {"policy.budget": 3})
+
+
+def test_unreadable_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match="EVOKE_POLICY_BUDGET"):
+        load(None, {"EVOKE_POLICY_BUDGET": "["})
+
+
+def test_listen_forms() -> None:
+    assert parse_listen("[::1]:80") == ("::1", 80)
+    assert parse_listen(":80") == ("0.0.0.0", 80)
+    with pytest.raises(ConfigError):
+        parse_listen("host:99999")
+
+
+def test_environment_names() -> None:
+    assert env_name("upstream.url") == "EVOKE_UPSTREAM_URL"
+
+
+@pytest.mark.parametrize(("key", "most"), [("header_bytes", 8000), ("headers", 90)])
+def test_limits_of_heads_cannot_exceed_what_llama_server_parses(key: str, most: int) -> None:
+    assert getattr(load(None, {}, {f"limits.{key}": most}).limits, key) == most
+    with pytest.raises(ConfigError, match=f"limits.{key}: must be at most {most}, not {most + 1}"):
+        load(None, {}, {f"limits.{key}": most + 1})
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.evil.example:1", "127.0.0.1.evil.example:1", "0.0.0.0:1", ":1", "[::]:1", "evil:1"],
+)
+def test_the_admin_needs_a_token_at_every_address_but_loopback(address: str) -> None:
+    with pytest.raises(ConfigError, match="needs security.admin_token_file"):
+        load(None, {}, {"security.admin_listen": [address]})
+    load(None, {}, {"security.admin_listen": [address], "security.admin_token_file": "token"})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.1.2.3:1", "localhost:1", "[::1]:1"])
+def test_the_admin_needs_no_token_on_loopback(address: str) -> None:
+    assert load(None, {}, {"security.admin_listen": [address]}).security.admin_listen == (address,)
+
+
+def test_keys_with_a_shared_admin_address_need_an_admin_token() -> None:
+    shared = {"security.admin_listen": [], "security.keys_file": "keys"}
+    with pytest.raises(ConfigError, match="security.admin_listen: empty, so that clients"):
+        load(None, {}, shared)
+    assert load(None, {}, shared | {"security.admin_token_file": "token"})
+    assert load(None, {}, {"security.admin_listen": []})
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"), (("010000", 10000), ("1e4", 10000), ("10_000", 10000), (" 3000 ", 3000))
+)
+def test_numbers_are_decimal_in_files_and_variables(text: str, budget: int, tmp_path: Path) -> None:
+    assert load(None, {"EVOKE_POLICY_BUDGET": text}).policy.budget == budget
+    assert load(_file(tmp_path, f"policy: {{budget: {text}}}\n")).policy.budget == budget
+
+
+@pytest.mark.parametrize(
+    "text", ("1:30", "0o17", "1e-1", "12.5", "9" * 5000, "[", "1e400", "&a [*a]")
+)
+def test_values_that_are_not_whole_numbers_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        load(None, {"EVOKE_POLICY_BUDGET": text})
+    with pytest.raises(ConfigError):
+        load(_file(tmp_path, f"policy: {{budget: {text}}}\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    (
+        ("EVOKE_POLICY_BUDJET", "EVOKE_POLICY_BUDGET"),
+        ("EVOKE_BUDGET", "EVOKE_POLICY_BUDGET"),
+        ("EVOKE_UPSTREAM_URI", "EVOKE_UPSTREAM_URL"),
+        ("EVOKE_LIMIT_QUEUE", "EVOKE_LIMITS_QUEUE"),
+        ("EVOKE_77777777777777777777", "evoke.example.yaml"),
+    ),
+)
+def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}.*{near}"):
+        load(None, {name: "1"})
+
+
+def test_variables_of_other_programs_are_ignored() -> None:
+    for name in ("EVOKE_CACHE", "EVOKE_KEY", "LLAMA_ARG_EVOKE_RAM", "EVOKEX", "EVOKE_SERVICE_HOST"):
+        load(None, {name: "x"})
+    for name in ("EVOKE_PORT", "EVOKE_PORT_8090_TCP_ADDR", "EVOKE_PROXY_SERVICE_PORT_HTTP"):
+        load(None, {name: "x"})
+
+
+def test_the_api_key_is_stripped_of_line_ends() -> None:
+    assert load(None, {"EVOKE_UPSTREAM_API_KEY": "secret\n"}).upstream.api_key == "secret"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    (
+        ("upstream.api_key", "two\nlines"),
+        ("upstream.api_key", "schlüssel"),
+        ("policy.budget", 2**30 + 1),
+        ("limits.headers", 2**64),
+        ("limits.queue", 2**64),
+        ("limits.json_depth", 5000),
+        ("limits.drain_timeout_s", float("inf")),
+        ("limits.drain_timeout_s", float("nan")),
+        ("embedder.directory", "a\0b"),
+        ("snapshots.directory", "a\0b"),
+        ("security.keys_file", "a\0b"),
+        ("listen", ["127.0.0.1:²"]),
+        ("listen", ["127.0.0.1:٣"]),
+        ("listen", ["127.0.0.1:" + "9" * 5000]),
+        ("pool.upstreams", ["h:1"]),
+        ("pool.upstreams", ["a=http://h:1", "a=http://h:2"]),
+    ),
+)
+def test_values_that_would_fail_later_are_refused_at_start(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=key.partition(".")[0]):
+        load(None, {}, {key: value})
+
+
+def test_a_deeply_nested_or_recursive_file_is_refused(tmp_path: Path) -> None:
+    for text in ("[" * 5000, "a: " + "{a: " * 3000, "listen: &a [*a]\n"):
+        with pytest.raises(ConfigError):
+            load(_file(tmp_path, text))
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{after}: &{after} [{','.join([f'*{name}'] * 9)}]\n"
+        for name, after in zip("abcdefghij", "bcdefghijk", strict=True)
+    )
+    with pytest.raises(ConfigError):
+        load(_file(tmp_path, bomb + "listen: [*k]\n"))

@@ -1,0 +1,96 @@
+"""What is written down of a session is what is read again."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from session_fixtures import OVERRIDES, seated
+
+from evoke_proxy.core.session.codec import (
+    OperatorOverrides,
+    decode,
+    encode,
+    with_operator_overrides,
+)
+from evoke_proxy.core.session.identity import Hint
+
+
+@pytest.mark.parametrize("hint", [None, Hint("chat", "evoke_session"), Hint("me", "user", True)])
+def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
+    before = seated(hint, focus=hint is None)
+    after = decode(encode(before))
+    assert after.overrides == OVERRIDES
+    assert (after.hint, after.edges, after.slot, after.epoch) == (hint, (9, 9, 1), 1, 2**52 - 1)
+    old, new = before.session, after.session
+    for name in ("id", "tenant", "turns", "resident", "marks", "recovered"):
+        assert getattr(new, name) == getattr(old, name)
+    for name in ("session", "generation", "blocks", "ranges", "stale", "numbers", "saved"):
+        assert getattr(new.layout, name) == getattr(old.layout, name)
+    assert (new.layout.tokens == old.layout.tokens).all() and new.layout.tokens.dtype == np.int32
+    assert new.task.start == 4
+    assert np.array_equal(new.task.focus, old.task.focus) or new.task.focus is old.task.focus
+
+
+@pytest.mark.parametrize("overrides", [OperatorOverrides(), OperatorOverrides(False, True, None)])
+def test_orders_change_and_nothing_else(overrides: OperatorOverrides) -> None:
+    before = encode(seated())
+    changed = with_operator_overrides(before, overrides)
+    assert decode(changed).overrides == overrides
+    assert with_operator_overrides(changed, OVERRIDES) == before
+
+
+VERSION_1 = {
+    "version": 1,
+    "id": "s",
+    "tenant": "t",
+    "turns": 2,
+    "hint": ["me", "user", True],
+    "edges": [9, 9, 1],
+    "at": [1, 2**52 - 1],
+    "tokens": base64.b64encode((np.arange(12, dtype="<i4") * 70_000).tobytes()).decode(),
+    "generation": 9,
+    "copied": [True, False],
+    "ranges": [["s/9-12-t2/gen", 9, 12]],
+    "stale": ["s/1-2-c"],
+    "left": [[0, 4], [9, 12]],
+    "task": [base64.b64encode(np.array([0.6, 0.8], "<f4").tobytes()).decode(), 4],
+    "marks": [[2, True, 0.5]],
+    "recovered": {"s/0-4-a": 2},
+    "blocks": [
+        ["system#0", "s/0-4-a", 0, 4, "system", 1, 0, "Caf\u00e9.", ["x", "y"], True, False, 1.0],
+        ["user:1#2", "s/4-9-b", 4, 9, "user", 2, 1, "and", [], False, True, 2.5],
+    ],
+}
+
+
+@pytest.mark.parametrize("server", [[], ["http://a"]])
+@pytest.mark.parametrize("overrides", [OperatorOverrides(), OVERRIDES])
+def test_records_of_version_1_are_read(server: list[str], overrides: OperatorOverrides) -> None:
+    value = VERSION_1 | {"at": [*VERSION_1["at"], *server]}  # type: ignore[misc]
+    if overrides != OperatorOverrides():
+        value |= {"orders": [True, True, 448, [[4, 9]]]}
+    record = decode(json.dumps(value).encode())
+    assert record.overrides == overrides
+    assert record.home == "".join(server)
+    expected = seated(Hint("me", "user", True))
+    assert encode(replace(record, home="", overrides=OVERRIDES)) == encode(expected)
+
+
+def test_overrides_of_a_record_of_version_1_change() -> None:
+    changed = with_operator_overrides(json.dumps(VERSION_1).encode(), OVERRIDES)
+    assert decode(changed).overrides == OVERRIDES
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 3}, {"blocks": [[1]]}, {"slot": []}, {"tokens": 5}, {"task": None}]
+)
+def test_another_record_is_refused(change: dict[str, object]) -> None:
+    value = json.loads(encode(seated())) | change
+    with pytest.raises(ValueError, match="record"):
+        decode(json.dumps(value).encode())
+    with pytest.raises(ValueError):
+        decode(b"no record")

@@ -1,0 +1,276 @@
+"""Which snapshot fits a prompt, what it is worth, and which go when there is no room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from snapshot_fixtures import NOW, snapshot, tokens
+
+from evoke_proxy.core.model.counts import Rate
+from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker
+from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
+from evoke_proxy.core.snapshots.snapshots import (
+    Bounds,
+    best,
+    has_room,
+    superseded,
+    surplus,
+    worth,
+)
+
+HOUR = 3600.0
+ROOMY = Bounds(10**12, 1000, 24 * HOUR, 0, 0, 6 * HOUR)
+
+
+def test_the_longest_snapshot_that_the_prompt_continues_is_best() -> None:
+    short, long = snapshot("short", [1, 2]), snapshot("long", [1, 2, 3])
+    other = snapshot("other", [1, 2, 9, 9, 9])
+    found = best([short, other, long], tokens(1, 2, 3, 4), partial=False)
+    assert found is not None and (found.snapshot, found.shared, found.extends) == (long, 3, True)
+
+
+def test_a_partial_match_is_for_memories_that_can_be_cut_back() -> None:
+    other = snapshot("other", [1, 2, 9])
+    assert best([other], tokens(1, 2, 3), partial=False) is None
+    found = best([other], tokens(1, 2, 3), partial=True)
+    assert found is not None and (found.shared, found.extends) == (2, False)
+
+
+def test_suspect_and_unrelated_snapshots_never_match() -> None:
+    suspect = snapshot("s", [1, 2], suspect=True)
+    assert best([suspect, snapshot("x", [7, 7])], tokens(1, 2, 3), partial=True) is None
+
+
+def test_worth_grows_with_restores_and_decoding_and_shrinks_with_bytes_and_time() -> None:
+    base = snapshot("a", [1])
+    value = worth(base, NOW, 6 * HOUR)
+    assert worth(base, NOW + 6 * HOUR, 6 * HOUR) == pytest.approx(value / 2)
+    assert worth(replace(base, hits=1.0), NOW, 6 * HOUR) == pytest.approx(2 * value)
+    assert worth(replace(base, prefill_s=3.0), NOW, 6 * HOUR) == pytest.approx(3 * value)
+    assert worth(replace(base, n_bytes=2000), NOW, 6 * HOUR) == pytest.approx(value / 2)
+
+
+def test_a_branch_keeps_its_newest_of_each_kind() -> None:
+    first, second = snapshot("1", [1]), snapshot("2", [1, 2])
+    step, pinned = snapshot("3", [1], kind=STEP), snapshot("4", [1], pinned=True)
+    elsewhere, edited = snapshot("5", [1], branch="c"), snapshot("6", [9])
+    known = [first, second, step, pinned, elsewhere, edited]
+    assert superseded(known, second) == [first]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "free", "reason"),
+    [
+        (replace(ROOMY, max_count=2), 10**9, "count"),
+        (replace(ROOMY, max_bytes=2500), 10**9, "bytes"),
+        (replace(ROOMY, min_free_bytes=1500), 1000, "free_space"),
+        (replace(ROOMY, tenant_bytes=2500), 10**9, "tenant"),
+    ],
+)
+def test_the_least_valuable_snapshots_are_deleted_first(
+    bounds: Bounds, free: int, reason: str
+) -> None:
+    known = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
+    assert [(item.id, why) for item, why in surplus(known, bounds, free, NOW)] == [("b", reason)]
+    assert surplus(known, ROOMY, 10**9, NOW) == []
+
+
+def test_old_snapshots_are_deleted_unless_pinned() -> None:
+    old = snapshot("old", [1], used=NOW - 25 * HOUR)
+    pinned = snapshot("pinned", [1], used=NOW - 25 * HOUR, pinned=True)
+    assert surplus([old, pinned], ROOMY, 10**9, NOW) == [(old, "age")]
+    assert surplus([pinned], replace(ROOMY, max_bytes=1), 10**9, NOW) == []
+
+
+snapshots = st.lists(
+    st.builds(
+        lambda size, tenant, pinned, hits, ago: (size, tenant, pinned, hits, ago),
+        st.integers(1, 5000),
+        st.sampled_from("xyz"),
+        st.booleans(),
+        st.floats(0, 10),
+        st.floats(0, 30 * HOUR),
+    ),
+    max_size=12,
+)
+
+
+@given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
+def test_the_remaining_snapshots_keep_the_limits_or_are_pinned(
+    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+) -> None:
+    known = [
+        snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago)
+        for i, (size, who, pin, hits, ago) in enumerate(made)
+    ]
+    bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
+    gone = [item for item, _ in surplus(known, bounds, 10**9, NOW)]
+    assert len({item.id for item in gone}) == len(gone)
+    assert not any(item.pinned for item in gone)
+    kept = [item for item in known if item not in gone]
+    loose = [item for item in kept if not item.pinned]
+    within = len(kept) <= count and sum(item.n_bytes for item in kept) <= max_bytes
+    assert within or not loose
+    for who in {item.tenant for item in loose} if quota else ():
+        assert sum(item.n_bytes for item in kept if item.tenant == who) <= quota
+    rest = [item for item, _ in surplus(kept, bounds, 10**9, NOW)]
+    assert rest == []
+
+
+def test_room_counts_free_space_and_deletable_snapshots() -> None:
+    known = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
+    bounds = replace(ROOMY, max_bytes=3000, min_free_bytes=500)
+    assert has_room(known, bounds, "t", 2000, 2000)
+    assert not has_room(known, bounds, "t", 2001, 10**9)
+    assert not has_room(known, bounds, "t", 2000, 1400)
+    quota = replace(bounds, tenant_bytes=1500)  # a pinned one of 1000 is in it
+    assert has_room(known, quota, known[1].tenant, 500, 2000)
+    assert not has_room(known, quota, known[1].tenant, 501, 2000)
+    assert has_room(known, quota, "another", 1500, 2000)
+
+
+def test_there_is_no_room_when_pinned_snapshots_reach_the_count_limit() -> None:
+    pinned = [snapshot(str(i), [i], tenant="x", pinned=True) for i in range(3)]
+    assert not has_room(pinned, replace(ROOMY, max_count=3), "x", 10, 10**9)
+    assert has_room(pinned, replace(ROOMY, max_count=4), "x", 10, 10**9)
+    other = snapshot("other", [9], tenant="y")
+    full, five = replace(ROOMY, max_count=4), replace(ROOMY, max_count=5)
+    assert not has_room([*pinned, other], full, "x", 10, 10**9), "x has most, all of it pinned"
+    assert has_room([*pinned, other], full, "y", 10, 10**9), "its older one goes"
+    assert has_room([*pinned, other, snapshot("own", [8], tenant="x")], five, "x", 10, 10**9)
+
+
+@given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
+def test_a_snapshot_with_room_is_not_deleted_at_once(
+    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+) -> None:
+    known = [
+        snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago / 2)
+        for i, (size, who, pin, hits, ago) in enumerate(made)
+    ]
+    bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
+    new = snapshot("new", [99], n_bytes=1000, tenant="x", prefill_s=1e9, used=NOW)
+    gone = [item for item, _ in surplus([*known, new], bounds, 10**9, NOW)]
+    assert has_room(known, bounds, "x", 1000, 10**9 + 1000) == (new not in gone)
+
+
+@pytest.mark.parametrize("reason", ["count", "bytes", "free_space"])
+def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None:
+    bounds, free = ROOMY, 10**9
+    if reason == "count":
+        bounds = replace(ROOMY, max_count=6)
+    elif reason == "bytes":
+        bounds = replace(ROOMY, max_bytes=6000)
+    else:
+        bounds, free = replace(ROOMY, min_free_bytes=20_000), 0
+    # Those of the quiet one are the least worth: unused for longest, and cheap to decode again.
+    kept = [snapshot(f"q{i}", [i], tenant="quiet", used=NOW - HOUR) for i in range(2)]
+    for number in range(40):
+        kept.append(snapshot(f"l{number}", [number], tenant="loud", hits=5, prefill_s=100.0))
+        left = free if reason != "free_space" else 26_000 - sum(item.n_bytes for item in kept)
+        gone = surplus(kept, bounds, left, NOW)
+        assert all(item.tenant == "loud" and why == reason for item, why in gone)
+        kept = [item for item in kept if item not in [item for item, _ in gone]]
+    assert len(kept) == 6
+
+
+def test_unmeasured_costs_allow_a_restore_and_measured_ones_decide() -> None:
+    costs = Costs(stall_share=0.1)
+    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
+    costs.prefilled(1000, 1.0)
+    costs.restore.note(1_000_000, 1.0)
+    assert costs.worth_restoring(5000, 1_000_000)  # 5 s of decoding for 1 s of reading
+    assert not costs.worth_restoring(1500, 1_000_000)
+    costs.saved(1000, 1_000_000, 1.0, now=100.0)
+    assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
+    assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
+    assert not costs.worth_saving(gain=99, n_tokens=1000)
+    # in front of a request it must pay at its first restore: a second
+    assert costs.worth_saving(gain=1001, n_tokens=1000, waited_for=True)
+    assert not costs.worth_saving(gain=999, n_tokens=1000, waited_for=True)
+    costs.min_gain = 0.0  # whatever it costs
+    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9, waited_for=True)
+
+
+def test_a_request_does_not_wait_for_a_first_save_with_little_gain() -> None:
+    costs = Costs(stall_share=0.1)
+    assert costs.worth_saving(500, 1000, waited_for=True)
+    assert not costs.worth_saving(499, 1000, waited_for=True)
+
+
+def test_a_rate_follows_measurements_and_ignores_invalid_ones() -> None:
+    rate = Rate()
+    rate.note(0, 1.0)
+    rate.note(10, 0.0)
+    assert rate.value == 0
+    rate.note(100, 1.0)
+    rate.note(200, 1.0)
+    assert rate.value == pytest.approx(130)
+    costs = Costs(0.1)
+    costs.prefilled(10, 1.0)
+    assert costs.prefill.value == 0
+
+
+def test_trust_ends_after_three_failures_unless_as_many_succeeded() -> None:
+    tracker = SuccessTracker()
+    assert [tracker.record(100, kept) for kept in (0, 49)] == [False, False]
+    assert tracker.is_trusted
+    tracker.record(100, 10)
+    assert not tracker.is_trusted
+    for _ in range(3):
+        assert tracker.record(100, 50)
+    assert tracker.is_trusted
+
+
+PROPS = {
+    "build_info": "b1",
+    "model_path": "/m",
+    "total_slots": 1,
+    "chat_template": "x",
+    "media_marker": "changes with every start",
+    "default_generation_settings": {"n_ctx": 4096},
+}
+MODELS = {"data": [{"created": 12, "meta": {"n_params": 7, "size": 9}}]}
+
+
+def test_a_fingerprint_survives_a_restart_and_differs_for_other_servers() -> None:
+    file = ModelFile(9, 5, "abc")
+    base = fingerprint(PROPS, MODELS, [], file)
+    restarted = PROPS | {"media_marker": "another", "is_sleeping": True}
+    later = {"data": [MODELS["data"][0] | {"created": 13}]}
+    assert fingerprint(restarted, later, [], file) == base
+    others = [
+        fingerprint(PROPS | {"build_info": "b2"}, MODELS, [], file),
+        fingerprint(PROPS | {"chat_template": "y"}, MODELS, [], file),
+        fingerprint(PROPS | {"default_generation_settings": {"n_ctx": 1}}, MODELS, [], file),
+        fingerprint(PROPS, {"data": [{"meta": {"n_params": 8, "size": 9}}]}, [], file),
+        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 1.0}], file),
+        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 0.5}], file),
+        fingerprint(PROPS, MODELS, [], replace(file, sample="abd")),
+        fingerprint(PROPS, MODELS, [], replace(file, mtime_ns=6)),
+        fingerprint(PROPS, MODELS, [], None),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    assert fingerprint({}, {}, [], None)
+
+
+def test_a_fingerprint_includes_the_cache_layout_where_it_is_stated() -> None:
+    def of_router(*args: str, port: str = "1") -> str:
+        status = {"args": [*args, "--port", port]}
+        return fingerprint(PROPS, {"data": [{"status": status}]}, [], None)
+
+    told = [
+        fingerprint(PROPS | {"cache_type_k": "q8_0"}, {}, [], None),
+        fingerprint(PROPS | {"flash_attn": True}, {}, [], None),
+        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 2048}}}, {}, [], None),
+        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 1088}}}, {}, [], None),
+        of_router("llama-server", "--cache-type-k", "q8_0"),
+        of_router("llama-server", "--cache-type-k", "f16"),
+        of_router("llama-server", "-fa", "off"),
+    ]
+    assert len({*told, fingerprint(PROPS, {}, [], None)}) == 1 + len(told)
+    assert of_router("x", "-ctk", "f16", port="1") == of_router("x", "-ctk", "f16", port="2")

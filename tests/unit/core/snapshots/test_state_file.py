@@ -1,0 +1,176 @@
+"""What a slot's file lacks where windows slide, in files written as llama-server writes them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from state_file_fixtures import cache, file
+
+from evoke_proxy.adapters.snapshot_files import SnapshotFiles
+from evoke_proxy.core.snapshots.state_file import (
+    caches,
+    first_cache,
+    has_windows,
+    in_window,
+    missing,
+)
+from evoke_proxy.errors import SnapshotUnusable
+
+N_TOKENS = 40
+NEWER = Path(__file__).parents[3] / "fixtures" / "b11549"
+
+
+def columns_of_nothing() -> bytes:
+    """A cache with billions of columns, each of no bytes."""
+    made = cache(range(9, N_TOKENS), True, (1,))
+    columns = struct.pack("<iII", 1, 1, 1) + bytes(range(9, N_TOKENS))
+    return made.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
+
+
+def checkpoints(*states: bytes, version: int = 1) -> bytes:
+    """What llama-server appends to a file of version 4: checkpoints with a state of the target."""
+    out = struct.pack("<III", 0x504B4353, version, len(states))
+    for state in states:
+        out += struct.pack("<qii", 9, 0, 8)
+        out += struct.pack("<Q", len(state)) + state + 2 * struct.pack("<Q", 0)
+    return out
+
+
+def seen(data: bytes) -> object:
+    def read(at: int, n_bytes: int) -> bytes:
+        assert at + n_bytes <= len(data), "room is made for what is not there"
+        return data[at : at + n_bytes]
+
+    return caches(read, len(data))
+
+
+def completed(folder: Path, data: bytes) -> bytes:
+    part = folder / "x.evoke-part"
+    part.write_bytes(data)
+    assert SnapshotFiles(folder).complete(part.name) == part.stat().st_size
+    return part.read_bytes()
+
+
+WINDOWED = {
+    version: [
+        cache(range(N_TOKENS), False, (4,), version=version),
+        cache(range(9, N_TOKENS), False, (4,), version=version),
+    ]
+    for version in (3, 4)
+}
+
+
+@given(
+    st.integers(1, N_TOKENS - 1),
+    st.booleans(),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.sampled_from([3, 4]),
+)
+def test_one_invisible_row_is_added_and_nothing_else_changes(
+    tmp_path_factory: pytest.TempPathFactory,
+    lowest: int,
+    transposed: bool,
+    sizes: list[int],
+    streams: int,
+    version: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("slots")
+    shape = (transposed, tuple(sizes), streams, version)
+    appended = checkpoints(b"state", b"another") if version == 4 else b""
+    base = cache(range(N_TOKENS), *shape)
+    before = file(base, cache(range(lowest, N_TOKENS), *shape), appended, version=version)
+    after = completed(folder, before)
+    _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
+    assert (window.lowest, window.n_cells) == (lowest - 1, N_TOKENS - lowest + 1)
+    assert (window.type_names, window.transposed) == (("q8_0", "f16"), transposed)
+    # what it would be had the position been there, but that its rows are those of the next
+    wanted = file(base, cache(range(lowest - 1, N_TOKENS), *shape), appended, version=version)
+    assert len(after) == len(wanted)
+    differing = np.flatnonzero(np.frombuffer(after, "u1") != np.frombuffer(wanted, "u1"))
+    assert {wanted[at] for at in differing} <= {lowest - 1}
+    assert {after[at] for at in differing} <= {lowest}
+    assert len(differing) == 2 * sum(sizes)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        file(cache(range(N_TOKENS), False, (4,))),
+        file(cache(range(0), False, (4,)), cache(range(0), False, (4,))),
+        file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,))) + b"x",
+        file(cache(range(N_TOKENS), False, (4,)), cache(range(9, N_TOKENS), False, (4,)))[:-1],
+        file(cache(range(N_TOKENS), True, (1,)), columns_of_nothing()),
+        file(*WINDOWED[3], version=4),
+        file(*WINDOWED[4], version=3),
+        file(*WINDOWED[3], version=5),
+        file(*WINDOWED[3], checkpoints(b"state"), version=3),
+        file(*WINDOWED[4], checkpoints(b"state") + b"x", version=4),
+        file(*WINDOWED[4], checkpoints(b"state")[:-1], version=4),
+        file(*WINDOWED[4], checkpoints(b"state", version=2), version=4),
+        b"another format" * 9,
+        b"",
+    ],
+    ids=[
+        *("no windows", "empty", "more", "less", "columns of nothing"),
+        *("version 4 without rotations", "version 3 with rotations", "version 5"),
+        *("version 3 with checkpoints", "more than checkpoints", "checkpoints that end early"),
+        *("checkpoints of another version", "other", "nothing"),
+    ],
+)
+def test_other_files_are_left_unchanged(data: bytes, tmp_path: Path) -> None:
+    assert completed(tmp_path, data) == data
+
+
+def test_the_first_cache_is_read_whatever_follows() -> None:
+    data = file(cache(range(N_TOKENS), True, (4,)), b"of a recurrent state")
+    found = first_cache(lambda at, n_bytes: data[at : at + n_bytes], len(data))
+    assert found is not None and found.transposed and found.n_cells == N_TOKENS
+    assert (
+        seen(data) == () and first_cache(lambda at, n_bytes: b"other"[at : at + n_bytes], 5) is None
+    )
+
+
+def test_text_within_its_windows_is_useless_to_restore() -> None:
+    data = file(*[cache(range(N_TOKENS), False, (4,))] * 2)
+    found = seen(data)
+    assert has_windows(found) and in_window(found) and not missing(found, io.BytesIO(data).read)
+
+
+def test_a_useless_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(file(*[cache(range(N_TOKENS), False, (4,))] * 2))
+    with pytest.raises(SnapshotUnusable) as refused:
+        SnapshotFiles(tmp_path).complete("x")
+    assert refused.value.reason == "window"
+
+
+@pytest.mark.parametrize("attention", ["on", "off"])
+def test_a_file_of_a_newer_llama_server_is_read_and_completed(
+    attention: str, tmp_path: Path
+) -> None:
+    """Build 11549 wrote it: version 4, with a context checkpoint behind the caches."""
+    data = gzip.decompress((NEWER / f"windows-fa-{attention}.bin.gz").read_bytes())
+    base, window = caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
+    assert (base.n_cells, base.lowest, base.type_names) == (100, 0, ("f16", "f16"))
+    assert (window.n_cells, window.lowest) == (64, 36)
+    assert window.transposed is (attention == "off")
+    appendix = data[data.rindex(b"SCKP") :]
+    after = completed(tmp_path, data)
+    _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
+    assert (window.n_cells, window.lowest) == (65, 35)
+    assert after.endswith(appendix)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_raise_no_error(data: bytes) -> None:
+    assert seen(data) == ()
+    for version in (3, 4):
+        seen(struct.pack("<III", 0x67677371, version, 0) + data)
+        seen(file(*WINDOWED[version], data, version=version))

@@ -1,0 +1,125 @@
+"""What an operator deletes while it is on its way to the disk, and what goes for room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from repository_fixtures import TOKENS, whole_files, written
+
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.server.reply import ReplyReader
+from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
+from evoke_proxy.errors import SnapshotUnusable
+
+
+def _end_a_request(server: Server) -> None:
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
+    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    server._finalizer.finish(server.strategy, scope, ReplyReader(trace))
+
+
+EMPTY = Rendered(np.array([], np.int32), 0, ())
+
+
+def test_wiping_includes_files_being_written_and_reports_what_remains(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
+    engine = build_router(config)
+    snapshots = engine.server.strategies.snapshots
+    vault, eraser = snapshots.repository, SessionEraser(engine.served_models[0])
+
+    async def sealed(tenant: str) -> None:
+        part = vault.new_part()
+        n_bytes = written(tmp_path, part)
+        await asyncio.sleep(0.02)
+        await vault.add(
+            part, n_bytes, TOKENS, SnapshotLabel(tenant, "f", f"of {tenant}", STEP, 1.0)
+        )
+
+    async def saved(tenant: str) -> None:
+        engine.server.strategies.snapshots._tasks.run(sealed(tenant), "sealing")
+
+    async def erased() -> None:
+        async with engine.shared, engine.server.strategies.snapshots:
+            for tenant in ("mine", "other"):
+                vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
+                engine.server.strategies.snapshots._tasks.run(saved(tenant), "saving")
+            done = await eraser.wipe("mine")
+            assert (done["snapshots"], done["sessions"]) == (1, 0)
+            assert "records on disk" not in done["left"]
+            assert [item.tenant for item in vault.snapshots] == ["other"]
+            assert [item.tenant for item in vault.records()] == ["other"]
+            assert len(whole_files(tmp_path)) == 1
+
+            def full(_: str) -> None:
+                raise SnapshotUnusable("disk", "it is full")
+
+            monkeypatch.setattr(vault._index, "remove_record", full)
+            assert "records on disk" in (await eraser.wipe("other"))["left"]
+            assert not vault.snapshots
+
+    asyncio.run(erased())
+
+
+def test_deleting_a_session_does_not_stop_look_ahead_of_others(tmp_path: Path) -> None:
+    config = Config(
+        upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
+        snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
+    )
+
+    async def deleted() -> None:
+        async with build_router(config) as engine:
+            mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
+            ahead, ended = engine.server.strategies.snapshots._lookahead, asyncio.Event()
+
+            async def decode() -> None:
+                await ended.wait()
+
+            of_mine = ahead.run(decode(), mine.id)
+            of_other = ahead.run(decode(), other.id)
+            done = await asyncio.wait_for(Admin(engine).delete(mine.id), 60)
+            assert done["sessions"] == 1
+            assert of_mine.cancelled() and not of_other.done()
+            wiping = asyncio.get_running_loop().create_task(Admin(engine).wipe("nobody"))
+            await asyncio.wait_for(wiping, 60)
+            assert of_other.cancelled() and not ended.is_set()
+
+    asyncio.run(deleted())
+
+
+def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) -> None:
+    config = Config(
+        upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),
+        snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
+        limits=LimitsConfig(sessions=1),
+    )
+
+    async def forgotten() -> None:
+        async with build_router(config) as engine:
+            old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
+            for known in (old, new):
+                record = Record(known.id, known.tenant, time.time(), b"x")
+                engine.server.strategies.snapshots.repository.put_record(record)
+            _end_a_request(engine.server)
+            assert [known.id for known in engine.conversations] == [new.id]
+            assert [
+                record.id for record in engine.server.strategies.snapshots.repository.records()
+            ] == [new.id]
+
+    asyncio.run(forgotten())

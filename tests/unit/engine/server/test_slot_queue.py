@@ -1,0 +1,787 @@
+"""Leases of slots as races: whatever comes in between, and whatever fails, at a fixed moment."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
+from session_fixtures import seated
+
+from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.session.identity import hint_of
+from evoke_proxy.engine.admin.admin import Admin
+from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.server import finalizer
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
+from evoke_proxy.engine.server.reply import ReplyReader
+from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
+from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.errors import (
+    PlanRefused,
+    RequestError,
+    SlotsBusy,
+    UpstreamRejected,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+
+LIMITS = LimitsConfig(queue=4, queue_timeout_s=60.0)
+ODD: list[Any] = [
+    {"input_tokens_details": [1]},
+    {"input_tokens_details": "many", "input_tokens": "9"},
+    {"input_tokens": -5, "output_tokens": -1},
+    {"input_tokens": 10**30, "output_tokens": 1e300},
+    {"input_tokens": {"deep": [[[]]]}, "cache_read_input_tokens": [None]},
+]
+
+
+def _prompt(*tokens: int) -> Rendered:
+    return Rendered(np.array(tokens or (1, 2, 3), np.int32), 1, ())
+
+
+def _with_engine(work: Callable[[ModelRouter], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        engine = build_router(Config())
+        async with engine.server.resources.background:
+            await work(engine)
+
+    virtual_time.run(run())
+
+
+@dataclass
+class Ending:
+    """A request whose answer is over."""
+
+    engine: ModelRouter
+    scope: TurnScope
+    reply: ReplyReader
+
+    def finish(self) -> None:
+        server = self.engine.server
+        server._finalizer.finish(server.strategies.budgeted, self.scope, self.reply)
+
+
+def _request(engine: ModelRouter) -> Ending:
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
+    server = engine.server
+    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    return Ending(engine, scope, ReplyReader(trace))
+
+
+async def _ending(engine: ModelRouter, usage: Any = None) -> tuple[Ending, Conversation]:
+    """A request of a conversation, with the only slot, whose answer is over."""
+    ending = _request(engine)
+    known = engine.conversations.start(_prompt(), None, "")
+    ending.scope.join(known, Arrival(_prompt()))
+    await ending.scope.acquire(known.id)
+    engine.conversations.commit(known, Arrival(_prompt()))
+    ending.reply.first_byte_s = 0.1
+    ending.reply.observer.usage, ending.reply.observer.done = usage, True
+    return ending, known
+
+
+def _is_free(engine: ModelRouter, known: Conversation) -> bool:
+    pool = engine.server.slots.pool
+    return pool.idle() and not pool.is_locked(known.id) and not known.in_use
+
+
+@pytest.mark.parametrize("usage", ODD)
+def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any) -> None:
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine, usage)
+
+        async def is_idle(*_: object) -> None:
+            return None
+
+        monkeypatch.setattr(SlotAssignment, "until_idle", is_idle)
+        ending.finish()
+        await asyncio.sleep(1)
+        assert _is_free(engine, known)
+        assert known.n_turns == 1, "the turn is recorded"
+        value = engine.metrics.registry.get_sample_value
+        assert value("evoke_upstream_errors_total", {"kind": "upstream_protocol"}) == 1
+        assert value("evoke_degraded_total", {"stage": "report"}) is None
+
+    _with_engine(work)
+
+
+_STEPS = ("close", "record_end", "forget_surplus", "start_background")
+
+
+@pytest.mark.parametrize("failing", [*_STEPS, "complete"])
+def test_whatever_reporting_raises_the_slot_is_released_before(
+    failing: str, monkeypatch: Any
+) -> None:
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine)
+        accounting = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
+        timings = {"evoke": accounting, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
+        ending.reply.observer.timings = timings
+        seen: list[str] = []
+
+        def step(name: str) -> Callable[..., Any]:
+            def run(*_: object) -> Any:
+                if name != "close":
+                    assert engine.server.slots.pool.idle(), f"{name} before the slot is released"
+                seen.append(name)
+                if name == failing:
+                    raise ZeroDivisionError(name)
+                return None if name == "record_end" else ()
+
+            return run
+
+        monkeypatch.setattr(ending.reply.observer, "close", step("close"))
+        monkeypatch.setattr(finalizer, "record_end", step("record_end"))
+        monkeypatch.setattr(engine.conversations, "forget_surplus", step("forget_surplus"))
+        budgeted = engine.server.strategies.budgeted
+        monkeypatch.setattr(budgeted, "start_background", step("start_background"))
+        if failing == "complete":
+            monkeypatch.setattr(known.session, "finish", step("complete"))
+        ending.finish()
+        assert _is_free(engine, known)
+        assert [name for name in seen if name != "complete"] == list(_STEPS)
+        value = engine.metrics.registry.get_sample_value
+        assert value("evoke_degraded_total", {"stage": "report"}) == 1
+
+    _with_engine(work)
+
+
+def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
+    monkeypatch: Any,
+) -> None:
+    async def work(engine: ModelRouter) -> None:
+        ending, known = await _ending(engine)
+        ending.reply.observer.done = False
+        idle = asyncio.Event()
+
+        async def until_idle(*_: object) -> None:
+            await idle.wait()
+            raise UpstreamTimeout("no answer")  # whatever becomes of asking
+
+        monkeypatch.setattr(SlotAssignment, "until_idle", until_idle)
+        ending.finish()
+        asked = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
+        await asyncio.sleep(50)
+        assert not asked.done() and known.in_use
+        idle.set()
+        (await asked).release()
+        assert _is_free(engine, known)
+
+    _with_engine(work)
+
+
+def test_a_busy_slot_is_not_leased_however_long_it_is_busy() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + 3600
+
+        async def busy() -> bool:
+            return loop.time() < ends_at
+
+        await until_over(busy, lambda: False)
+        assert 0 <= loop.time() - ends_at < 2
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (UpstreamTimeout("it is occupied"), True),
+        (UpstreamRejected(503, b"{}"), True),
+        (UpstreamRejected(501, b"{}"), False),
+        (UpstreamUnavailable("it is gone", reached=False), False),
+    ],
+)
+def test_who_cannot_be_asked_now_is_asked_again(error: Exception, goes_on: bool) -> None:
+    async def work() -> None:
+        answers: list[bool | Exception] = [True, error, False]
+
+        async def busy() -> bool:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        if goes_on:
+            await until_over(busy, lambda: False)
+            assert not answers
+        else:
+            with pytest.raises(type(error)):
+                await until_over(busy, lambda: False)
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
+    times: int,
+) -> None:
+    async def work() -> None:
+        ended = asyncio.Event()
+        states = transfers_with(_spawn)
+
+        async def save() -> bool:
+            await ended.wait()
+            return True
+
+        caller = asyncio.get_running_loop().create_task(states._run_to_end(save(), "saving"))
+        await asyncio.sleep(0.1)
+        for _ in range(times):
+            caller.cancel()
+            await asyncio.sleep(0.1)
+            assert not caller.done(), "its slot is given back while it is being saved"
+        ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+
+    virtual_time.run(work())
+
+
+def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]) -> Any:
+    """Transfers whose background tasks are begun by `run`; they have nothing else."""
+    none: Any = None
+    tasks: Any = SimpleNamespace(run=run)
+    return SnapshotTransfers(api=none, repository=none, probe=none, metrics=none, tasks=tasks)
+
+
+def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)
+
+
+def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
+    async def work() -> None:
+        def spawn(job: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
+            task = _spawn(job, what)
+            task.cancel()
+            return task
+
+        states = transfers_with(spawn)
+
+        async def save() -> bool:
+            raise AssertionError("it never begins")
+
+        job = save()
+        with pytest.raises(asyncio.CancelledError):
+            await states._run_to_end(job, "saving")
+        job.close()
+
+    virtual_time.run(work())
+
+
+def test_a_result_is_given_to_a_caller_that_nobody_cancels() -> None:
+    async def work() -> None:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(5, future.set_result, 7)
+        assert await finished(future) == 7
+
+    virtual_time.run(work())
+
+
+def test_releasing_twice_gives_nobody_elses_slot_back() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        first = await queue.acquire("a", "")
+        first.release()
+        second = await queue.acquire("b", "")
+        first.release()
+        first.vacated()
+        assert repr(queue.pool) == "<SlotPool [b*] queued=0>"
+        second.release()
+
+    virtual_time.run(work())
+
+
+async def _settled(idle: asyncio.Event) -> None:
+    await idle.wait()
+
+
+def test_a_request_awaits_the_one_call_that_cannot_be_cut_off_and_no_more() -> None:
+    async def work() -> None:
+        queue, calls = SlotQueue(LIMITS), list[int]()
+
+        async def copy() -> None:
+            lease = queue.background(0, "a")
+            assert lease is not None
+            async with lease:
+                for number in range(9):
+                    lease.check()
+                    calls.append(number)
+                    await asyncio.sleep(3)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(copy())
+            await asyncio.sleep(4)
+            with await queue.acquire("b", "") as lease:
+                assert lease.waited and asyncio.get_running_loop().time() == 6
+        assert calls == [0, 1]
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_rendering_is_stale_when_its_slot_was_decoded_in_and_not_when_it_was_copied(
+    slot: int, decodes: bool
+) -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        queue.restart(2)
+        await asyncio.sleep(1)
+        rendered_at = loop.time()
+        lease = queue.background(slot, "a")
+        assert lease is not None
+        async with lease:
+            await (lease.run(asyncio.sleep(1)) if decodes else asyncio.sleep(1))
+        with await queue.acquire("a", "", slot=0) as mine:
+            assert mine.has_changed(rendered_at) == (decodes and slot == 0)
+        with await queue.acquire("a", "", slot=0) as mine:
+            assert mine.has_changed(rendered_at), "a request ran there"
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_a_request_that_waited_for_copies_only_need_not_look_again(decodes: bool) -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        await asyncio.sleep(1)
+        rendered_at = loop.time()
+
+        async def background() -> None:
+            lease = queue.background(0, "a")
+            assert lease is not None
+            async with lease:
+                await (lease.run(asyncio.sleep(0.5)) if decodes else asyncio.sleep(0.5))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(background())
+            await asyncio.sleep(0.1)
+            with await queue.acquire("a", "") as mine:
+                assert mine.waited and mine.has_changed(rendered_at) == decodes
+
+    virtual_time.run(work())
+
+
+def test_a_session_of_background_work_waits_though_another_slot_is_idle() -> None:
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        queue.restart(2)
+        lease = queue.background(1, "a")
+        assert lease is not None and queue.background(0, "a") is None
+        asked = asyncio.get_running_loop().create_task(queue.acquire("a", ""))
+        await asyncio.sleep(1)
+        assert lease.preempted and not asked.done()
+        lease.end()
+        (await asked).release()
+        assert queue.pool.idle()
+
+    virtual_time.run(work())
+
+
+def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
+    """The result wins: nothing was cut off, and the slot is free at once."""
+
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        lease = queue.background(0, "a", lambda: _settled(asyncio.Event()), _spawn)
+        assert lease is not None
+
+        async def call() -> int:
+            await asyncio.sleep(1)
+            lease.preempt(0.0)  # too late: it returns in the same step
+            return 5
+
+        async with lease:
+            with pytest.raises(Preempted):
+                assert await lease.run(call()) == 5
+                await lease.run(call())
+        assert lease.preempted
+
+    virtual_time.run(work())
+
+
+@dataclass
+class ActiveRequests:
+    """Requests and background work at random, and who has what at each moment."""
+
+    how: random.Random
+    queue: SlotQueue
+    slots: dict[int, object] = field(default_factory=dict)
+    sessions: dict[str, object] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def having(self, slots: Iterable[int], session: str | None) -> Iterator[None]:
+        """Fails when somebody else has one of these slots, or the session."""
+        me = object()
+        slots = list(slots)
+        assert not [slot for slot in slots if slot in self.slots], "a slot was given twice"
+        assert session is None or session not in self.sessions, "a session has two writers"
+        self.slots.update(dict.fromkeys(slots, me))
+        if session is not None:
+            self.sessions[session] = me
+        try:
+            yield
+        finally:
+            for slot in slots:
+                assert self.slots.pop(slot) is me
+            if session is not None:
+                assert self.sessions.pop(session) is me
+
+    async def request(self) -> None:
+        session, tenant = f"s{self.how.randrange(6)}", self.how.choice("xyz")
+        guest = self.how.random() < 0.2
+        n_slots = len(self.queue.pool)
+        slot = self.how.randrange(n_slots) if self.how.random() < 0.3 else None
+        name = f"guest{self.how.random()}" if guest else session
+        await asyncio.sleep(self.how.random() * 20)
+        try:
+            lease = await self.queue.acquire(name, tenant, guest, slot=slot)
+        except SlotsBusy:
+            self.counts["refused"] += 1
+            return
+        with lease:
+            with ExitStack() as mine:
+                mine.enter_context(self.having([lease.slot], None if guest else session))
+                with ExitStack() as theirs:
+                    if lease.victim is not None:
+                        theirs.enter_context(self.having((), lease.victim))
+                    if lease.left is not None:
+                        theirs.enter_context(self.having([lease.left], None))
+                    await asyncio.sleep(self.how.random())
+                lease.vacated()
+                await asyncio.sleep(self.how.random() * 2)
+        self.counts["served"] += 1
+
+    async def work(self) -> None:
+        await asyncio.sleep(self.how.random() * 20)
+        session = f"s{self.how.randrange(6)}"
+        slot = self.how.choice([None, *range(len(self.queue.pool))])
+        settling = ExitStack()
+
+        async def settle() -> None:
+            with settling:
+                await asyncio.sleep(self.how.random())
+
+        lease = self.queue.background(slot, session, settle, _spawn, self.how.random() < 0.5)
+        if lease is None:
+            return
+        settling.enter_context(self.having(lease.slots, session))
+        self.counts["work"] += 1
+        try:
+            async with lease:
+                for _ in range(4):
+                    await lease.run(asyncio.sleep(self.how.random() * 3))
+        finally:
+            self.counts["preempted"] += lease.preempted
+            if lease.is_released:
+                settling.close()
+
+    async def operation(self) -> None:
+        await asyncio.sleep(self.how.random() * 20)
+        session = f"s{self.how.randrange(6)}"
+        async with self.queue.locked(session):
+            with self.having((), session):
+                await asyncio.sleep(self.how.random())
+        self.counts["operations"] += 1
+
+
+def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
+    """Requests, background work and operations at random, many of them cancelled, once or twice."""
+    total: Counter[str] = Counter()
+
+    async def traffic(seed: int) -> None:
+        how = random.Random(seed)
+        queue = SlotQueue(LimitsConfig(queue=how.choice((0, 3, 9)), queue_timeout_s=8.0))
+        queue.restart(how.choice((1, 2, 4)))
+        it, loop = ActiveRequests(how, queue), asyncio.get_running_loop()
+        kinds = (it.request, it.request, it.work, it.operation)
+        tasks = [loop.create_task(how.choice(kinds)()) for _ in range(40)]
+        for task in how.sample(tasks, 15):
+            for _ in range(how.choice((1, 2))):
+                loop.call_later(how.random() * 25, task.cancel)
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [it for it in done if isinstance(it, Exception)]
+        assert not errors, errors
+        await asyncio.sleep(5)
+        pool = queue.pool
+        assert pool.idle() and not pool.queued and not queue._background and not queue._waiting
+        assert not any(pool.is_locked(f"s{number}") for number in range(6))
+        assert len(pool) == sum(pool.begin_background((slot,)) for slot in range(len(pool)))
+        total.update(it.counts)
+
+    for seed in range(250):
+        virtual_time.run(traffic(seed))
+    assert all(total[kind] > 300 for kind in ("served", "work", "preempted", "operations"))
+    assert total["refused"] > 300
+
+
+def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
+    async def work() -> None:
+        queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
+        first = await queue.acquire("x", "loud")
+        loud = [loop.create_task(queue.acquire(f"x{i}", "loud")) for i in range(4)]
+        await asyncio.sleep(0)
+        quiet = loop.create_task(queue.acquire("y", "quiet"))
+        await asyncio.sleep(1)
+        assert [task.done() for task in loud] == [False, False, False, True]
+        error = loud[3].exception()
+        assert isinstance(error, SlotsBusy) and error.retry_after > 0
+        first.release()
+        (await loud[0]).release()
+        (await quiet).release()
+        for task in loud[1:3]:
+            (await task).release()
+        assert queue.pool.idle()
+
+    virtual_time.run(work())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypatch: Any) -> None:
+    """Its session has one writer at a time, whatever slot its next turn gets."""
+
+    async def work(engine: ModelRouter) -> None:
+        engine.server.slots.restart(2)
+        engine.conversations.recall(seated())
+        (victim,) = engine.conversations
+        (await engine.server.slots.acquire(victim.id, "")).release()
+        victim.budgeted.epoch = 5
+        saving, saved = asyncio.Event(), asyncio.Event()
+
+        async def run(*_: object) -> dict[str, Any]:
+            saving.set()
+            await saved.wait()
+            if not saves:
+                raise PlanRefused("stale_epoch")
+            return {"epoch": 5}
+
+        monkeypatch.setattr(BlockApi, "run", run)
+        view = SlotView.parse(
+            {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+        )
+
+        async def other() -> None:
+            with await engine.server.slots.acquire("other", "", slot=0) as lease:
+                assert lease.victim == victim.id
+                with lease.vacating():
+                    await engine.server.strategies.budgeted._slots.save_rows(victim, view, {})
+                await asyncio.sleep(100)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(other())
+            await saving.wait()
+            turn = tasks.create_task(engine.server.slots.acquire(victim.id, ""))
+            await asyncio.sleep(10)
+            assert not turn.done() and engine.server.slots.pool.slot_of(victim.id) is None
+            saved.set()
+            with await turn as lease:
+                assert lease.slot == 1
+
+    _with_engine(work)
+
+
+@pytest.mark.parametrize("has_slot", [True, False])
+def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
+    async def work(engine: ModelRouter) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        known.budgeted.epoch = 5
+        if has_slot:
+            (await engine.server.slots.acquire(known.id, "")).release()
+        dropping, dropped = asyncio.Event(), asyncio.Event()
+
+        async def slot(*_: object) -> dict[str, Any]:
+            return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+
+        async def run(*_: object) -> dict[str, Any]:
+            dropping.set()
+            await dropped.wait()
+            return {"epoch": 5}
+
+        monkeypatch.setattr(BlockApi, "slot", slot)
+        monkeypatch.setattr(BlockApi, "run", run)
+        span = Span(0, len(known.tokens))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Admin(engine).drop_block(known.id, span))
+            await dropping.wait()
+            turn = tasks.create_task(engine.server.slots.acquire(known.id, ""))
+            await asyncio.sleep(10)
+            assert not turn.done() and known.labels
+            with pytest.raises(RequestError):
+                await Admin(engine).drop_block(known.id, span)
+            dropped.set()
+            (await turn).release()
+        assert not known.session.layout.saved
+        assert _is_free(engine, known)
+
+    _with_engine(work)
+
+
+def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: Any) -> None:
+    """Its copies would be made after they were dropped, and stay for ever."""
+
+    async def work(engine: ModelRouter) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        done: list[str] = []
+
+        async def drop(*_: object) -> None:
+            done.append("dropped")
+
+        monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
+        engine.monitor.server = ServerInfo("", "", adopts=True)
+        (await engine.server.slots.acquire(known.id, "")).release()
+        lease = await engine.server.slots.acquire("other", "")
+        assert lease.victim == known.id
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Admin(engine).delete(known.id))
+            await asyncio.sleep(1)
+            assert engine.conversations.get(known.id) is None and not done
+            done.append("saved")
+            lease.vacated()
+        lease.release()
+        assert done == ["saved", "dropped"]
+
+    _with_engine(work)
+
+
+def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
+    monkeypatch: Any,
+) -> None:
+    async def work(engine: ModelRouter) -> None:
+        engine.conversations.recall(seated())
+        (known,) = engine.conversations
+        done: list[str] = []
+
+        async def run(api: BlockApi, slot: int, action: str, *_: object) -> dict[str, Any]:
+            done.append(action)
+            return {}
+
+        monkeypatch.setattr(BlockApi, "run", run)
+        (await engine.server.slots.acquire(known.id, "")).release()
+        lease = await engine.server.slots.acquire("other", "")
+        engine.conversations.forget(known)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(engine.server.strategies.budgeted._slots.drop_copies(known, {}))
+            await asyncio.sleep(1)
+            assert not done
+            done.append("saved")
+            lease.vacated()
+        assert done == ["saved", "block-drop"]
+        lease.release()
+
+    _with_engine(work)
+
+
+def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> None:
+    conversations = Conversations(PolicyConfig(), 8)
+    hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))
+    known = conversations.start(_prompt(*range(200)), hint, "")
+    latest = conversations.start(_prompt(*range(500, 700)), None, "")
+    before, asked = known.prompt, parse_chat("chat", {"messages": []})
+    longer = _prompt(*range(200), 7, 8, 9)
+    assert conversations.of_request(asked, longer, hint, "") is known
+    assert (known.prompt, known.hint, list(conversations)) == (before, hint, [known, latest])
+    conversations.commit(known, Arrival(longer, renamed))
+    assert known.tokens.tolist()[-3:] == [7, 8, 9] and known.is_committed
+    assert (known.hint, list(conversations)) == (renamed, [latest, known])
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
+    async def work(engine: ModelRouter) -> None:
+        ending = _request(engine)
+        known = engine.conversations.start(_prompt(), None, "")
+        ending.scope.join(known, Arrival(_prompt()))
+        if committed:
+            engine.conversations.commit(known, Arrival(_prompt()))
+        ending.finish()
+        assert (engine.conversations.get(known.id) is known) == committed
+        assert not known.in_use
+
+    _with_engine(work)
+
+
+def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
+    async def work(engine: ModelRouter) -> None:
+        known = engine.conversations.start(_prompt(), None, "")
+        refused, other = _request(engine), _request(engine)
+        for ending in (refused, other):
+            ending.scope.join(known, Arrival(_prompt()))
+        refused.finish()
+        assert engine.conversations.get(known.id) is known
+        other.finish()
+        assert engine.conversations.get(known.id) is None
+
+    _with_engine(work)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("xyz"), st.booleans(), st.booleans()), max_size=60),
+    st.integers(1, 8),
+)
+def test_sessions_are_forgotten_of_the_tenant_that_has_most(
+    started: list[tuple[str, bool, bool]], limit: int
+) -> None:
+    conversations = Conversations(PolicyConfig(), limit)
+    for tenant, pinned, in_use in started:
+        known = conversations.start(_prompt(), None, tenant)
+        known.pinned, known.in_use = pinned, int(in_use)
+        before = [item.tenant for item in conversations]
+        loose = {item.tenant for item in conversations if not (item.pinned or item.in_use)}
+        gone = list(conversations.forget_surplus())
+        assert not any(item.pinned or item.in_use for item in gone)
+        assert len(conversations) <= limit or not any(
+            not (item.pinned or item.in_use) for item in conversations
+        )
+        for item in gone:
+            assert before.count(item.tenant) == max(before.count(other) for other in loose)
+            before.remove(item.tenant)
+            loose = {
+                other.tenant
+                for other in [*conversations, *gone[gone.index(item) + 1 :]]
+                if not (other.pinned or other.in_use)
+            }
+
+
+def test_a_flood_of_one_tenant_leaves_the_sessions_of_another() -> None:
+    conversations = Conversations(PolicyConfig(), 8)
+    mine = [conversations.start(_prompt(), None, "quiet") for _ in range(4)]
+    for _ in range(200):
+        conversations.start(_prompt(), None, "loud")
+        conversations.forget_surplus()
+    assert [item for item in conversations if item.tenant == "quiet"] == mine
+    assert len(conversations) == 8
+
+
+def test_a_stop_lets_what_is_being_copied_end() -> None:
+    queue = SlotQueue(LimitsConfig())
+    lease = queue.background(0)
+    assert lease is not None
+    queue.close()
+    assert queue.is_closed and not lease.preempted

@@ -1,0 +1,115 @@
+"""The index of snapshots and records never holds up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from index_fixtures import kept, vault
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.snapshot_files import INDEX
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.config import Config, SnapshotsConfig
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
+from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.errors import SnapshotUnusable
+
+BLOCKED_S = 2.0
+
+
+def record(id: str, tenant: str = "t") -> Record:
+    return Record(id, tenant, time.time(), id.encode() * 100)
+
+
+def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
+    """Another process holds the index for seconds: requests go on."""
+
+    async def changed(it: SnapshotRepository) -> float:
+        snapshot = await kept(it)
+        other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began, longest, last = time.monotonic(), 0.0, time.monotonic()
+        writing = asyncio.get_running_loop().create_task(it.write_record(record("new")))
+        it.end_restore(snapshot, useful=True)
+        it.pin(snapshot, True)
+        it.remove_record("old")
+        while time.monotonic() - began < BLOCKED_S:
+            assert [item.id for item in it.snapshots] == [snapshot.id]
+            await asyncio.sleep(0.005)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert not writing.done(), "nothing was written meanwhile"
+        other.execute("COMMIT")
+        other.close()
+        await writing
+        await it.wait_for_deletions()
+        return longest
+
+    with vault(tmp_path) as it:
+        it.put_record(record("old"))
+        assert asyncio.run(changed(it)) < BLOCKED_S / 2
+        assert [found.id for found in it.records()] == ["new"]
+    with vault(tmp_path) as it:
+        (snapshot,) = it.snapshots
+        assert snapshot.pinned and snapshot.hits > 0
+
+
+def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose a record is can be seen without decrypting any."""
+    opened: list[bytes] = []
+    whole = DiskFormat.decode_row
+
+    def counted(self: DiskFormat, stored: bytes, aad: bytes) -> bytes:
+        opened.append(aad)
+        return whole(self, stored, aad)
+
+    engine = build_router(
+        Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
+    )
+    it = engine.server.strategies.snapshots.repository
+
+    async def deleted() -> None:
+        async with engine.shared, engine.server.strategies.snapshots:
+            for id in ("mine", "mine#1", "mine#2", "mineral", "other#1"):
+                tenant = "t" if id.startswith("mine") else "u"
+                await it.write_record(record(id, tenant))
+            monkeypatch.setattr(DiskFormat, "decode_row", counted)
+            done = await SessionEraser(engine.served_models[0]).delete(
+                [], lambda _, session: session == "mine"
+            )
+            assert not done["left"] and not opened
+            assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
+            done = await SessionEraser(engine.served_models[0]).wipe("t")
+            assert "records on disk" not in done["left"] and not opened
+            assert {own.session for own in await it.record_owners()} == {"other"}
+
+    asyncio.run(deleted())
+
+
+def test_a_disk_that_takes_no_changes_is_counted_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+
+    async def refused(it: SnapshotRepository) -> None:
+        it._index._db.execute("PRAGMA query_only = 1")
+        with pytest.raises(SnapshotUnusable):
+            await it.write_record(record("new"))
+        it.remove_record("old")
+        it.change_record("old", lambda found: found)
+        await it.wait_for_deletions()
+        assert [found.id for found in await it.read_records()] == ["old"]
+        it._index._db.execute("PRAGMA query_only = 0")
+        await it.write_record(record("new"))
+
+    with vault(tmp_path, metrics) as it:
+        it.put_record(record("old"))
+        asyncio.run(refused(it))
+        assert {found.id for found in it.records()} == {"old", "new"}
+    assert metrics.registry.get_sample_value("evoke_index_failures_total") == 3
+    assert len([line for line in caplog.messages if "takes no changes" in line]) == 1

@@ -1,0 +1,506 @@
+"""Snapshots on disk: sealed, verified, set aside, and found again by the next process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damage import DAMAGES, damage, in_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from repository_fixtures import TOKENS, kept, vault, whole_files, written
+
+from evoke_proxy.adapters.llama.model_files import ModelFiles
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.request.look_ahead import STEP, USER
+from evoke_proxy.core.snapshots.snapshots import Snapshot
+from evoke_proxy.engine.storage.file_removal import FileRemover
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.transfers import _resolve
+from evoke_proxy.errors import ConfigError, SnapshotUnusable
+
+
+def test_snapshots_are_found_by_the_next_process_and_readable_by_the_owner_only(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "slots"
+    with vault(folder) as first:
+        new = kept(first)
+    with vault(folder) as second:
+        (found,) = second.of("t", "f")
+        assert found == new and (found.tokens == TOKENS).all()
+        assert second.of("u", "f") == second.of("t", "g") == []
+        asyncio.run(second.verify(found))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert modes[f"{new.id}.evoke-kv"] == modes["index.sqlite"] == 0o600
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "link"])
+def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
+    metrics = Metrics()
+    with vault(tmp_path, metrics) as it:
+        new = kept(it)
+        path = tmp_path / f"{new.id}.evoke-kv"
+        data = bytearray(path.read_bytes())
+        if harm == "flip":
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        elif harm == "cut":
+            path.write_bytes(data[:-1])
+        elif harm == "longer":
+            path.write_bytes(data + b"x")
+        elif harm == "missing":
+            path.unlink()
+        else:
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(SnapshotUnusable) as caught:
+            asyncio.run(it.verify(new))
+        assert it.of("t", "f") == []
+        assert whole_files(tmp_path) == []
+        count = metrics.registry.get_sample_value(
+            "evoke_snapshot_corrupt_total", {"reason": caught.value.reason}
+        )
+        assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "tokens", "reason"),
+    [(-1, TOKENS, "size"), (0, TOKENS[::-1].copy(), "tokens"), (0, TOKENS[:-1] + 1, "tokens")],
+)
+def test_a_save_with_wrong_contents_leaves_no_file(
+    tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
+) -> None:
+    with vault(tmp_path) as it:
+        part = it.new_part()
+        size = written(tmp_path, part) + n_bytes
+        with pytest.raises(SnapshotUnusable) as caught:
+            asyncio.run(it.add(part, size, tokens, SnapshotLabel("t", "f", "b", USER, 1.0)))
+        assert caught.value.reason == reason
+        assert whole_files(tmp_path) == [] and not it.snapshots
+
+
+def test_a_save_into_another_directory_is_reported_as_missing(tmp_path: Path) -> None:
+    with vault(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
+        asyncio.run(it.add(it.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)))
+
+
+def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
+    metrics = Metrics()
+    with vault(tmp_path) as first:
+        good = kept(first, branch="good")
+        gone, cut, tried = (kept(first, branch=name) for name in ("gone", "cut", "tried"))
+        (tmp_path / f"{gone.id}.evoke-kv").unlink()
+        with (tmp_path / f"{cut.id}.evoke-kv").open("r+b") as file:
+            file.truncate(100)
+        asyncio.run(first.begin_restore(tried))
+        written(tmp_path, "0123.evoke-part")
+        written(tmp_path, "4567.evoke-kv")
+    with vault(tmp_path, metrics) as second:
+        assert list(second.snapshots) == [good]
+        assert whole_files(tmp_path) == [f"{good.id}.evoke-kv"]
+    for reason in ("missing", "size", "suspect"):
+        sample = {"reason": reason}
+        assert metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", sample) == 1
+
+
+def test_a_restore_that_did_not_end_is_never_tried_again(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path) as it:
+        new = kept(it)
+        asyncio.run(it.begin_restore(new))
+        assert [item.suspect for item in it.snapshots] == [True]
+        it.end_restore(new, useful=True)
+        (after,) = it.snapshots
+        assert not after.suspect and after.hits == pytest.approx(1.0)
+
+
+def test_a_branch_keeps_two_snapshots(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        kept(it, TOKENS[:100])
+        user, step = kept(it, TOKENS[:200]), kept(it, TOKENS[:300], kind=STEP)
+        assert {item.id for item in it.snapshots} == {user.id, step.id}
+        assert len(whole_files(tmp_path)) == 2
+
+
+def test_limits_hold_after_every_save(tmp_path: Path) -> None:
+    with vault(tmp_path, max_count=2) as it:
+        pinned = kept(it, branch="a")
+        it.pin(pinned, True)
+        for name in "bcd":
+            last = kept(it, branch=name)
+        assert {item.id for item in it.snapshots} == {pinned.id, last.id}
+        assert len(whole_files(tmp_path)) == 2
+
+
+def test_changes_of_another_process_are_read(tmp_path: Path) -> None:
+    with vault(tmp_path) as serving:
+        new = kept(serving)
+        command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
+        command.open(claim=False)
+        (seen,) = command.snapshots
+        command.pin(seen, True)
+        asyncio.run(command.wait_for_deletions())
+        assert [item.pinned for item in serving.snapshots] == [True]
+        command.delete(seen, "asked")
+        asyncio.run(command.wait_for_deletions())
+        assert not serving.snapshots
+        command.close()
+        assert not (tmp_path / f"{new.id}.evoke-kv").exists()
+
+
+def test_pins_and_deletions_during_a_restore_are_not_undone(tmp_path: Path) -> None:
+    with vault(tmp_path) as serving:
+        pinned, deleted = kept(serving, branch="p"), kept(serving, branch="d")
+        command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
+        command.open(claim=False)
+        for snapshot in (pinned, deleted):
+            asyncio.run(serving.begin_restore(snapshot))
+        for seen in list(command.snapshots):
+            if seen.branch == "p":
+                command.pin(seen, True)
+            else:
+                command.delete(seen, "asked")
+        command.close()
+        for snapshot in (pinned, deleted):
+            serving.end_restore(snapshot, useful=True)
+        (left,) = serving.snapshots
+        assert (left.id, left.pinned, left.suspect) == (pinned.id, True, False)
+
+
+def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
+    with vault(tmp_path):
+        second = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
+        with pytest.raises(ConfigError, match="another evoke-proxy"):
+            second.open()
+    with vault(tmp_path):
+        pass
+
+
+def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    whole = SnapshotIndex._snapshot
+
+    def counted(self: SnapshotIndex, row: tuple[Any, ...]) -> Snapshot:
+        read.append(row[0])
+        return whole(self, row)
+
+    with vault(tmp_path, shared=True) as first:
+        old = [kept(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
+        with vault(tmp_path, shared=True) as second:
+            assert {item.id for item in second.snapshots} == {item.id for item in old}
+            monkeypatch.setattr(SnapshotIndex, "_snapshot", counted)
+            new = kept(first, TOKENS + 9, branch="new")
+            first.pin(old[1], True)
+            first.delete(old[2], "test")
+            passing = kept(first, TOKENS + 11, branch="passing")
+            first.delete(passing, "test")
+            asyncio.run(first.wait_for_deletions())
+            asyncio.run(second.refresh())
+            assert read == [new.id]
+            found = {item.id: item for item in second.snapshots}
+            assert read == [new.id], "nothing is left to read"
+            assert found.keys() == {new.id, old[0].id, old[1].id, old[3].id}
+            assert found[old[1].id].pinned and found[new.id] == new
+            assert found[new.id].tokens.tolist() == new.tokens.tolist()
+            asyncio.run(first.refresh())
+            second.pin(new, True)
+            second.delete(old[0], "test")
+            asyncio.run(second.wait_for_deletions())
+            assert {item.id: item.pinned for item in first.snapshots} == {
+                **dict.fromkeys((new.id, old[1].id), True),
+                old[3].id: False,
+            }
+            assert read == [new.id], "of those that are known only marks are read"
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=14))
+def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, int, bool]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with vault(Path(folder), shared=True) as one, vault(Path(folder), shared=True) as two:
+            proxies = one, two
+            for what, which, second in steps:
+                proxy, there = proxies[second], list(proxies[second].snapshots)
+                if what < 2 or not there:
+                    kept(proxy, TOKENS + which, branch=f"{which}")
+                elif what == 2:
+                    proxy.pin(there[which % len(there)], bool(which % 3))
+                elif what == 3:
+                    proxy.delete(there[which % len(there)], "test")
+                else:
+                    asyncio.run(proxy.refresh())
+                asyncio.run(proxy.wait_for_deletions())
+                wanted = {item.id: item for item in proxy._index.all()}
+                assert {item.id: item for item in proxies[not second].snapshots} == wanted
+                assert {item.id: item for item in proxy.snapshots} == wanted
+
+
+def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
+    """Wait until these are the snapshots that a vault knows."""
+    deadline = time.monotonic() + 20
+    while (seen := {found.id for found in opened.snapshots}) != ids:
+        assert time.monotonic() < deadline, f"{seen} instead of {ids}"
+        time.sleep(0.01)
+
+
+def test_proxies_that_share_a_directory_do_not_delete_each_others_snapshots(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path, shared=True) as first:
+        item = kept(first, branch="first")
+        part = first.new_part()
+        written(tmp_path, part)  # llama-server is about to have saved it
+        with vault(tmp_path, shared=True) as second:
+            assert [found.id for found in second.snapshots] == [item.id]
+            assert (tmp_path / part).exists()
+            other = kept(second, TOKENS + 500, branch="second")
+            wait_for(first, {item.id, other.id})
+            first.delete(item, "test")  # the index follows in a thread of its own
+            wait_for(second, {other.id})
+            with pytest.raises(ConfigError, match="another evoke-proxy"), vault(tmp_path):
+                pass
+        wait_for(first, {other.id})
+    with vault(tmp_path, shared=True) as third:
+        assert [found.id for found in third.snapshots] == [other.id]
+        assert not (tmp_path / part).exists(), "alone again, it is put in order"
+    with vault(tmp_path):
+        pass
+
+
+def test_a_file_that_is_no_index_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
+    metrics = Metrics()
+    with vault(tmp_path, metrics) as it:
+        assert list(it.snapshots) == []
+        kept(it)
+    aside = tmp_path / "quarantine/index.sqlite"
+    assert aside.read_bytes().startswith(b"not a database")
+    bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
+    assert bad == 1
+
+
+def test_an_index_with_invalid_text_is_set_aside(tmp_path: Path) -> None:
+    """What the damage below hits too rarely: of a text one bit is enough to be no UTF-8."""
+    with vault(tmp_path) as it:
+        it.put_record(Record("a", "whose-it-is", time.time(), b"x"))
+    path = tmp_path / "index.sqlite"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"whose-it-is", b"\xf7hose-it-is"))
+    assert path.read_bytes() != data
+    with vault(tmp_path) as it:
+        assert not it.records() and (tmp_path / "quarantine/index.sqlite").exists()
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
+def test_a_damaged_index_never_returns_wrong_snapshots(name: str) -> None:
+    """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
+    with in_memory() as memory:
+        found, records = _damaged_again_and_again(memory / "slots", name)
+    assert found > 0 < records
+
+
+def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
+    """How many snapshots and records were found, each as it was kept."""
+    how = random.Random(name)
+    with vault(folder) as it:
+        for number in range(4):
+            kept(it, TOKENS + 1000 * number, f"b{number}")
+            it.put_record(Record(f"r{number}", "t", time.time(), bytes([number]) * 500))
+        whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    there = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+    source = whole if name.endswith("wal") else there
+    found = records = 0
+    for number in range(DAMAGES):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for known, data in source.items():
+            (folder / known).write_bytes(data)
+        damage(folder / name, how)
+        with vault(folder) as it:
+            for item in it.snapshots:
+                start = 1000 * int(item.branch.removeprefix("b"))
+                assert np.array_equal(item.tokens, TOKENS + start)
+                assert (item.tenant, item.fingerprint, item.kind) == ("t", "f", USER)
+                asyncio.run(it.verify(item))
+                found += 1
+            for record in it.records():
+                assert record.packed == bytes([int(record.id.removeprefix("r"))]) * 500
+                assert record.tenant == "t"
+                records += 1
+            if number % 10 == 0:
+                kept(it, TOKENS + 9000, "new")
+    return found, records
+
+
+def test_a_failed_removal_of_a_record_raises_no_error(
+    tmp_path: Path,
+) -> None:
+    with vault(tmp_path, shared=True) as it:
+        it.put_record(Record("a", "t", time.time(), b"x"))
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        it.remove_record("a")
+        # As long as another's change takes, and not as SQLite would wait by itself.
+        assert time.monotonic() - began < 4.5, "requests wait for that"
+        assert [record.id for record in it.records()] == ["a"]
+        other.close()
+        it.remove_record("a")
+        assert not it.records()
+
+
+def test_files_of_saves_that_timed_out_are_deleted_repeatedly(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        parts = [it.new_part() for _ in range(20)]
+        for part in parts:
+            it.discard(part, may_be_written=True)
+        it.discard(parts[10], may_be_written=True)
+        asyncio.run(it.wait_for_deletions())
+        for part in parts:  # written all the same
+            written(tmp_path, part)
+        it.trim()
+        asyncio.run(it.wait_for_deletions())
+        assert whole_files(tmp_path) == sorted(parts[:4])
+
+
+def test_a_cancelled_wait_for_deletions_does_not_cancel_the_deletions() -> None:
+    sweeper, free = FileRemover(), threading.Event()
+    gone: list[str] = []
+
+    def held(_: str) -> None:
+        free.wait(60)
+
+    async def impatient() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sweeper.wait_async(), 0.01)
+        free.set()
+        await sweeper.wait_async()
+
+    sweeper.submit(held, "one")
+    sweeper.submit(gone.append, "other")
+    asyncio.run(impatient())
+    assert gone == ["other"]
+    sweeper.close()
+
+
+def test_cancelled_work_resolves_its_future() -> None:
+    async def work() -> bool:
+        await asyncio.sleep(60)
+        return True
+
+    async def cancelled() -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(_resolve(future, work()), 0.01)
+        return future.cancelled()
+
+    assert asyncio.run(cancelled())
+
+
+def test_quarantine_keeps_a_few_files(tmp_path: Path) -> None:
+    with vault(tmp_path) as it:
+        for number in range(7):
+            it.set_aside(kept(it, branch=str(number)), "test")
+    assert len(list((tmp_path / "quarantine").iterdir())) == 4
+
+
+def test_a_model_file_is_identified_by_size_time_head_and_tail(tmp_path: Path) -> None:
+    path, files = tmp_path / "model.gguf", ModelFiles()
+    path.write_bytes(b"a" * 3_000_000)
+    first = files.identify(str(path))
+    assert first is not None and files.identify(str(path)) is first
+    path.write_bytes(b"a" * 2_999_999 + b"b")
+    os.utime(path, ns=(first.mtime_ns, first.mtime_ns))
+    other = ModelFiles().identify(str(path))
+    assert other is not None and other.sample != first.sample and other.n_bytes == first.n_bytes
+    assert files.identify(str(tmp_path / "none")) is None
+
+
+def test_a_full_file_system_loses_no_snapshot(
+    tmp_path: Path,
+) -> None:
+    """A real one, of 512 KiB, that only one process sees."""
+    mount = 'mount -t tmpfs -o size=512k,mode=700 none "$0" && exec "$@"'
+    own = ("unshare", "-m", "sh", "-c", mount, str(tmp_path))
+    if not shutil.which("unshare") or subprocess.run([*own, "true"]).returncode != 0:
+        pytest.skip("this system lets nobody here mount a file system")
+    module = Path(__file__).stem
+    call = f"import {module}; {module}.on_a_full_disk({str(tmp_path)!r})"
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2]), *sys.path]
+    subprocess.run(
+        [*own, sys.executable, "-c", call],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        check=True,
+    )
+
+
+def on_a_full_disk(where: str) -> None:
+    folder = Path(where) / "slots"
+    with vault(folder) as opened:
+        first, second = kept(opened), kept(opened, branch="c")
+        before = whole_files(folder)
+        part = opened.new_part()
+        label, n_bytes = SnapshotLabel("t", "f", "d", USER, 1.0), written(folder, part)
+        with (folder / "another's").open("wb", buffering=0) as other:
+            while shutil.disk_usage(folder).free:
+                other.write(bytes(4096))
+        with pytest.raises(SnapshotUnusable, match="full"):
+            for _ in range(99):  # what the log of changes has room for
+                asyncio.run(opened.begin_restore(first))
+        with pytest.raises(SnapshotUnusable, match="full"):
+            asyncio.run(opened.add(part, n_bytes, TOKENS, label))
+        assert whole_files(folder) == before
+        asyncio.run(opened.verify(second))
+        opened.end_restore(first, useful=True)
+        assert {(item.id, item.suspect) for item in opened.snapshots} == {
+            (first.id, False),
+            (second.id, False),
+        }
+        opened.delete(first, "room")
+        asyncio.run(opened.wait_for_deletions())
+        assert [item.id for item in opened.snapshots] == [second.id]
+        assert len(whole_files(folder)) == 1
+        (folder / "another's").unlink()
+        third = kept(opened, branch="d")
+    with vault(folder) as opened:
+        assert {item.id for item in opened.snapshots} == {second.id, third.id}
+        asyncio.run(opened.verify(second))
+
+
+@pytest.mark.parametrize("reason", ["disk", "cipher"])
+def test_a_snapshot_is_set_aside_when_it_cannot_be_decrypted_and_not_for_lack_of_room(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lend(_: str) -> str:
+        raise SnapshotUnusable(reason, "it is not lent")
+
+    async def tried(it: SnapshotRepository, snapshot: Snapshot) -> None:
+        await it.begin_restore(snapshot)
+        async with it.decrypted_file(snapshot):
+            pass
+
+    with vault(tmp_path) as it:
+        snapshot = kept(it)
+        monkeypatch.setattr(it.files, "decrypt", lend)
+        with pytest.raises(SnapshotUnusable):
+            asyncio.run(tried(it, snapshot))
+        left = [item.suspect for item in it.snapshots]
+    assert left == ([False] if reason == "disk" else [])

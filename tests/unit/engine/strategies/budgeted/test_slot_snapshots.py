@@ -1,0 +1,100 @@
+"""Which file a slot of a patched server is filled from."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from snapshot_fixtures import snapshot
+
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+
+PROMPT = np.arange(9, dtype=np.int32)
+LONG, SHORT = list(range(8)), list(range(6))
+
+
+def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
+    """How often a slot is saved of a session that is forgotten while its server is asked what it
+    is, before that `begins` or not."""
+    known: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
+    known.session = SimpleNamespace(tokens=PROMPT)
+    conversations, saved = {"b": known}, []
+
+    async def fingerprint(_: object) -> str:
+        if not begins:
+            conversations.clear()
+        return "f"
+
+    async def save_with_answer(*_: object) -> bool:
+        saved.append(1)
+        return True
+
+    repository: Any = SimpleNamespace(has_room=lambda *_: has_room)
+    transfers: Any = SimpleNamespace(
+        save_with_answer=save_with_answer, seconds_until_save=lambda: 0.0
+    )
+    behaviour = SimpleNamespace(window_tokens=0)
+    probe: Any = SimpleNamespace(behaviour=behaviour, costs=SimpleNamespace(bytes_per_token=2.0))
+    api: Any = SimpleNamespace(fingerprint=fingerprint)
+    registered: Any = conversations
+    slots = SlotSnapshots(
+        api=api,
+        probe=probe,
+        transfers=transfers,
+        repository=repository,
+        conversations=registered,
+    )
+    asyncio.run(slots.save(0, known, {}))
+    return len(saved)
+
+
+def test_a_deleted_session_is_not_saved_and_a_migrated_one_is() -> None:
+    assert _saved(begins=True, elsewhere=False) == 1
+    assert _saved(begins=False, elsewhere=False) == 0
+    assert _saved(begins=False, elsewhere=True) == 1
+
+
+def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
+    assert _saved(begins=True, elsewhere=False, has_room=False) == 0
+
+
+def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
+    """What the slot of session `b` is filled from on a server `f`, and how often that is asked what
+    it is."""
+    filled, asked = [], []
+
+    async def restore(match: Any, *_: object) -> bool:
+        filled.append(match.snapshot.id)
+        return True
+
+    async def fingerprint(_: object) -> str:
+        asked.append(1)
+        return "f"
+
+    none: Any = None
+    transfers: Any = SimpleNamespace(restore=restore)
+    api: Any = SimpleNamespace(fingerprint=fingerprint)
+    repository: Any = SimpleNamespace(snapshots=items)
+    known: Any = SimpleNamespace(tenant="t", id="b")
+    slots = SlotSnapshots(
+        api=api, probe=none, transfers=transfers, repository=repository, conversations=none
+    )
+    asyncio.run(slots.restore(0, known, PROMPT, n_past, {}))
+    return filled, len(asked)
+
+
+def test_the_longest_usable_snapshot_is_restored() -> None:
+    mine, other = snapshot("mine", SHORT), snapshot("other", LONG, fingerprint="g")
+    assert _filled(2, mine, snapshot("longer", LONG)) == (["longer"], 1)
+    assert _filled(2, other, mine) == (["mine"], 1)
+    assert _filled(6, other, mine) == ([], 1), "no further than what is there"
+    assert _filled(2, other) == ([], 1)
+
+
+def test_the_server_is_not_asked_without_a_useful_snapshot() -> None:
+    foreign = snapshot("tenant", LONG, tenant="u"), snapshot("branch", LONG, branch="c")
+    parted = snapshot("parted", [*SHORT, 77])
+    assert _filled(2, *foreign, parted) == ([], 0)
+    assert _filled(6, snapshot("mine", SHORT)) == ([], 0)

@@ -1,0 +1,98 @@
+"""What docs/ says is so: commands parse or run, settings, metrics, files and links exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.cli.main import build_parser, main
+from evoke_proxy.config import keys
+
+ROOT = Path(__file__).parents[3]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = {path.name: path.read_text() for path in DOCS}
+COMMANDS = [
+    line.strip()
+    for text in TEXTS.values()
+    for line in re.findall(r"^ {4}((?:evoke-proxy|make) .*)$", text, re.MULTILINE)
+]
+
+
+def test_the_expected_pages_and_commands_exist() -> None:
+    wanted = {"operate.md", "clients.md", "tune.md", "architecture.md", "admin-api.md"}
+    assert wanted <= set(TEXTS) and len(COMMANDS) >= 7
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_docs_parses(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "evoke-proxy":
+        build_parser(arguments).parse_args(arguments)
+        return
+    done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    module = ROOT / "bench" / f"{arguments[0].removeprefix('bench-')}.py"
+    assert module.exists() or module.with_suffix("").is_dir()
+
+
+def test_the_commands_for_keys_work_as_documented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run = [command for command in COMMANDS if re.match("evoke-proxy (keys|check-config)", command)]
+    assert len(run) == 5
+    for command in run:
+        arguments = shlex.split(command.replace("/etc/evoke-proxy", str(tmp_path)))[1:]
+        assert main(arguments) == 0, command
+    assert "alice research" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_settings_metrics_and_files_exist(name: str) -> None:
+    text, known = TEXTS[name], set(keys())
+    sections = {key.split(".")[0] for key in known if "." in key}
+    named = re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)`", text)
+    assert [key for key in named if key not in known and f"{key}." not in str(known)] == []
+    exported = Metrics().exposition().decode()
+    missing = [
+        m
+        for m in re.findall(r"`(evoke_[a-z_]+_(?:total|seconds|depth|up))", text)
+        if m not in exported
+    ]
+    assert missing == []
+    paths = re.findall(
+        r"`((?:evoke_proxy|tests|deploy|bench|patches|config|docker)/[\w./-]*\w)`", text
+    )
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_configurations_for_clients_are_valid() -> None:
+    text = TEXTS["clients.md"]
+    (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    options = json.loads(config)["provider"]["evoke"]
+    written = (ROOT / "bench/opencode.py").read_text()
+    assert options["npm"] in written and '"baseURL"' in written and set(options) <= {
+        "npm", "name", "options", "models"
+    }  # fmt: skip
+    (codex,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert tomllib.loads(codex)["model_provider"] == "evoke"
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    for row in rows:
+        tested = row.rstrip("| ").rpartition("| ")[2].strip("` ")
+        assert tested == "**not run**" or (ROOT / tested).exists(), row
+
+
+def test_no_page_links_to_unreported_faults() -> None:
+    """Faults of other projects stay out of published pages until a person has reported them."""
+    pages = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "deploy").glob("*.md"), ROOT / "patches/README.md"]
+    assert [page.name for page in pages if "patches/upstream" in page.read_text("utf-8")] == []
+    assert [page.name for page in pages if "keeps-reading" in page.read_text("utf-8")] == []

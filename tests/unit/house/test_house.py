@@ -1,0 +1,245 @@
+"""Structure and naming rules of the package, checked on its source text.
+
+Packages depend one way only, functions take few parameters, and identifiers use the field's terms.
+Each rule is a function over source text, so that a test also shows what the rule catches.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import evoke_proxy
+
+PACKAGE = "evoke_proxy"
+ROOT = Path(evoke_proxy.__file__).parent
+SOURCES = {
+    ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text("utf-8")
+    for path in sorted(ROOT.rglob("*.py"))
+}
+# The benches follow the rules for names, parameters and calls, without exceptions.
+BENCH = ROOT.parent / "bench"
+BENCH_SOURCES = {
+    ".".join(["bench", *path.relative_to(BENCH).with_suffix("").parts]): path.read_text("utf-8")
+    for path in sorted(BENCH.rglob("*.py"))
+}
+MAX_PARAMETERS = 5
+MAX_COLLABORATORS = 7
+FORBIDDEN = frozenset(
+    line
+    for line in Path(__file__).with_name("forbidden_words.txt").read_text("utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+# Identifiers that contain a forbidden word, and why each is right where it stands.
+EXCEPTIONS: Mapping[str, str] = {}
+
+
+def node_of(module: str, packages: frozenset[str]) -> str:
+    """The node of the dependency graph that a module belongs to.
+
+    That is its package; a module that stands beside sub-packages is a node of its own.
+    """
+    package = module if module in packages else module.rpartition(".")[0]
+    has_children = any(other.startswith(f"{package}.") for other in packages)
+    return module if has_children else package
+
+
+def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which nodes each node imports; a package's `__init__` stands for the package."""
+    modules = {name.removesuffix(".__init__"): text for name, text in sources.items()}
+    packages = frozenset(n.removesuffix(".__init__") for n in sources if n.endswith(".__init__"))
+    graph: dict[str, set[str]] = {}
+    for module, text in modules.items():
+        node = node_of(module, packages)
+        below = graph.setdefault(node, set())
+        for name in _imported(text):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and node_of(target, packages) != node:
+                below.add(node_of(target, packages))
+    return graph
+
+
+def _imported(text: str) -> Iterator[str]:
+    for item in ast.walk(ast.parse(text)):
+        if isinstance(item, ast.ImportFrom) and item.module:
+            yield from (f"{item.module}.{alias.name}" for alias in item.names)
+        elif isinstance(item, ast.Import):
+            yield from (alias.name for alias in item.names)
+
+
+def cycles_of(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other (strongly connected components above one node)."""
+    reachable: dict[str, set[str]] = {}
+    for start in graph:
+        todo, found = list(graph[start]), set[str]()
+        while todo:
+            node = todo.pop()
+            if node not in found:
+                found.add(node)
+                todo += graph.get(node, ())
+        reachable[start] = found
+    groups = {
+        tuple(sorted(n for n in reachable[node] if node in reachable.get(n, ())))
+        for node in graph
+        if node in reachable[node]
+    }
+    return [list(group) for group in sorted(groups) if len(group) > 1]
+
+
+def two_way_pairs(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
+    """Pairs of nodes that import each other directly."""
+    return sorted((a, b) for a in graph for b in graph[a] if a < b and a in graph.get(b, ()))
+
+
+def wide_functions(text: str) -> list[str]:
+    """Functions with more than five parameters, constructors with more than seven."""
+    wide = []
+    for item in ast.walk(ast.parse(text)):
+        if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        names = [a.arg for a in (*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs)]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        limit = MAX_COLLABORATORS if item.name == "__init__" else MAX_PARAMETERS
+        if count > limit:
+            wide.append(f"{item.name} ({count})")
+    return wide
+
+
+def starred_literals(text: str) -> list[int]:
+    """Lines of calls that unpack a literal tuple or list: `f(*(a, b), c)`."""
+    return [
+        item.lineno
+        for item in ast.walk(ast.parse(text))
+        if isinstance(item, ast.Call)
+        for argument in item.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)
+    ]
+
+
+def stage_asserts(text: str) -> list[int]:
+    """Lines that assert that something is not None, to say which stage a value has come to."""
+    return [
+        item.lineno
+        for item in ast.walk(ast.parse(text))
+        if isinstance(item, ast.Assert)
+        and any(
+            isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.IsNot)
+            for part in ast.walk(item.test)
+        )
+    ]
+
+
+def words_of(identifier: str) -> set[str]:
+    """The words of an identifier in lower case: split at underscores, digits and capitals."""
+    return {w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+
+
+def identifiers_of(text: str) -> set[str]:
+    """Every name that a module gives: functions, classes, parameters, variables, attributes."""
+    names = set[str]()
+    for item in ast.walk(ast.parse(text)):
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(item.name)
+        elif isinstance(item, ast.arg):
+            names.add(item.arg)
+        elif isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+            names.add(item.id)
+        elif isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
+            names.add(item.attr)
+        elif isinstance(item, ast.alias) and item.asname:
+            names.add(item.asname)
+    return names
+
+
+def forbidden_names(module: str, text: str) -> list[str]:
+    """Identifiers of a module, and parts of its own name, that contain a forbidden word."""
+    names = identifiers_of(text) | {module.rpartition(".")[2]}
+    return sorted(n for n in names if words_of(n) & FORBIDDEN and n not in EXCEPTIONS)
+
+
+def test_packages_depend_one_way() -> None:
+    graph = graph_of(SOURCES)
+    assert (cycles_of(graph), two_way_pairs(graph)) == ([], [])
+
+
+def test_functions_take_few_parameters() -> None:
+    wide = {m: found for m, text in SOURCES.items() if (found := wide_functions(text))}
+    assert wide == {}
+
+
+def test_no_call_unpacks_a_literal() -> None:
+    found = {m: lines for m, text in SOURCES.items() if (lines := starred_literals(text))}
+    assert found == {}
+
+
+def test_no_assertion_tells_stages_apart() -> None:
+    found = {m: lines for m, text in SOURCES.items() if (lines := stage_asserts(text))}
+    assert found == {}
+
+
+def test_identifiers_use_standard_terms() -> None:
+    found = {m: names for m, text in SOURCES.items() if (names := forbidden_names(m, text))}
+    assert found == {}
+
+
+def test_unit_tests_lie_where_their_module_lies() -> None:
+    """`unit/core/model/test_plan.py` tests `core/model/plan.py`, or that folder as a whole."""
+    tests = Path(__file__).parents[1]
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+    beside = {Path("bench"), Path("deploy"), Path("house")}
+    assert [str(folder) for folder in folders - beside if not (ROOT / folder).is_dir()] == []
+
+
+def test_benches_follow_the_rules_for_names_parameters_and_calls() -> None:
+    assert BENCH_SOURCES
+    for module, text in BENCH_SOURCES.items():
+        assert forbidden_names(module, text) == [], module
+        assert wide_functions(text) == [], module
+        assert starred_literals(text) == [] == stage_asserts(text), module
+
+
+def test_every_exception_is_used_and_has_a_reason() -> None:
+    used = set().union(*(identifiers_of(text) for text in SOURCES.values()))
+    used |= {module.rpartition(".")[2] for module in SOURCES}
+    for name, reason in EXCEPTIONS.items():
+        assert name in used and words_of(name) & FORBIDDEN and len(reason) > 10, name
+
+
+def test_the_cycle_rule_catches_cycles_of_sub_packages() -> None:
+    sources = {
+        "p.__init__": "",
+        "p.a.__init__": "",
+        "p.a.x": "from p.b.y import f",
+        "p.b.__init__": "",
+        "p.b.y": "from p.c.z import g",
+        "p.c.__init__": "",
+        "p.c.z": "def f():\n    from p.a import x",
+        "p.top": "from p.a.x import f",
+    }
+    assert cycles_of(graph_of(sources)) == [["p.a", "p.b", "p.c"]]
+    assert cycles_of(graph_of(sources | {"p.c.z": ""})) == []
+    assert two_way_pairs(graph_of(sources | {"p.b.y": "import p.a.x"})) == [("p.a", "p.b")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(a, b, c, d, e): pass", []),
+        ("def f(a, b, c, d, e, *, g): pass", ["f (6)"]),
+        ("class A:\n    async def f(self, a, b, c, d, e): pass", []),
+        ("class A:\n    def __init__(self, a, b, c, d, e, f, g, h): pass", ["__init__ (8)"]),
+    ],
+)
+def test_the_parameter_rule_counts(text: str, expected: list[str]) -> None:
+    assert wide_functions(text) == expected
+
+
+def test_the_other_rules_catch_what_they_are_for() -> None:
+    assert starred_literals("f(*(a, b), c)\nf(*rest)") == [1]
+    assert stage_asserts("assert a.b is not None\nassert a\nassert 1 and c is not None") == [1, 3]
+    assert words_of("_isKnownHTTPWay_of2") == {"is", "known", "http", "way", "of"}
+    assert forbidden_names("p.vault", "def f(known_ids): always = 1") == ["known_ids", "vault"]

@@ -1,0 +1,22 @@
+"""docs/admin-api.md has every call there is, and no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from evoke_proxy.core.session.accounting import PATHS
+from evoke_proxy.core.session.block_map import STATES
+from evoke_proxy.web.admin_api import ROUTES
+
+TEXT = (Path(__file__).parents[3] / "docs/admin-api.md").read_text("utf-8")
+
+
+def test_the_calls_are_those_there_are() -> None:
+    told = re.findall(r"^\| `([A-Z]+) (/evoke/\S+)`", TEXT, re.MULTILINE)
+    assert sorted(told) == sorted(path for path, _ in ROUTES)
+
+
+def test_states_and_paths_are_explained() -> None:
+    for word in (*STATES, *PATHS):
+        assert f"`{word}`" in TEXT, word
