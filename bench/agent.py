@@ -58,7 +58,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call of the agent and what came of it; `asks` is what its user says before it."""
+    """One tool call of the agent and its result; `asks` is the user's message before it."""
 
     kind: str
     path: str
@@ -96,7 +96,7 @@ def tools() -> list[Json]:
 
 
 class Repository:
-    """Files of small functions with numbers nobody can guess, which edits change."""
+    """Files of small functions with random numbers, which edits change."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"agent-{seed}")
@@ -177,7 +177,7 @@ class Session:
 
     @classmethod
     def begin(cls, upstream: int, front: int, arm: str, budget: int, folder: Path) -> Session:
-        """With nothing said but the system prompt; the slot is emptied."""
+        """Start a session with the system prompt only, in an empty slot."""
         Llama(upstream).erase()
         system = [{"role": "system", "content": _SYSTEM}]
         return cls(upstream, front, arm, budget, folder, system, Witness(), {})
@@ -246,7 +246,7 @@ def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
 
 
 def file_row_counts(wanted: Set[int], now: Mapping[int, bytes], back: Set[int]) -> Json:
-    """Of the rows that show a file how many there are, are there, and have come back."""
+    """Count the rows of a file: in the prompt, resident, and returned."""
     there = {"file_there": len(wanted & now.keys()), "file_back": len(wanted & back)}
     return {"file_rows": len(wanted), **there}
 
@@ -337,9 +337,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
 
 
 def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every recovered row is what it was, every file that a tool was called with again was
-    there whole, no turn was over its budget or has books that do not add up, and the session is as
-    long and as tight as it has to be."""
+    """Return whether the run meets its bars.
+
+    Every recovered row equals the original, every file that a call names again was resident as a
+    whole, no turn exceeds its budget, token counts add up, and the session is as long as required.
+    """
     ours = next(row for row in rows if row["arm"] == "evoke")
     exact = not ours["rows_differ"] and not ours["refused"]
     whole = all(calls["whole"] == calls["calls"] for calls in ours["named"].values())

@@ -57,7 +57,7 @@ class _Reader:
 
 @dataclass(slots=True)
 class Witness:
-    """What every row was when it was decoded, against what it is whenever it is seen again."""
+    """Remembers every row as it was first decoded, and compares later copies with it."""
 
     first: dict[int, bytes] = field(default_factory=dict)
     before: frozenset[int] = frozenset()
@@ -66,11 +66,12 @@ class Witness:
     differ: int = 0
 
     def look(self, now: Mapping[int, bytes], kept: int, until: int) -> frozenset[int]:
-        """A turn is over: of [0, kept) nothing was decoded in it, its prompt ends at `until`.
+        """Compare the rows `now` in the slot after a turn; return the positions that returned.
 
-        Rows that were not there after the turn before have come back; they, and those that stayed,
-        must be what they were. Of one that was evicted in the turn that decoded it nobody has seen
-        what it was: `unseen`, it is compared from then on. Returns the positions that came back.
+        The turn decoded nothing in [0, kept), and its prompt ends at `until`. Rows that were absent
+        after the previous turn have returned; they, and those that stayed, must equal the rows as
+        first decoded. A row that was evicted in the turn that decoded it counts as `unseen` and is
+        compared from its first return on.
         """
         for position in [at for at in self.first if at >= kept]:
             del self.first[position]

@@ -18,7 +18,7 @@ from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
-_TURN_GROWTH = 8  # measured turns may lengthen a conversation by one part in so many
+_TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
 TIMES = ("own", "after", "render", "block-plan", "cpu", "first_byte")
 _LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
@@ -26,7 +26,7 @@ _LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """A running proxy: where it listens, what it has logged, which process it is."""
+    """A running proxy: its port, its log file and its process ID."""
 
     port: int
     log: Path
@@ -54,7 +54,7 @@ def proxied(upstream: int, *options: str) -> Iterator[Proxy]:
 
 
 def _process_of(port: int) -> int:
-    """The child of ours that was told to listen on this port."""
+    """Return the process ID of the child that listens on this port."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text(encoding="ascii").split():
             given = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -64,7 +64,7 @@ def _process_of(port: int) -> int:
 
 
 class Conversation:
-    """A chat of small talk with one of many things said long ago asked for in each turn."""
+    """A chat of small talk; every turn asks about one of many earlier messages."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._port = port
@@ -73,7 +73,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
 
     def lengthen(self, n: int) -> None:
-        """Add so many exchanges that the server has not seen yet."""
+        """Add n exchanges that the server has not processed yet."""
         for _ in range(n):
             self._said.append(paragraph(self._random, SENTENCES))
             self.messages.append({"role": "user", "content": self._said[-1]})
@@ -90,7 +90,7 @@ class Conversation:
         reply = chat(self._port, body, {})
         self.messages.append({"role": "assistant", "content": reply.text or "Yes."})
         if "evoke" not in reply.timings:
-            raise RuntimeError(f"no books of the engine: {reply}")
+            raise RuntimeError(f"no token counts of the engine: {reply}")
         return int(reply.timings["evoke"]["n_prompt"])
 
 
@@ -113,7 +113,7 @@ def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[di
 
 
 def _grow(talk: Conversation, size: int) -> None:
-    """A first stretch tells how long an exchange is; the rest is added at once, then warmed up."""
+    """Lengthen a conversation to about `size` tokens; the first three exchanges give the scale."""
     talk.lengthen(3)
     first = talk.turn()
     talk.lengthen(max(0, round((size - first) / (first / 3.2))))
@@ -121,7 +121,7 @@ def _grow(talk: Conversation, size: int) -> None:
 
 
 def turn_record(line: str, cpu_ms: float) -> dict[str, Any]:
-    """What a log line of the proxy says; RuntimeError when it forwarded the turn without a plan."""
+    """Parse a log line of the proxy; RuntimeError when the turn was forwarded without a plan."""
     times = {name: float(value) for name, value in _LOGGED.findall(line)}
     counts = {
         name: int(found[1]) if (found := re.search(pattern, line)) else 0
@@ -152,11 +152,11 @@ def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> di
 
 
 def budget_of(size: int) -> int:
-    """The budget of a conversation of so many tokens."""
+    """Return the budget of a conversation of this many tokens."""
     return max(256, size // 4)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The value that so many percent of the others do not exceed."""
+    """Return the value that this percentage of the others does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

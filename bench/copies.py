@@ -114,7 +114,7 @@ def run(server: Path, model: Path, args: argparse.Namespace, fa: str) -> list[di
 
 
 def missed(row: record.Row) -> bool:
-    """Whether a row is held to a bar and does not reach it."""
+    """Return whether a row has a bar and does not reach it."""
     worse = min(row["save_vs_memcpy"], row["load_vs_memcpy"])
     return row["bar"] is not None and worse < row["bar"]
 

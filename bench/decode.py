@@ -98,7 +98,7 @@ def row(arm: str, speeds: Mapping[str, Sequence[Speed]]) -> dict[str, object]:
 
 
 def summary(rows: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The two ratios that matter, what the machine does by itself, and whether they hide in it."""
+    """Return the two ratios, the noise of the machine, and whether the ratios are within it."""
     by = {str(each["arm"]): each for each in rows}
     low, high = (float(str(by["stock_again"][key])) for key in ("ratio_low", "ratio_high"))
     ratios = {f"{arm}_over_stock": float(str(by[arm]["ratio"])) for arm in ARMS[2:]}

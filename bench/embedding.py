@@ -37,12 +37,12 @@ class Texts:
         self._random = random.Random(seed)
 
     def of(self, tokens: int) -> str:
-        """A text that has so many tokens with the two that every text gets."""
+        """Return a text of this many tokens, including the two that every text gets."""
         return " ".join(self._random.choices(_WORDS, k=tokens - 2))
 
 
 async def questions(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> list[float]:
-    """Milliseconds of each of n questions; those without a vector raise."""
+    """Return the milliseconds of each of n questions; RuntimeError when one gets no vector."""
     times = []
     for _ in range(n):
         began = time.perf_counter()
@@ -53,7 +53,7 @@ async def questions(front: EmbeddingService, texts: Texts, tokens: int, n: int) 
 
 
 async def blocks(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> float:
-    """Seconds until n blocks handed in at once all have their vectors."""
+    """Return the seconds until n blocks, submitted at once, have their vectors."""
     began = time.perf_counter()
     keys = _hand_in(front, [texts.of(tokens) for _ in range(n)])
     while any(front.vector(key) is None for key in keys):

@@ -63,7 +63,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, the turns right before it, and which messages answer it."""
+    """A question, the turns directly before it, and the indexes of the messages that answer it."""
 
     id: str
     text: str
@@ -119,12 +119,12 @@ def share_resident(span: tuple[int, int], resident: Spans) -> float:
 
 
 def found(shares: Sequence[float]) -> dict[str, bool]:
-    """Whether all evidence is there, whole and half."""
+    """Return whether all evidence is resident, as a whole and by half."""
     return {"whole": min(shares) >= 1.0, "half": min(shares) >= 0.5}
 
 
 def fill(order: Sequence[int], sizes: Mapping[int, int], room: int) -> set[int]:
-    """Whole messages in this order, each that still fits."""
+    """Return the messages, in this order, that still fit into the room."""
     taken = set()
     for message in order:
         if sizes[message] <= room:
@@ -157,7 +157,7 @@ def bm25(texts: Sequence[str], asked: str, k1: float = 1.2, b: float = 0.75) -> 
 
 
 class World:
-    """The server and the proxy, and what one question finds there."""
+    """The server and the proxy; reports what is resident for a question."""
 
     def __init__(self, llama: Llama, proxy: int) -> None:
         self._llama = llama
@@ -189,7 +189,7 @@ class World:
 
 @contextmanager
 def world(context: int) -> Iterator[World]:
-    """A patched server and a proxy with default settings in front of it."""
+    """Run a patched server and a proxy with default settings in front of it."""
     model = ensure(SHAPES["qwen2-vocabulary"])
     options = ("-c", str(context), "-np", "1", "-t", "1", "--evoke-ram", "512")
     with running(ensure_server(), model, *options, "--chat-template", "chatml") as llama:
@@ -202,7 +202,7 @@ def world(context: int) -> Iterator[World]:
 def ask_all(
     world: World, talk: Conversation, share: int, most: int, tag: str
 ) -> list[dict[str, Any]]:
-    """One row a question and arm, for a conversation and a budget of 1/share of it."""
+    """Return one row for each question and arm, with a budget of 1/share of the conversation."""
     base = talk.messages
     _, total = world.spans(base)
     budget = max(_LEAST_BUDGET, total // share)
@@ -325,7 +325,7 @@ def quick(world: World, tag: str = "quick") -> list[dict[str, Any]]:
 
 
 def worse_than_recorded(rows: Sequence[Mapping[str, Any]], recorded: Path = RECORDED) -> list[str]:
-    """What the default finds less of than the recorded run did, by more than `GUARD_POINTS`."""
+    """Return what the default finds less of than recorded, by more than `GUARD_POINTS`."""
     before = json.loads(recorded.read_text("utf-8"))["summary"]["quick"]
     now = summarise(rows)
     said = []

@@ -147,7 +147,7 @@ class _Graph:
         self._constants: dict[str, Any] = {}
 
     def add(self, kind: str, *inputs: str, output: str = "", **attributes: Any) -> str:
-        """Append a node and name what comes out of it."""
+        """Append a node and return the name of its output."""
         from onnx import helper
 
         output = output or f"{kind.lower()}_{len(self._nodes)}"

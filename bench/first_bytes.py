@@ -21,7 +21,7 @@ from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _PATH = "/v1/chat/completions"
 _WARM_UP = 2
-# Measured turns may lengthen a conversation by one part in so many.
+# Measured turns lengthen a conversation by at most this fraction (the divisor).
 _GROWTH = 8
 Message = dict[str, str]
 
@@ -40,14 +40,14 @@ class PairedChat:
         ]
 
     def lengthen(self, n: int) -> None:
-        """Add so many exchanges that the servers have not seen yet."""
+        """Add n exchanges that the servers have not processed yet."""
         for _ in range(n):
             self._said.append(paragraph(self._random, SENTENCES))
             self.messages.append({"role": "user", "content": self._said[-1]})
             self.messages.append({"role": "assistant", "content": sentence(self._random)})
 
     def turn(self) -> dict[str, float]:
-        """Ask both about something said long ago; milliseconds of each, and the prompt's tokens."""
+        """Ask both about an earlier message; return the ms of each and the prompt's tokens."""
         words = self._random.choice(self._said).split()
         start = self._random.randrange(len(words) - 6)
         asked = f"What was that about {' '.join(words[start : start + 6])}"

@@ -54,7 +54,7 @@ ARMS = ("one", "many")
 BLOCK, A_MESSAGE, EACH = 64, 4, 100
 BUDGET = 8192
 MOST_MS = 5.0
-_SENTENCES = 18  # about as many words as four blocks have tokens
+_SENTENCES = 18  # as many words as four blocks have tokens, roughly
 _COLUMNS = (
     *("arm", "blocks", "sessions", "prompt", "turns", "own_ms", "reading_ms", "planning_ms"),
     *("bytes_ms", "after_ms", "first_ms", "rss_mib", "index_mib"),
@@ -63,7 +63,7 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class Bench:
-    """An engine, the server it believes in, and what the turns took."""
+    """The engine, its server, and the time spent on reading."""
 
     engine: ModelRouter
     server: SilentServer
@@ -85,20 +85,20 @@ class Bench:
         parser._parse = timed  # type: ignore[method-assign,assignment]
 
     def grow(self, talk: Talk, blocks: int) -> None:
-        """So many blocks of talk that nobody has seen yet."""
+        """Add this many blocks of new messages."""
         for _ in range(0, blocks, 2 * A_MESSAGE):
             texts = [paragraph(self.random, _SENTENCES) for _ in range(2)]
             roles = zip(("user", "assistant"), texts, strict=True)
             talk.add([(role, text, A_MESSAGE * BLOCK) for role, text in roles])
 
     def ask(self, talk: Talk) -> None:
-        """A question about something said long ago."""
+        """Add a question about an earlier message."""
         words = self.random.choice(talk.messages[: len(talk.messages) // 2 + 1])["content"].split()
         start = self.random.randrange(max(1, len(words) - 6))
         talk.add([("user", f"What was that about {' '.join(words[start : start + 6])}", 16)])
 
     async def turn(self, talk: Talk, name: str) -> dict[str, float]:
-        """One turn; what it took, in ms."""
+        """Run one turn and return its times in ms."""
         self.server.talk, body, self.reading_s = talk, talk.body(), 0.0
         began, others, parsed = time.thread_time(), self.server.own_s, self.server.parsing_s
         headers = {"X-Evoke-Session": name}
@@ -123,7 +123,7 @@ class Bench:
 
 
 def _bytes(before: bytes, body: bytes) -> float:
-    """What it takes to compare a request with the one before and to copy it twice, in ms."""
+    """Return the ms to compare a request with the previous one and to copy it twice."""
     began = time.thread_time()
     common_prefix(np.frombuffer(before, np.uint8), np.frombuffer(body, np.uint8))
     for _ in range(2):
@@ -133,12 +133,12 @@ def _bytes(before: bytes, body: bytes) -> float:
 
 @asynccontextmanager
 async def _unanswered(*_: object) -> AsyncIterator[Reply]:
-    """A request that is open, and whose reply nobody reads from a connection."""
+    """An open request whose reply is not read from a connection."""
     yield Reply.__new__(Reply)
 
 
 async def measure(arm: str, blocks: int, turns: int) -> dict[str, Any]:
-    """A row: medians over the turns of one conversation when so many blocks have been saved."""
+    """Return a row: medians over the turns of one conversation with this many saved blocks."""
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
     each = blocks // n_sessions
@@ -174,7 +174,7 @@ async def measure(arm: str, blocks: int, turns: int) -> dict[str, Any]:
 
 
 def _index_mib(engine: ModelRouter) -> float:
-    """What an index of all blocks takes: made once more, every byte of it counted."""
+    """Return the size of an index of all blocks, built once more and traced."""
     tracemalloc.start()
     made = [Index() for _ in engine.conversations]
     for index, conversation in zip(made, engine.conversations, strict=True):
@@ -185,15 +185,18 @@ def _index_mib(engine: ModelRouter) -> float:
 
 
 def _rss_mib() -> float:
-    """What the process has in memory, in MiB."""
+    """Return the resident memory of this process in MiB."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By way: the time of a turn at each number, and how it grows: the exponent from each number
-    to the next, under 1 where ten times the blocks cost less than ten times as much."""
+    """Return by arm the time of a turn, and the exponents of its growth.
+
+    An exponent is that from one number of blocks to the next: below 1, ten times the blocks cost
+    less than ten times as much.
+    """
     summary: dict[str, Any] = {}
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]
@@ -206,7 +209,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def picture(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Time of a turn over what is saved."""
+    """Draw the time of a turn over the number of saved blocks."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         name = "one conversation" if row["arm"] == "one" else f"conversations of {EACH}"
@@ -222,7 +225,7 @@ def _exponent(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> float:
 
 
 def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a turn takes 5 ms at most, or grows more slowly than what is saved."""
+    """Return whether a turn takes 5 ms at most, or grows more slowly than the number of blocks."""
     for arm in ARMS:
         mine = [row for row in rows if row["arm"] == arm]
         for a, b in zip(mine, mine[1:], strict=False):
@@ -232,7 +235,7 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _measured_in_a_process(arm: str, blocks: int, turns: int) -> dict[str, Any]:
-    """A row, measured in a process of its own, so that its memory is its own."""
+    """Measure a row in a process of its own, so that its memory is its own."""
     command = [sys.executable, "-m", "bench.growth", "--turns", str(turns), "--only", arm]
     done = subprocess.run([*command, str(blocks)], capture_output=True, text=True, check=False)
     if done.returncode:

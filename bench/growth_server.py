@@ -70,8 +70,11 @@ _DEFAULT_OPTIONS = CallOptions()
 
 
 class SilentServer:
-    """What answers the proxy's calls. `talk` is what is rendered next; the prompt of a request has
-    four tokens behind its last message. `n_ctx` is the context of its slot."""
+    """Answers the proxy's calls.
+
+    `talk` is the conversation that is rendered next; the prompt of a request has four tokens after
+    its last message. `n_ctx` is the context of the slot.
+    """
 
     n_ctx = _N_CTX
 
@@ -109,7 +112,7 @@ class SilentServer:
         return answer
 
     def empty(self) -> None:
-        """The slot holds nothing any more."""
+        """Remove all rows of the slot."""
         self._epoch += 1
         self._tokens, self._rows = np.zeros(0, np.int32), np.zeros(0, np.bool_)
 
@@ -178,7 +181,7 @@ class SilentServer:
         return orjson.dumps({"epoch": self._epoch, "results": []})
 
     def decode(self) -> dict[str, Any]:
-        """What was planned is run: the `timings` of the answer, with the engine's books."""
+        """Decode the planned prompt; return the `timings` of the answer with the token counts."""
         prompt = self._prompt()
         n_past = len(self._rows) if len(self._rows) < len(prompt) else 0
         resident, recovered = self._before
@@ -193,7 +196,7 @@ class SilentServer:
         return {"evoke": usage | {"n_resident": n_rows, "n_resident_peak": n_rows}}
 
     def _evict_to_budget(self, rows: Rows) -> list[tuple[int, int, str]]:
-        """Evict in the order that was given, until the budget is held."""
+        """Evict rows in the given order until the budget is kept; return the evicted blocks."""
         over = int(rows.sum()) - self._stream.get("budget", 0)
         evicted = []
         for entry in self._stream.get("order", ()):

@@ -45,7 +45,7 @@ _LEAST = 0.95
 
 
 def measure(args: argparse.Namespace) -> tuple[str, Sequence[Record]]:
-    """What the server calls the model's memory, and a record a session and arm."""
+    """Return the server's name for the model's memory, and a record for each session and arm."""
     seed = (TUNING if args.tuning else REPORTING).start
     cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells]
     todo = batches(cells, seed, RATIOS)
@@ -59,8 +59,11 @@ def measure(args: argparse.Namespace) -> tuple[str, Sequence[Record]]:
 
 
 def reached(summary: Mapping[str, Any]) -> bool:
-    """Whether the model knows its sessions, as much is known on a budget, and every turn was in its
-    budget with books that sum."""
+    """Return whether the bars are reached.
+
+    The model recalls its sessions without eviction and equally well on a budget, and every turn
+    keeps its budget with token counts that add up.
+    """
     rows = summary["rows"]
     knows = all(row["recall"] >= _LEAST for row in rows if row["arm"] == CEILING)
     keeps = all(row["share"] >= _LEAST for row in rows if row["policy"] == "evoke")

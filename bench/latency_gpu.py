@@ -69,7 +69,7 @@ class Link:
 
 
 def against_link(row: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """A row of `latency` with what the link gives for as many bytes."""
+    """Add the rate of the link, for the same number of bytes, to a row of `latency`."""
     link = Link(round(row["mb"] * 1e6))
     try:
         save_ms, load_ms = link.ms(repeats)

@@ -61,7 +61,7 @@ def length(server: Llama, tokens: int) -> dict[str, Any]:
 
 
 def together(server: Llama, count: int, each: int) -> float:
-    """The speed of so many generations at once; 0 when one of them did not get its tokens."""
+    """Return the speed of n generations at once; 0 when one of them did not get its tokens."""
 
     def one(number: int) -> bool:
         prompt = [20 + (11 * i + 131 * number) % 1900 for i in range(64)]

@@ -16,7 +16,7 @@ class Quiet(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def body(self) -> bytes:
-        """What was sent with the request."""
+        """Return the body of the request."""
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
 

@@ -48,7 +48,7 @@ PEAK_TIMES = 4.1
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One turn: what the user says, and what is expected; `late` is of the end."""
+    """One turn: the user's message and the expected answer; `late` marks those at the end."""
 
     said: str
     expected: str
@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By arm: what was recalled, with Wilson's 95 %; and how much lower the peak was."""
+    """Return recall by arm, with Wilson's 95 % interval, and how much lower the peak was."""
     summary: dict[str, Any] = {}
     for arm in dict.fromkeys(row["arm"] for row in rows):
         mine = [row for row in rows if row["arm"] == arm]

@@ -44,7 +44,7 @@ _REASONS = ("made", "too_dear", "nothing_out", "long_tail")
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row a session and arm; the arms of a session one after the other, in turn the first."""
+    """Return a row for each session and arm; the first arm of a session rotates."""
     arms = [Arm(OURS, args.ratio), recalling("model", args.ratio), recalling("fused", args.ratio)]
     drawn = [
         script
@@ -85,7 +85,7 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
 
 
 def _counted(running: Stack) -> dict[str, float]:
-    """The proxy's counters of what it has asked the model."""
+    """Return the proxy's counters of probes."""
     metrics = samples(running.front)
     found = {name: metrics.get(f'evoke_probes_total{{result="{name}"}}', 0.0) for name in _REASONS}
     sums = {"tokens": "evoke_probe_tokens_total", "seconds": "evoke_probe_seconds_sum"}
@@ -93,7 +93,7 @@ def _counted(running: Stack) -> dict[str, float]:
 
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By task and arm: everything added up, what one asking took, the time beside text alone."""
+    """Return by task and arm: sums, the cost of one probe, wall time divided by that of `text`."""
     keys = list(dict.fromkeys((row["task"], row["arm"]) for row in rows))
     found: list[dict[str, Any]] = []
     for task, arm in keys:

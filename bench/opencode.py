@@ -80,7 +80,7 @@ def configure(folder: Path, port: int) -> None:
 
 
 def turn(opencode: Path, folder: Path, *arguments: str, limit_s: float = TURN_S) -> str:
-    """One turn in a folder; what it printed. RuntimeError when it fails or takes too long."""
+    """Run one turn in a folder and return its output; RuntimeError on failure or timeout."""
     home = folder.parent / "home"
     home.mkdir(exist_ok=True)
     quiet = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Session:
-    """One fact, so many tokens of other turns behind it, one question."""
+    """One fact, other turns of `distance` tokens after it, and one question."""
 
     def __init__(self, llama: Llama, seed: int, distance: int) -> None:
         rng = random.Random(f"evoke-placement-{seed}")

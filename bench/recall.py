@@ -80,7 +80,7 @@ class Session:
     layers: Sequence[int]
 
     def ranks(self) -> Iterator[dict[str, int]]:
-        """For each question how many blocks are before the one with its fact, by what is asked."""
+        """Return for each question, by score, how many blocks rank before the one with its fact."""
         reading = read(self.llama.port, self.script)
         attention = self.script.turns[-len(self.script.probes)] - 1
         end = reading.ends[attention - 1]
@@ -151,7 +151,7 @@ class Session:
         blocks: Sequence[Range],
         bounds: Sequence[Float32Array],
     ) -> Iterator[tuple[str, Scores]]:
-        """Every way to score the blocks, by its name."""
+        """Yield every score of the blocks with its name."""
         queries = Queries.parse(attention["query_rows"], len(self.layers))
         if queries is None:
             raise RuntimeError("the server has no queries of the rows of the prompt")
@@ -210,7 +210,7 @@ def _rank(scores: Scores, gold: set[int]) -> int:
 
 
 def summarised(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Shares of questions whose block is among the first, by task and way to score."""
+    """Return the shares of questions whose block is among the first, by task and score."""
     rows: list[dict[str, Any]] = []
     for task in dict.fromkeys(item["task"] for item in found):
         ranks = [item["ranks"] for item in found if item["task"] == task]

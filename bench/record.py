@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 
 def command(name: str, about: str | None, examples: str | None = None) -> argparse.ArgumentParser:
-    """What `python -m bench.NAME` can be told: nothing so far. `examples` end its help."""
+    """Return the argument parser of `python -m bench.NAME`; `examples` end its help."""
     return argparse.ArgumentParser(
         prog=f"python -m bench.{name}",
         description=about,
@@ -28,14 +28,14 @@ def command(name: str, about: str | None, examples: str | None = None) -> argpar
 
 
 def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
-    """The same, with `--out`, where `write` is to write."""
+    """Return such a parser with the option `--out`, and one example."""
     made = command(name, about, f"example:\n  python -m bench.{name} {example}")
     made.add_argument("--out", type=Path, help=f"the JSON file (out/bench/{name}.json)")
     return made
 
 
 def machine() -> str:
-    """The machine in words: processor, cores, system."""
+    """Return processor, number of cores and system."""
     name = platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -48,7 +48,7 @@ def machine() -> str:
 
 
 def checkout() -> str:
-    """The commit that is checked out, and which tracked files are not as it has them; in words."""
+    """Return the commit of the checkout and its changed tracked files, in words."""
 
     def git(*args: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *args]
@@ -79,8 +79,7 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
 def tell(
     name: str, rows: Sequence[Row], summary: Row, out: Path | None = None, picture: str = ""
 ) -> None:
-    """The end of a bench: print the summary, `write` everything, beside it `picture` as an SVG
-    when there is one, and say where."""
+    """Print the summary, write the report and, if given, `picture` as SVG beside it."""
     print(json.dumps(summary, indent=1))
     paths = [write(name, rows, summary, out)]
     if picture:
@@ -90,7 +89,7 @@ def tell(
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The rows as aligned text, one column a name; floats with three significant digits."""
+    """Return the rows as aligned text; floats have three significant digits."""
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
     lines = [columns, *cells]

@@ -49,7 +49,7 @@ from evoke_proxy.server_build import ensure_server
 
 ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
 _RESTARTED = ("cold", "peer", "ours")
-# Without a restart the others are told apart at this length alone, and the longest take minutes.
+# Arms without a restart run at this length only; the longest chats take minutes and run few arms.
 _LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
     "dense": ("dense-8", (), (1024, 5120)),
@@ -85,14 +85,14 @@ class Unit:
 
 
 class Chat:
-    """Grows by an answer a turn; a word is about 4 tokens, of an answer 3."""
+    """A chat that grows by an answer a turn; a word has about 4 tokens, of an answer 3."""
 
     def __init__(self, tokens: int, seed: int) -> None:
         words = [f"w{(i * 7 + seed) % 997}" for i in range(tokens // 4)]
         self.messages = [{"role": "user", "content": f"{seed}: {' '.join(words)}"}]
 
     def append_answer(self, answer: int) -> None:
-        """A turn that nobody has had."""
+        """Append a turn with a made-up answer."""
         self._append(" ".join(f"a{i * 7 % 97}" for i in range(answer // 3)))
 
     def _append(self, answer: str) -> None:
@@ -201,7 +201,7 @@ def _disk_speed(folder: Path) -> float:
 
 
 def _forget(path: Path) -> None:
-    """Have the system forget what it has of a file in memory."""
+    """Drop a file from the page cache."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -209,7 +209,7 @@ def _forget(path: Path) -> None:
 
 
 def _rest(front: int) -> None:
-    """Wait until the proxy has decoded ahead and saved what it wants to."""
+    """Wait until the proxy has decoded ahead and saved."""
     deadline = time.monotonic() + _REST_S
     while time.monotonic() < deadline:
         if 'evoke_look_aheads_total{result="done"}' in samples(front):

@@ -58,7 +58,7 @@ _EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question, and the numbers of the blocks that hold what it asks for."""
+    """A question, and the indexes of the blocks that answer it."""
 
     kind: str
     text: str
@@ -67,7 +67,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """Blocks in order, and what is asked of them."""
+    """Blocks in order, and the questions about them."""
 
     blocks: BlockTable
     questions: Sequence[Asked]
@@ -132,7 +132,7 @@ def _code(rng: random.Random, length: int = 8) -> str:
 
 
 def _coded(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Questions and statements that only a number or an identifier tells from others like them."""
+    """Return questions and statements that differ from others only in a number or an identifier."""
     for number in rng.sample(range(1000, 9999), 12):
         yield f"Who closed ticket {number}?", f"Ticket {number} was closed by {_name(rng)}."
     for _ in range(12):

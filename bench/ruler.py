@@ -65,7 +65,7 @@ def _journal_file(out: Path | None) -> Path:
 
 
 def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
-    """Return what a cell's rows depend on, besides task and length."""
+    """Return a hash of everything a cell's rows depend on, besides task and length."""
     digest = hashlib.sha256(model.read_bytes())
     for name in ("facts.py", "tasks.py", "text.py", "vocab.py"):
         digest.update((Path(__file__).parent / "model" / name).read_bytes())
@@ -135,7 +135,7 @@ def ask(port: int, session: Session, length: int, index: int) -> list[Row]:
 
 
 def _patiently(port: int, body: Mapping[str, Any]) -> Reply:
-    """Ask again once: on a machine that was stopped or busy for minutes the first try runs out."""
+    """Ask, and once more after an error: the first try times out on a suspended machine."""
     try:
         return chat(port, body, {})
     except DemoError:
@@ -143,7 +143,7 @@ def _patiently(port: int, body: Mapping[str, Any]) -> Reply:
 
 
 def right(answer: str, probe: Probe) -> bool:
-    """Return whether an answer is what the probe asks for."""
+    """Return whether an answer is the expected one."""
     if probe.value is None:
         return abstains(answer)
     return recalled(answer, probe.value)

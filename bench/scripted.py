@@ -24,14 +24,17 @@ _OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-enc
 
 
 class Relay:
-    """What stands in between. `calls` are the calls still to be made, each a name and arguments;
-    when there are none the model's own answer is passed on. `seen` gets each request that has
-    tools, and the `timings` of its answer, before the agent gets one."""
+    """Replaces answers by the calls of a script.
+
+    `calls` are the remaining calls, each a name and arguments; without any, the model's own answer
+    is passed on. `seen` receives each request that has tools, and the `timings` of its answer,
+    before the agent receives the call.
+    """
 
     def __init__(
         self, front: int, seen: Callable[[Json, Json], None], calling: Calling | None = None
     ) -> None:
-        """`calling` writes a call in the agent's dialect: chat completions, if not said."""
+        """`calling` writes a call in the agent's dialect; the default is chat completions."""
         self.front = front
         self.calling = calling or _calling
         self.seen = seen

@@ -46,7 +46,13 @@ LONG_MOST, MANY_LEAST = 1.05, 0.95
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How requests get to the server: `fields` go into each, `proxied` says through what."""
+    """How requests reach the server.
+
+    Attributes:
+        name: The name of the arm in rows.
+        proxied: Whether requests go through the proxy.
+        fields: Fields that are added to each request.
+    """
 
     name: str
     proxied: bool
@@ -54,7 +60,7 @@ class Arm:
 
 
 def arms(budget: int) -> dict[str, Arm]:
-    """The three that are compared."""
+    """Return the three arms by name."""
     return {
         "direct": Arm("direct", False, {}),
         "no_eviction": Arm("no_eviction", True, {"evoke_policy": "no_eviction"}),
@@ -63,7 +69,7 @@ def arms(budget: int) -> dict[str, Arm]:
 
 
 def converse(port: int, arm: Arm, seed: int, turns: int, answer: int) -> dict[str, int]:
-    """One conversation, turn by turn; what it took, in tokens."""
+    """Run one conversation turn by turn and return its token counts."""
     rng = random.Random(f"session-{seed}")
     messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
     headers = {"X-Evoke-Session": f"{arm.name}-{seed}"} if arm.proxied else {}
@@ -90,7 +96,7 @@ def converse(port: int, arm: Arm, seed: int, turns: int, answer: int) -> dict[st
 
 
 def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """The one long conversation, each way on a server of its own, `repeats` times."""
+    """Run the long conversation `repeats` times in every arm, each on a server of its own."""
     size = args.turns * _TURN_TOKENS
     options = ["-np", "1", "-c", str(2 * size + 4096), "--evoke-ram", "2048"]
     by_name, rows = arms(size // 4), []
@@ -108,7 +114,7 @@ def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str,
 
 
 def many(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """So many conversations at once, each way on a server of its own, `repeats` times."""
+    """Run many conversations at once, `repeats` times in every arm, each on a server of its own."""
     size = args.each * _TURN_TOKENS
     cells = args.sessions * (2 * size + 256)
     options = ["-np", str(args.sessions), "-c", str(cells), "-no-kvu", "--evoke-ram", "2048"]
@@ -165,7 +171,7 @@ def _front(port: int, arm: Arm) -> Iterator[int]:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the repeats of what the bars are about, and the smallest and largest."""
+    """Return the medians over the repeats that the bars apply to, with minimum and maximum."""
     summary: dict[str, Any] = {}
     long_ratios = _ratios(rows, "long", "evoke", "no_eviction", "wall_s")
     if long_ratios:
@@ -189,7 +195,7 @@ def _ratios(
 
 
 def reached(summary: Mapping[str, Any]) -> bool:
-    """Whether what was measured is as good as it must be."""
+    """Return whether the bars are reached."""
     long_ratio = summary.get("long_wall_evoke_over_no_eviction", 0.0)
     shared = summary.get("many_tokens_per_s_proxied_over_direct", 1.0)
     return bool(long_ratio <= LONG_MOST and shared >= MANY_LEAST)

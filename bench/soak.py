@@ -61,7 +61,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Agent:
-    """One client: conversations of its own, one after the other."""
+    """A client with conversations of its own, one after the other."""
 
     port: int
     upstream: int
@@ -87,12 +87,12 @@ class Agent:
             time.sleep(rng.random() * 2 * self.pause_s)
 
     def turn(self, rng: random.Random) -> None:
-        """The conversation goes on."""
+        """Continue the conversation with a message of the user."""
         self.messages.append({"role": "user", "content": paragraph(rng, rng.randint(1, 6))})
         self._answered(rng)
 
     def tool(self, rng: random.Random) -> None:
-        """The agent has called a tool and brings what it said."""
+        """Call a tool and send its result."""
         name = f"file{rng.randrange(5)}.py"
         self.messages.append({"role": "user", "content": f"Read {name}."})
         call = {"name": "read", "arguments": json.dumps({"path": name})}
@@ -116,7 +116,7 @@ class Agent:
         self.tally.note("own_5xx" if fault else "refused", fault)
 
     def hang_up(self, rng: random.Random) -> None:
-        """A client that is gone before its answer, or in the middle of it."""
+        """Disconnect before the answer, or in the middle of it."""
         body = self._body([*self.messages, {"role": "user", "content": paragraph(rng, 3)}], 64)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {"Content-Type": "application/json", **self._headers()}
@@ -137,13 +137,13 @@ class Agent:
         self._check(_timings(reply).get("evoke") if reply else None)
 
     def _check(self, usage: Mapping[str, Any] | None) -> None:
-        """A budgeted turn's books are there, sum to its prompt, and keep the budget."""
+        """Check that a budgeted turn reports token counts that add up and keep the budget."""
         if not self.budgeted:
             return
         if usage is None or sum(usage[kind] for kind in TOKEN_KINDS) != usage["n_prompt"]:
-            self.tally.note("unbalanced", f"books {usage}")
+            self.tally.note("unbalanced", f"token counts {usage}")
         elif usage["n_resident_peak"] > BUDGET or usage["marker"] != "ok":
-            self.tally.note("over_budget", f"books {usage}")
+            self.tally.note("over_budget", f"token counts {usage}")
 
     def _body(self, messages: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
         return {"messages": list(messages), "max_tokens": most, "temperature": 0}
@@ -205,7 +205,7 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """One way for its time: a row, and failures in words."""
+    """Run one arm; return its row, and its failures in words."""
     patched = arm == "patched"
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
@@ -251,7 +251,7 @@ def _worked(
 
 
 def missed(row: Mapping[str, Any], long: bool) -> list[str]:
-    """What a run is held to and has not kept; the slope only of one that is `long` enough."""
+    """Return the bars that a run fails; the slope only counts when the run is `long` enough."""
     none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
     found = [f"{row['arm']}: {name} {row[name]}" for name in none if row[name]]
     if not row["turns"]:
@@ -262,7 +262,7 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
 
 
 def main() -> int:
-    """Run it and say what came of it."""
+    """Run the arms, print and write the results; 0 when no bar is missed."""
     parser = record.parser("soak", __doc__, "--seconds 600")
     parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
     parser.add_argument("--agents", type=int, default=6, help="at once (6)")

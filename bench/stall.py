@@ -36,7 +36,7 @@ from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
 from evoke_proxy.demo.session import paragraph
-from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.parsing.request import tenant_of
 
 MOST_MS = 20.0
 _MIB = 1 << 20
@@ -56,9 +56,9 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class Stage:
-    """A running proxy, and until when an arm repeats what it does.
+    """A running proxy, and how long an arm repeats its requests.
 
-    `scale` multiplies the sizes of what is sent; `times` counts repetitions.
+    `scale` multiplies the sizes of requests; `times` counts repetitions.
     """
 
     port: int
@@ -76,7 +76,7 @@ class Stage:
         return True
 
     def size(self, n: int) -> int:
-        """A size to the stage's scale."""
+        """Return a size times the scale."""
         return max(1, int(n * self.scale))
 
     def ask(
@@ -114,13 +114,13 @@ class Stage:
         return status, answer
 
     def prose(self, n_bytes: int) -> str:
-        """Text of about so many bytes, never the same twice."""
+        """Return text of about this many bytes, different each time."""
         piece = paragraph(self.texts, 60)
         marks = (f" Note {self.texts.random():.9f}. " for _ in range(n_bytes // len(piece) + 1))
         return "".join(piece + mark for mark in marks)[: max(1, n_bytes)]
 
     def talk(self, tokens: int, messages: int) -> list[dict[str, str]]:
-        """A conversation of so many tokens in so many messages, a user's first."""
+        """Return a conversation of this many tokens and messages; the first is the user's."""
         text = self.prose(tokens * _BYTES_A_TOKEN)
         step = max(1, len(text) // messages)
         roles = ("user", "assistant")
@@ -149,7 +149,7 @@ def _endless_prompt(stage: Stage) -> None:
 
 def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
     def run(stage: Stage) -> None:
-        """A conversation that is new to the proxy, then three more turns of it."""
+        """Send a conversation that is new to the proxy, then three more turns of it."""
         while stage.repeats():
             said = stage.talk(stage.size(tokens), max(3, stage.size(messages) | 1))
             for _ in range(4):
@@ -289,7 +289,7 @@ def _scrapes(stage: Stage) -> None:
 
 
 def _deletion(stage: Stage) -> None:
-    """Single sessions are deleted, one after the other, then all the rest of a tenant."""
+    """Delete single sessions one after the other, then all others of a tenant."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
     ours = [row["id"] for row in rows if not row["tenant"] and row["live"]]
     for id in ours[: max(2, len(ours) // 50)]:
@@ -333,7 +333,7 @@ class Measured:
         )
 
     def tell(self, command: str) -> dict[str, Any]:
-        """`begin` or `end` a measurement; what was measured."""
+        """Send `begin` or `end` and return the measurements."""
         commands, answers = self._process.stdin, self._process.stdout
         if commands is None or answers is None:
             raise RuntimeError("a process that measures has no pipes")

@@ -83,7 +83,7 @@ class LoopProbe:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was measured."""
+        """Discard the measurements."""
         self._lags = Delays(TICK_S)
         self._processor_s = self._wall_s = self._collecting_s = 0.0
         self._lines: dict[str, int] = {}
@@ -234,7 +234,7 @@ class Said:
 
 
 class SilentLlama(SilentServer):
-    """As SilentServer, for whatever is asked of it; remembers the names of saved copies."""
+    """A SilentServer for any request; remembers the names of saved copies."""
 
     n_ctx = 1 << 21
 
@@ -287,9 +287,9 @@ class SilentLlama(SilentServer):
 
 
 def server_app() -> web.Application:
-    """A llama-server that computes nothing, with our calls and over HTTP.
+    """A llama-server over HTTP that computes nothing.
 
-    A chat whose `model` is `bytes-N` is answered with so many bytes of text.
+    A chat whose `model` is `bytes-N` is answered with N bytes of text.
     """
     llama = SilentLlama()
     app = web.Application(client_max_size=1 << 30)

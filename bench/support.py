@@ -25,7 +25,7 @@ _REFUSED = "refused (501): "
 _STEPS = 12
 _VOCABULARY = 2048
 _BLOCK = (60, 180)  # before any row that a context checkpoint stands on
-_ASCII = "root ::= [ -~]*"  # a step that ends inside a character is told without its logprobs
+_ASCII = "root ::= [ -~]*"  # a step that ends inside a character has no logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
     slot = slots - 1
     for other in range(slot):  # neighbours, with holes of their own
         _talk(llama, other, seed=other, evict=True, load=False)
-    # Where rows end up depends on what the cells held before: from the second time on, on the same.
+    # The cells of rows depend on earlier contents, which are the same from the second run on.
     _, never, repeated = (_talk(llama, slot, seed=9, evict=False, load=False) for _ in range(3))
     if never != repeated:
         raise RuntimeError(f"{case}: does not repeat itself")

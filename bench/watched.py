@@ -15,8 +15,15 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 @dataclass(slots=True)
 class Watch:
-    """What is seen of one session's requests, from between it and the proxy: `books` of each; with
-    a folder also the rows of the slot, and of files how much of their latest reading was there."""
+    """Records the requests of one session, as seen between the agent and the proxy.
+
+    Attributes:
+        upstream: Port of llama-server.
+        saved: Folder of slot files; None: rows are not compared.
+        witness: The comparison of rows.
+        turns: Token counts of each request; with `saved` also how many rows of the latest reading
+            of a file were resident.
+    """
 
     upstream: int
     saved: Path | None
@@ -24,7 +31,7 @@ class Watch:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(self, body: dict[str, Any], timings: dict[str, Any]) -> None:
-        """A request, answered but not yet passed on."""
+        """Record a request that has been answered, before the agent receives the answer."""
         usage = timings["evoke"]
         one: dict[str, Any] = {kind: int(usage[kind]) for kind in TOKEN_KINDS}
         one |= {"prompt": int(usage["n_prompt"]), "peak": int(usage["n_resident_peak"])}
@@ -40,8 +47,10 @@ class Watch:
 
 
 def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """The index of the message that showed the file before on which the last call was; None when no
-    call has just been answered, or its file was never shown before."""
+    """Return the index of the latest earlier reading of the file that the last call names.
+
+    None when the last message is not the result of a call, or the file was not read before.
+    """
     called: dict[str, tuple[str, str]] = {}
     last_reads: dict[str, int] = {}
     found = None

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 class Encoding(Protocol):
-    """What a tokenizer returns: token ids and the character range of each."""
+    """The result of a tokenizer: token ids, and the character range of each."""
 
     ids: list[Any]
     offsets: list[Span]
@@ -48,7 +48,7 @@ class Question:
 
     @property
     def tags(self) -> Iterable[str]:
-        """What the running means of a training run are kept for."""
+        """The running means of a training run that the answer counts in."""
         if self.fact is None:
             return ("unknown",)
         special = "updated" if self.asked.updated else "paraphrase" if self.paraphrased else None
@@ -102,7 +102,7 @@ class Builder:
         after: str = "",
         separator: str = " ",
     ) -> None:
-        """Append a message that tells these facts one behind the other."""
+        """Append a message that states these facts one after the other."""
         said, spans = before, []
         for index, fact in enumerate(facts):
             said += separator if index else ""
@@ -111,7 +111,7 @@ class Builder:
         self.add(role, said + after, USER_W, spans)
 
     def ask(self, fact: Fact, question: str) -> None:
-        """Append a question and its answer; `fact` needs its present value only when told."""
+        """Append a question and its answer; `fact` needs its value only when it was stated."""
         self.add("user", question, USER_W)
         span = self.spans.get(fact.key)
         said = fact.answer if span else fact.unknown_answer

@@ -133,7 +133,7 @@ class Writer:
         self.builder.ask(fact, question)
 
     def _new(self, near: Fact | None = None, kinds: Sequence[str] = facts.KINDS) -> Fact:
-        """Return a fact that was not told yet, a near miss of another where given."""
+        """Return a fact that was not stated yet, a near miss of another where one is given."""
         for _ in range(20):
             if near is not None:
                 fact = facts.near_miss(self.rng, near)
@@ -174,7 +174,7 @@ class Writer:
         self.builder.acknowledge(vocab.FILE_REPLY)
 
     def _update(self) -> None:
-        """Change a fact that was told, a setting by reading its file again."""
+        """Change a fact that was stated; a setting is changed by reading its file again."""
         rng = self.rng
         every = list(self.builder.facts.values())
         once = [fact for fact in every if not fact.updated]

@@ -33,9 +33,13 @@ _EXAMPLES = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A session in tokens: the told part ends at `end`, the questions come behind.
+    """A session in tokens.
 
-    `places` has by key where the fact was told with its present value, once or several times.
+    Attributes:
+        ids: The tokens of the session and of its questions.
+        end: Where the statements end; the questions follow.
+        questions: The questions, in order.
+        spans_by_key: All spans that state a fact with its present value, by key.
     """
 
     ids: list[int]
@@ -64,7 +68,7 @@ def spell(session: Session, encode: Encoder) -> Spelled:
 def grade(
     model: Model, chosen: Sequence[Session], encode: Encoder, holes: bool, gap: int = 0
 ) -> Iterator[tuple[str, bool, str]]:
-    """Yield variant, whether it was right and what was said, for every probe."""
+    """Yield the variant, whether the answer was right, and its text, for every question."""
     tokenizer, _ = encoder()
     for session in chosen:
         spelled = spell(session, encode)

@@ -46,14 +46,14 @@ class Fact:
 
     @property
     def key(self) -> str:
-        """What the fact is about; facts of one key are the same fact at different times."""
+        """The subject of the fact; facts with one key are the same fact at different times."""
         if self.kind == "file":
             return f"{self.parts[0]}: {self.parts[1]}"
         return f"my {self.parts[0]}"
 
     @property
     def statement(self) -> str:
-        """The sentence or the line that tells it."""
+        """The sentence or the line that states the fact."""
         key, verb = self._subject("My"), " now" if self.updated else ""
         if self.kind == "file":
             return f"{key} is now {self.value}" if self.updated else f"{key} = {self.value}"
@@ -61,7 +61,7 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """The question in the words the fact is told in."""
+        """The question in the words of the statement."""
         if self.kind == "file":
             return f"What is {self.parts[1]} in {self.parts[0]}?"
         return f"What is {self.key}?"
@@ -80,7 +80,7 @@ class Fact:
 
     @property
     def unknown_answer(self) -> str:
-        """The expected answer where the fact was never told."""
+        """The expected answer when the fact was never stated."""
         verb = "=" if self.kind == "file" else "is"
         return f"{self._subject('Your')} {verb} {UNKNOWN_VALUE}"
 
@@ -124,13 +124,13 @@ def near_miss(rng: random.Random, fact: Fact) -> Fact:
 
 
 def update(rng: random.Random, fact: Fact) -> Fact:
-    """Return the same fact with another value, told as a change ("is now")."""
+    """Return the same fact with another value, stated as a change ("is now")."""
     new = _fresh(rng, fact.kind, fact.parts, fact.type)
     return replace(new, updated=True) if new.value != fact.value else update(rng, fact)
 
 
 def abstains(answer: str) -> bool:
-    """Return whether the answer says that it was never told."""
+    """Return whether the answer says that the fact was never stated."""
     return answer.strip().endswith(vocab.UNKNOWN)
 
 

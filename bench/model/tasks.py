@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A question; `value` is None where the answer must be that it is not known."""
+    """A question; `value` is None where the answer must be that it was never stated."""
 
     fact: Fact
     question: str
@@ -54,7 +54,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Exchanges in the order they are told, the probes, and what no other part may speak of."""
+    """Exchanges in order, the probes, and the keys that no other part may use."""
 
     exchanges: Sequence[Exchange]
     probes: Sequence[Probe]
@@ -68,7 +68,7 @@ def exchange(*said: str) -> Exchange:
 
 
 def statement_exchange(*stated: Fact) -> Exchange:
-    """Return how the user tells facts, and what the assistant answers."""
+    """Return the user's statement of facts and the assistant's answer."""
     return exchange(" ".join(fact.statement for fact in stated), vocab.FACT_REPLY)
 
 
@@ -81,13 +81,13 @@ def reading(path: str, lines: Sequence[Fact], repeated: bool = False) -> Exchang
 
 
 def probe_of(fact: Fact, paraphrased: bool = False) -> Probe:
-    """Return the probe for a fact that was told, in other words where it has any."""
+    """Return the probe for a stated fact, in other words than the statement where it has any."""
     question = fact.paraphrase if paraphrased and fact.paraphrase else fact.question
     return Probe(fact, question, fact.answer, fact.value)
 
 
 def unknown_probe(fact: Fact) -> Probe:
-    """Return the probe for a fact that was never told."""
+    """Return the probe for a fact that was never stated."""
     return Probe(fact, fact.question, fact.unknown_answer, None)
 
 
@@ -99,7 +99,7 @@ def estimated_tokens(messages: Exchange) -> int:
 def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Session:
     """Return a session of a task, about that many tokens long without the probes.
 
-    With `times` it has what is told and asked in so many, none of it about the same.
+    With `times` it has the facts and questions of that many sessions, all about different things.
     """
     if task == "needle":
         return _needle(rng, tokens)
@@ -110,7 +110,7 @@ def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Sessi
         sentences = min(15, room // 13)
         fillers.append(exchange(*text.filler(rng, sentences if rng.random() < 0.8 else 0)))
         room -= estimated_tokens(fillers[-1])
-    # The order of what is told stays: a change comes behind what it changes.
+    # Statements keep their order, because a change must follow what it changes.
     positions = sorted(rng.sample(range(len(fillers) + len(plan.exchanges)), len(plan.exchanges)))
     parts = fillers
     for place, part in zip(positions, plan.exchanges, strict=True):
@@ -155,7 +155,7 @@ def _needle(rng: random.Random, tokens: int) -> Session:
 
 
 def _together(rng: random.Random, task: str, times: int) -> _Plan:
-    """Return so many plans as one: mixed, but each told in its own order."""
+    """Return several plans as one: interleaved, each in its own order."""
     plans: list[_Plan] = []
     about: frozenset[str] = frozenset()
     while len(plans) < times:

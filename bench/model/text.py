@@ -62,9 +62,9 @@ def paragraph(rng: random.Random, sentences: int) -> str:
 
 
 def filler(rng: random.Random, sentences: int = 0) -> tuple[str, str]:
-    """Return an unrelated exchange: what the user says and what the assistant answers.
+    """Return an unrelated exchange of the user and the assistant.
 
-    With `sentences` a paragraph of that many; else small talk, a request or a few sentences.
+    With `sentences` it is a paragraph of that many, else small talk, a request or a few sentences.
     """
     shape = rng.random()
     if sentences:

@@ -35,7 +35,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """What it is called in tables and in the journal."""
+        """The name of the arm in tables and in the journal."""
         policy = f"{self.policy}+{self.label}" if self.label else self.policy
         return policy if self.ratio is None else f"{policy}@{self.ratio:g}x"
 

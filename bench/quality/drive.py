@@ -27,7 +27,7 @@ TURN_FIELDS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "
 
 
 def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, Any]:
-    """Return what happened: `probes`, `turns` (BOOKS of each), and `faults` in words."""
+    """Run a session; return `probes`, `turns` (TURN_FIELDS of each) and `faults` in words."""
     stack.clear()
     tokens = reading.prompt(script.turns[-1])
     budget, began = arm.budget(tokens), time.perf_counter()
@@ -77,19 +77,19 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
 
 
 def _headers(script: Script, arm: Arm) -> dict[str, str]:
-    """Each run is a tenant of its own: nobody's rows can be of use to another arm."""
+    """Return the headers of a run, which is a tenant of its own: arms share no rows."""
     name = hashlib.sha256(f"{script.name} {arm.name}".encode()).hexdigest()[:24]
     return {"X-Evoke-Session": name, "Authorization": f"Bearer {name}"}
 
 
 def _gold_names(reading: Reading, index: int) -> list[str]:
-    """What the proxy calls the blocks in which the probe's fact was told last."""
+    """Return the proxy's names of the blocks with the latest statement of the probe's fact."""
     spans = [Span(*place) for place in reading.gold[index][-1:]]
     return [block.display_name for block in reading.blocks if clipped(spans, block.span)]
 
 
 def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:
-    """What the answer could see: rows there at its end, and those evicted while it was made."""
+    """Return the spans resident at the end of an answer, or evicted during it."""
     usage = reply.timings.get("evoke") or {}
     evicted = [(item[0], item[1]) for item in usage.get("auto_evicted", ())]
     return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
@@ -117,7 +117,7 @@ class _Answer:
 def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
     """Return the record of one probe: its answer, and whether the rows of its fact were there."""
     probe, turn, seen, index = script.probes[answer.index], answer.turn, answer.seen, answer.index
-    # What was left out of the request itself stood right behind the system message.
+    # Messages removed from the request itself followed the system message.
     left_out = reading.prompt(answer.end) - turn.prompt
     gold = _moved(reading.gold[index], reading.ends[0], left_out)
     cursor = turn.prompt - turn.decoded
@@ -135,14 +135,14 @@ def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
         "gold": [list(span) for span in reading.gold[index]],
         "visible": bool(visible),
         "decoded_again": any(span[1] > cursor for span in gold),
-        # What the answer saw instead, for those who look into a miss.
+        # What was resident instead, to analyse a miss.
         "seen": [] if correct else [[span.start, span.end] for span in seen],
         "saw": [] if correct or left_out else _described(reading, seen, cursor),
     }
 
 
 def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
-    """The gold ranges in a prompt that lacks so many tokens behind its system message."""
+    """Return the gold ranges in a prompt that lacks this many tokens after its system message."""
     moved = [(start - left_out, end - left_out) for start, end in gold]
     return [span for span in moved if left_out == 0 or span[0] >= system]
 
@@ -169,14 +169,14 @@ def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:
     for turn in turns:
         total = turn.decoded + turn.recovered + turn.resident_before + turn.omitted
         if not turn.from_engine:
-            found.append(f"turn {turn.number}: no books of the engine")
+            found.append(f"turn {turn.number}: no token counts of the engine")
         elif total != turn.prompt:
-            found.append(f"turn {turn.number}: books sum to {total} of {turn.prompt}")
+            found.append(f"turn {turn.number}: token counts sum to {total} of {turn.prompt}")
         if budget is not None and turn.resident_peak > budget:
             found.append(f"turn {turn.number}: peak {turn.resident_peak} over {budget}")
     return found
 
 
 def answered(probes: Sequence[Mapping[str, Any]]) -> int:
-    """How many of the probes were answered as they should be."""
+    """Return how many of the probes were answered correctly."""
     return sum(bool(probe["right"]) for probe in probes)

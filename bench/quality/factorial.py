@@ -53,7 +53,7 @@ class Combination:
 
     @property
     def label(self) -> str:
-        """What is on, joined by "+"."""
+        """The factors that are on, joined by "+"."""
         return "+".join(name for name in FACTORS if getattr(self, name)) or "nothing"
 
     def arm(self, ratio: float) -> Arm:
@@ -149,7 +149,7 @@ def _mean(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the journal lacks, write tables and JSON; 0 when no book is wrong."""
+    """Run what is not in the journal, write tables and JSON; 0 when all token counts add up."""
     args = _parser().parse_args(argv)
     server, model = args.server or ensure_server(), args.model or bundled_model()
     wanted = args.cells.split(",") if args.cells else [cell.name for cell in CELLS]

@@ -21,7 +21,7 @@ _QUALITY = ("quality/arms.py", "quality/drive.py", "quality/sessions.py", "quali
 
 
 def fingerprint(model: Path, server: Path) -> str:
-    """What a result depends on, as a hash: model, server, the proxy's sources, the sessions."""
+    """Return a hash of everything a result depends on: model, server, sources, sessions."""
     package, benches = Path(evoke_proxy.__file__).parent, Path(bench.__file__).parent
     sources = [path for name in _OURS for path in sorted((package / name).rglob("*.py"))]
     sources += [benches / name for name in (*_BENCH, *_QUALITY)]
@@ -40,11 +40,11 @@ class Journal:
         self._lock = threading.Lock()
 
     def records(self) -> dict[str, Record]:
-        """What was run with this configuration, by the key of its unit; the latest counts."""
+        """Return the records of this configuration by the key of their unit; the latest counts."""
         return {record["unit"]: record for record in self._read()}
 
     def append(self, key: str, record: Record) -> None:
-        """Add one record, at once and whole."""
+        """Append one record in a single write."""
         line = json.dumps({"config": self._config, "unit": key, **record}, separators=(",", ":"))
         with self._lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -67,7 +67,7 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
+        """The unique key of the unit."""
         return f"{self.cell}/{self.script.name}/{self.arm.name}"
 
 

@@ -147,7 +147,7 @@ def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
 
 
 def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
-    """What the tokens of these texts spell; each text begins a line, as it does in the prompt."""
+    """Return the text of every token of these texts; each text begins a line, as in the prompt."""
     body = {"content": "\n".join(texts), "with_pieces": True}
     answer = Llama(upstream).call("POST", "/tokenize", body)
     return {item["id"]: str(item["piece"]) for item in answer["tokens"]}

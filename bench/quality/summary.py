@@ -128,7 +128,7 @@ def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
 
 
 def violations(records: Iterable[Record]) -> list[str]:
-    """Every turn whose books do not sum or whose peak is over the budget, in words."""
+    """Return every turn whose counts do not add up or whose peak exceeds the budget, in words."""
     return [f"{r['session']} {r['arm']}: {fault}" for r in records for fault in r["faults"]]
 
 
@@ -173,7 +173,7 @@ def _beside(records: Sequence[Record], cell: str, plain: str, arm: str) -> Row:
 
 
 def checks(found: Mapping[str, Any]) -> list[Row]:
-    """The bars: what is wanted, what was measured, whether that is enough."""
+    """Return the bars: what is required, what was measured, whether it suffices."""
     made = [
         check
         for cell in HEADLINES
@@ -190,7 +190,7 @@ def checks(found: Mapping[str, Any]) -> list[Row]:
     ]
     made += [_of_ceiling(row) for row in found["rows"] if _tells_ceiling(row)]
     faults = len(found["violations"])
-    said = "books sum and peak <= budget, every turn"
+    said = "token counts add up and peak <= budget, every turn"
     return [*made, {"bar": said, "wanted": "0 faults", "measured": str(faults), "ok": not faults}]
 
 

@@ -15,7 +15,7 @@ _COLUMNS = (
 
 
 def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
-    """The whole report; `about` are lines on how it was run."""
+    """Return the whole report; `about` are lines on the run."""
     cells = dict.fromkeys(row["cell"] for row in found["rows"])
     parts = ["# Recall on a budget", *about, "## Bars", _checks(found["checks"])]
     for policy in ("evoke", "oracle"):

@@ -45,7 +45,7 @@ def _clock(seconds: float) -> str:
 
 
 class Work:
-    """What is left of the batches, and where the results go."""
+    """The batches that are left, and where results are written."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Work:
         self._logs = logs
 
     def run(self, batches: Sequence[Batch], lanes: int) -> None:
-        """Run what the journal lacks; returns early, between two units, at the deadline."""
+        """Run what is not in the journal; returns early, between two units, at the deadline."""
         done = self._journal.records().keys()
         left = [
             Batch(batch.settings, [unit for unit in batch.units if unit.key not in done])

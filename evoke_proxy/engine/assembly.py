@@ -18,10 +18,9 @@ from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
-from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.server.slot_queue import SlotQueue
-from evoke_proxy.engine.server.turn import Strategies
+from evoke_proxy.engine.server.strategy import ServerResources, Strategies
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence

@@ -11,7 +11,7 @@ from multidict import CIMultiDict
 from evoke_proxy.adapters.secret_files import KeyFile
 from evoke_proxy.config import Config
 from evoke_proxy.core.tenants.api_keys import Caller, presented
-from evoke_proxy.engine.parsing.tenant import TENANT
+from evoke_proxy.engine.parsing.request import TENANT
 from evoke_proxy.errors import Forbidden, Unauthenticated
 from evoke_proxy.web import endpoints
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, is_own_route

@@ -13,7 +13,7 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
 from evoke_proxy.engine.parsing.body_checks import BodyChecker, is_form, server_decodes
-from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.parsing.request import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
 from evoke_proxy.web import endpoints
 from evoke_proxy.web.client_access import ACCESS

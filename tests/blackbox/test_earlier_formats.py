@@ -122,7 +122,7 @@ def test_block_files_are_adopted_or_refused_with_a_reason(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["session", "session-encrypted"])
-def test_a_budgeted_session_goes_on_from_its_record_and_block_files(
+def test_a_budgeted_session_continues_from_its_record_and_block_files(
     name: str, tmp_path: Path
 ) -> None:
     note = unpacked(name, tmp_path / "f")
@@ -148,7 +148,7 @@ def test_a_budgeted_session_goes_on_from_its_record_and_block_files(
             assert accounting["decoded"] <= FEW
 
 
-def test_vectors_of_a_session_are_read_or_made_anew_with_a_warning(tmp_path: Path) -> None:
+def test_vectors_of_a_session_are_read_or_computed_again_with_a_warning(tmp_path: Path) -> None:
     note = unpacked("session", tmp_path / "f")
     settings = note["settings"] | AGELESS
     chat = stack.Chat(note["session"], {}, note["messages"])

@@ -76,7 +76,7 @@ def test_up_answers_a_chat_four_times_the_cells() -> None:
 
 @missing("`evoke-proxy up` stops the llama-server it started, also when it is killed itself")
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
-def test_up_leaves_no_orphan(signal_name: str) -> None:
+def test_up_leaves_no_process(signal_name: str) -> None:
     with upped() as proxy:
         mark = f"--port\0{stack.served_port(proxy.output)}"
         proxy.stop() if signal_name == "SIGTERM" else proxy.kill()
@@ -128,7 +128,7 @@ def test_a_start_that_cannot_evict_names_the_option_that_would_help() -> None:
 
 
 @missing("the 400 for a chat beyond the context names --ctx-logical")
-def test_a_chat_beyond_the_context_is_told_what_would_make_it_fit() -> None:
+def test_a_chat_beyond_the_context_gets_an_error_with_advice() -> None:
     options = ("-c", "1024", "-np", "1", "--evoke-ram", "64")
     with stack.server(*options, patched=True) as server, stack.proxy(server.port) as proxy:
         chat = stack.Chat(messages=[{"role": "user", "content": FILLER * 40}])
@@ -157,7 +157,7 @@ def test_questions_and_blocks_get_vectors_without_a_setting() -> None:
 
 
 @missing("a question in other words finds the fact without a setting")
-def test_a_question_in_other_words_brings_the_fact_back() -> None:
+def test_a_paraphrased_question_recovers_the_fact() -> None:
     options = ("-c", "4096", "-np", "1", "--evoke-ram", "64")
     with (
         stack.server(*options, patched=True) as server,
@@ -213,17 +213,17 @@ def _go_on_after(folder: Path, killed: str) -> stack.Json:
 
 
 @missing("a killed proxy asks the server what its slots hold, and only new text is decoded")
-def test_a_killed_proxy_costs_a_session_nothing(tmp_path: Path) -> None:
+def test_a_session_continues_after_a_killed_proxy(tmp_path: Path) -> None:
     assert _go_on_after(tmp_path, "proxy")["decoded"] <= FEW
 
 
 @missing("a killed server with --evoke-disk takes its blocks from disk without another setting")
-def test_a_killed_server_with_a_disk_costs_a_session_nothing(tmp_path: Path) -> None:
+def test_a_session_continues_after_a_killed_server_with_a_disk(tmp_path: Path) -> None:
     assert _go_on_after(tmp_path, "server")["decoded"] <= FEW
 
 
 @missing("server and proxy killed together go on from the disk tier without another setting")
-def test_a_killed_server_and_proxy_cost_a_session_nothing(tmp_path: Path) -> None:
+def test_a_session_continues_after_a_killed_server_and_proxy(tmp_path: Path) -> None:
     assert _go_on_after(tmp_path, "both")["decoded"] <= FEW
 
 

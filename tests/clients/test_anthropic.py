@@ -106,7 +106,7 @@ def test_counted_tokens(direct_port: int, between: RunningProxy) -> None:
     assert between.metric("evoke_sessions") == 0
 
 
-def test_our_fields_pass_and_the_books_come_back(between: RunningProxy) -> None:
+def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: RunningProxy) -> None:
     asked = given("plain") | {"extra_body": {"temperature": 0, "evoke_budget": 400}}
     streamed = events(between.port, **asked)
     (delta,) = [event for event in streamed[:-1] if event.type == "message_delta"]
@@ -116,7 +116,9 @@ def test_our_fields_pass_and_the_books_come_back(between: RunningProxy) -> None:
         assert (books["omitted"], books["budget"]) == (0, 400)
 
 
-def test_errors_are_the_librarys_own(direct_port: int, between: RunningProxy) -> None:
+def test_errors_raise_the_exceptions_of_the_library(
+    direct_port: int, between: RunningProxy
+) -> None:
     told = []
     for port in (direct_port, between.port):
         with pytest.raises(anthropic.APIStatusError) as refused:

@@ -37,7 +37,7 @@ def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
 
 
 @pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
-def test_two_turns_of_an_agent_that_reaches_nobody_else(agent: tuple[str, Path]) -> None:
+def test_two_turns_of_an_agent_without_other_network(agent: tuple[str, Path]) -> None:
     name, program = agent
     script = [sys.executable, str(ROOT / "tests/clients/alone.py"), name, str(program)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -98,7 +98,7 @@ def test_streamed_completion(both_sides: Sides, model: str, base: str, kind: str
     assert len(proxied) > 2
 
 
-def test_our_fields_pass(between: RunningProxy) -> None:
+def test_fields_of_the_proxy_are_accepted(between: RunningProxy) -> None:
     extra = {"extra_body": {"evoke_budget": 400, "evoke_session": "mine"}}
     answer = ask(between.port, "openai/t", "/v1", **REQUESTS["plain"], **extra)
     assert answer.choices[0].message.content

@@ -132,7 +132,7 @@ def test_a_tool_is_called_and_its_result_answered(both_sides: Sides) -> None:
     assert proxied == direct
 
 
-def test_our_fields_pass_and_the_books_come_back(between: RunningProxy) -> None:
+def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: RunningProxy) -> None:
     asked = {"extra_body": {"evoke_budget": 400}, "extra_headers": {"X-Evoke-Session": "mine"}}
     chunks = chat(between.port, messages=PLAIN, stream=True, stream_options=USAGE, **asked)
     events = respond(between.port, stream=True, **RESPONSES["plain"], **asked)
@@ -148,7 +148,9 @@ def test_our_fields_pass_and_the_books_come_back(between: RunningProxy) -> None:
         assert (books["omitted"], books["budget"]) == (0, 400)
 
 
-def test_errors_are_the_librarys_own(direct_port: int, between: RunningProxy) -> None:
+def test_errors_raise_the_exceptions_of_the_library(
+    direct_port: int, between: RunningProxy
+) -> None:
     for ask in (lambda port: chat(port, messages=3), lambda port: respond(port, input=[1])):
         told = []
         for port in (direct_port, between.port):

@@ -36,7 +36,7 @@ def test_a_saved_conversation_refills_an_emptied_slot(server: Llama) -> None:
     assert repeated["tokens"] == reference["tokens"]
 
 
-def test_only_some_blocks_may_come_and_the_last_one_must(server: Llama) -> None:
+def test_adopting_some_blocks_requires_the_last_one(server: Llama) -> None:
     history = server.tokens(story(400))
     first = server.complete(history)
     cached = history + first["tokens"][:-1]

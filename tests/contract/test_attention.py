@@ -161,7 +161,9 @@ def test_soft_caps_and_sinks_are_those_of_the_model(shape: str) -> None:
         ("tiny-moe", ("-ctk", "q8_0", "-ctv", "q8_0"), LAYERS),
     ],
 )
-def test_other_memories(shape: str, options: tuple[str, ...], layers: list[int]) -> None:
+def test_rows_are_the_softmax_with_other_memory_kinds(
+    shape: str, options: tuple[str, ...], layers: list[int]
+) -> None:
     usual = ("-c", "1024", "--evoke-ram", "8", "-np", "1", "-fa", "on")
     with running(True, *usual, *options, model=ensure(SHAPES[shape])) as server:
         limits = server.get("/props")["evoke"]["limits"]["attention"]
@@ -177,7 +179,9 @@ def test_other_memories(shape: str, options: tuple[str, ...], layers: list[int])
 
 
 @pytest.mark.parametrize("layout", ["two", "shared"])
-def test_slots_that_decode_at_once_do_not_mix(layout: str, request: pytest.FixtureRequest) -> None:
+def test_attention_of_slots_that_decode_together_does_not_mix(
+    layout: str, request: pytest.FixtureRequest
+) -> None:
     server: Llama = request.getfixturevalue(layout)
     prompts = [server.tokens(story(150, seed=2)), server.tokens(story(60, seed=3))]
     for slot in (0, 1):
@@ -216,7 +220,7 @@ def test_capturing_changes_no_token(server: Llama) -> None:
         assert answer() == plain
 
 
-def test_what_is_asked_wrongly_is_refused(one: Llama) -> None:
+def test_invalid_attention_requests_are_refused(one: Llama) -> None:
     one.erase()
     for wrong in (
         {"layers": [4]},
@@ -314,7 +318,7 @@ def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) 
     assert read()["known"] == [False, False, True]
 
 
-def test_a_probe_keeps_the_queries_of_the_words_it_makes(one: Llama) -> None:
+def test_a_probe_keeps_the_queries_of_its_tokens(one: Llama) -> None:
     one.erase()
     prompt = one.tokens(story(120))
     one.act("attn-capture", layers=[0], queries=8)
@@ -331,7 +335,7 @@ def test_a_probe_keeps_the_queries_of_the_words_it_makes(one: Llama) -> None:
     assert rows["pos"] == list(range(len(prompt) - 8, len(prompt)))
 
 
-def test_somebody_else_ends_the_capture(one: Llama) -> None:
+def test_a_request_of_another_client_ends_the_capture(one: Llama) -> None:
     one.erase()
     prompt = one.tokens(story(60))
     one.act("attn-capture", layers=[0], mode="sum")
@@ -342,7 +346,7 @@ def test_somebody_else_ends_the_capture(one: Llama) -> None:
     assert (cleared["layers"], cleared["n_obs"], cleared["total"]) == ([], 0, 0)
 
 
-def test_tokens_that_are_taken_back_have_no_mass(one: Llama) -> None:
+def test_removed_tokens_have_no_mass(one: Llama) -> None:
     one.erase()
     prompt = one.tokens(story(100))
     one.act("attn-capture", layers=[0], mode="sum")
@@ -413,7 +417,7 @@ def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
     assert masses(server, 64)["n_obs"] > 0
 
 
-def test_rows_of_attention_never_make_a_decode_ask_for_memory(
+def test_capturing_attention_allocates_no_memory_while_decoding(
     wide: tuple[Llama, int],
 ) -> None:
     """What they need at most is there when the call is answered: no decode takes any."""
@@ -432,7 +436,7 @@ def test_rows_of_attention_never_make_a_decode_ask_for_memory(
         assert answer["layers"] == LAYERS and answer["n_obs"] > 64
 
 
-def test_more_rows_than_may_be_had_are_halved(wide: tuple[Llama, int]) -> None:
+def test_too_many_rows_of_attention_are_halved(wide: tuple[Llama, int]) -> None:
     """Slots that share cells share the room for rows too: the third one finds it short."""
     server, _ = wide
     settings = {"layers": LAYERS, "window": 64, "queries": 64, "per_head": True, "mode": "sum"}

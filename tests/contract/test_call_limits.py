@@ -79,7 +79,7 @@ def test_the_largest_lists_do_not_hold_up_the_main_loop(
 
 
 @pytest.mark.parametrize(("action", "body", "named"), TOO_MANY)
-def test_more_is_refused_and_the_reason_names_it(
+def test_more_than_the_limit_is_refused_and_the_reason_names_it(
     filled: Llama, action: str, body: Json, named: str
 ) -> None:
     before = filled.slot(0)
@@ -110,7 +110,7 @@ def test_numbers_of_64_bits_are_checked_not_cut(filled: Llama, value: int) -> No
     assert filled.slot(0) == before
 
 
-def test_refused_work_says_how_much_is_allowed(filled: Llama) -> None:
+def test_a_refusal_names_the_limit(filled: Llama) -> None:
     """As many ranges as that allows are computed."""
     error = filled.refuse("attention", products=[[0, 1899]] * 15)
     assert error["type"] == "too_much_work" and error["needed"] > error["allowed"]
@@ -135,7 +135,7 @@ def test_protected_ranges_mean_the_same_in_any_order(filled: Llama) -> None:
         assert filled.slot(0)["stream"]["protect"] == wanted
 
 
-def test_another_client_decodes_meanwhile(filled: Llama) -> None:
+def test_another_client_decodes_during_a_large_call(filled: Llama) -> None:
     """No token of slot 1 comes late while slot 0 gets the largest calls, one after the other."""
     late, done = [0.0], threading.Event()
 

@@ -72,7 +72,7 @@ def round_trips(server: Llama, count: int) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_round_trips_cost_some_rounding_and_do_not_add_up(kind: str) -> None:
+def test_rounding_of_round_trips_does_not_accumulate(kind: str) -> None:
     options, tolerance = KINDS[kind]
     with serving(*options) as server:
         once, ten = round_trips(server, 1), round_trips(server, 10)
@@ -97,7 +97,7 @@ def test_compact_closes_gaps_and_decoding_continues_the_shorter_text() -> None:
         assert server.act("block-compact")["n_moved"] == 0
 
 
-def test_a_block_joins_the_end_of_another_text() -> None:
+def test_a_block_is_loaded_at_the_end_of_another_text() -> None:
     with serving() as server:
         prompt = start_conversation(server)
         block, other = prompt[BLOCK[0] : BLOCK[1]], server.tokens(story(60, seed=9))
@@ -112,7 +112,7 @@ def test_a_block_joins_the_end_of_another_text() -> None:
         assert (accounting["recovered"], accounting["decoded"]) == (len(block), len(tail))
 
 
-def test_what_is_saved_before_keys_were_turned_is_saved_turned() -> None:
+def test_blocks_saved_before_a_shift_are_saved_rotated() -> None:
     def moved(server: Llama, through_the_pool: bool) -> list[dict[int, float]]:
         prompt = start_conversation(server)
         server.act("block-evict", names=["b"])
@@ -127,7 +127,7 @@ def test_what_is_saved_before_keys_were_turned_is_saved_turned() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_else_is_touched(kind: str, tmp_path: Path) -> None:
+def test_compact_does_not_change_other_slots(kind: str, tmp_path: Path) -> None:
     """A shift goes over all keys of all slots: by nothing, it must leave every bit."""
 
     def neighbour(server: Llama, name: str) -> bytes:
@@ -145,7 +145,7 @@ def test_nobody_else_is_touched(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny-gemma", "tiny-jamba", "tiny-qwen2vl"])
-def test_where_keys_cannot_be_turned_it_is_refused(shape: str) -> None:
+def test_compact_is_refused_where_keys_cannot_be_rotated(shape: str) -> None:
     with serving(shape=shape) as server:
         assert "compact" not in server.get("/props")["evoke"]["features"]
         start_conversation(server)
@@ -159,7 +159,7 @@ def test_where_keys_cannot_be_turned_it_is_refused(shape: str) -> None:
         assert server.slot() == before
 
 
-def test_what_cannot_be_done_changes_nothing() -> None:
+def test_a_refused_compact_changes_nothing() -> None:
     with serving() as server:
         prompt = start_conversation(server)
         before = server.slot()

@@ -51,7 +51,7 @@ def test_a_reply_to_a_marked_request_has_its_accounting_once(
 
 @PATHS
 @STREAM
-def test_an_unmarked_reply_has_what_upstream_gives_it(one: Llama, path: str, stream: bool) -> None:
+def test_an_unmarked_reply_is_that_of_upstream(one: Llama, path: str, stream: bool) -> None:
     timings = [document.get("timings", {}) for document in documents(one, path, stream=stream)]
     assert all("evoke" not in given for given in timings)
     has_some = path == "/v1/chat/completions" or (path == "/v1/responses" and stream)

@@ -103,7 +103,7 @@ def talk(server: Llama) -> list[int]:
     return history + list(first["tokens"][:-1])
 
 
-def test_what_memory_has_no_room_for_is_on_disk_and_comes_back_exactly(tmp_path: Path) -> None:
+def test_blocks_beyond_memory_are_on_disk_and_load_bit_identical(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=1)) as server:
         evoke = server.get("/props")["evoke"]
         assert "disk" in evoke["features"] and evoke["limits"]["disk_bytes"] == 64 << 20
@@ -186,7 +186,7 @@ def checksum(data: bytes) -> int:
     return h ^ h >> 32
 
 
-def test_no_damaged_file_is_used_and_each_is_put_aside(tmp_path: Path) -> None:
+def test_damaged_files_are_renamed_and_not_used(tmp_path: Path) -> None:
     """Every number of the head, its text and lists, the rows; cut at any place; grown."""
     folder, chance = tmp_path / "d", random.Random(5)
     with running(True, *options(folder)) as server:
@@ -254,7 +254,7 @@ def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> by
     return bytes(bad)
 
 
-def test_a_folder_full_of_other_things_is_survived(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder)) as server:
         cached = talk(server)
@@ -303,7 +303,7 @@ def killable(
             process.wait()
 
 
-def test_a_server_killed_while_it_writes_leaves_only_whole_files(tmp_path: Path) -> None:
+def test_a_server_killed_while_it_writes_leaves_only_complete_files(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     written = 0
     for round in range(4):
@@ -353,7 +353,7 @@ def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
         assert disk(server)["n_failed"] == 0
 
 
-def test_the_cap_holds_and_the_least_recently_used_goes(tmp_path: Path) -> None:
+def test_the_least_recently_used_file_is_deleted_above_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder, mib=1, ram=1)) as server:
         talk(server)
@@ -402,7 +402,7 @@ def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: P
         )
 
 
-def test_two_servers_share_a_folder_and_only_what_is_the_same_is_shared(tmp_path: Path) -> None:
+def test_two_servers_share_a_folder_and_only_identical_blocks(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with ExitStack() as stack:
         first = stack.enter_context(running(True, *options(folder)))
@@ -454,7 +454,7 @@ def test_tenants_are_separate_on_disk(tmp_path: Path) -> None:
         assert wait_until(lambda: len(files(tmp_path / "d")) == 1)
 
 
-def test_a_disk_that_fails_costs_copies_at_most(tmp_path: Path) -> None:
+def test_a_failing_disk_costs_at_most_copies(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with killable(folder) as (server, process):
         cached = talk(server)
@@ -521,9 +521,7 @@ def load_each(server: Llama, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mib", [64, 1], ids=["below the cap", "at the cap"])
-def test_a_disk_that_becomes_read_only_keeps_its_blocks_and_is_written_later(
-    tmp_path: Path, mib: int
-) -> None:
+def test_a_read_only_disk_keeps_its_blocks_and_is_written_later(tmp_path: Path, mib: int) -> None:
     """At the cap a write begins with the deletion of an old file, which fails as well."""
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8, mib=mib) as (server, process):
@@ -552,7 +550,7 @@ def test_a_disk_that_becomes_read_only_keeps_its_blocks_and_is_written_later(
         assert not files(there, "tmp") and disk(server)["n_damaged"] == 0
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_disk_that_fills_during_a_write_keeps_its_files(tmp_path: Path) -> None:
     """Half of a block fits; the only file there is of a tenant that has no more than the writer."""
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8) as (server, process):
@@ -584,7 +582,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_write_keeps_what_it_has(tmp_path
         assert logprobs(server, cached, 0) == reference and disk(server)["n_damaged"] == 0
 
 
-def test_a_full_file_system_is_reported_and_used_when_it_has_room(
+def test_a_full_file_system_is_reported_and_used_again_later(
     tmp_path: Path,
 ) -> None:
     """A real one, of 2 MiB, that only the server's process sees."""
@@ -625,7 +623,7 @@ def test_a_full_file_system_is_reported_and_used_when_it_has_room(
         (lambda folder: (folder.rmdir(), folder.write_text("x")), "folder"),
     ],
 )
-def test_a_folder_of_no_use_leaves_the_rest_working(
+def test_an_unusable_folder_disables_only_the_disk(
     tmp_path: Path, spoil: Callable[[Path], object], why: str
 ) -> None:
     folder = tmp_path / "d"
@@ -641,7 +639,7 @@ def test_a_folder_of_no_use_leaves_the_rest_working(
         assert blocks(server)["a"]["tier"] == "ram"
 
 
-def test_random_operations_on_blocks_most_of_which_are_on_disk(tmp_path: Path) -> None:
+def test_random_operations_with_most_blocks_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=4)) as server:
         model = play(server, 200)
         spill(server)
@@ -660,7 +658,7 @@ def test_random_operations_on_blocks_most_of_which_are_on_disk(tmp_path: Path) -
         assert logprobs(server, cached, 0) == reference
 
 
-def test_a_disk_nobody_asked_for_is_not_there(two: Llama) -> None:
+def test_there_is_no_disk_without_the_option(two: Llama) -> None:
     assert disk(two) is None
     error = two.refuse("block-spill", all=True)
     assert error["code"] == 501 and "--evoke-disk" in error["message"]

@@ -73,7 +73,9 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("action", "body", "status", "kind"), CASES)
-def test_refusals(filled: Llama, action: str, body: dict[str, Any], status: int, kind: str) -> None:
+def test_refusals_have_their_status_and_type(
+    filled: Llama, action: str, body: dict[str, Any], status: int, kind: str
+) -> None:
     error = filled.refuse(action, **body)
     assert (error["code"], error["type"]) == (status, kind)
     assert error["message"]

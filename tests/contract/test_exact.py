@@ -47,7 +47,7 @@ def test_a_second_slot_is_exact_too_while_the_first_has_holes(two: Llama) -> Non
 
 
 @pytest.mark.parametrize("flash", ["on", "off"])
-def test_ten_round_trips_do_not_add_up(flash: str) -> None:
+def test_ten_round_trips_accumulate_no_error(flash: str) -> None:
     with running(True, "-c", "2048", "--evoke-ram", "16", "-np", "1", "-fa", flash) as server:
         history = server.tokens(story(400))
         server.complete(history, n_predict=1)

@@ -37,7 +37,7 @@ def test_stock_has_no_table(stock: Llama) -> None:
     assert "evoke" not in stock.get("/props")
 
 
-def test_what_blocks_cannot_live_with_is_off() -> None:
+def test_features_that_conflict_with_blocks_are_off() -> None:
     """The RAM cache copies slots with holes, and a context shift renumbers positions."""
     options = ("-c", "512", "-np", "2", "-kvu", "--evoke-ram", "8", "--context-shift")
     with running(True, *options, "--cache-ram", "100") as server:

@@ -38,7 +38,7 @@ def test_a_loaded_block_is_recovered_once_and_resident_after(server: Llama) -> N
     assert repeated["recovered"] == 0 and repeated["resident_before"] == len(history) - 1
 
 
-def test_an_unmarked_request_on_a_holed_slot_gets_a_whole_answer(server: Llama) -> None:
+def test_an_unmarked_request_on_a_slot_with_holes_gets_a_correct_answer(server: Llama) -> None:
     history = server.tokens(story(500))
     server.complete(history[:64], n_predict=1)
     whole = server.complete(history, n_predict=20)  # in the same batches as below
@@ -73,7 +73,7 @@ def test_a_divergence_inside_a_hole_decodes_from_the_last_resident_row(server: L
     assert evoke["decoded"] == len(other) - 64
 
 
-def test_everything_but_the_last_row_may_go(server: Llama) -> None:
+def test_all_rows_except_the_last_can_be_evicted(server: Llama) -> None:
     history = server.tokens(story(300))
     server.complete(history)
     top = server.slot()["n_tokens"]
@@ -85,7 +85,7 @@ def test_everything_but_the_last_row_may_go(server: Llama) -> None:
     assert evoke["decoded"] == evoke["n_prompt"]
 
 
-def test_a_reserved_slot_is_left_alone_while_another_is_free(two: Llama) -> None:
+def test_a_reserved_slot_is_not_used_while_another_is_free(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
     history = two.tokens(story(300))

@@ -12,18 +12,18 @@ from nonsense import rendered, torment
 REQUESTS, JOSTLED = 500, 200
 
 
-def test_nonsense_is_refused_and_nothing_breaks(two: Llama) -> None:
+def test_invalid_block_calls_are_refused_and_the_server_continues(two: Llama) -> None:
     seen = torment(two, REQUESTS)
     assert {200, 400, 404, 409} <= {status for _, status in seen}
     assert len({action for action, status in seen if status == 200}) >= 5
 
 
-def test_several_clients_at_once_some_of_whom_hang_up(two: Llama) -> None:
+def test_concurrent_clients_of_which_some_disconnect(two: Llama) -> None:
     seen = run_clients(two, JOSTLED)
     assert seen.total() == JOSTLED and seen["gone"] > seen["gone in a completion"] > 0
 
 
-def test_rendering_nonsense(two: Llama) -> None:
+def test_invalid_rendering_calls_are_refused(two: Llama) -> None:
     chance = random.Random(3)
     assert {rendered(two, chance) for _ in range(80)} >= {200, 400}
     assert two.get("/health") == {"status": "ok"}

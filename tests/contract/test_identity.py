@@ -85,7 +85,7 @@ def swapped(server: Llama, name: str, session: str = "", slot: int = 0) -> dict[
 
 
 @pytest.mark.parametrize("disk", [False, True], ids=["memory", "disk"])
-def test_rows_made_whole_do_not_share_a_copy_with_rows_made_behind_a_hole(
+def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
     disk: bool, tmp_path: Path
 ) -> None:
     with serving(*(kept(tmp_path) if disk else ())) as server:
@@ -145,7 +145,7 @@ def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> N
         assert swapped(server, "b") == reference
 
 
-def test_only_the_session_that_made_it_loads_a_copy_that_is_not_whole(tmp_path: Path) -> None:
+def test_only_its_own_session_loads_an_incomplete_copy(tmp_path: Path) -> None:
     """In the slot where it was made, in another one, and after a restart."""
     with serving(*kept(tmp_path)) as server:
         tokens = text(server)
@@ -176,7 +176,7 @@ def check_adoption(server: Llama, tokens: list[int], names: list[str]) -> None:
     assert adopted["n_loaded"] == len(tokens)
 
 
-def test_rows_made_from_rows_behind_a_hole_are_not_whole_either() -> None:
+def test_rows_decoded_from_incomplete_rows_are_incomplete() -> None:
     """The hole is filled again: what is decoded then sees everything, but not as it should be."""
     with serving() as server:
         tokens = text(server)
@@ -191,7 +191,7 @@ def test_rows_made_from_rows_behind_a_hole_are_not_whole_either() -> None:
         assert server.slot()["n_reusable"] == HOLE[1] + 8
 
 
-def test_whole_rows_that_are_loaded_do_not_make_a_window_whole() -> None:
+def test_loaded_complete_rows_do_not_complete_a_window() -> None:
     """The layers with a window keep rows of their own, which were decoded behind the hole."""
     usual = ("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on", "--evoke-ram", "16")
     with running(True, *usual, model=ensure(SHAPES["tiny-gemma"])) as server:
@@ -212,7 +212,7 @@ def test_whole_rows_that_are_loaded_do_not_make_a_window_whole() -> None:
         assert server.act("block-save", name="last", p0=last, p1=last + 1)["whole"]
 
 
-def test_a_request_without_the_marker_does_not_go_on_from_rows_made_behind_a_hole() -> None:
+def test_an_unmarked_request_does_not_reuse_rows_decoded_after_a_hole() -> None:
     with serving() as server:
         tokens = text(server)
         decode_whole(server, tokens)
@@ -222,7 +222,7 @@ def test_a_request_without_the_marker_does_not_go_on_from_rows_made_behind_a_hol
         assert difference(logprobs(server, tokens, marker=False), reference) < ROUNDING
 
 
-def test_what_a_session_recovers_keeps_the_visibility_of_its_copy() -> None:
+def test_recovered_rows_keep_the_visibility_of_their_copy() -> None:
     with serving() as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
@@ -236,9 +236,7 @@ def test_what_a_session_recovers_keeps_the_visibility_of_its_copy() -> None:
 
 
 @pytest.mark.parametrize("reason", ["epsilon", "rope", "weights", "vector", "vector scale"])
-def test_a_server_that_computes_otherwise_does_not_use_what_is_on_disk(
-    reason: str, tmp_path: Path
-) -> None:
+def test_a_server_with_other_computation_does_not_use_the_disk(reason: str, tmp_path: Path) -> None:
     vector = tmp_path / "vector.gguf"
     write_vector(vector, seed=1)
     usual: tuple[str, ...] = ()
@@ -292,9 +290,7 @@ class Adapted:
 
 
 @pytest.mark.parametrize("change", ["contents", "scale"])
-def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
-    change: str, tmp_path: Path
-) -> None:
+def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path) -> None:
     """In memory for another scale; on disk, after a restart, for other contents at one path."""
     adapter = tmp_path / "adapter.gguf"
     write_adapter(adapter, seed=1)
@@ -328,7 +324,7 @@ def test_rows_made_with_an_adapter_are_of_that_adapter_at_that_scale(
         assert adopted["whole"] and difference(run.logprobs(1.0), own) < ROUNDING
 
 
-def test_two_slots_of_one_prompt_keep_what_each_was_made_from() -> None:
+def test_two_slots_with_one_prompt_keep_their_own_visibility() -> None:
     """`n` answers to one prompt: the second slot has the rows of the first."""
     with serving("-kvu") as server:
         tokens = text(server)

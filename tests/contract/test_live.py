@@ -102,7 +102,7 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
         assert repeated["tokens"] == reference["tokens"]
 
 
-def test_an_idle_slot_that_nobody_comes_back_to_is_emptied_first() -> None:
+def test_an_abandoned_idle_slot_is_emptied_first() -> None:
     options = ("-c", "1024", "-np", "3", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
         cached = server.tokens(story(2000))

@@ -76,7 +76,7 @@ def test_a_budget_smaller_than_the_cells(long: Llama) -> None:
     assert sum(turn["decoded"] for turn in turns) < TURNS[2] + 16 * 3
 
 
-def test_it_cannot_be_done_by_a_server_without_our_patches() -> None:
+def test_a_stock_server_has_no_logical_context() -> None:
     model = ensure(SHAPES["long-2"])
     with running(False, "-c", str(CELLS), "-np", "1", model=model) as server:
         assert server.complete(text(TURNS[0] - 2000), marker=False)["timings"]["prompt_n"] > 0
@@ -86,7 +86,7 @@ def test_it_cannot_be_done_by_a_server_without_our_patches() -> None:
     assert answer["error"]["type"] == "exceed_context_size_error"
 
 
-def test_a_prompt_that_fits_is_never_read_with_holes(long: Llama) -> None:
+def test_a_prompt_that_fits_is_decoded_without_holes(long: Llama) -> None:
     """Whoever asks a question that the cells can hold whole gets it whole."""
     long.erase()
     said = text(CELLS - 200)
@@ -99,14 +99,14 @@ def test_a_prompt_that_fits_is_never_read_with_holes(long: Llama) -> None:
     assert more["decoded"] <= 1000
 
 
-def test_beyond_the_logical_context_it_is_upstreams_own_error(long: Llama) -> None:
+def test_beyond_the_logical_context_upstream_answers_with_an_error(long: Llama) -> None:
     status, answer = long.ask("POST", "/completion", {"prompt": text(LOGICAL + 1)})
     assert status == 400
     assert answer["error"]["type"] == "exceed_context_size_error"
     assert f"exceeds the available context size ({LOGICAL} tokens)" in answer["error"]["message"]
 
 
-def test_the_server_says_what_it_evicts(long: Llama) -> None:
+def test_the_server_reports_its_evictions(long: Llama) -> None:
     props = long.get("/props")
     assert props["evoke"]["limits"]["n_ctx_logical"] == LOGICAL
     assert props["default_generation_settings"]["n_ctx"] == LOGICAL
@@ -162,9 +162,7 @@ RAM = ("--evoke-ram", "16")
         ),
     ],
 )
-def test_a_start_that_makes_no_sense_ends_with_its_reason(
-    options: tuple[str, ...], reason: str
-) -> None:
+def test_invalid_options_end_the_start_with_a_reason(options: tuple[str, ...], reason: str) -> None:
     model = str(ensure(SHAPES["tiny-dense"]))
     command = [str(binary(patched=True)), "-m", model, "-c", "1024", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -182,7 +180,7 @@ def test_longrope_has_the_factors_of_its_logical_length(cells: int, logical: int
 
 
 @pytest.mark.parametrize("scaling", ["linear", "yarn"])
-def test_rope_scaling_makes_more_of_it(scaling: str) -> None:
+def test_rope_scaling_extends_the_logical_context(scaling: str) -> None:
     scaled = ("--rope-scaling", scaling, "--rope-scale", "2", "--ctx-logical", "16000")
     options = ("-c", "1024", "-np", "1", *RAM, *scaled)
     with running(True, *options, model=ensure(SHAPES["tiny-dense"])) as server:

@@ -27,7 +27,7 @@ def serving(shape: str, *options: str) -> Iterator[Llama]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.shape} {case.settings}")
-def test_the_table_of_what_is_supported_says_what_a_run_says(case: Case) -> None:
+def test_the_table_of_supported_models_matches_a_run(case: Case) -> None:
     assert row(case, *probe(case, binary(patched=True))) in TABLE.read_text("utf-8")
 
 
@@ -38,7 +38,7 @@ def test_the_table_has_no_other_rows() -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, "tiny-qwen2vl", *HYBRIDS])
-def test_the_whole_state_is_what_it_was(shape: str, tmp_path: Path) -> None:
+def test_the_complete_state_is_restored(shape: str, tmp_path: Path) -> None:
     """Of the state file: rows, positions, where in an image they are, windows, recurrent states."""
 
     def state(server: Llama, name: str) -> bytes:
@@ -55,7 +55,7 @@ def test_the_whole_state_is_what_it_was(shape: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", HYBRIDS)
-def test_a_slot_with_a_hole_comes_back_from_its_file(shape: str) -> None:
+def test_a_slot_with_a_hole_is_restored_from_its_file(shape: str) -> None:
     with serving(shape) as server:
         prompt = server.tokens(story(300))
         first = server.complete(prompt)
@@ -86,7 +86,7 @@ def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
-def test_a_stranger_gets_a_whole_answer_after_a_hole(shape: str) -> None:
+def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
     """Unmarked, the answer is that of a server on which nothing was ever evicted."""
     with serving(shape) as server:
         prompt = server.tokens(story(300))
@@ -186,7 +186,7 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [WINDOWED, HYBRIDS[0]])
-def test_a_slot_is_not_adopted_where_rows_are_only_a_part_of_it(shape: str) -> None:
+def test_a_slot_with_state_beside_rows_is_not_adopted(shape: str) -> None:
     with serving(shape) as server:
         assert "adopt" not in server.get("/props")["evoke"]["features"]
         prompt = server.tokens(story(100))
@@ -200,7 +200,7 @@ def test_a_slot_is_not_adopted_where_rows_are_only_a_part_of_it(shape: str) -> N
 
 @pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
 @pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
-def test_random_operations_and_nonsense(shape: str, streams: str) -> None:
+def test_random_operations_and_invalid_calls(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:
         assert sum(play(server, 120).done.values()) == 120
         assert sum(torment(server, 80).values()) == 80

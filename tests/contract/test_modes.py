@@ -50,7 +50,7 @@ def resident(ranges: Sequence[Sequence[int]], p0: int, p1: int) -> bool:
     return any(a <= p0 and p1 <= b for a, b in ranges)
 
 
-def test_the_oldest_whole_blocks_leave(streaming: Llama) -> None:
+def test_the_oldest_complete_blocks_are_evicted(streaming: Llama) -> None:
     streaming.erase()
     answer = streaming.complete(text(600), n_predict=1500, marker=False)
     assert answer["timings"]["predicted_n"] == 1500
@@ -64,7 +64,7 @@ def test_the_oldest_whole_blocks_leave(streaming: Llama) -> None:
     assert accounting["budget_breaches"] == 0
 
 
-def test_what_left_was_saved_and_comes_back(streaming: Llama) -> None:
+def test_evicted_blocks_are_saved_and_can_be_loaded(streaming: Llama) -> None:
     streaming.erase()
     said = text(600)
     answer = streaming.complete(said, n_predict=800)
@@ -75,7 +75,7 @@ def test_what_left_was_saved_and_comes_back(streaming: Llama) -> None:
     assert resident(streaming.slot()["resident"], int(str(p0)), int(str(p1)))
 
 
-def test_generation_goes_on_long_after_the_cells_are_full(streaming: Llama) -> None:
+def test_generation_continues_after_the_cells_are_full(streaming: Llama) -> None:
     """5,000 tokens in 1,024 cells; bench/limit.py generates 20,000."""
     streaming.erase()
     answer = streaming.complete(text(64), n_predict=5000, marker=False)
@@ -85,7 +85,9 @@ def test_generation_goes_on_long_after_the_cells_are_full(streaming: Llama) -> N
     assert all(name for _, _, name in auto_evicted(answer))
 
 
-def test_what_was_loaded_last_leaves_last_when_scored(scored: Llama, streaming: Llama) -> None:
+def test_in_the_scored_mode_the_latest_loaded_block_is_evicted_last(
+    scored: Llama, streaming: Llama
+) -> None:
     left = {}
     for name, server in (("scored", scored), ("streaming", streaming)):
         server.erase()
@@ -123,7 +125,7 @@ def test_protected_and_recent_tokens_stay() -> None:
     assert resident(state["resident"], state["n_tokens"] - 200, state["n_tokens"])
 
 
-def test_an_evictable_area_holds_generation_below_the_cells() -> None:
+def test_an_evictable_area_keeps_generation_below_the_cells() -> None:
     options = (
         "--kv-sink-tokens",
         "32",
@@ -160,7 +162,7 @@ def test_rows_that_several_answers_share_are_never_freed() -> None:
     assert all(book["budget_breaches"] == 0 for book in accounting)
 
 
-def test_of_slots_that_share_cells_the_larger_one_gives() -> None:
+def test_with_shared_cells_the_larger_slot_is_evicted_from() -> None:
     with evicting(1, "-np", "2", "-kvu") as server:
         server.complete(text(900), 0, n_predict=1, marker=False)
         small = server.complete(text(300, seed=5), 1, n_predict=1, marker=False)
@@ -171,7 +173,7 @@ def test_of_slots_that_share_cells_the_larger_one_gives() -> None:
     assert slots[0]["resident"][0] == [0, FIRST]
 
 
-def test_slots_with_cells_of_their_own_fill_only_these() -> None:
+def test_slots_with_separate_cells_use_only_their_own() -> None:
     with evicting(1, "-np", "2", "-no-kvu", "--ctx-logical", "2000") as server:
         server.complete(text(400, seed=5), 1, n_predict=1, marker=False)
         long = server.complete(text(900), 0, n_predict=100, marker=False)
@@ -183,7 +185,7 @@ def test_slots_with_cells_of_their_own_fill_only_these() -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny-gemma", "tiny-lfm2"])
-def test_other_memories_do_the_same(shape: str) -> None:
+def test_modes_work_with_other_memory_kinds(shape: str) -> None:
     options = (*OPTIONS, "--kv-eviction", "1", "-np", "1")
     with running(True, *options, model=ensure(SHAPES[shape])) as server:
         answer = server.complete(text(1500), n_predict=200, marker=False)
@@ -196,7 +198,7 @@ def test_other_memories_do_the_same(shape: str) -> None:
         assert accounting["budget_breaches"] == 0
 
 
-def test_a_budget_goes_by_the_mode_too_once_its_order_is_done(scored: Llama) -> None:
+def test_a_budget_follows_the_mode_after_its_order_is_used_up(scored: Llama) -> None:
     scored.erase()
     said = scored.tokens(story(300))[:256]
     scored.complete(said, n_predict=1)

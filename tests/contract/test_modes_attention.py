@@ -41,7 +41,7 @@ def least(server: Llama) -> tuple[list[tuple[int, int]], dict[tuple[int, int], f
     return spans(server.complete(said + before["tokens"], n_predict=100)), masses
 
 
-def test_what_got_least_attention_leaves(attentive: Llama) -> None:
+def test_blocks_with_least_attention_are_evicted(attentive: Llama) -> None:
     evicted, masses = least(attentive)
     assert len(evicted) == 2
     by_mass = sorted(masses, key=lambda block: masses[block])
@@ -55,7 +55,7 @@ def test_what_got_least_attention_leaves(attentive: Llama) -> None:
     assert state["n_resident"] <= 32 + 512 + 128
 
 
-def test_normed_attention_is_by_the_time_a_row_was_there() -> None:
+def test_normed_attention_is_divided_by_residence_time() -> None:
     with evicting(3, "-np", "1", "--kv-aggregation", "norm_sum") as server:
         evicted, masses = least(server)
     assert set(evicted) <= set(sorted(masses, key=lambda block: masses[block])[:3])

@@ -34,14 +34,14 @@ def pinned() -> Path:
     return pristine_source(read_pin(patches_dir()), cache_dir(), print)
 
 
-def test_the_hooks_are_few_and_take_next_to_nothing_away() -> None:
+def test_the_hooks_are_few_and_remove_almost_nothing() -> None:
     lines = [line for patch in read_series(patches_dir()).patches for line in changes(patch)]
     added = [line for line in lines if line.startswith("+")]
     assert 0 < len(added) <= MAX_HOOK_LINES
     assert len(lines) - len(added) <= MAX_CHANGED_LINES
 
 
-def test_every_hunk_applies_to_the_pin_where_it_says(pinned: Path, tmp_path: Path) -> None:
+def test_every_hunk_applies_to_the_pin_at_its_line(pinned: Path, tmp_path: Path) -> None:
     git = shutil.which("git")
     assert git is not None
     series = read_series(patches_dir())

@@ -59,7 +59,7 @@ def test_rows_loaded_for_a_probe_count_as_recovered_in_the_answer(one: Llama) ->
     assert (later["recovered"], later["omitted"]) == (0, 0)
 
 
-def test_rows_of_a_probe_are_common_with_nothing(one: Llama) -> None:
+def test_rows_of_a_probe_are_not_reused(one: Llama) -> None:
     one.erase()
     history, prompt = one.tokens(story(150)), one.tokens(story(190))
     n_past = one.complete(history)["timings"]["evoke"]["n_prompt"]
@@ -80,7 +80,7 @@ def test_an_unmarked_request_is_no_probe(one: Llama) -> None:
     assert one.complete(prompt)["timings"]["prompt_n"] == 1
 
 
-def test_what_cannot_be_taken_back_is_not_probed() -> None:
+def test_a_memory_that_cannot_be_rolled_back_is_not_probed() -> None:
     with running(
         True, "-c", "1024", "--evoke-ram", "16", model=ensure(SHAPES["tiny-qwen35"])
     ) as hybrid:

@@ -166,7 +166,7 @@ def test_the_messages_dialect_carries_slot_and_marker(two: Llama) -> None:
     assert two.slot(0)["n_tokens"] == 0
 
 
-def test_the_view_tells_what_each_slot_shares(two: Llama) -> None:
+def test_the_view_reports_what_each_slot_shares(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
     body = {"messages": MESSAGES}

@@ -36,7 +36,7 @@ def numbers(found: dict[str, Json]) -> list[int]:
     return sorted(int(name.split("/")[1]) for name in found)
 
 
-def test_copies_in_memory_go_from_the_tenant_that_has_most() -> None:
+def test_copies_in_memory_are_dropped_from_the_tenant_with_most() -> None:
     with running(True, "-c", "2048", "-np", "1", "-fa", "on", "--evoke-ram", "4") as server:
         fits = (4 << 20) // BLOCK_BYTES
         few = save_many(server, "few", 4, seed=1)
@@ -87,7 +87,7 @@ def test_a_plan_of_many_small_copies_stays_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_files_go_from_the_tenant_that_has_most(restarted: bool, tmp_path: Path) -> None:
+def test_files_are_deleted_from_the_tenant_with_most(restarted: bool, tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder, mib=4, ram=2)) as server:
         fits = (4 << 20) // BLOCK_BYTES

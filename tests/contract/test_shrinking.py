@@ -86,7 +86,7 @@ def longest_pause(server: Llama) -> float:
     return max(b - a for a, b in zip(edges, edges[1:], strict=False))
 
 
-def test_another_clients_stream_goes_on_while_rows_leave(large: Llama) -> None:
+def test_another_clients_stream_continues_while_rows_are_evicted(large: Llama) -> None:
     """Other programs on this machine may cause a pause as well, but not each time."""
     pauses: list[float] = []
     while len(pauses) < 3 and (not pauses or pauses[-1] >= LONGEST_S):
@@ -94,7 +94,7 @@ def test_another_clients_stream_goes_on_while_rows_leave(large: Llama) -> None:
     assert min(pauses) < LONGEST_S, pauses
 
 
-def test_rows_that_left_in_steps_are_those_that_leave_at_once(large: Llama) -> None:
+def test_eviction_in_steps_selects_the_rows_of_eviction_at_once(large: Llama) -> None:
     """The same blocks under the same names in the same order, whether others decode or not."""
     evicted = []
     for others in (False, True):

@@ -56,7 +56,7 @@ def same(raw: bytes) -> str:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
-def test_recorded_requests_are_answered_alike(
+def test_recorded_requests_get_the_answers_of_the_stock_server(
     stock: Llama, plain: Llama, method: str, path: str, body: Any
 ) -> None:
     raw = None if body is None else json.dumps(body).encode()

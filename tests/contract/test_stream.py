@@ -132,7 +132,7 @@ def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
     assert 128 < after <= BUDGET
 
 
-def test_too_many_rows_when_the_budget_is_set_are_the_peak(server: Llama) -> None:
+def test_rows_above_a_new_budget_count_as_the_peak(server: Llama) -> None:
     """Nothing hides them: the request goes on from these rows."""
     prompt = server.tokens(story(500))
     first = server.complete(prompt)
@@ -142,7 +142,7 @@ def test_too_many_rows_when_the_budget_is_set_are_the_peak(server: Llama) -> Non
     assert server.slot()["n_resident"] <= BUDGET
 
 
-def test_what_a_plan_has_in_between_counts(server: Llama) -> None:
+def test_rows_within_a_plan_count_for_the_peak(server: Llama) -> None:
     prompt = server.tokens(story(300))
     first = server.complete(prompt)
     server.act("block-save", name="a", p0=64, p1=164, evict=True)

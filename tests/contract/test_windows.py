@@ -35,9 +35,7 @@ def restored(server: Llama, name: str, prompt: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("shape", "attention"), [("tiny-gemma", "on"), ("tiny-gemma", "off"), ("tiny-gpt-oss", "on")]
 )
-def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(
-    shape: str, attention: str
-) -> None:
+def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, attention: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
         with running(False, *options, model=ensure(SHAPES[shape])) as server:
@@ -58,7 +56,7 @@ def test_a_row_that_nobody_sees_is_all_that_a_restored_window_lacks(
 
 
 @pytest.mark.parametrize("kept", ["in a file", "in RAM"])
-def test_with_swa_full_a_restored_window_is_taken_for_more_than_it_is(kept: str) -> None:
+def test_with_swa_full_a_restored_window_is_treated_as_complete(kept: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ram = "64" if kept == "in RAM" else "0"
         options = ("-np", "1", "--swa-full", "--cache-ram", ram, "--slot-save-path", folder)

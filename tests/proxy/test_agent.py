@@ -10,7 +10,7 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS
 BUDGET, STEPS = 1536, 12
 
 
-def test_an_agents_files_come_back_bit_by_bit() -> None:
+def test_recovered_files_of_an_agent_are_bit_identical() -> None:
     with agent.served(None) as (upstream, folder), proxy(upstream) as running:
         session = agent.Session.begin(upstream, running.port, "evoke", BUDGET, folder)
         turns = session.run(agent.script(1, STEPS))

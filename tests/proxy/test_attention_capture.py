@@ -52,7 +52,7 @@ MODES = {"h2o": "sum", "snapkv": "snapkv", "tova": "ewma", "scored": "ewma"}
 
 
 @pytest.mark.parametrize("policy", MODES)
-def test_it_is_captured_from_the_first_turn_and_read_once_in_every_other(
+def test_attention_is_captured_from_the_first_turn_and_read_once_per_later_turn(
     calling: tuple[RunningProxy, Calls], policy: str
 ) -> None:
     running, calls = calling
@@ -74,7 +74,7 @@ def test_it_is_captured_from_the_first_turn_and_read_once_in_every_other(
     assert running.metric("evoke_degraded_total") == 0
 
 
-def test_as_a_signal_of_evoke_it_is_read_too(calling: tuple[RunningProxy, Calls]) -> None:
+def test_attention_as_a_signal_of_evoke_is_read(calling: tuple[RunningProxy, Calls]) -> None:
     running, calls = calling
     talk(running, "keeping", "evoke_attention", turns=4)
     assert len([action for action, _ in calls if action == "attention"]) == 3
@@ -82,7 +82,7 @@ def test_as_a_signal_of_evoke_it_is_read_too(calling: tuple[RunningProxy, Calls]
     assert len([action for action, _ in calls if action == "attention"]) == 3
 
 
-def test_without_the_signal_nothing_is_captured(calling: tuple[RunningProxy, Calls]) -> None:
+def test_attention_is_not_captured_without_the_signal(calling: tuple[RunningProxy, Calls]) -> None:
     running, calls = calling
     talk(running, "plain", "evoke", turns=3)
     assert not captured(calls)

@@ -85,9 +85,7 @@ def say(running: RunningProxy, session: str = "s") -> None:
 
 @pytest.mark.parametrize("error", [NO_MEMORY, TOO_LARGE], ids=["no memory", "too large"])
 @pytest.mark.parametrize("stale", [0, 1])
-def test_a_session_goes_on_with_plans_and_without_the_capture(
-    error: dict[str, Any], stale: int
-) -> None:
+def test_a_refused_capture_leaves_the_plans_of_a_session(error: dict[str, Any], stale: int) -> None:
     """Also when the same turn was refused for another reason first."""
     server = Server(error, stale=stale)
     with fake_upstream(server.behave, patched=True) as fake:
@@ -104,7 +102,7 @@ def test_a_session_goes_on_with_plans_and_without_the_capture(
             assert [body["evoke"] for body in sent] == [{"epoch": 7}] * 3
 
 
-def test_another_session_and_another_server_are_asked_again() -> None:
+def test_capture_is_requested_again_for_another_session_or_server() -> None:
     server = Server(NO_MEMORY)
     with fake_upstream(server.behave, patched=True) as fake:
         fake.props = server.props

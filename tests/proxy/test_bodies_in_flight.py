@@ -100,7 +100,7 @@ def test_forty_large_bodies_of_one_tenant_leave_memory_and_time_to_others(
         assert _chat(running.port, "large", 32 * MIB).status == 200, "all of it is free again"
 
 
-def test_what_is_announced_and_does_not_arrive_takes_no_room(
+def test_an_announced_body_that_does_not_arrive_uses_no_memory(
     held: tuple[FakeUpstream, threading.Event],
 ) -> None:
     with proxy(held[0].port, **LIMITS) as running, ExitStack() as slow:

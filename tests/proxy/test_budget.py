@@ -41,7 +41,7 @@ def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None
     assert f"tokens={turns[-1].books['omitted']}" == turns[-1].headers["x-evoke-omitted"]
 
 
-def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy) -> None:
+def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "back", {"evoke_budget": BUDGET})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(7):
@@ -88,7 +88,7 @@ def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
     assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 6)]
 
 
-def test_no_header_of_ours_unless_the_client_speaks_to_us(
+def test_headers_of_the_proxy_are_sent_only_to_clients_that_use_its_fields(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
     ChatClient(patched_port).say("hello")  # from now on both find the same prefix cached
@@ -99,7 +99,7 @@ def test_no_header_of_ours_unless_the_client_speaks_to_us(
     assert direct.text == said.text
 
 
-def test_a_stream_has_the_same_text_as_a_whole_answer(patched_proxy: RunningProxy) -> None:
+def test_a_stream_has_the_same_text_as_a_complete_answer(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "stream")
     talk.messages.append({"role": "user", "content": f"Hello. {FILLER}"})
     talk.post()  # from now on both find the same prefix cached
@@ -110,7 +110,7 @@ def test_a_stream_has_the_same_text_as_a_whole_answer(patched_proxy: RunningProx
     assert streamed.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_session_is_known_by_its_tokens(patched_proxy: RunningProxy) -> None:
+def test_a_session_is_identified_by_its_tokens(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, None, {"evoke_budget": BUDGET})
     first = talk.say(FILLER)
     second = talk.say("And then?")
@@ -118,7 +118,9 @@ def test_a_session_is_known_by_its_tokens(patched_proxy: RunningProxy) -> None:
     assert second.books["decoded"] < second.books["n_prompt"] / 2
 
 
-def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: RunningProxy) -> None:
+def test_a_session_continues_in_a_slot_that_another_session_used(
+    patched_proxy: RunningProxy,
+) -> None:
     fields = {"evoke_budget": BUDGET}
     one, other = (ChatClient(patched_proxy.port, name, fields) for name in ("one", "other"))
     for number in range(4):
@@ -132,7 +134,7 @@ def test_a_session_comes_back_to_a_slot_that_another_one_had(patched_proxy: Runn
 
 
 @pytest.mark.parametrize("neighbour", [None, 1200, "unmanaged"])
-def test_the_rows_of_whoever_had_the_slot_before_are_nobody_elses_breach(
+def test_rows_of_the_previous_session_count_as_no_breach_of_the_next(
     patched_proxy: RunningProxy, neighbour: int | str | None
 ) -> None:
     mine = ChatClient(patched_proxy.port, "mine", {"evoke_budget": BUDGET})
@@ -150,7 +152,9 @@ def test_the_rows_of_whoever_had_the_slot_before_are_nobody_elses_breach(
         assert patched_proxy.metric(untouched) == 0
 
 
-def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProxy) -> None:
+def test_a_request_of_another_session_in_between_costs_only_time(
+    patched_proxy: RunningProxy,
+) -> None:
     talk = ChatClient(patched_proxy.port, "mixed", {"evoke_budget": BUDGET})
     for number in range(5):
         talk.say(f"Turn {number}. {FILLER}")
@@ -166,7 +170,7 @@ def test_a_stranger_in_between_costs_nothing_but_time(patched_proxy: RunningProx
     ("fields", "reason"),
     [({"evoke": False}, "disabled"), ({"cache_prompt": False}, "cache_prompt"), ({"n": 2}, "n")],
 )
-def test_what_cannot_have_a_budget_bypasses_it(
+def test_requests_that_cannot_have_a_budget_bypass_it(
     patched_proxy: RunningProxy, fields: dict[str, object], reason: str
 ) -> None:
     talk = ChatClient(patched_proxy.port, "by", {"evoke_budget": BUDGET})
@@ -178,7 +182,7 @@ def test_what_cannot_have_a_budget_bypasses_it(
     assert patched_proxy.metric("evoke_bypass_total", reason=reason) == 1
 
 
-def test_copies_that_vanished_are_decoded_again(
+def test_blocks_with_lost_copies_are_decoded_again(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
     talk = ChatClient(patched_proxy.port, "vanished", {"evoke_budget": BUDGET})
@@ -216,7 +220,7 @@ def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
     assert json.loads(answer.body)["error"]["code"] == "slots_busy"
 
 
-def test_a_client_that_leaves_does_not_keep_the_slot(
+def test_a_client_that_disconnects_releases_its_slot_after_a_turn(
     patched_port: int, patched_proxy: RunningProxy
 ) -> None:
     talk = ChatClient(patched_proxy.port, "leaver", {"evoke_budget": BUDGET})
@@ -262,7 +266,7 @@ def test_two_sessions_have_a_slot_each(two_slots_port: int) -> None:
         assert talks[0].say("Go on.").books["decoded"] < 64
 
 
-def test_a_restarted_server_is_found_out() -> None:
+def test_a_restarted_server_is_detected() -> None:
     binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
     port = free_port()
     with proxy(port) as running:
@@ -278,7 +282,7 @@ def test_a_restarted_server_is_found_out() -> None:
             assert said.books["recovered"] == 0
 
 
-def test_a_restart_nobody_noticed_costs_nothing_but_time(tmp_path: Path) -> None:
+def test_an_undetected_restart_costs_only_time(tmp_path: Path) -> None:
     binary = server_binary(patched=True)
     options = ("-np", "1", "--evoke-ram", "64", "--slot-save-path", str(tmp_path))
     with llama_server(binary, *options) as port, proxy(port) as running:
@@ -294,7 +298,7 @@ def test_a_restart_nobody_noticed_costs_nothing_but_time(tmp_path: Path) -> None
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_requests_right_after_a_stream_are_never_lost(patched_proxy: RunningProxy) -> None:
+def test_requests_directly_after_a_stream_are_answered(patched_proxy: RunningProxy) -> None:
     # llama-server closes the connection of a streamed answer without saying so.
     talk = ChatClient(patched_proxy.port, "quick")
     talk.messages.append({"role": "user", "content": "hello"})
@@ -304,7 +308,7 @@ def test_requests_right_after_a_stream_are_never_lost(patched_proxy: RunningProx
     assert patched_proxy.metric("evoke_degraded_total", stage="render") == 0
 
 
-def test_a_server_with_a_key_is_asked_with_the_clients_or_the_configured_one() -> None:
+def test_calls_to_a_server_with_a_key_carry_the_clients_or_the_configured_key() -> None:
     binary, options = server_binary(patched=True), ("-np", "1", "--evoke-ram", "64")
     body = b'{"messages":[{"role":"user","content":"hello"}],"max_tokens":2}'
     with llama_server(binary, *options, "--api-key", "k1") as port, proxy(port) as running:

@@ -59,7 +59,7 @@ def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy)
     assert sorted(_sessions(budgeted)) == [("same", 3), ("same", 3)]
 
 
-def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
+def test_an_externally_changed_slot_gets_a_new_plan(
     two_slots_port: int, budgeted: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = ChatClient(budgeted.port, "changed")
@@ -88,7 +88,7 @@ def test_a_slot_that_changed_behind_our_back_is_planned_for_again(
     assert budgeted.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_a_conflict_of_a_clients_own_block_call_is_its_own(
+def test_a_conflict_of_a_clients_block_call_is_forwarded(
     two_slots_port: int, budgeted: RunningProxy
 ) -> None:
     call = json.dumps({"epoch": 1, "ops": []}).encode()

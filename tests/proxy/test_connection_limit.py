@@ -82,7 +82,7 @@ def _answer_on(client: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHo"], ids=["nothing", "half a head"])
-def test_a_newcomer_displaces_a_connection_of_the_largest_address(
+def test_a_new_connection_displaces_one_of_the_address_with_most(
     echo: FakeUpstream, sent: bytes
 ) -> None:
     with proxy(echo.port, limits__connections=8) as running, contextlib.ExitStack() as stack:

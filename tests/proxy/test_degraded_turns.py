@@ -74,7 +74,7 @@ def _refusal(kind: bytes, status: bytes = b"409 Conflict") -> bytes:
         ({"plan": _refusal(b"unknown_block"), "blocks": whole(b"nonsense")}, "plan"),
     ],
 )
-def test_a_fault_before_forwarding_is_answered_plainly(
+def test_a_fault_before_forwarding_leads_to_an_answer_without_a_plan(
     answers: dict[str, bytes], stage: str
 ) -> None:
     with fake_upstream(_server(**answers), patched=True) as fake, proxy(fake.port) as running:
@@ -89,7 +89,7 @@ def test_a_fault_before_forwarding_is_answered_plainly(
             assert running.metric("evoke_plan_failures_total", reason=reason) >= 1
 
 
-def test_a_body_that_llama_server_refuses_is_no_fault_of_ours() -> None:
+def test_a_body_that_llama_server_refuses_counts_as_bypass() -> None:
     refused = whole(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
     server = _server(render=refused, chat=refused)
     with (
@@ -121,7 +121,7 @@ def test_a_plan_that_is_refused_once_is_made_again() -> None:
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_a_call_of_ours_that_hangs_is_given_up() -> None:
+def test_a_hanging_call_of_the_proxy_is_cancelled() -> None:
     async def behave(exchange: Exchange) -> None:
         if b"/evoke/render" not in exchange.head:
             await exchange.say(whole(REPLY, b"application/json"))
@@ -134,7 +134,7 @@ def test_a_call_of_ours_that_hangs_is_given_up() -> None:
         assert running.metric("evoke_degraded_total", stage="render") == 1
 
 
-def test_marker_and_original_spelling_are_what_arrives() -> None:
+def test_the_forwarded_body_has_the_marker_and_its_original_spelling() -> None:
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert answer.headers["x-evoke-session"] == "s"
@@ -145,7 +145,7 @@ def test_marker_and_original_spelling_are_what_arrives() -> None:
         assert sent.endswith(PLAIN[1:])
 
 
-def test_the_clients_credentials_go_along_with_our_calls() -> None:
+def test_calls_of_the_proxy_carry_the_clients_credentials() -> None:
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         ask(
             running.port, "POST", "/v1/chat/completions", BODY, JSON | {"Authorization": "Bearer k"}
@@ -172,7 +172,7 @@ def _booked(**books: object) -> bytes:
         ({"decoded": 3, "omitted": 1}, "evoke_plan_failures_total", {"reason": "books_differ"}),
     ],
 )
-def test_books_that_are_not_as_planned_are_counted(
+def test_accounting_that_differs_from_the_plan_is_counted(
     books: dict[str, object], metric: str, labels: dict[str, str]
 ) -> None:
     for said, count in (({}, 0), (books, 1)):
@@ -182,7 +182,7 @@ def test_books_that_are_not_as_planned_are_counted(
             assert running.metric(metric, **labels) == count
 
 
-def test_a_session_whose_rows_cannot_be_saved_gives_its_slot_up_all_the_same() -> None:
+def test_a_session_whose_rows_cannot_be_saved_still_releases_its_slot() -> None:
     rows = SLOT.replace(b'"resident":[]', b'"resident":[[0,3]]').replace(
         b'"n_tokens":0', b'"n_tokens":3'
     )
@@ -202,7 +202,7 @@ def test_a_session_whose_rows_cannot_be_saved_gives_its_slot_up_all_the_same() -
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_a_defect_of_ours_while_planning_costs_the_plan_only(
+def test_an_internal_error_while_planning_costs_only_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Session, "plan", _broken)
@@ -243,7 +243,7 @@ def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
         assert running.metric("evoke_budget_breach_total") == 0
 
 
-def test_somebody_elses_holes_are_not_held_in_a_budget() -> None:
+def test_holes_of_another_session_are_not_part_of_a_budget() -> None:
     holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
     holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
     render = whole(RENDERED.replace(SLOT, holed), b"application/json")
@@ -308,7 +308,7 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
-def test_a_defect_of_ours_elsewhere_is_500_in_the_clients_dialect(
+def test_other_internal_errors_are_500_in_the_clients_dialect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> None:

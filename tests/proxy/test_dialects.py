@@ -130,7 +130,7 @@ def _prompt_tokens(answer: Answer) -> int:
 
 
 @PATHS
-def test_a_question_brings_back_what_it_is_about(patched_proxy: RunningProxy, path: str) -> None:
+def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy, path: str) -> None:
     said = ["The access code of the Meridian vault is 7741.", "Noted."]
     for number in range(7):
         said += [f"Turn {number}. {FILLER}", "Noted."]
@@ -232,7 +232,7 @@ def test_a_stream_without_usage_gets_none(patched_proxy: RunningProxy, path: str
 
 
 @PATHS
-def test_errors_of_the_server_are_its_own(
+def test_errors_of_the_server_are_forwarded_unchanged(
     erasable_port: int, erasable_proxy: RunningProxy, path: str
 ) -> None:
     for body in (b"{}", b"{not json", b"[1]", b""):
@@ -244,7 +244,9 @@ def test_errors_of_the_server_are_its_own(
 
 
 @PATHS
-def test_our_own_errors_look_like_the_dialects(patched_proxy: RunningProxy, path: str) -> None:
+def test_errors_of_the_proxy_have_the_format_of_the_dialect(
+    patched_proxy: RunningProxy, path: str
+) -> None:
     answer = post(patched_proxy.port, path, ["hello"], evoke_budget="much")
     assert answer.status == 400
     body = json.loads(answer.body)
@@ -265,7 +267,7 @@ def test_our_own_errors_look_like_the_dialects(patched_proxy: RunningProxy, path
     ],
     ids=["cache_prompt", "disabled"],
 )
-def test_what_cannot_have_a_budget_bypasses_it(
+def test_requests_that_cannot_have_a_budget_bypass_it(
     patched_proxy: RunningProxy, path: str, fields: Json, reason: str
 ) -> None:
     answer = post(patched_proxy.port, path, ["hello"], "by", **fields)
@@ -329,7 +331,7 @@ RELAYED: list[tuple[str, Json]] = [
 
 @STREAM
 @pytest.mark.parametrize(("path", "body"), RELAYED, ids=[path for path, _ in RELAYED])
-def test_what_is_no_chat_is_relayed(
+def test_requests_that_are_no_chat_are_relayed(
     erasable_port: int, erasable_proxy: RunningProxy, path: str, body: Json, stream: bool
 ) -> None:
     answers = []
@@ -342,7 +344,7 @@ def test_what_is_no_chat_is_relayed(
 
 
 @PATHS
-def test_a_client_that_leaves_stops_the_generation(
+def test_a_client_that_disconnects_stops_the_generation(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     made = counted(patched_port, "tokens_predicted_total")
@@ -351,9 +353,7 @@ def test_a_client_that_leaves_stops_the_generation(
     assert counted(patched_port, "tokens_predicted_total") - made < LONG, "made to its end"
 
 
-def test_a_conversation_that_can_be_resumed_goes_on(
-    patched_port: int, patched_proxy: RunningProxy
-) -> None:
+def test_a_resumable_stream_continues(patched_port: int, patched_proxy: RunningProxy) -> None:
     made = counted(patched_port, "tokens_predicted_total")
     _leave(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
     # Without the header it is over after this time; a quick machine may have made all of it.

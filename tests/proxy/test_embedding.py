@@ -42,7 +42,7 @@ TRAINING = "How do I train my {}?"
 
 
 @pytest.mark.parametrize("embeds", [True, False])
-def test_a_question_in_other_words_brings_the_fact_back(patched_port: int, embeds: bool) -> None:
+def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embeds: bool) -> None:
     directory = str(ensure()) if embeds else ""
     with proxy(patched_port, embedder__directory=directory, embedder__timeout_ms=20_000) as ours:
         talk = ChatClient(ours.port, f"meaning {embeds}", {"evoke_budget": BUDGET})
@@ -58,7 +58,7 @@ def test_a_question_in_other_words_brings_the_fact_back(patched_port: int, embed
         assert (ours.metric("evoke_embedded_total", kind="question") > 0) is embeds
 
 
-def test_after_a_restart_the_first_question_in_other_words_finds_it_too(
+def test_a_paraphrased_question_recovers_the_fact_after_a_restart(
     patched_port: int, tmp_path: Path
 ) -> None:
     """Nothing but the question is embedded again; what is written down goes with its session."""
@@ -95,7 +95,7 @@ def topical(patched_port: int) -> Iterator[RunningProxy]:
         yield running
 
 
-def test_what_the_conversation_turns_to_is_kept(patched_port: int, topical: RunningProxy) -> None:
+def test_blocks_of_the_current_topic_stay(patched_port: int, topical: RunningProxy) -> None:
     talk = told(topical, "turning")
     for asked, wanted in ((TRAINING.format("dog"), DOGS), ("Where does the ship go?", SHIPS)):
         assert talk.say(asked).books["n_resident_peak"] <= NARROW
@@ -104,7 +104,7 @@ def test_what_the_conversation_turns_to_is_kept(patched_port: int, topical: Runn
 
 
 @pytest.mark.parametrize("boundary", [True, False])
-def test_the_task_stays_till_the_client_says_otherwise(
+def test_the_task_lasts_until_the_client_sets_a_boundary(
     patched_port: int, topical: RunningProxy, boundary: bool
 ) -> None:
     talk = told(topical, f"boundary {boundary}")
@@ -116,7 +116,7 @@ def test_the_task_stays_till_the_client_says_otherwise(
     assert (len(held & set(CATS)) > len(held & set(DOGS))) is boundary
 
 
-def test_without_the_signal_the_topic_changes_nothing(patched_port: int) -> None:
+def test_the_topic_has_no_effect_without_its_signal(patched_port: int) -> None:
     given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
     with proxy(patched_port, **{**given, "policy__name": "evoke_no_signal"}) as running:
         talk = told(running, "unmoved")

@@ -139,7 +139,7 @@ def _may_mount() -> bool:
 
 
 @pytest.mark.parametrize("disk", [Limited, *([Mounted] if _may_mount() else [])])
-def test_a_disk_that_is_full_read_only_or_emptied_costs_snapshots_only(
+def test_a_full_read_only_or_emptied_disk_costs_only_snapshots(
     disk: type[Limited | Mounted], tmp_path: Path
 ) -> None:
     folder = tmp_path / "slots"
@@ -189,7 +189,7 @@ def _suffers(running: RunningProxy, number: int, *results: str) -> int:
     return number + 1
 
 
-def test_a_directory_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
+def test_a_removed_directory_costs_only_snapshots(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
     deployment = Deployment(folder, "", ("--cache-ram", "0"))
@@ -251,7 +251,7 @@ def test_a_clock_that_jumps_loses_nothing(
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
 
 
-def test_a_server_that_hangs_holds_up_only_who_asks_it(patched_port: int) -> None:
+def test_a_hanging_server_delays_only_its_own_requests(patched_port: int) -> None:
     """Stopped, its connections are taken and never answered: half-open for whoever asks."""
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"messages": messages, "max_tokens": 4, "temperature": 0}).encode()

@@ -36,7 +36,7 @@ def _span(port: int, talk: ChatClient, index: int) -> tuple[int, int]:
         ({}, {"evoke_priority": 0.5}, False),
     ],
 )
-def test_what_is_marked_outlives_its_age(
+def test_marked_blocks_stay_longer_than_their_age_allows(
     patched_port: int,
     patched_proxy: RunningProxy,
     mark: dict[str, Any],

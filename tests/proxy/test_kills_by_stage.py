@@ -162,7 +162,7 @@ def _struck(
     connection.close()
 
 
-def test_a_server_that_is_killed_at_any_stage_costs_that_answer_at_most(
+def test_a_server_killed_at_any_stage_costs_at_most_that_answer(
     deployment: Deployment,
 ) -> None:
     given = {
@@ -190,7 +190,7 @@ def test_a_server_that_is_killed_at_any_stage_costs_that_answer_at_most(
         assert running.metric("evoke_budget_breach_total") <= len(deployment.stages)
 
 
-def test_a_proxy_that_is_killed_at_any_stage_costs_that_answer_at_most(
+def test_a_proxy_killed_at_any_stage_costs_at_most_that_answer(
     deployment: Deployment,
 ) -> None:
     settings = deployment.folder / "evoke.yaml"

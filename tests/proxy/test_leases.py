@@ -90,7 +90,7 @@ def _with_usage(running: RunningProxy, usage: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["patched", "stock"])
-def test_whatever_usage_an_answer_states_the_only_slot_comes_back(
+def test_the_only_slot_is_released_whatever_usage_an_answer_states(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def test_whatever_usage_an_answer_states_the_only_slot_comes_back(
         assert running.metric("evoke_degraded_total", stage="report") == 0
 
 
-def test_two_abandoned_long_answers_cost_the_next_tenant_no_time(tmp_path: Path) -> None:
+def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path) -> None:
     with (
         llama_server(server_binary(patched=True), "-np", "2", "--evoke-ram", "64") as port,
         _keyed(port, tmp_path) as running,
@@ -164,7 +164,7 @@ def _begun(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) 
         connection.close()
 
 
-def test_a_tenant_with_32_connections_that_retry_denies_another_nothing(
+def test_a_tenant_with_32_retrying_connections_does_not_block_another(
     patched_port: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"limits__queue": 8, "limits__queue_timeout_s": 60}

@@ -45,7 +45,7 @@ def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
     assert sum(books["decoded"] for books in turns) < 1.02 * turns[-1]["n_prompt"]
 
 
-def test_what_the_engine_evicted_by_itself_is_known_to_the_session(long_port: int) -> None:
+def test_the_session_records_what_the_engine_evicted_by_itself(long_port: int) -> None:
     """No budget: the server evicts when its cells are full, and the proxy learns what."""
     with proxy(long_port) as running:
         talk = ChatClient(running.port, "free")
@@ -64,7 +64,7 @@ def test_what_the_engine_evicted_by_itself_is_known_to_the_session(long_port: in
     assert again["omitted"] >= len(gone)
 
 
-def test_a_prompt_beyond_the_logical_context_gets_upstreams_own_error(long_port: int) -> None:
+def test_a_prompt_beyond_the_logical_context_gets_the_error_of_llama_server(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "endless")
         kept = talk.say(passage(0, 300)).books

@@ -57,7 +57,7 @@ async def _entered(stream: _Comments, work: Callable[[RequestTrace], Awaitable[A
         return await stream.enter(stack, opening(), trace)
 
 
-def test_a_long_call_tells_its_client_that_it_goes_on() -> None:
+def test_a_long_call_sends_keepalive_comments() -> None:
     async def run(seconds: float, error: Exception | None = None) -> tuple[Any, list[float]]:
         stream, loop = _Comments(), asyncio.get_running_loop()
 
@@ -78,7 +78,7 @@ def test_a_long_call_tells_its_client_that_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["seen by the comment", "cancelled", "cancelled twice"])
-def test_a_long_call_has_ended_when_its_client_is_gone(leaves: str) -> None:
+def test_a_long_call_ends_when_its_client_disconnects(leaves: str) -> None:
     ended: list[float] = []
 
     async def work(trace: RequestTrace) -> None:
@@ -125,7 +125,7 @@ def _began_with_comments(answer: Answer) -> None:
     assert b'"error"' not in answer.body
 
 
-def test_a_prefill_up_to_a_boundary_shows_life(
+def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StockApi, "prefill", _slow(StockApi.prefill, 0.4))
@@ -150,7 +150,7 @@ def test_a_prefill_up_to_a_boundary_shows_life(
             assert json.loads(answer.body)["choices"]
 
 
-def test_a_probe_of_the_model_shows_life(
+def test_a_probe_sends_keepalive_comments(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy(patched_port, **OFTEN) as running:
@@ -165,7 +165,7 @@ def test_a_probe_of_the_model_shows_life(
         assert running.metric("evoke_probes_total", result="made") > made
 
 
-def test_the_loading_of_a_model_shows_life(tmp_path: Path) -> None:
+def test_loading_a_model_sends_keepalive_comments(tmp_path: Path) -> None:
     for name in ("models", "slots"):
         (tmp_path / name).mkdir()
     (tmp_path / "models" / "one.gguf").symlink_to(bundled_model())
@@ -178,7 +178,7 @@ def test_the_loading_of_a_model_shows_life(tmp_path: Path) -> None:
             _began_with_comments(_stream(running, {"model": "one", "messages": messages}))
 
 
-def test_a_prefill_that_hangs_ends_and_the_request_goes_on(tmp_path: Path) -> None:
+def test_a_hanging_prefill_is_cancelled_and_the_request_continues(tmp_path: Path) -> None:
     deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     body = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
@@ -202,7 +202,7 @@ def test_a_prefill_that_hangs_ends_and_the_request_goes_on(tmp_path: Path) -> No
         assert "*" not in repr(running.engine.server.slots.pool)
 
 
-def test_a_slot_that_another_request_has_is_not_waited_for_after_a_prefill(
+def test_a_prefill_does_not_wait_for_a_slot_of_another_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llama-server has chosen it before the other request was given it."""

@@ -80,7 +80,7 @@ def two_slots(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
-def test_sixteen_interleaved_sessions_never_cross(
+def test_sixteen_interleaved_sessions_do_not_mix(
     two_slots: int, alone: list[str], budget: int | None
 ) -> None:
     with proxy(two_slots, policy__budget=budget) as running:
@@ -116,7 +116,7 @@ def _all_at_once(talks: Sequence[ChatClient], turn: int) -> None:
     assert all(len(talk.messages) == 3 + 2 * turn for talk in talks)
 
 
-def test_rows_that_another_proxy_evicted_are_not_missing(patched_port: int) -> None:
+def test_rows_that_another_proxy_evicted_are_decoded(patched_port: int) -> None:
     messages = _holed(patched_port)
     with proxy(patched_port) as running:
         said = ChatClient(running.port, "long", messages=messages).say("Go on.")
@@ -127,7 +127,7 @@ def test_rows_that_another_proxy_evicted_are_not_missing(patched_port: int) -> N
         assert running.metric("evoke_degraded_total", stage="decide") == 0
 
 
-def test_rows_that_a_neighbour_evicted_are_not_missing(patched_proxy: RunningProxy) -> None:
+def test_rows_that_another_session_evicted_are_decoded(patched_proxy: RunningProxy) -> None:
     system = [{"role": "system", "content": f"You are an agent. {FILLER * 9}"}]
     one = ChatClient(patched_proxy.port, "one", {"evoke_budget": BUDGET}, list(system))
     one.say("Hello.")

@@ -38,7 +38,7 @@ def checked(said: TurnResult) -> TurnResult:
     return said
 
 
-def test_a_session_keeps_its_budget_and_what_it_asks_for_comes_back(port: int) -> None:
+def test_a_session_stays_in_its_budget_and_recovers_what_it_needs(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "long")
         turns = [checked(talk.say(fact(number))) for number in range(8)]
@@ -54,7 +54,7 @@ def test_a_session_keeps_its_budget_and_what_it_asks_for_comes_back(port: int) -
             assert running.metric("evoke_plan_failures_total", reason=reason) == 0
 
 
-def test_a_session_that_lost_its_slot_is_decoded_again_unless_copies_do(port: int) -> None:
+def test_a_session_without_its_slot_is_decoded_again_unless_copies_suffice(port: int) -> None:
     adopts = "adopt" in json.loads(ask(port, "GET", "/props").body)["evoke"]["features"]
     with proxy(port, policy__budget=BUDGET) as running:
         one, other = ChatClient(running.port, "one"), ChatClient(running.port, "other")
@@ -75,7 +75,7 @@ def test_a_session_that_lost_its_slot_is_decoded_again_unless_copies_do(port: in
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_holes_that_somebody_else_made_are_decoded(port: int) -> None:
+def test_holes_made_by_another_client_are_decoded(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as first:
         talk = ChatClient(first.port, "holes")
         turns = [talk.say(fact(number)) for number in range(6)]

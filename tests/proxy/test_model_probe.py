@@ -55,7 +55,7 @@ class _Steady(DecodeSpeed):
 
 
 @pytest.mark.parametrize("recall", ["text", "model", "fused"])
-def test_what_no_word_asks_for_comes_back_because_the_model_looks_for_it(
+def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
     patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(1000))
@@ -86,7 +86,7 @@ def len_of(talk: ChatClient, ours: RunningProxy) -> int:
     return len(known.tokens)
 
 
-def test_where_text_is_sure_and_probes_are_slow_none_is_made(
+def test_no_probe_is_made_when_text_is_certain_and_probes_are_slow(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talk = told(patched_proxy.port, "probing sure", "fused")

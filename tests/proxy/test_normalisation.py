@@ -39,9 +39,7 @@ def _cached(port: int, path: str, body: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_stamp_a_clock_and_another_order_of_tools_cost_nothing(
-    path: str, stock_port: int
-) -> None:
+def test_normalised_prompts_keep_the_cache(path: str, stock_port: int) -> None:
     first = _body(path, "a5145", "12:34", "ab", ["Hello."])
     then = _body(path, "b0001", "13:57", "ba", ["Hello.", "Hi.", "And now?"])
     cached = {}

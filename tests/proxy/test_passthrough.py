@@ -101,7 +101,7 @@ NEVER_DONE = 7800
 MADE = "tokens_predicted_total"
 
 
-def test_client_that_leaves_stops_the_generation(
+def test_client_that_disconnects_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     endless = {"stream": True, "max_tokens": NEVER_DONE, "ignore_eos": True}
@@ -112,7 +112,7 @@ def test_client_that_leaves_stops_the_generation(
     assert counted(stock_port, MADE) - made < NEVER_DONE, "made to its end"
 
 
-def test_client_that_leaves_before_a_whole_answer_stops_the_generation(
+def test_client_that_disconnects_before_a_complete_answer_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
@@ -142,7 +142,9 @@ def test_chunked_request_body_passes(stock_proxy: RunningProxy) -> None:
     connection.close()
 
 
-def test_metrics_are_the_servers_followed_by_ours(stock_proxy: RunningProxy) -> None:
+def test_metrics_are_those_of_the_server_followed_by_those_of_the_proxy(
+    stock_proxy: RunningProxy,
+) -> None:
     text = ask(stock_proxy.port, "GET", "/metrics").body.decode()
     assert 0 <= text.index("llamacpp:prompt_tokens_total") < text.index("evoke_build_info")
 
@@ -170,13 +172,13 @@ def _await_idle(port: int) -> None:
     until(idle)
 
 
-def test_an_unpatched_server_is_said_to_be_one(stock_proxy: RunningProxy) -> None:
+def test_readiness_reports_an_unpatched_server(stock_proxy: RunningProxy) -> None:
     ready = json.loads(ask(stock_proxy.port, "GET", "/evoke/ready").body)
     assert (ready["status"], ready["mode"]) == ("ready", "pass-through")
     assert "not patched" in ready["checks"]["budget"]["detail"]
 
 
-def test_a_budget_for_an_unpatched_server_is_a_counted_bypass(stock_proxy: RunningProxy) -> None:
+def test_a_budget_for_an_unpatched_server_counts_as_bypass(stock_proxy: RunningProxy) -> None:
     before = stock_proxy.metric("evoke_bypass_total", reason="unpatched")
     body = json.dumps(CHAT | {"evoke_budget": 100}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
@@ -184,7 +186,7 @@ def test_a_budget_for_an_unpatched_server_is_a_counted_bypass(stock_proxy: Runni
     assert stock_proxy.metric("evoke_bypass_total", reason="unpatched") == before + 1
 
 
-def test_a_wrong_field_of_ours_is_400_and_names_it(stock_proxy: RunningProxy) -> None:
+def test_a_wrong_field_of_the_proxy_is_400_and_is_named(stock_proxy: RunningProxy) -> None:
     body = json.dumps(CHAT | {"evoke_budget": "much"}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
     assert answer.status == 400

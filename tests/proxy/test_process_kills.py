@@ -121,7 +121,7 @@ def _revive(subject: Deployment) -> None:
     subject._server.enter_context(served)
 
 
-def test_a_server_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -> None:
+def test_a_killed_server_costs_only_the_running_answer(tmp_path: Path) -> None:
     with deployment(tmp_path / "deployment") as subject:
         running, talk = subject.running, ChatClient(0, "chat")
         assert running is not None
@@ -152,7 +152,7 @@ def _errors(running: RunningProxy) -> float:
     return sum(sample.value for sample in found if sample.name.endswith("_total"))
 
 
-def test_a_proxy_that_is_killed_costs_the_answer_it_was_giving(tmp_path: Path) -> None:
+def test_a_killed_proxy_costs_only_the_running_answer(tmp_path: Path) -> None:
     """In prefill, while a plan is run, in generation."""
     with deployment(tmp_path / "deployment") as subject, wire(subject.port) as line:
         assert subject.running is not None

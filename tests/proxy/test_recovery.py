@@ -47,7 +47,7 @@ def _long(port: int, path: str, session: str, first: str = FACT, **fields: Any) 
 
 @PATHS
 @STREAM
-def test_text_comes_back_in_the_last_message(noting: Noting, path: str, stream: bool) -> None:
+def test_text_is_recovered_in_the_last_message(noting: Noting, path: str, stream: bool) -> None:
     running, sent = noting
     fields = _asking(path, stream, evoke_recovery="breadcrumb")
     said = _long(running.port, path, "crumbs", evoke_recovery="breadcrumb")
@@ -94,7 +94,7 @@ def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: Running
         assert quoted > plain + 15
 
 
-def test_nothing_is_quoted_where_nothing_is_asked_for(noting: Noting) -> None:
+def test_nothing_is_quoted_without_a_question(noting: Noting) -> None:
     running, sent = noting
     path = "/v1/chat/completions"
     said = _long(running.port, path, "calm", evoke_recovery="breadcrumb")
@@ -114,7 +114,7 @@ def test_nothing_is_quoted_where_nothing_is_asked_for(noting: Noting) -> None:
         ("/v1/responses", [{"type": "input_text", "text": ASKS}], "input_text"),
     ],
 )
-def test_a_message_of_parts_gets_a_part(
+def test_text_is_added_as_a_part_to_a_message_of_parts(
     noting: Noting, path: str, content: list[Json], kind: str
 ) -> None:
     running, sent = noting
@@ -172,7 +172,7 @@ def _resident(port: int, running: RunningProxy, key: str) -> bool:
     return all(any(a <= s.start and s.end <= b for a, b in rows) for s in spans)
 
 
-def test_text_comes_back_in_a_tool_result(strict_port: int) -> None:
+def test_text_is_recovered_in_a_tool_result(strict_port: int) -> None:
     with proxy(strict_port) as running:
         talk = _task(running.port, {"evoke_recovery": "breadcrumb"})
         plain = talk.say("What is the retry limit?")
@@ -185,7 +185,7 @@ def test_text_comes_back_in_a_tool_result(strict_port: int) -> None:
 
 
 @pytest.mark.parametrize(("path", "back"), [("src/config.py", True), ("src/other.py", False)])
-def test_a_file_read_again_comes_back(strict_port: int, path: str, back: bool) -> None:
+def test_a_file_that_is_read_again_is_recovered(strict_port: int, path: str, back: bool) -> None:
     with proxy(strict_port) as running:
         talk = _task(running.port, {})
         assert not _resident(strict_port, running, "file:config.py")
@@ -197,7 +197,7 @@ def test_a_file_read_again_comes_back(strict_port: int, path: str, back: bool) -
 
 
 @PATHS
-def test_a_block_asked_for_by_name_comes_back(patched_proxy: RunningProxy, path: str) -> None:
+def test_a_block_requested_by_name_is_recovered(patched_proxy: RunningProxy, path: str) -> None:
     port = patched_proxy.port
     said = [*_long(port, path, "named"), "Go on."]
     fields = {"evoke_recover": ["user:0", "user:1", "file:a.py"], "evoke_budget": BUDGET}
@@ -209,7 +209,7 @@ def test_a_block_asked_for_by_name_comes_back(patched_proxy: RunningProxy, path:
     assert books["resident_peak"] <= BUDGET
 
 
-def test_what_cannot_come_back_is_said(patched_proxy: RunningProxy) -> None:
+def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> None:
     path = "/v1/chat/completions"
     said = [*_long(patched_proxy.port, path, "gone", evoke_policy="discard"), "Go on."]
     fields = {"evoke_recover": ["user:1", "user:13"], "evoke_budget": BUDGET}
@@ -219,7 +219,7 @@ def test_what_cannot_come_back_is_said(patched_proxy: RunningProxy) -> None:
     assert books["recover"] == {"unknown": [], "missing": ["user:1"]}
 
 
-def test_a_name_of_the_clients_own_comes_back_as_text_too(noting: Noting) -> None:
+def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) -> None:
     running, sent = noting
     talk = ChatClient(running.port, "own", {"evoke_budget": BUDGET, "evoke_recovery": "breadcrumb"})
     talk.messages.append({"role": "user", "content": FACT, "evoke_name": "vault"})
@@ -233,7 +233,7 @@ def test_a_name_of_the_clients_own_comes_back_as_text_too(noting: Noting) -> Non
 
 
 @pytest.mark.parametrize(("gold", "back"), [([], False), ([1], True), (["user:1"], True)])
-def test_the_oracle_is_told_where_the_answer_is(
+def test_the_oracle_policy_recovers_the_named_blocks(
     patched_port: int, gold: list[str | int], back: bool
 ) -> None:
     path, policy = "/v1/chat/completions", {"evoke_policy": "oracle"}
@@ -245,7 +245,7 @@ def test_the_oracle_is_told_where_the_answer_is(
 
 
 @pytest.mark.parametrize("name", ["evoke", "infllm", "discard", "recency", "streaming"])
-def test_every_policy_holds_the_budget(patched_proxy: RunningProxy, name: str) -> None:
+def test_every_policy_stays_in_the_budget(patched_proxy: RunningProxy, name: str) -> None:
     talk = ChatClient(patched_proxy.port, name, {"evoke_budget": BUDGET, "evoke_policy": name})
     talk.say(FACT)
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(7)]
@@ -280,7 +280,7 @@ def _looked_up(path: str) -> list[Json]:
 
 
 @PATHS
-def test_a_tool_result_may_carry_it_in_every_dialect(strict_port: int, path: str) -> None:
+def test_text_is_recovered_in_tool_results_of_every_dialect(strict_port: int, path: str) -> None:
     fields = {"evoke_recovery": "breadcrumb"}
     with proxy(strict_port) as running:
         said = [*_long(running.port, path, "tools", **fields), QUIET]
@@ -296,7 +296,7 @@ def test_a_tool_result_may_carry_it_in_every_dialect(strict_port: int, path: str
 
 
 @pytest.mark.parametrize(("max_tokens", "quotes"), [(12, True), (7600, False)])
-def test_the_answer_keeps_its_place_in_the_context(
+def test_the_answer_keeps_its_position_in_the_context(
     noting: Noting, max_tokens: int, quotes: bool
 ) -> None:
     running, sent = noting

@@ -81,7 +81,7 @@ def _marked(path: str, mark: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_each_is_taken_out_and_nothing_else(path: str, patched: bool) -> None:
+def test_only_fields_of_the_proxy_are_removed(path: str, patched: bool) -> None:
     body, key = BODIES[path]
     marks = {"evoke_keep": "prefer", "evoke_name": "file:a.py"}
     marked = _marked(path, marks) if key else body
@@ -99,7 +99,7 @@ def test_each_is_taken_out_and_nothing_else(path: str, patched: bool) -> None:
     [(path, *wrong) for path in BODIES for wrong in WRONG]
     + [(path, *wrong) for path in (*CHATS, *COUNTS) for wrong in WRONG_MARKS],
 )
-def test_a_wrong_value_is_400_and_named(path: str, field: str, value: object) -> None:
+def test_a_wrong_value_is_400_and_the_field_is_named(path: str, field: str, value: object) -> None:
     body = BODIES[path][0] | {field: value}
     if (field, value) in WRONG_MARKS:
         body = _marked(path, {field: value})
@@ -113,7 +113,7 @@ def test_a_wrong_value_is_400_and_named(path: str, field: str, value: object) ->
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_field_that_there_is_not_is_400_and_the_nearest_is_named(path: str) -> None:
+def test_an_unknown_field_is_400_and_the_nearest_is_named(path: str) -> None:
     with fake_upstream(_ok) as fake, proxy(fake.port) as running:
         for field, named in (
             ("evoke_bugdet", "mean evoke_budget?"),
@@ -128,7 +128,7 @@ def test_a_field_that_there_is_not_is_400_and_the_nearest_is_named(path: str) ->
 
 
 @pytest.mark.parametrize("path", COUNTS)
-def test_a_count_is_that_of_the_plain_request(
+def test_counting_ignores_the_fields_of_the_proxy(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     body, key = BODIES[path]
@@ -140,7 +140,7 @@ def test_a_count_is_that_of_the_plain_request(
 
 
 @pytest.mark.parametrize("path", COUNTS)
-def test_what_is_no_json_is_the_servers_to_refuse(
+def test_a_body_that_is_not_json_is_refused_by_the_server(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     direct, proxied = (ask(p, "POST", path, b"{", JSON) for p in (patched_port, patched_proxy.port))
@@ -148,7 +148,7 @@ def test_what_is_no_json_is_the_servers_to_refuse(
     assert (proxied.status, proxied.body) == (direct.status, direct.body)
 
 
-def test_a_recovery_that_is_not_there_is_said_so(patched_proxy: RunningProxy) -> None:
+def test_a_name_that_cannot_be_recovered_is_reported(patched_proxy: RunningProxy) -> None:
     answer = _post(patched_proxy.port, "/v1/chat/completions", {"evoke_recovery": "later"})
     assert answer.status == 400
     message = json.loads(answer.body)["error"]["message"]
@@ -172,7 +172,9 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy, path: str) -
     assert _post(patched_proxy.port, path, body).status == 200
 
 
-def test_pins_that_add_up_are_refused_and_those_before_stay(patched_proxy: RunningProxy) -> None:
+def test_pins_whose_sum_exceeds_the_cap_are_refused_and_earlier_pins_stay(
+    patched_proxy: RunningProxy,
+) -> None:
     talk = ChatClient(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
     talk.say("The code is 7741.", evoke_pinned=True)
     for number in range(4):
@@ -187,7 +189,7 @@ def test_pins_that_add_up_are_refused_and_those_before_stay(patched_proxy: Runni
     assert talk.say("Go on.").books["n_resident_peak"] <= BUDGET
 
 
-def test_recovery_is_the_requests_own(patched_proxy: RunningProxy) -> None:
+def test_a_request_chooses_its_recovery(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
     talk.say("The access code of the Meridian vault is 7741.")
     for number in range(6):
@@ -210,7 +212,7 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
     assert max(said.books["n_resident_peak"] for said in turns) <= kept
 
 
-def test_a_policy_is_the_requests_own(patched_proxy: RunningProxy) -> None:
+def test_a_request_chooses_its_policy(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
     names = [name for name in policy_names() if "_" not in name]  # without variants
     for number, name in enumerate([*names, "evoke"]):

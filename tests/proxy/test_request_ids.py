@@ -12,7 +12,7 @@ from fake_upstream import Exchange, fake_upstream, whole
 from harness import ask, nobody, proxy, until
 
 
-def test_a_request_keeps_its_id_where_that_is_sane() -> None:
+def test_a_request_keeps_a_valid_id() -> None:
     with proxy(nobody()) as running:
 
         def id_of(given: str | None, target: str = "/evoke/health") -> str:
@@ -26,7 +26,7 @@ def test_a_request_keeps_its_id_where_that_is_sane() -> None:
         assert id_of(None) != id_of(None)
 
 
-def test_each_request_has_one_line_whatever_becomes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_has_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "evoke_proxy.request")
     chat = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
     wrong = chat.replace(b"}]}", b'}], "evoke_budget": "much"}')

@@ -59,7 +59,7 @@ def _raw(port: int, sent: bytes) -> bytes:
     [{}, _bearer("evk_no"), {"Authorization": f"Basic {ALICE}"}, {"X-Api-Key": ""}, {":x": ALICE}],
     ids=["none", "wrong", "basic", "empty", "odd"],
 )
-def test_nobody_gets_in_without_a_key(
+def test_requests_without_a_key_are_refused(
     keyed: RunningProxy, echo: FakeUpstream, shown: Mapping[str, str]
 ) -> None:
     for path in ("/v1/chat/completions", "/tokenize", "/slots/0?action=erase", "/metrics", "/"):
@@ -70,7 +70,9 @@ def test_nobody_gets_in_without_a_key(
     assert echo.requests == []
 
 
-def test_a_key_ends_here_and_ours_goes_on(keyed: RunningProxy, echo: FakeUpstream) -> None:
+def test_the_clients_key_is_replaced_by_that_of_the_proxy(
+    keyed: RunningProxy, echo: FakeUpstream
+) -> None:
     for headers in (_bearer(ALICE), {**JSON, "X-Api-Key": BOB}):
         for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
             assert ask(keyed.port, "POST", path, CHAT, headers).status == 200
@@ -79,13 +81,13 @@ def test_a_key_ends_here_and_ours_goes_on(keyed: RunningProxy, echo: FakeUpstrea
     assert heads.count(b"Authorization: Bearer " + UPSTREAM_KEY.encode()) == len(echo.requests) == 6
 
 
-def test_without_a_key_of_its_own_the_proxy_sends_none(echo: FakeUpstream, keys: Path) -> None:
+def test_a_proxy_without_an_upstream_key_sends_none(echo: FakeUpstream, keys: Path) -> None:
     with proxy(echo.port, security__keys_file=str(keys)) as running:
         assert ask(running.port, "POST", "/v1/chat/completions", CHAT, _bearer(ALICE)).status == 200
     assert b"authorization" not in echo.requests[0].head.lower()
 
 
-def test_a_key_that_is_taken_out_is_refused_at_once(echo: FakeUpstream, tmp_path: Path) -> None:
+def test_a_removed_key_is_refused_at_once(echo: FakeUpstream, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     write_secret(path, line_of(Caller("alice", "alice"), ALICE))
     with proxy(echo.port, security__keys_file=str(path)) as running:
@@ -95,7 +97,7 @@ def test_a_key_that_is_taken_out_is_refused_at_once(echo: FakeUpstream, tmp_path
         assert ask(running.port, *asked).status == 401
 
 
-def test_without_its_file_no_key_counts_and_a_broken_one_changes_nothing(
+def test_a_deleted_key_file_refuses_all_keys_and_a_damaged_one_changes_nothing(
     echo: FakeUpstream, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
@@ -118,7 +120,7 @@ def test_without_its_file_no_key_counts_and_a_broken_one_changes_nothing(
     /v1%2fchat/completions /%65voke/sessions /metrics http://127.0.0.1/slots
     """.split(),
 )
-def test_what_belongs_to_others_is_not_for_clients(
+def test_paths_of_operators_are_refused_to_clients(
     keyed: RunningProxy, echo: FakeUpstream, target: str
 ) -> None:
     answer = ask(keyed.port, "POST", target, CHAT, _bearer(ALICE))
@@ -129,7 +131,7 @@ def test_what_belongs_to_others_is_not_for_clients(
 @pytest.mark.parametrize(
     "rest", ["%0A", "%0A/../../slots", "%0a/../../slots/0?action=erase", "../slots"]
 )
-def test_no_way_through_our_own_paths_leads_to_the_server(
+def test_no_path_under_evoke_reaches_the_server(
     keyed: RunningProxy, echo: FakeUpstream, rest: str
 ) -> None:
     assert ask(keyed.port, "POST", f"/evoke/{rest}", CHAT).status == 404
@@ -137,9 +139,7 @@ def test_no_way_through_our_own_paths_leads_to_the_server(
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "a]b", "[x]"])
-def test_a_host_that_is_none_is_refused(
-    stray: tuple[RunningProxy, FakeUpstream], host: str
-) -> None:
+def test_an_invalid_host_is_refused(stray: tuple[RunningProxy, FakeUpstream], host: str) -> None:
     head = f"GET /evoke/sessions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     assert int(_raw(stray[0].port, head.encode()).split(b" ")[1]) in (400, 403)
 
@@ -166,7 +166,7 @@ def test_no_control_character_of_a_path_reaches_the_server(
     ],
     ids=["words", "bytes", "marker", "spelled", "list", "gzip"],
 )
-def test_nothing_passes_that_only_llama_server_could_read(
+def test_bodies_that_only_llama_server_could_read_are_refused(
     keyed: RunningProxy, echo: FakeUpstream, body: bytes, headers: Mapping[str, str]
 ) -> None:
     answer = ask(keyed.port, "POST", "/v1/chat/completions", body, {**_bearer(ALICE), **headers})
@@ -174,14 +174,14 @@ def test_nothing_passes_that_only_llama_server_could_read(
     assert echo.requests == []
 
 
-def test_health_is_for_everybody_and_preflights_need_no_key(keyed: RunningProxy) -> None:
+def test_health_and_preflights_need_no_key(keyed: RunningProxy) -> None:
     for path in ("/evoke/health", "/evoke/ready", "/health"):
         assert ask(keyed.port, "GET", path).status == 200
     assert ask(keyed.port, "OPTIONS", "/v1/chat/completions").status == 200
     assert ask(keyed.port, "OPTIONS", "/slots").status == 401
 
 
-def test_keys_that_others_may_read_end_the_start(tmp_path: Path) -> None:
+def test_a_key_file_readable_by_others_prevents_the_start(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("")
     path.chmod(0o644)
@@ -212,7 +212,7 @@ def test_keys_that_others_may_read_end_the_start(tmp_path: Path) -> None:
     ],
     ids="cl-te cl-cl space plus te te-te te2 vt 0x minus fold lf nul colon host many long".split(),
 )
-def test_what_two_could_read_differently_is_read_by_nobody(
+def test_requests_with_ambiguous_framing_are_refused(
     stray: tuple[RunningProxy, FakeUpstream], lines: bytes
 ) -> None:
     running, fake = stray
@@ -232,7 +232,7 @@ def stray() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
 
 
 @pytest.mark.parametrize("named", ["content-length", "transfer-encoding", "host"])
-def test_a_header_that_is_called_hop_by_hop_frames_nothing_anew(
+def test_a_header_named_in_connection_does_not_change_the_framing(
     stray: tuple[RunningProxy, FakeUpstream], named: str
 ) -> None:
     running, fake = stray
@@ -249,7 +249,7 @@ def test_a_header_that_is_called_hop_by_hop_frames_nothing_anew(
     evil.example:443 .evil.example/x :99/x /\\evil.example ?x #x https:/x /%0d%0aHost:%20x
     /%00 /../../x""".split(),
 )
-def test_no_target_leads_to_another_server(
+def test_no_target_reaches_another_server(
     stray: tuple[RunningProxy, FakeUpstream], target: str
 ) -> None:
     """Each request that goes on goes to llama-server, or nowhere: never to the name in it."""
@@ -274,7 +274,7 @@ def test_redirects_of_the_server_are_not_followed() -> None:
         assert len(fake.requests) == 1
 
 
-def test_malformed_bodies_are_answered_and_break_nothing(
+def test_malformed_bodies_are_answered_and_leave_the_proxy_working(
     stray: tuple[RunningProxy, FakeUpstream],
 ) -> None:
     running, _ = stray
@@ -303,7 +303,7 @@ def test_a_body_over_the_limit_is_not_read_to_its_end(echo: FakeUpstream) -> Non
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /x HTTP/1.1\r\nHost"], ids=["nothing", "half"])
-def test_a_head_that_does_not_come_ends_the_connection(echo: FakeUpstream, sent: bytes) -> None:
+def test_a_missing_head_closes_the_connection(echo: FakeUpstream, sent: bytes) -> None:
     with proxy(echo.port, limits__idle_timeout_s=0.3) as running:
         began = time.monotonic()
         assert _raw(running.port, sent) == b""
@@ -311,7 +311,7 @@ def test_a_head_that_does_not_come_ends_the_connection(echo: FakeUpstream, sent:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_body_that_does_not_come_ends_the_request(echo: FakeUpstream, path: str) -> None:
+def test_a_missing_body_ends_the_request(echo: FakeUpstream, path: str) -> None:
     with proxy(echo.port, limits__body_timeout_s=0.3) as running:
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n".encode()
         try:
@@ -322,7 +322,7 @@ def test_a_body_that_does_not_come_ends_the_request(echo: FakeUpstream, path: st
         assert ask(running.port, "POST", path, CHAT, JSON).status == 200
 
 
-def test_a_client_is_not_blamed_for_a_server_that_does_not_read(
+def test_a_server_that_does_not_read_counts_as_an_upstream_error(
     monkeypatch: pytest.MonkeyPatch, echo: FakeUpstream
 ) -> None:
     read = fake_upstream_module._read
@@ -338,7 +338,7 @@ def test_a_client_is_not_blamed_for_a_server_that_does_not_read(
         assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 0
 
 
-def test_a_client_that_does_not_read_gives_its_slot_back() -> None:
+def test_a_client_that_does_not_read_releases_its_slot() -> None:
     async def pour(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
         await exchange.say(head + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -353,7 +353,7 @@ def test_a_client_that_does_not_read_gives_its_slot_back() -> None:
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 
 
-def test_no_text_of_a_prompt_is_ever_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_text_of_a_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever goes wrong, and however the text got there."""
     secret = "hunter2-marker"
     spoken = [whole(secret.encode()), b"HTTP/1.1 500 " + secret.encode() + b"\r\n\r\n", b"nonsense"]

@@ -96,7 +96,7 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: FaultInject
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 1
 
 
-def test_a_broken_connection_costs_a_conversation_nothing(line: FaultInjector) -> None:
+def test_a_broken_connection_keeps_the_state_of_a_conversation(line: FaultInjector) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         talk = ChatClient(running.port, "kept")
         for number in range(7):
@@ -110,7 +110,7 @@ def test_a_broken_connection_costs_a_conversation_nothing(line: FaultInjector) -
         assert running.metric("evoke_sessions") >= 1
 
 
-def test_a_request_that_fails_in_planning_and_in_forwarding_is_one_failure(
+def test_a_failure_in_planning_and_forwarding_counts_once(
     line: FaultInjector,
 ) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
@@ -165,7 +165,7 @@ def _send_raw(port: int, data: bytes) -> None:
             client.recv(65536)
 
 
-def test_no_request_of_a_client_makes_llama_server_another_one() -> None:
+def test_no_request_of_a_client_looks_like_a_restart_of_llama_server() -> None:
     with llama_server(server_binary(patched=True), *OPTIONS) as port:
         with proxy(port, policy__budget=BUDGET) as running, _watched(running):
             talk = ChatClient(running.port, "kept")
@@ -198,7 +198,7 @@ def test_no_request_of_a_client_opens_a_breaker(stock_port: int, two_slots_port:
             assert running.metric("evoke_server_breaker_openings_total", server=name) == 0
 
 
-def test_a_client_that_hangs_up_on_its_upload_is_no_failure_of_llama_server(
+def test_an_aborted_upload_is_no_failure_of_llama_server(
     stock_port: int,
 ) -> None:
     with proxy(stock_port) as running, _watched(running):
@@ -215,7 +215,7 @@ def test_a_client_that_hangs_up_on_its_upload_is_no_failure_of_llama_server(
         assert _started(running) == 0
 
 
-def test_another_process_on_the_same_port_is_found_before_anything_is_planned() -> None:
+def test_another_process_on_the_same_port_is_detected_before_planning() -> None:
     """It was replaced while nobody asked anything: the rendering names another instance."""
     port = free_port()
     with contextlib.ExitStack() as first:
@@ -237,7 +237,7 @@ def test_another_process_on_the_same_port_is_found_before_anything_is_planned() 
                 assert _started(running) == 1
 
 
-def test_a_stock_server_that_restarts_unseen_is_found_by_its_task_counter(
+def test_a_restarted_stock_server_is_detected_by_its_task_counter(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     deployment = Deployment(tmp_path_factory.mktemp("slots"), "", ("--cache-ram", "0"))
@@ -328,7 +328,7 @@ def _stock(folder: Path) -> Iterator[tuple[FaultInjector, dict[str, object]]]:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("patched", 1), ("patched", 2), ("stock", 3)])
-def test_two_turns_of_a_session_never_run_at_once(
+def test_turns_of_a_session_never_run_concurrently(
     line: FaultInjector, kind: str, seed: int, tmp_path: Path
 ) -> None:
     """Whatever breaks beside them: connections of others and their own, and clients that leave."""
@@ -389,7 +389,7 @@ def _interleave(line: FaultInjector, call: bytes, settings: dict[str, object], s
         assert "*" not in repr(running.engine.server.slots.pool), "every slot was given back"
 
 
-def test_a_slot_that_somebody_else_uses_is_planned_for_when_it_is_idle(
+def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a proxy was killed: llama-server has not noticed yet that nobody listens."""

@@ -104,7 +104,7 @@ def resident(port: int) -> object:
     return json.loads(ask(port, "GET", "/slots/0/blocks").body)["resident"]
 
 
-def test_a_killed_server_a_new_proxy_and_both_cost_a_session_nothing(tmp_path: Path) -> None:
+def test_a_session_continues_after_a_restart_of_server_proxy_or_both(tmp_path: Path) -> None:
     events = ["server", "proxy", "both"]
     texts = [*TURNS, "What is my favorite number?", "Go on.", "And once more?"]
     with deployment(tmp_path / "restarted") as subject, deployment(tmp_path / "never") as control:
@@ -145,7 +145,7 @@ def ordered(running: RunningProxy, budget: int) -> None:
     operate(running, "POST", f"{place}/blocks", {"action": "pin"} | span)
 
 
-def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Path) -> None:
+def test_changes_by_an_operator_survive_a_restart_of_the_proxy(tmp_path: Path) -> None:
     own = BUDGET - 64
     with deployment(tmp_path / "restarted") as subject, deployment(tmp_path / "never") as control:
         talks = [ChatClient(0, "chat") for _ in range(2)]
@@ -177,7 +177,9 @@ def test_what_an_operator_has_said_of_a_session_outlives_the_proxy(tmp_path: Pat
 
 
 @pytest.mark.parametrize("shape", [HYBRID, "tiny-gemma"])
-def test_a_slot_comes_back_whole_where_copies_are_not_all_of_it(shape: str, tmp_path: Path) -> None:
+def test_a_slot_is_restored_from_its_file_when_copies_do_not_suffice(
+    shape: str, tmp_path: Path
+) -> None:
     """Copies of blocks bring neither a recurrent state nor windows back: the slot's file does."""
     with (
         deployment(tmp_path / "restarted", shape) as subject,

@@ -44,9 +44,7 @@ def _no_fault(running: RunningProxy) -> bool:
 
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
-def test_the_only_slot_is_handed_back_with_everything_in_it(
-    patched_port: int, budget: int | None
-) -> None:
+def test_a_side_request_restores_the_only_slot(patched_port: int, budget: int | None) -> None:
     with proxy(patched_port, policy__budget=budget) as running:
         talk = ChatClient(running.port)
         for number in range(4):
@@ -65,7 +63,7 @@ def test_the_only_slot_is_handed_back_with_everything_in_it(
         assert _no_fault(running)
 
 
-def test_a_spare_slot_is_used_and_stays_spare(two_slots_port: int) -> None:
+def test_a_side_request_uses_a_spare_slot_that_stays_free(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "talk")
         talk.say(f"Hello. {FILLER}")
@@ -120,7 +118,7 @@ def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
         assert {known["slot"] for known in sessions} == {0, 1}
 
 
-def test_a_person_has_many_conversations_and_is_no_name_for_one(two_slots_port: int) -> None:
+def test_the_id_of_a_person_does_not_join_conversations(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
         fields = {"user": "ann", "max_tokens": 80}
         talks = [ChatClient(running.port, None, fields) for _ in range(2)]
@@ -145,7 +143,7 @@ def test_a_person_has_many_conversations_and_is_no_name_for_one(two_slots_port: 
         ({}, {"prompt_cache_key": "the-one"}),
     ],
 )
-def test_clients_names_reach_the_list_of_sessions(
+def test_names_of_clients_are_in_the_list_of_sessions(
     patched_proxy: RunningProxy, headers: dict[str, str], fields: dict[str, Any]
 ) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2})

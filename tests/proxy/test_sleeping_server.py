@@ -41,7 +41,7 @@ def _await_sleep(port: int) -> None:
     until(lambda: _sleeps(port), "it falls asleep")
 
 
-def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:
+def test_admin_requests_do_not_wake_the_server(sleepy: tuple[int, bool]) -> None:
     port, _ = sleepy
     with proxy(port) as running:
         until(lambda: b"llamacpp:prompt_tokens_total" in _metrics_of_one_woken(running))
@@ -59,7 +59,7 @@ def test_nobody_wakes_it_by_looking(sleepy: tuple[int, bool]) -> None:
         assert _sleeps(port)
 
 
-def test_one_that_is_woken_by_a_scrape_is_not_scraped_again_in_its_sleep() -> None:
+def test_a_server_woken_by_a_scrape_is_not_scraped_again_while_it_sleeps() -> None:
     """Earlier versions of llama-server are woken by it."""
     asleep, awake = b'{"total_slots":1,"is_sleeping":true}', b'{"total_slots":1}'
 
@@ -75,7 +75,7 @@ def test_one_that_is_woken_by_a_scrape_is_not_scraped_again_in_its_sleep() -> No
         assert len(fake.requests) == 1
 
 
-def test_a_proxy_that_starts_does_not_wake_it(sleepy: tuple[int, bool]) -> None:
+def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> None:
     port, patched = sleepy
     _await_sleep(port)
     with proxy(port) as running:
@@ -84,7 +84,7 @@ def test_a_proxy_that_starts_does_not_wake_it(sleepy: tuple[int, bool]) -> None:
         assert _sleeps(port)
 
 
-def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) -> None:
+def test_blocks_lost_during_sleep_are_decoded_again(sleepy: tuple[int, bool]) -> None:
     port, patched = sleepy
     with proxy(port, policy__writeback=False) as running:
         before, woken, then = _over_a_sleep(running, port)
@@ -101,7 +101,7 @@ def test_what_it_forgot_in_its_sleep_is_decoded_again(sleepy: tuple[int, bool]) 
             assert running.metric("evoke_bypass_total", reason="unpatched") == 7
 
 
-def test_what_was_copied_before_it_slept_comes_back_by_a_copy() -> None:
+def test_blocks_copied_before_sleep_are_recovered_by_a_copy() -> None:
     options = ["-np", "1", *DROWSY, "--evoke-ram", "64"]
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         before, woken, then = _over_a_sleep(running, port)

@@ -72,7 +72,9 @@ HELLO = [{"role": "user", "content": "Hello."}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_answers_cost_nobody_any_rows(two_slots: RunningProxy, stream: bool) -> None:
+def test_a_request_for_several_answers_loses_no_rows_of_others(
+    two_slots: RunningProxy, stream: bool
+) -> None:
     talks = _conversations(two_slots)
     fields = {"messages": HELLO, "max_tokens": 4, "n": 2, "stream": stream}
     answer = _post(two_slots.port, "/v1/chat/completions", **fields)
@@ -104,7 +106,7 @@ def test_more_answers_than_slots_are_refused_by_the_server(
     assert comparable(proxied) == comparable(direct)
 
 
-def test_a_batch_of_prompts_costs_nobody_any_rows(port: int, two_slots: RunningProxy) -> None:
+def test_a_batch_of_prompts_loses_no_rows_of_others(port: int, two_slots: RunningProxy) -> None:
     prompts = ["The river", "A mountain", "My house"]
     fields = {"prompt": prompts, "max_tokens": 3}
     direct = json.loads(_post(port, "/v1/completions", **fields).body)
@@ -130,7 +132,7 @@ def test_a_raw_prompt_in_a_named_slot(two_slots: RunningProxy, slot: int) -> Non
         assert (rows["resident_before"] == 0) == (before[str(talk.session)] == slot)
 
 
-def test_a_conversation_goes_where_it_is_told_to(two_slots: RunningProxy) -> None:
+def test_a_conversation_uses_the_slot_that_its_request_names(two_slots: RunningProxy) -> None:
     talks = _conversations(two_slots)
     before = _slots(two_slots)
     mine, other = talks
@@ -148,7 +150,7 @@ def test_a_conversation_goes_where_it_is_told_to(two_slots: RunningProxy) -> Non
 
 
 @pytest.mark.parametrize("named", [7, -1, None, "0", 10**30])
-def test_a_slot_that_is_not_there_is_none_at_all(two_slots: RunningProxy, named: object) -> None:
+def test_an_unknown_slot_is_ignored(two_slots: RunningProxy, named: object) -> None:
     talk = ChatClient(two_slots.port, "any", {"id_slot": named})
     talk.say("hello")
     assert talk.say("Go on.").books["resident_before"] > 0
@@ -156,7 +158,7 @@ def test_a_slot_that_is_not_there_is_none_at_all(two_slots: RunningProxy, named:
     assert raw.status == 200
 
 
-def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
+def test_a_request_waits_for_the_slot_it_names(two_slots: RunningProxy) -> None:
     raw = {"prompt": "A", "n_predict": 3, "id_slot": 1}
     with endless(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
         beside = ChatClient(two_slots.port, "beside")
@@ -169,7 +171,7 @@ def test_a_named_slot_is_waited_for(two_slots: RunningProxy) -> None:
         assert not [known for known in two_slots.engine.conversations if known.in_use]
 
 
-def test_who_cannot_have_all_its_slots_gives_back_what_it_has(port: int) -> None:
+def test_a_request_that_cannot_lease_all_its_slots_releases_those_it_has(port: int) -> None:
     with proxy(port, policy__budget=BUDGET, limits__queue_timeout_s=0.3) as running:
         with endless(running.port, id_slot=1):
             fields = {"messages": HELLO, "max_tokens": 4, "n": 2}

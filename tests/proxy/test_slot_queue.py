@@ -46,7 +46,7 @@ def test_a_full_queue_refuses_with_retry_after() -> None:
     _run(work())
 
 
-def test_patience_ends() -> None:
+def test_waiting_ends_after_the_queue_timeout() -> None:
     async def work() -> None:
         queue = SlotQueue(LimitsConfig(queue=1, queue_timeout_s=0.02))
         held = await queue.acquire("a", "")
@@ -61,7 +61,7 @@ def test_patience_ends() -> None:
 
 @pytest.mark.parametrize("granted_first", [False, True])
 @pytest.mark.parametrize("cancelled_first", [False, True])
-def test_a_cancelled_waiter_gives_its_place_to_the_next(
+def test_a_cancelled_waiter_is_replaced_by_the_next(
     granted_first: bool, cancelled_first: bool
 ) -> None:
     async def work() -> None:
@@ -134,7 +134,7 @@ def test_a_waiter_for_a_slot_that_a_smaller_server_lacks_takes_any() -> None:
 
 
 @pytest.mark.parametrize("slots", [(3, 1, 3), (1, 3), (3, 1), (3, 2, 1, 2)])
-def test_a_session_whose_request_runs_when_the_server_restarts_stays_alone(
+def test_a_session_with_a_running_request_stays_locked_over_a_server_restart(
     slots: tuple[int, ...],
 ) -> None:
     """No second request of it begins, in whatever slots the new server has."""

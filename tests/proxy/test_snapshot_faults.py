@@ -70,7 +70,7 @@ def _corrupt(running: RunningProxy) -> float:
     return sum(sample.value for sample in found if sample.name.endswith("_total"))
 
 
-def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
+def test_damaged_files_are_not_restored_and_answers_are_correct(
     deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
@@ -97,7 +97,7 @@ def test_no_damaged_file_is_restored_and_every_answer_is_the_right_one(
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 1
 
 
-def test_a_file_that_is_gone_is_not_asked_for_so_nothing_is_wiped(
+def test_a_missing_file_is_not_restored_so_the_slot_keeps_its_rows(
     deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
@@ -150,7 +150,7 @@ def test_a_full_disk_costs_the_snapshot_only(
     assert deployment.files() == before and not part.is_symlink()
 
 
-def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
+def test_no_save_starts_without_disk_space_for_it(tmp_path: Path) -> None:
     with Deployment(tmp_path).both(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
         _chat(4).ask(proxied.port)
         proxied.settled()
@@ -158,7 +158,7 @@ def test_no_save_is_begun_without_room_for_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [("-ctk", "q8_0", "-ctv", "q8_0"), ("-fa", "off")], ids=" ".join)
-def test_a_state_is_for_servers_whose_cache_is_laid_out_alike(
+def test_a_snapshot_is_restored_only_with_the_same_cache_layout(
     other: tuple[str, ...], tmp_path: Path
 ) -> None:
     """No answer of a stock server says how its is: a file of it does."""
@@ -179,7 +179,7 @@ def test_a_state_is_for_servers_whose_cache_is_laid_out_alike(
 
 
 @pytest.mark.parametrize("during", ["save", "restore"])
-def test_a_server_that_dies_of_a_file_is_not_given_it_again(during: str, tmp_path: Path) -> None:
+def test_a_file_that_killed_a_server_is_not_restored_again(during: str, tmp_path: Path) -> None:
     deployment, chat = Deployment(tmp_path, "", ("--cache-ram", "0")), long_chat(300)
     with deployment.server() as port, deployment.proxy(port, look_ahead=False) as proxied:
         if during == "restore":
@@ -231,7 +231,7 @@ def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
     return names
 
 
-def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) -> None:
+def test_a_disconnecting_client_costs_no_snapshot(tmp_path: Path) -> None:
     deployment, chat = Deployment(tmp_path), long_chat(400)
     with deployment.both(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
@@ -256,9 +256,7 @@ def test_a_client_that_leaves_at_any_moment_costs_no_snapshot(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("during", ["save", "restore"])
-def test_a_proxy_that_is_killed_leaves_nothing_that_cannot_be_trusted(
-    during: str, tmp_path: Path
-) -> None:
+def test_a_killed_proxy_leaves_only_valid_files(during: str, tmp_path: Path) -> None:
     """In the moment that it has asked for a save or a restore, which llama-server goes on with."""
     folder = tmp_path / "slots"
     folder.mkdir()

@@ -38,7 +38,7 @@ def new_tokens(port: int, text: str) -> int:
     ],
     ids=["qwen35", "dense", "windows"],
 )
-def test_after_a_restart_of_both_only_what_is_new_is_decoded(
+def test_after_a_restart_of_both_only_new_text_is_decoded(
     shape: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     deployment, chat = Deployment(tmp_path, shape, options), long_chat(1100)
@@ -61,7 +61,7 @@ def test_after_a_restart_of_both_only_what_is_new_is_decoded(
         assert running.metric("evoke_degraded_total", stage="restore") == 0
 
 
-def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahead(
+def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_to_a_fifth(
     tmp_path: Path,
 ) -> None:
     deployment = Deployment(tmp_path, HYBRID, QWEN)
@@ -83,7 +83,7 @@ def test_a_hybrids_next_turn_decodes_a_fifth_of_what_it_does_without_looking_ahe
     assert costs[True] <= costs[False] / 5
 
 
-def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: Path) -> None:
+def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> None:
     """A branch keeps two: its newest step, and the history up to what its user said last, because
     the template rewrites the steps when the user speaks again."""
     deployment, chat = Deployment(tmp_path, HYBRID, QWEN), long_chat(400)
@@ -110,7 +110,7 @@ def test_behind_a_tool_loop_the_last_words_of_the_user_are_still_kept(tmp_path: 
             assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
 
 
-def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -> None:
+def test_restores_stop_and_are_reported_when_they_save_nothing(tmp_path: Path) -> None:
     """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
     deployment = Deployment(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
     with deployment.both(look_ahead=False) as running:
@@ -127,7 +127,7 @@ def test_where_a_restore_saves_nothing_it_is_given_up_and_said(tmp_path: Path) -
         assert "given up restoring" in detail["detail"]
 
 
-def test_what_parts_from_restored_windows_is_answered_as_if_nothing_had_been_restored(
+def test_a_prompt_that_diverges_from_restored_windows_is_answered_correctly(
     tmp_path: Path,
 ) -> None:
     """With --swa-full llama-server would go on from windows that it has not got whole."""
@@ -173,7 +173,7 @@ def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_pa
         assert running.metric("evoke_snapshot_restores_total", result="useful") == 3
 
 
-def test_the_servers_own_copies_in_memory_are_left_to_serve(tmp_path: Path) -> None:
+def test_the_ram_cache_of_the_server_is_used(tmp_path: Path) -> None:
     """A default server empties idle slots into memory: what it has there is longer than a file."""
     deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
     with deployment.both(look_ahead=False) as running:
@@ -232,7 +232,7 @@ def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
         assert results["done"] == 1 == results["skipped"] + results["cancelled"]
 
 
-def test_a_directory_that_the_server_does_not_save_to_is_said_and_nothing_is_restored(
+def test_a_directory_that_the_server_does_not_use_is_reported(
     tmp_path: Path,
 ) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
@@ -314,7 +314,7 @@ def test_concurrent_requests_cost_the_server_little_more_than_directly(
     assert totals["ours"] <= 1.3 * totals["direct"]
 
 
-def test_one_at_a_time_is_one_at_a_time_and_keeps_slots_all_the_same(tmp_path: Path) -> None:
+def test_one_at_a_time_runs_single_requests_and_saves_slots(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
     busiest = 0
     with deployment.server() as port, deployment.proxy(port, one_at_a_time=True) as running:
@@ -342,7 +342,7 @@ def _three_turns(chat: Chat, port: int) -> None:
         chat.hear()
 
 
-def test_what_a_server_forgets_in_its_sleep_comes_back(tmp_path: Path) -> None:
+def test_a_cache_lost_during_sleep_is_restored(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
     chat = long_chat(400)
     with deployment.both() as running:
@@ -368,7 +368,7 @@ def _message(port: int, messages: list[object], **fields: object) -> dict[str, o
     return json.loads(answer.body)
 
 
-def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
+def test_messages_keep_their_cache(tmp_path: Path) -> None:
     """Their bodies carry no slot: what is restored is found by llama-server itself."""
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     chat: list[object] = [
@@ -398,7 +398,7 @@ def test_messages_keep_their_cache_too(tmp_path: Path) -> None:
         assert deployment.files() == files
 
 
-def test_a_request_that_departs_from_the_last_one_is_told_where_and_why(tmp_path: Path) -> None:
+def test_a_diverging_request_is_reported_with_position_and_cause(tmp_path: Path) -> None:
     chat = long_chat(300)
     chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
     with Deployment(tmp_path).both(look_ahead=False) as running:
@@ -420,7 +420,7 @@ def _respond(port: int, items: list[object], **fields: object) -> dict[str, obje
     return json.loads(answer.body)
 
 
-def test_responses_keep_their_cache_too(tmp_path: Path) -> None:
+def test_responses_keep_their_cache(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
     items: list[object] = [

@@ -25,13 +25,13 @@ def test_a_minute_of_mixed_agents(soaked: dict[str, Any]) -> None:
         assert row["rss_end"] < row["rss_start"] + 40
 
 
-def test_a_slope_is_what_most_pairs_say() -> None:
+def test_the_slope_is_the_median_over_pairs() -> None:
     steady = [(float(second), 60.0 + 0.5 * second / 60 + second % 2) for second in range(120)]
     assert soak.slope(steady) == pytest.approx(0.5, abs=0.2)
     assert soak.slope([(0.0, 1.0)]) == 0.0
 
 
-def test_what_a_run_is_held_to() -> None:
+def test_the_checks_of_a_run() -> None:
     row = {"arm": "patched", "turns": 3, "own_5xx": 0, "unbalanced": 0, "over_budget": 0}
     fine = {**row, "other_4xx": 0, "slope": 9.0}
     assert soak.missed(fine, long=False) == []

@@ -86,7 +86,7 @@ def test_comments_come_before_the_same_stream(
         assert [sorted(event) for event in events(rest)] == kinds
 
 
-def test_a_whole_answer_has_no_comments(patched_port: int) -> None:
+def test_a_complete_answer_has_no_comments(patched_port: int) -> None:
     with _busy(patched_port) as busy:
         answer = busy.waited("/v1/chat/completions", CHAT | {"stream": False})
     assert json.loads(answer.body)["choices"]
@@ -100,7 +100,7 @@ def test_a_whole_answer_has_no_comments(patched_port: int) -> None:
         ("/v1/messages", b'event: error\ndata: {"type":"error","error":{'),
     ],
 )
-def test_patience_that_ends_is_an_event(patched_port: int, path: str, begins: bytes) -> None:
+def test_a_queue_timeout_is_an_event(patched_port: int, path: str, begins: bytes) -> None:
     with _busy(patched_port, limits__queue_timeout_s=0.8) as busy:
         answer = busy.post(path, CHAT | {"input": "Hello."})
         assert _after(answer).startswith(begins)
@@ -118,7 +118,7 @@ def test_patience_that_ends_is_an_event(patched_port: int, path: str, begins: by
         ({"grammar": "root ::= ("}, "grammar"),
     ],
 )
-def test_a_refusal_after_the_wait_is_an_event(
+def test_a_refusal_after_waiting_is_an_event(
     patched_port: int, fields: dict[str, Any], message: str
 ) -> None:
     with _busy(patched_port, policy__budget=320) as busy:
@@ -128,7 +128,7 @@ def test_a_refusal_after_the_wait_is_an_event(
         assert busy.post("/v1/chat/completions", CHAT).status == 200
 
 
-def test_who_leaves_the_queue_leaves_no_gap(patched_port: int) -> None:
+def test_a_client_that_leaves_the_queue_is_removed_from_it(patched_port: int) -> None:
     with _busy(patched_port) as busy:
         running = busy.running
         connection = http.client.HTTPConnection("127.0.0.1", running.port)

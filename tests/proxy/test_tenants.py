@@ -65,7 +65,7 @@ def keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]
         yield running
 
 
-def test_on_a_budget_and_one_slot_nothing_crosses(patched_port: int, tmp_path: Path) -> None:
+def test_tenants_with_budgets_in_one_slot_do_not_mix(patched_port: int, tmp_path: Path) -> None:
     with keyed(patched_port, tmp_path, policy__budget=BUDGET) as running:
         for seed in range(4):
             _interleaved(running, seed)
@@ -78,7 +78,7 @@ def test_on_a_budget_and_one_slot_nothing_crosses(patched_port: int, tmp_path: P
             assert json.loads(listed)["blocks"], "each has copies of its own"
 
 
-def test_from_disk_encrypted_nothing_crosses(tmp_path: Path) -> None:
+def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
     deployment = Deployment(folder, "", ("--cache-ram", "0"))

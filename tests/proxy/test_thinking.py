@@ -124,7 +124,7 @@ def checked(books: Mapping[str, Any]) -> Mapping[str, Any]:
     return books
 
 
-def test_only_what_is_new_is_decoded(thinker: Thinker) -> None:
+def test_only_new_text_is_decoded(thinker: Thinker) -> None:
     """What is new: the answer as the template shows it, and the next question."""
     told = [
         checked(thinker.say(f"The code in place{i} is {i}. {FILLER}")) for i in range(TURNS - 3)
@@ -135,7 +135,7 @@ def test_only_what_is_new_is_decoded(thinker: Thinker) -> None:
     assert sum(books["recovered"] for books in asked) > 0
 
 
-def test_the_work_of_a_turn_is_stripped_when_the_next_begins(thinker: Thinker) -> None:
+def test_thoughts_of_a_turn_are_removed_when_the_next_begins(thinker: Thinker) -> None:
     """An agent's steps show their thoughts until its user says something new."""
     for turn in range(2):
         thinker.talk.messages.append({"role": "user", "content": f"Do number {turn}. {FILLER}"})

@@ -56,7 +56,7 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
 
 
 @PATHS
-def test_what_fits_is_forwarded_as_it_is(
+def test_a_prompt_within_the_budget_is_forwarded_unchanged(
     noting: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
     running, sent = noting
@@ -104,7 +104,7 @@ def _ids(path: str, items: list[Json]) -> tuple[list[str], list[str]]:
 
 @PATHS
 @STREAM
-def test_a_long_task_loses_whole_steps(
+def test_a_long_task_loses_complete_steps(
     noting: tuple[RunningProxy, list[Json]], path: str, stream: bool
 ) -> None:
     running, sent = noting
@@ -126,7 +126,7 @@ def _post(running: RunningProxy, path: str, body: Json) -> Answer:
 
 
 @PATHS
-def test_what_cannot_fit_is_held_in_the_budget_all_the_same(
+def test_a_prompt_that_cannot_be_truncated_stays_in_the_budget(
     noting: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
     running, _ = noting

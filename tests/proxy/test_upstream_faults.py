@@ -24,7 +24,7 @@ async def _echo(exchange: Exchange) -> None:
     await exchange.say(whole(exchange.head + exchange.body))
 
 
-def test_refused_connection_is_503_and_says_what_to_do() -> None:
+def test_a_refused_connection_is_503_with_advice() -> None:
     with proxy(nobody()) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
         assert answer.status == 503
@@ -40,7 +40,7 @@ def test_refused_connection_is_503_and_says_what_to_do() -> None:
         assert running.metric("evoke_requests_total", **counted) == 1
 
 
-def test_a_host_that_vanishes_is_noticed_by_the_system() -> None:
+def test_sockets_detect_a_host_that_disappears() -> None:
     """That it is, 30 s later, was tried on a link that was cut; here it is seen to be asked for.
     One that is there and does not read a long body for longer is not taken for vanished."""
     seen: list[tuple[int, ...]] = []
@@ -240,7 +240,7 @@ def test_stream_is_relayed_as_it_arrives() -> None:
         connection.close()
 
 
-def test_client_that_leaves_closes_the_upstream_request() -> None:
+def test_a_disconnecting_client_closes_the_upstream_request() -> None:
     async def behave(exchange: Exchange) -> None:
         await exchange.say(STREAM_HEAD)
         while True:
@@ -269,7 +269,7 @@ def test_body_over_the_limit_is_413_in_the_clients_dialect() -> None:
         assert ask(running.port, "POST", "/lora-adapters", body, JSON).status == 200
 
 
-def test_our_fields_never_reach_the_server() -> None:
+def test_fields_of_the_proxy_never_reach_the_server() -> None:
     body = (
         b'{ "evoke_policy":"discard", "messages":[{"role":"user","content":"evoke_x",'
         b'"evoke_keep":"pin","evoke_name":"n"}],"temperature":1.0e-1,'
@@ -289,7 +289,7 @@ def test_our_fields_never_reach_the_server() -> None:
             assert b"1.0e-1" in seen.body
 
 
-def test_unknown_path_of_ours_is_404_and_health_answers() -> None:
+def test_an_unknown_path_under_evoke_is_404_and_health_answers() -> None:
     with proxy(nobody()) as running:
         assert ask(running.port, "GET", "/evoke/nothing").status == 404
         assert json.loads(ask(running.port, "GET", "/evoke/health").body) == {"status": "ok"}
@@ -303,7 +303,7 @@ def test_ready_names_the_failed_check() -> None:
     assert "cannot be reached" in said["checks"]["upstream"]["detail"]
 
 
-def test_metrics_are_ours_alone_when_the_server_is_away() -> None:
+def test_metrics_are_those_of_the_proxy_when_the_server_is_away() -> None:
     with proxy(nobody()) as running:
         answer = ask(running.port, "GET", "/metrics")
     assert answer.status == 200

@@ -38,7 +38,7 @@ def _grown(talk: ChatClient, running: RunningProxy) -> TurnResult:
 
 
 @pytest.mark.parametrize("writeback", [True, False])
-def test_what_was_copied_behind_is_evicted_without_a_copy(
+def test_blocks_copied_by_write_back_are_evicted_without_a_copy(
     patched_port: int, writeback: bool
 ) -> None:
     ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all": true}')
@@ -88,7 +88,7 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
         assert running.metric("evoke_degraded_total") == 0
 
 
-def test_copies_never_push_out_what_is_only_in_memory() -> None:
+def test_write_back_never_displaces_the_only_copy_of_a_block() -> None:
     """Host memory three quarters full: nothing more is copied ahead, nothing is lost for it."""
     options = ("-np", "1", "--evoke-ram", "1")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:

@@ -84,7 +84,7 @@ def test_a_share_of_the_ceiling_counts_the_same_questions_in_both_arms() -> None
     assert (row["lost"], row["gained"]) == (1, 1)
 
 
-def test_discard_is_held_against_what_was_still_there() -> None:
+def test_discard_is_compared_with_the_resident_facts() -> None:
     records = [record("a", CEILING, "1111"), record("a", GONE, "1110", visible="1000")]
     bar = next(check for check in checks(summarise(records)) if "discard" in check["bar"])
     assert not bar["ok"]
@@ -120,7 +120,7 @@ def test_every_variant_has_the_arm_without_its_last_change_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "ok"), [(1, True), (2, False)])
-def test_a_model_that_does_not_know_the_answers_is_no_ruler(wrong: int, ok: bool) -> None:
+def test_a_model_without_recall_invalidates_the_run(wrong: int, ok: bool) -> None:
     records = [record("a", CEILING, "0" * wrong + "1" * (60 - wrong), cell="files")]
     bars = {check["bar"]: check for check in checks(summarise(records))}
     assert bars["files: no_eviction"]["ok"] is ok
@@ -135,7 +135,7 @@ def test_the_oracle_must_be_the_ceiling(answers: str, ok: bool) -> None:
     assert bar["ok"] is ok
 
 
-def test_a_turn_over_its_budget_is_named_and_spoils_the_run() -> None:
+def test_a_turn_over_its_budget_is_named_and_invalidates_the_run() -> None:
     fault = record("a", OURS, "1", faults=["turn 3: peak 501 over 500"])
     found = summarise([record("a", CEILING, "1"), fault])
     assert found["violations"] == ["a evoke@8x: turn 3: peak 501 over 500"]
@@ -154,7 +154,7 @@ def test_the_report_has_every_cell_and_every_miss() -> None:
     assert "<rect" in plots.bars(found["rows"])
 
 
-def test_a_fact_that_was_half_there_was_cut_in_two() -> None:
+def test_a_partly_resident_fact_counts_as_cut() -> None:
     records = [record("a", CEILING, "111"), record("a", OURS, "000", visible="012")]
     found = [misses.cause(probe) for _, probe in misses.missed(records, "evoke")]
     assert found == ["not chosen", "there, answered otherwise", "cut in two"]
@@ -209,7 +209,7 @@ def test_the_interval_of_a_difference_is_the_published_one() -> None:
     assert together[1] - together[0] > 2 * (apart[1] - apart[0])
 
 
-def test_an_arm_that_claims_a_bar_is_held_to_it() -> None:
+def test_an_arm_with_a_bar_is_checked_against_it() -> None:
     asked = recalling("fused", 16.0, "embedder")
     records = [
         record("a", CEILING, "1" * 20, cell="paraphrase"),
@@ -258,7 +258,7 @@ def test_a_request_is_made_for_every_answer_and_the_last_are_the_probes() -> Non
 
 
 @pytest.mark.parametrize("task", ["updates", "files", "rereads", "unknown", "paraphrase"])
-def test_a_session_of_several_asks_of_each_and_tells_nothing_twice(task: str) -> None:
+def test_a_session_of_several_facts_asks_for_each_and_repeats_none(task: str) -> None:
     one, many = scripts(TUNING.start, task, 2000, 1)[0], scripts(TUNING.start, task, 4000, 1, 3)[0]
     assert one.name != many.name
     assert len(many.probes) == 3 * len(one.probes)
@@ -271,7 +271,7 @@ def test_a_session_of_several_asks_of_each_and_tells_nothing_twice(task: str) ->
             assert 1 <= len(said) <= (2 if task == "rereads" else 1)
 
 
-def test_files_that_are_read_again_share_nothing_that_could_be_mixed_up() -> None:
+def test_files_that_are_read_again_share_no_text() -> None:
     for script in scripts(TUNING.start, "rereads-apart", 2500, 3, 2):
         lines = [m["content"] for m in script.messages if m["role"] == "tool"]
         files = {line.split(": ")[0] for line in lines}

@@ -37,24 +37,24 @@ def right(records: Records, policy: str) -> int:
     return sum(probe["right"] for probe in probes(records, policy))
 
 
-def test_what_was_evicted_is_recalled(records: Records) -> None:
+def test_evicted_facts_are_recalled(records: Records) -> None:
     assert right(records, "evoke") >= right(records, "no_eviction") - 1
     assert right(records, "no_eviction") > len(probes(records, "no_eviction")) // 2
 
 
-def test_the_blocks_a_question_needs_are_there(records: Records) -> None:
+def test_the_blocks_of_a_question_are_resident(records: Records) -> None:
     for policy in ("evoke", "oracle"):
         missing = [probe["question"] for probe in probes(records, policy) if not probe["visible"]]
         assert not missing, (policy, missing)
 
 
-def test_without_recovery_it_is_gone(records: Records) -> None:
+def test_facts_are_lost_without_recovery(records: Records) -> None:
     seen = sum(probe["visible"] for probe in probes(records, "discard"))
     assert right(records, "discard") <= seen + 1
     assert right(records, "discard") < right(records, "evoke") / 2
 
 
-def test_no_turn_goes_over_its_budget_and_all_books_sum(records: Records) -> None:
+def test_turns_stay_in_their_budget_and_accounting_sums_to_the_prompt(records: Records) -> None:
     assert [fault for item in records for fault in item["faults"]] == []
     assert all(item["tokens"] >= 0.99 * RATIO * item["budget"] for item in records if item["ratio"])
 
@@ -64,7 +64,7 @@ def test_no_fact_was_decoded_again(records: Records) -> None:
         assert not any(probe["decoded_again"] for probe in probes(records, policy)), policy
 
 
-def test_a_second_run_has_nothing_to_do(records: Records, tmp_path: Path) -> None:
+def test_a_second_run_makes_no_requests(records: Records, tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl", "test")
     todo = batches(QUICK, TUNING.start, (RATIO,))
     for unit, record in zip(todo[0].units, records, strict=True):

@@ -10,10 +10,10 @@ from evoke_proxy.core.model.blocks import Block, Span
 
 # Limits on the ranges and blocks of one `stream` op (patches/API.md, "How much one call may have").
 # llama-server evicts blocks beyond the limit by age.
-# The largest budget that llama-server accepts; no context has as many tokens.
-MAX_BUDGET = 2**30
 MAX_PROTECTED = 4096
 MAX_ORDERED = 16_384
+# The largest budget that llama-server accepts; no context has as many tokens.
+MAX_BUDGET = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.json_shape import Shape, measure
 from evoke_proxy.core.request.parameters import check_parameters, nesting
-from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import is_large
+from evoke_proxy.engine.parsing.body_parsing import is_large, parse_object
 from evoke_proxy.errors import RequestError
 
 # Large bodies that are checked at the same time; each check needs a parsed copy of its body.

@@ -22,7 +22,7 @@ from evoke_proxy.core.request.normalise import (
     with_texts,
     without_billing,
 )
-from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.body_parsing import parse_object
 from evoke_proxy.errors import RequestError
 
 

@@ -7,11 +7,9 @@ from evoke_proxy.config import Config
 from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
-from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.normalizer import Normalizer
-from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest
-from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest, tenant_of
 from evoke_proxy.errors import RequestError
 
 

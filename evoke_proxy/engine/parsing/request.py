@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,9 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.parsing.body_cache import CachedBody
+
+# The pseudo header that carries the tenant of a key of ours; no request header has a colon in it.
+TENANT = ":tenant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +83,16 @@ class ParsedChat(ParsedRequest):
     def is_verbose(self) -> bool:
         """Whether the client asked to be told what the proxy did."""
         return self.chat.options.is_set or "X-Evoke-Session" in self.headers
+
+
+def tenant_of(headers: Mapping[str, str]) -> str:
+    """The tenant that a request belongs to; clients with different keys never share blocks.
+
+    A key of ours names its tenant. Any other key is hashed and kept nowhere; a request without one
+    belongs to the tenant "".
+    """
+    if TENANT in headers:
+        return headers[TENANT]
+    key = headers.get("Authorization") or headers.get("X-Api-Key") or ""
+    # A header may have bytes that are not UTF-8.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:16] if key else ""

@@ -11,7 +11,7 @@ from typing import Any
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
-from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import run_off_loop
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.routing.health_monitor import HealthMonitor

@@ -11,8 +11,8 @@ from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.snapshots.costs import is_odd
 from evoke_proxy.engine.gateway import Outcome
 from evoke_proxy.engine.server.reply import ReplyReader
-from evoke_proxy.engine.server.resources import ServerResources
-from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, Strategies, TurnScope
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, Strategies
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import record_end
 from evoke_proxy.errors import UpstreamProtocolError
 

@@ -16,9 +16,9 @@ from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.finalizer import TurnFinalizer
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.reply import ReplyReader, facts_of
-from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.server.slot_queue import SlotQueue
-from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, Strategies, TurnScope
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, Strategies
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import publish_start
 from evoke_proxy.errors import UpstreamError
 

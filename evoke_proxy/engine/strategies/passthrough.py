@@ -7,7 +7,8 @@ from dataclasses import replace
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.engine.parsing.request import ParsedRequest
 from evoke_proxy.engine.server.monitor import ServerMonitor
-from evoke_proxy.engine.server.turn import AnyBodyStrategy, PreparedTurn, TurnScope
+from evoke_proxy.engine.server.strategy import AnyBodyStrategy
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 
 
 class Passthrough(AnyBodyStrategy):

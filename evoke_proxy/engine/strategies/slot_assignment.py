@@ -13,8 +13,8 @@ from evoke_proxy.core.servers.slot_pool import taken_by
 from evoke_proxy.engine.gateway import ForwardedBody
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.server.slot_queue import until_over
+from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.errors import PlanRefused
 

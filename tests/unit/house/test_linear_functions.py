@@ -29,7 +29,7 @@ from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
-from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.body_parsing import parse_object
 
 # Text that patterns and splits may stumble over, each repeated.
 UNITS = (

@@ -23,11 +23,11 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.parsing.large_bodies import is_large, run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.server.session_worker import SessionWorker, is_long
+from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.strategies.budgeted.probe import Prober, ProbeRecord

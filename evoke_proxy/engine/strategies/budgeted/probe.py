@@ -33,7 +33,7 @@ from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.resources import ServerResources
+from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
 

@@ -40,7 +40,7 @@ from evoke_proxy.engine.server.conversations import Conversation, Conversations,
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
-from evoke_proxy.engine.strategies.next_turn import beginning
+from evoke_proxy.engine.strategies.snapshots.lookahead import next_turn_prefix
 from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class SessionPersistence:
         async def render(body: bytes) -> Tokens:
             return (await self._blocks.render(RenderCall(sent.dialect, body), headers)).tokens
 
-        tokens = await beginning(sent.body, sent.answer, render)
+        tokens = await next_turn_prefix(sent.body, sent.answer, render)
         if tokens is not None and len(tokens) > len(conversation.session.tokens):
             await self._slot_snapshots.decode_ahead(lease, conversation, tokens, headers)
 

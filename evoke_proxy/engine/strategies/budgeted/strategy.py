@@ -17,9 +17,9 @@ from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
-from evoke_proxy.engine.server.resources import ServerResources
 from evoke_proxy.engine.server.slot_queue import SlotLease
-from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, TurnScope
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn

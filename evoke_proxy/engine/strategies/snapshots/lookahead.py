@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.look_ahead import STEP, next_turns
 from evoke_proxy.core.snapshots.slot_contents import SlotContents
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue
-from evoke_proxy.engine.strategies.next_turn import beginning
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.slot_placement import (
     SlotPlacement,
@@ -118,7 +118,7 @@ class Lookahead:
         if contents is None or not self._slots.pool.idle():
             return "skipped"
         headers = turn.request.headers
-        tokens = await beginning(
+        tokens = await next_turn_prefix(
             turn.body, turn.answer, lambda body: self._api.render(body, headers)
         )
         if tokens is None:
@@ -208,3 +208,24 @@ class Lookahead:
                 lease.check()
                 label = self._placement.label(turn.request.tenant, turn.branch, STEP, len(tokens))
                 await self._transfers.save(contents.slot, tokens, label, headers)
+
+
+async def next_turn_prefix(
+    body: bytes, answer: AnswerReader, render: Callable[[bytes], Awaitable[Tokens]]
+) -> Tokens | None:
+    """The tokens that the next turn of a conversation begins with, whatever the user writes.
+
+    `body` is the latest request, `answer` the reply to it, and `render` returns the tokens of a
+    body. Returns None when the history that follows cannot be derived from the answer. Raises what
+    `render` raises.
+    """
+
+    def follow_up() -> Sequence[bytes]:
+        message = answer.message(b'"reasoning_content"' in body)
+        return () if message is None else tuple(next_turns(body, message))
+
+    turns = await asyncio.to_thread(follow_up)
+    if not turns:
+        return None
+    one, other = await asyncio.gather(*map(render, turns))
+    return one[: common_prefix(one, other)]

@@ -19,13 +19,12 @@ from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.conversation_state import SentRequest
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome
-from evoke_proxy.engine.parsing.json_object import parse_object
-from evoke_proxy.engine.parsing.large_bodies import run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
-from evoke_proxy.engine.server.resources import ServerResources
-from evoke_proxy.engine.server.turn import CacheStrategy, PreparedTurn, TurnScope
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
@@ -207,8 +206,9 @@ class SnapshotStrategy(CacheStrategy):
         except (RequestError, CapacityError):
             raise
         except Exception as error:
-            decision = self._failures.decide(scope.trace, error)
-            return replace(scope.turn, decision=decision)
+            turn = replace(scope.turn, decision=self._failures.decide(scope.trace, error))
+            # The body names no slot, so llama-server may choose another one.
+            return replace(turn, slot=None) if isinstance(turn, SnapshotTurn) else turn
 
     async def _managed(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring as much of the prompt into it as can be had cheaply.

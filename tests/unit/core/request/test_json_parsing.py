@@ -15,7 +15,7 @@ import pytest
 
 from evoke_proxy.core.request import json_parsing
 from evoke_proxy.core.request.json_edit import edit_top_level
-from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.body_parsing import parse_object
 from evoke_proxy.errors import RequestError
 
 MIB = 1 << 20

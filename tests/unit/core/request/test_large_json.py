@@ -16,7 +16,7 @@ from evoke_proxy.core.request import large_json
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.engine.gateway import ForwardedBody
 from evoke_proxy.engine.parsing.body_checks import check_body
-from evoke_proxy.engine.parsing.json_object import parse_object
+from evoke_proxy.engine.parsing.body_parsing import parse_object
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
 from evoke_proxy.engine.server.turn import PreparedTurn
 from evoke_proxy.errors import RequestError

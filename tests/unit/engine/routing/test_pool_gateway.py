@@ -30,8 +30,7 @@ from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
 from evoke_proxy.engine.parsing.parser import RequestParser
-from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
-from evoke_proxy.engine.parsing.tenant import tenant_of
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest, tenant_of
 from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER
 from evoke_proxy.engine.routing.migration import migrate_conversation
 from evoke_proxy.engine.routing.pool_gateway import Origin, PoolGateway, _Routed

@@ -1,8 +1,13 @@
-"""Parses request bodies as JSON objects, large ones in pieces that other threads can interrupt."""
+"""Parses request bodies as JSON objects without blocking the event loop for long.
+
+A large body is processed in a thread, and in pieces between which other threads can run.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
@@ -11,8 +16,35 @@ from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import CutText, MarkerInText, cut_long_strings
 from evoke_proxy.errors import RequestError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# A body with more bytes, brackets or commas takes more than a few milliseconds to parse.
+LARGE_BYTES = 256 * 1024
+LARGE_BRACKETS = 2048
+LARGE_COMMAS = 16384
 # A text of more bytes is parsed in pieces: a parser holds the interpreter's lock until its end.
 _PARSED_AT_ONCE_BYTES = 256 * 1024
+
+
+def is_large(body: bytes) -> bool:
+    """Whether parsing a body may take too long for the event loop."""
+    return (
+        len(body) > LARGE_BYTES
+        or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
+        or body.count(b",") > LARGE_COMMAS
+    )
+
+
+async def run_off_loop(body: bytes, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of `read(*args, **kwargs)`, called in a thread when `body` is large.
+
+    The thread yields to the event loop between steps of the interpreter and while numpy runs; the
+    checks of bodies limit what one step can take.
+    """
+    if is_large(body):
+        return await asyncio.to_thread(read, *args, **kwargs)
+    return read(*args, **kwargs)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
