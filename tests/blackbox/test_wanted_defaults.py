@@ -1,4 +1,4 @@
-"""What should hold without any setting and does not yet: each test is an expected failure.
+"""Defaults that are wanted and not yet implemented: each test is an expected failure.
 
 They are strict: as soon as one passes, it fails the run until its mark is removed. The reason of a
 mark says in plain words what is missing.

@@ -1,4 +1,4 @@
-"""The `anthropic` package through the proxy gets what it gets directly."""
+"""The `anthropic` package gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 

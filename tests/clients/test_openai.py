@@ -1,4 +1,4 @@
-"""The `openai` package through the proxy gets what it gets directly."""
+"""The `openai` package gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 

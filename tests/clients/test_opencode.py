@@ -1,4 +1,4 @@
-"""A coding agent, its long system prompt and all its tools, on a budget it does not know."""
+"""Two turns of opencode, with its long system prompt and all its tools, on a budget."""
 
 from __future__ import annotations
 

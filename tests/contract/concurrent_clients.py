@@ -1,4 +1,4 @@
-"""Calls of every kind from several clients at once, some of whom hang up in the middle of one.
+"""Runs calls of every kind from several clients, some of which disconnect.
 
 None of them saves, restores or empties a slot that works: upstream lets one call that waits go on
 for each request that ends, and where that is one of these three, a request behind it waits for
@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+from invalid_bodies import ACTIONS, SLOTS, body, one
 from llama import Json, Llama, story
-from nonsense import ACTIONS, SLOTS, body, one
 
 CLIENTS = 3
 TENANTS = ("", "t", "x", "\0")

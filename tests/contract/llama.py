@@ -1,4 +1,4 @@
-"""A real llama-server with the bundled model, and the calls the contract tests make."""
+"""Starts a real llama-server with the bundled model and makes block calls."""
 
 from __future__ import annotations
 

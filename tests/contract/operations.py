@@ -1,4 +1,4 @@
-"""Random operations on two slots of a server, against bookkeeping of our own.
+"""Random operations on two slots of a server, compared with a model of them.
 
 Slots are compared by what their rows hold, position by position: a row stays as it is until it is
 decoded again, and a row that comes back from a copy is the row that was saved under that name.

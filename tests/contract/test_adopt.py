@@ -1,4 +1,4 @@
-"""A saved conversation comes back to an emptied slot, or to another one."""
+"""A saved conversation is loaded into an emptied slot or another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is captured is the softmax of the model, by position, whatever lies in which cell."""
+"""Captured attention is the softmax of the model, by position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much one block call may have: more is refused, the most of it keeps nobody waiting."""
+"""Limits of one block call; the largest permitted call does not block others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closing gaps and loading at another place: keys are turned, and little more than rounded."""
+"""Closing gaps and loading at another position: keys are rotated with small rounding errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved blocks on disk: what memory has no room for, what outlives a server, what is not used."""
+"""Saved blocks on disk: overflow of memory, restarts, damaged files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from invalid_bodies import torment
 from llama import MODEL, Json, Llama, binary, running, story
-from nonsense import torment
 from operations import play
 from test_exact import logprobs
 

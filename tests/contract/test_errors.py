@@ -1,4 +1,4 @@
-"""Every refusal: its status, its type, and a slot that is left as it was."""
+"""Every refusal: its status, its type, and an unchanged slot."""
 
 from __future__ import annotations
 

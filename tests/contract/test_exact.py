@@ -1,4 +1,4 @@
-"""Evict then load at the same place is as if nothing had happened, to the bit."""
+"""Evicting a block and loading it at its position is bit-identical to no eviction."""
 
 from __future__ import annotations
 

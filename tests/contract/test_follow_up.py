@@ -1,4 +1,4 @@
-"""What a request finds on a slot with holes: its marker decides."""
+"""Requests on a slot with holes, with and without a marker."""
 
 from __future__ import annotations
 

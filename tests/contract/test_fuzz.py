@@ -1,4 +1,4 @@
-"""Nonsense of every kind to every block call: an error in JSON, and a server that goes on."""
+"""Invalid bodies to every block call get a JSON error, and the server continues."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 import time
 
 from concurrent_clients import run_clients
+from invalid_bodies import rendered, torment
 from llama import Llama
-from nonsense import rendered, torment
 
 REQUESTS, JOSTLED = 500, 200
 

@@ -1,4 +1,4 @@
-"""A stored block is what it says: its key covers everything that its rows depend on.
+"""The key of a stored block covers everything that its rows depend on.
 
 Differences are of log probabilities of the full vocabulary. Copies into other cells or out of other
 batches differ by rounding only; rows that were made from something else differ by a lot more.

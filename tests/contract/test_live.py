@@ -1,4 +1,4 @@
-"""Block calls while a slot works: answered at once, never deferred, harmless to the stream."""
+"""Block calls while a slot decodes: answered at once and harmless to the stream."""
 
 from __future__ import annotations
 

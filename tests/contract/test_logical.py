@@ -1,4 +1,4 @@
-"""A context longer than the cells: what does not fit is saved and evicted while it is decoded."""
+"""A context longer than the cells: text beyond them is saved and evicted while decoding."""
 
 from __future__ import annotations
 

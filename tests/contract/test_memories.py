@@ -1,4 +1,4 @@
-"""Memories the bundled model has not: each row of patches/SUPPORT.md, what is special to each."""
+"""Other memory kinds than that of the bundled model: each row of patches/SUPPORT.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from invalid_bodies import torment
 from llama import ROUNDING, Json, Llama, binary, distributions, largest_difference, running, story
-from nonsense import torment
 from operations import play
 
 from bench.random_models import SHAPES, ensure

@@ -1,4 +1,4 @@
-"""What leaves when no cell is free: the modes of --kv-eviction."""
+"""The modes of --kv-eviction: which blocks are evicted when no cell is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A probe is decoded to see what it looks for; the turn goes on behind it, from where it was."""
+"""A probe is decoded for its queries, and the turn continues from its position before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says it would decode is what it decodes."""
+"""The rendering of a request has the tokens that the server decodes."""
 
 from __future__ import annotations
 

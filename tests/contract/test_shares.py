@@ -1,4 +1,4 @@
-"""Host memory and disk are shared out: no tenant drops all that another one has."""
+"""Tenants share host memory and disk; none drops all copies of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slot that gives up most of its rows for a small budget keeps nobody waiting."""
+"""Evicting most rows of a slot for a small budget does not block other clients."""
 
 from __future__ import annotations
 

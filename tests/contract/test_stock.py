@@ -1,4 +1,4 @@
-"""A patched server that nobody asks behaves as stock."""
+"""A patched server without block calls behaves like the stock server."""
 
 from __future__ import annotations
 

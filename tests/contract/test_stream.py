@@ -1,4 +1,4 @@
-"""The engine holds a slot's budget by itself, in prefill and in generation."""
+"""The engine keeps a slot in its budget by itself, in prefill and generation."""
 
 from __future__ import annotations
 

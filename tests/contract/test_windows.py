@@ -1,4 +1,4 @@
-"""What an unpatched server goes on from, of sliding windows that were saved and restored.
+"""What an unpatched server reuses of saved and restored sliding windows.
 
 Marks two rules of upstream that core/snapshots/state_file.py is there for: should the first of
 these tests fail, it is not needed any more.

@@ -1,4 +1,4 @@
-"""The embedder on encoders of a few numbers, whose vectors are known."""
+"""The embedder with tiny encoders whose vectors can be computed by hand."""
 
 from __future__ import annotations
 

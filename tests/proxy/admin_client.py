@@ -1,4 +1,4 @@
-"""An operator's requests, and a conversation for them to look at."""
+"""Requests to the admin API, and a conversation for them to act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation through the proxy, and what each of its turns came to."""
+"""A client of the proxy that resends its history, and the result of each turn."""
 
 from __future__ import annotations
 

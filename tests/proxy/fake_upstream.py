@@ -1,4 +1,4 @@
-"""A server that misbehaves on purpose: real llama-servers cannot be asked to."""
+"""A fake llama-server that misbehaves on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wire between a proxy and its llama-server, which tells when something is asked for."""
+"""Forwards connections to llama-server, and acts or breaks them at a given request."""
 
 from __future__ import annotations
 

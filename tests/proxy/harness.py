@@ -1,4 +1,4 @@
-"""Real processes and servers for the proxy tests: a llama-server, a proxy in a thread."""
+"""Starts the processes of the proxy tests: a llama-server, a proxy in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stock server that is started again and again, and a chat with it through a keeping proxy."""
+"""A stock server that is started repeatedly, with a proxy that saves snapshots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may operate a proxy: at which address, with which token, from which page."""
+"""Access to the admin API: addresses, tokens, pages of other sites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees and changes: sessions, their blocks and budgets, what is forgotten."""
+"""The admin API: sessions, blocks, budgets, deletion, export, events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, with real traffic: what was planted is seen to leave and return."""
+"""The page in a real browser, with real traffic: a fact is evicted and recovered."""
 
 from __future__ import annotations
 

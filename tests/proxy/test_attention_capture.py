@@ -1,4 +1,4 @@
-"""Policies that look at attention have it captured, and ask for it once a turn."""
+"""Policies that use attention have it captured, and read it once per turn."""
 
 from __future__ import annotations
 

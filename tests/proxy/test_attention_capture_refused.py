@@ -1,4 +1,4 @@
-"""A llama-server without memory for attention costs a session the attention, not its plans."""
+"""A llama-server without memory for attention: a session keeps its plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that were decoded while text was missing stay with the conversation that decoded them."""
+"""Rows decoded while text was missing stay with the conversation that decoded them."""
 
 from __future__ import annotations
 

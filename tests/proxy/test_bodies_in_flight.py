@@ -1,4 +1,4 @@
-"""The bodies of all requests under way take bounded memory, shared fairly between tenants."""
+"""Bodies of all running requests use bounded memory, shared fairly between tenants."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A conversation that goes back to an earlier branch, or gets a message beyond its budget, recalls
-what was said before."""
+"""A conversation that returns to an earlier branch, or gets a message beyond its budget, recalls
+facts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients are told and what they hold: headers, readiness, broken answers, unread answers."""
+"""Responses to clients: headers, readiness, broken answers, unread answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What might be a 409 and never is: conflicts are waited out, planned around or told apart."""
+"""Conflicts are waited for or planned around; no chat request is answered 409."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that take more than their part: too many connections, streams and pages nobody reads."""
+"""Clients with too many connections, slow requests or unread streams."""
 
 from __future__ import annotations
 

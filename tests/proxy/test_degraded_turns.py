@@ -1,4 +1,4 @@
-"""Whatever fails on the way to a plan, the answer comes: plainly, counted, without our fields."""
+"""When a plan fails, the answer arrives without it and the failure is counted."""
 
 from __future__ import annotations
 

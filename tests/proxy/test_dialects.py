@@ -1,4 +1,4 @@
-"""Budgeted sessions in every dialect, and answers equal to direct ones in all of them."""
+"""Budgeted sessions in every dialect, and answers equal to direct ones."""
 
 from __future__ import annotations
 

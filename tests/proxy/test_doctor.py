@@ -1,4 +1,4 @@
-"""`evoke-proxy doctor` tells stock servers apart by what they do."""
+"""`evoke-proxy doctor` recognises stock servers by their behaviour."""
 
 from __future__ import annotations
 

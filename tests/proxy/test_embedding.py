@@ -1,4 +1,4 @@
-"""A trained encoder behind the real proxy: a question without a word of the fact brings it back.
+"""A trained encoder behind the real proxy: a paraphrased question recovers the fact.
 
 What a conversation is about decides what stays.
 """

@@ -1,5 +1,4 @@
-"""Disks that are full, read-only or gone, clocks that jump, a server that hangs: the next answer is
-the right one, what is wrong is counted, and once it is right again so is everything."""
+"""Full, read-only or missing disks, clocks that jump, a server that hangs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Debian's HAProxy in front of two proxies, each with a llama-server: one goes, nothing is lost.
+"""Debian's HAProxy in front of two proxies, and in front of one.
 
-And in front of one proxy: nothing hides in what passes, whoever hangs up stops the generation."""
+With two, a conversation continues when its proxy dies. With one, requests cannot be smuggled, and a
+client that disconnects stops the generation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that hang up, edit and send nonsense, on memories that cannot go back to any position."""
+"""Clients that disconnect, edit and send invalid requests, on memories without rollback."""
 
 from __future__ import annotations
 

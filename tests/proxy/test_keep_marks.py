@@ -1,4 +1,4 @@
-"""What is marked outlives its age: the keep-score over HTTP, on a real patched llama-server."""
+"""Messages marked with `evoke_keep` stay longer, on a real patched llama-server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""SIGKILL of llama-server, and of the proxy, at each stage of a turn: the next request of each
-conversation is answered rightly, accounting balances, and no slot is lost."""
+"""SIGKILL of llama-server and of the proxy at each stage of a turn: later requests are correct."""
 
 from __future__ import annotations
 

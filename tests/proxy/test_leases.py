@@ -1,4 +1,4 @@
-"""Slots of real servers: given back whatever happens, shared between tenants, one writer each."""
+"""Slots of real servers: always released, shared between tenants, one writer each."""
 
 from __future__ import annotations
 

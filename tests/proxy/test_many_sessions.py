@@ -1,4 +1,4 @@
-"""More sessions than slots: they take turns, come back, and never hear of each other."""
+"""More sessions than slots: they take turns, continue, and do not mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgeted sessions on memories that hold more than rows: windows, recurrent states, M-RoPE."""
+"""Budgeted sessions on models with windows, recurrent states and M-RoPE."""
 
 from __future__ import annotations
 

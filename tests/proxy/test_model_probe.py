@@ -1,4 +1,4 @@
-"""The model itself is asked what a question is about, and what it looks for comes back."""
+"""A probe of the model recovers the blocks that a question needs."""
 
 from __future__ import annotations
 

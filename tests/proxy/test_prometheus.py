@@ -1,4 +1,4 @@
-"""Debian's Prometheus scrapes a proxy, reads the alerts, answers every query of the dashboard."""
+"""Debian's Prometheus scrapes a proxy, reads the alerts and evaluates every dashboard query."""
 
 from __future__ import annotations
 

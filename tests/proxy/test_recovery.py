@@ -1,4 +1,4 @@
-"""How what was evicted comes back: as rows or as text, by a question, a tool call, or by name."""
+"""Recovery of evicted blocks: as rows or text, by question, tool call or name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our fields: each is read, checked and taken out of the request, in every dialect."""
+"""Fields of the proxy: validated and removed from the request in every dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every answer says which request it is of, and the log has a line of each."""
+"""Every answer has a request id, and the log has a line with it."""
 
 from __future__ import annotations
 

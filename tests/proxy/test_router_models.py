@@ -1,5 +1,4 @@
-"""A llama-server that routes to several models: each conversation keeps its cache in its own, and
-gets it back when the router has unloaded that model for another."""
+"""A router with several models: each conversation keeps its cache when its model is reloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets in, what gets through: keys, paths, what is no HTTP, clients that dawdle."""
+"""Access and hostile requests: keys, paths, invalid HTTP, slow clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command itself: what it prints, how it ends, what it does when told to stop."""
+"""`evoke-proxy serve`: its output, exit codes and signals."""
 
 from __future__ import annotations
 

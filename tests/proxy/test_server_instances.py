@@ -1,4 +1,4 @@
-"""What counts as a restart of llama-server: another process, never a request that failed."""
+"""A restart of llama-server is another process, never a failed request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Several llama-servers behind one proxy: conversations stay where they are, and go on elsewhere
-when their server dies or drains."""
+"""Several llama-servers behind one proxy: routing, failover, draining."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A budgeted session goes on after a restart as if there had been none: of llama-server, killed, of
-the proxy, of both. Next to it runs the same conversation that nothing happens to."""
+"""A budgeted session continues after a restart of llama-server, of the proxy, or of both."""
 
 from __future__ import annotations
 

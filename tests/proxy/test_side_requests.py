@@ -1,4 +1,4 @@
-"""Side requests and subagents beside a conversation: none of them costs it anything."""
+"""Side requests and subagents do not change the conversation beside them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A llama-server that sleeps: looking at it does not wake it, and waking it costs only time."""
+"""A llama-server that sleeps: reading its state does not wake it."""
 
 from __future__ import annotations
 

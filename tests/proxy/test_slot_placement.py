@@ -1,4 +1,4 @@
-"""Requests that name a slot, or take several: they get what they ask for, and nobody loses rows."""
+"""Requests that name a slot or need several get them, and other sessions lose no rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that drips: heads and bodies that come slowly, or stop. Bounded, counted, alone."""
+"""A server that sends heads and bodies slowly, or stops: bounded, counted, isolated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No client gets a request of its own past the proxy: raw sockets, in front of real servers."""
+"""Request smuggling through raw sockets, in front of real servers."""
 
 from __future__ import annotations
 

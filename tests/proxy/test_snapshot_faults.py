@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a snapshot, on the real server: no crash, no wrong answer."""
+"""Faults of snapshots on the real server: no crash and no wrong answer."""
 
 from __future__ import annotations
 

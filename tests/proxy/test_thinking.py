@@ -1,4 +1,4 @@
-"""Models that think before they answer, on a budget: what was thought leaves the prompt again."""
+"""Models that think before they answer, with a budget: thoughts leave the prompt again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that misbehaves, or answers oddly but legally, and what the client then sees."""
+"""A server that misbehaves or answers unusually, and what the client receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks are copied while nobody needs the server, so that evicting them later copies nothing."""
+"""Blocks are copied while the server is idle, so that evicting them copies nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quality bench in short, on real servers: a tripwire for recall under a budget."""
+"""A short quality bench on real servers: recall under a budget."""
 
 from __future__ import annotations
 

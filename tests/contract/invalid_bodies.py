@@ -1,4 +1,4 @@
-"""Bodies that no block call expects, and what must come of them."""
+"""Invalid bodies for block calls, and the errors they must get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two turns of a coding agent through a proxy, where there is no network but the loopback.
+"""Runs two turns of a coding agent through a proxy, in a network with only the loopback.
 
 Run in a network namespace of its own: what the agent asks of anybody else goes nowhere. Prints a
 JSON object: what it said, the books, statuses and sessions the proxy has of it, what it has sent.
