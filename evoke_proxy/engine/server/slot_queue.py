@@ -96,11 +96,11 @@ class SlotLease:
     def __init__(self, queue: SlotQueue, grant: Grant, waited: bool) -> None:
         self.slot = grant.slot
         self.victim = grant.victim
-        self.left = grant.left
+        self.previous = grant.previous
         self.waited = waited
         self._changed_at = grant.changed_at
         self._queue = queue
-        self._is_vacated = grant.victim is None and grant.left is None
+        self._is_vacated = grant.victim is None and grant.previous is None
         self.is_released = False
 
     def __repr__(self) -> str:
@@ -382,7 +382,7 @@ class SlotQueue:
 
         Background work of the session is preempted.
         """
-        while not self._pool.hold(session):
+        while not self._pool.lock(session):
             for lease in list(self._background):
                 if lease.session == session:
                     lease.preempt(_GRACE_S)
@@ -391,7 +391,7 @@ class SlotQueue:
         try:
             yield
         finally:
-            self._wake(self._pool.let_go(session, self._now()))
+            self._wake(self._pool.unlock(session, self._now()))
 
     def release(self, lease: SlotLease) -> None:
         """Give a slot back and wake who is next."""
