@@ -16,7 +16,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from invalid_bodies import ACTIONS, SLOTS, body, one
-from llama import Json, Llama, story
+from llama import Json, Llama, sample_text
 
 CLIENTS = 3
 TENANTS = ("", "t", "x", "\0")
@@ -27,7 +27,7 @@ _QUIET_S, _POLL_S = 120, 0.05
 def run_clients(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
     """So many calls by three clients at once; then everything is given back: slots and memory."""
     shares = [calls // CLIENTS + (client < calls % CLIENTS) for client in range(CLIENTS)]
-    prompts = [server.tokens(story(words, words)) for words in (20, 90, 250)]
+    prompts = [server.tokens(sample_text(words, words)) for words in (20, 90, 250)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [
             pool.submit(_client, server, share, random.Random(seed * CLIENTS + n), prompts)

@@ -28,7 +28,7 @@ def operate(
     return json.loads(answer.body)
 
 
-def planted(port: int, session: str, turns: int = 6) -> ChatClient:
+def conversation_with_evicted_fact(port: int, session: str, turns: int = 6) -> ChatClient:
     """A fact that was said first and evicted since."""
     talk = ChatClient(port, session, {"evoke_budget": BUDGET})
     talk.say(FACT)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_upstream import FakeUpstream, fake_upstream, says_ok
+from fake_upstream import FakeUpstream, answer_ok, fake_upstream
 from harness import RunningProxy, llama_server, proxy, server_binary, until
 
 from evoke_proxy.web.endpoints import ANSWER_PATHS
@@ -131,5 +131,5 @@ def noting(patched_port: int) -> Iterator[tuple[RunningProxy, list[Json]]]:
 
 @pytest.fixture
 def echo() -> Iterator[FakeUpstream]:
-    with fake_upstream(says_ok) as fake:
+    with fake_upstream(answer_ok) as fake:
         yield fake

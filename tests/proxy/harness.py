@@ -103,7 +103,7 @@ def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
             yield port
 
 
-def nobody() -> int:
+def unused_port() -> int:
     """A port where nobody listens, and nobody else will: connections to it are refused."""
     if not _taken:
         _taken.append(socket.socket())

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
 from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
 from stock_deployment import QUICK, Deployment, decoded
@@ -215,7 +215,7 @@ def test_a_connection_is_reused_after_answers_and_errors(behind: Guarded) -> Non
 
 def test_clients_see_an_answer_that_breaks_off(tmp_path: Path) -> None:
     async def stop(exchange: Exchange) -> None:
-        await exchange.say(whole(b"x" * 1000)[:-500])
+        await exchange.say(response(b"x" * 1000)[:-500])
         await asyncio.Event().wait()
 
     with ExitStack() as stack:

@@ -139,7 +139,7 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
                         "Authorization": f"Bearer {KEYS['loud']}",
                         "X-Conversation-Id": f"mine-{number}",
                     }
-                    one = both.enter_context(_begun(running.port, path, body, headers))
+                    one = both.enter_context(_running_answer(running.port, path, body, headers))
                     began.append(one)
                 until(lambda: not running.engine.server.slots.pool.idle())
             left_at = time.monotonic()
@@ -149,7 +149,9 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
 
 
 @contextmanager
-def _begun(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[None]:
+def _running_answer(
+    port: int, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> Iterator[None]:
     """An answer that has begun, and whose client leaves at the end of the block."""
     import http.client
 

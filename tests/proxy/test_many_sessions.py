@@ -117,7 +117,7 @@ def _all_at_once(talks: Sequence[ChatClient], turn: int) -> None:
 
 
 def test_rows_that_another_proxy_evicted_are_decoded(patched_port: int) -> None:
-    messages = _holed(patched_port)
+    messages = _conversation_with_holes(patched_port)
     with proxy(patched_port) as running:
         said = ChatClient(running.port, "long", messages=messages).say("Go on.")
         assert said.books["marker"] == "ok"
@@ -137,7 +137,7 @@ def test_rows_that_another_session_evicted_are_decoded(patched_proxy: RunningPro
     assert other.books["marker"] == "ok"
 
 
-def _holed(port: int) -> list[dict[str, str]]:
+def _conversation_with_holes(port: int) -> list[dict[str, str]]:
     """A conversation that has lost rows in the only slot."""
     with proxy(port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "long")

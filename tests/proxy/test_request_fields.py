@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import Answer, RunningProxy, ask, proxy
 
 import bench.policies  # noqa: F401 -- registers the oracle
@@ -66,7 +66,7 @@ WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
 
 
 async def _ok(exchange: Exchange) -> None:
-    await exchange.say(whole(b"{}", b"application/json"))
+    await exchange.say(response(b"{}", b"application/json"))
 
 
 def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Answer:

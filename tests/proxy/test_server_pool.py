@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from chromium import browser, tab
 from conversation import FILLER, ChatClient, endless
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import (
     Answer,
     RunningProxy,
@@ -176,14 +176,14 @@ def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Pat
 
         for name in ("a", "b"):
             deployment.kill(name)
-        _turned_away(running)
+        _check_all_down(running)
 
 
 def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
     return list(json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"])
 
 
-def _turned_away(running: RunningProxy) -> None:
+def _check_all_down(running: RunningProxy) -> None:
     """Both servers are down."""
     until(lambda: all(_server(running, name)["breaker"] == "open" for name in ("a", "b")))
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
@@ -207,7 +207,7 @@ def mixed(stock_port: int, patched_port: int) -> Iterator[RunningProxy]:
     async def foreign(exchange: Exchange) -> None:
         told = {"/health": b"{}", "/v1/models": b'{"data":[{"id":"x","meta":{"n_params":7}}]}'}
         path = exchange.head.split()[1].decode()
-        await exchange.say(whole(told.get(path, b"[]"), b"application/json"))
+        await exchange.say(response(told.get(path, b"[]"), b"application/json"))
 
     with fake_upstream(foreign) as other:
         ports = {"stock": stock_port, "patched": patched_port, "foreign": other.port}
@@ -228,7 +228,7 @@ def test_a_server_of_another_model_gets_no_requests(mixed: RunningProxy) -> None
 
 def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
     """A server of so many parameters, 7 unless it is said; it breaks off what it is asked for."""
-    busy = whole(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
+    busy = response(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
 
     async def behave(exchange: Exchange) -> None:
         path = exchange.head.split()[1].decode()
@@ -237,7 +237,7 @@ def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
             return
         models = {"data": [{"id": "x", "meta": {"n_params": n_params.get(name, 7)}}]}
         said = json.dumps(models).encode() if path == "/v1/models" else b"{}"
-        await exchange.say(busy if name in loading else whole(said, b"application/json"))
+        await exchange.say(busy if name in loading else response(said, b"application/json"))
 
     return fake_upstream(behave)
 
