@@ -3,7 +3,8 @@
 Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each conversation, one of
 which continues. The whole engine runs in this process, in front of a server that answers at once
 (`bench.growth_server`); network and server are left out. Times are processor time of this
-process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens and are ranked by words.
+process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens
+and are ranked by words.
 
 * `own`: all work before the request can be forwarded, the sum of the next two
 * `reading`: parsing the request and the server's rendering of its prompt
@@ -216,7 +217,7 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["arm"] == "one":
             lines.setdefault("of it planning", []).append((row["blocks"], row["planning_ms"]))
     title = "The proxy's own time of a turn, ms, by saved blocks"
-    return chart(title, "saved blocks", "ms", lines, log=True)
+    return chart(title, "numbers of saved blocks", "ms", lines, log=True)
 
 
 def _exponent(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> float:
@@ -263,10 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = record.parser("growth", __doc__, "--sizes 100 1000 --turns 5")
-    parser.add_argument("--turns", type=int, default=20, help="to take the median of (20)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="saved blocks")
+    parser.add_argument("--turns", type=int, default=20, help="turns to take the median of (20)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of saved blocks"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--only", nargs=2, metavar=("ARM", "BLOCKS"), help="this row, as JSON")
+    parser.add_argument(
+        "--only",
+        nargs=2,
+        metavar=("ARM", "BLOCKS"),
+        help="measure one row in this process and print it as JSON",
+    )
     return parser
 
 
