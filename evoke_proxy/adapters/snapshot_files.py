@@ -28,7 +28,7 @@ from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
-PART, WHOLE = ".evoke-part", ".evoke-kv"
+PART, SEALED = ".evoke-part", ".evoke-kv"
 INDEX = "index.sqlite"
 _QUARANTINE = "quarantine"
 _QUARANTINED_FILES = 4
@@ -113,7 +113,7 @@ class SnapshotFiles:
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
                 path.unlink(missing_ok=True)
-            elif path.name.endswith(WHOLE):
+            elif path.name.endswith(SEALED):
                 found[path.name] = path.stat().st_size
         return found
 
@@ -122,7 +122,7 @@ class SnapshotFiles:
 
         Raises SnapshotUnusable, and deletes the part file, when it is missing, has another size
         than `n_bytes`, or holds other tokens: llama-server may have emptied or reused the slot. It
-        is unusable, too, when all its tokens are within the model's attention windows.
+        is also unusable when all its tokens are within the model's attention windows.
         """
         source = self.directory / part
         try:

@@ -22,7 +22,7 @@ from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.identity import Hint, find
 from evoke_proxy.core.session.session import Session
-from evoke_proxy.core.snapshots.conversation_state import SnapshotState
+from evoke_proxy.core.snapshots.slot_contents import SnapshotState
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 

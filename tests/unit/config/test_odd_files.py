@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evoke_proxy.adapters.llama.model_files import ModelFiles
+from evoke_proxy.adapters.llama.stock_api import ModelFiles
 from evoke_proxy.adapters.secret_files import KeyFile
 from evoke_proxy.config import SnapshotsConfig, load, loader
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository

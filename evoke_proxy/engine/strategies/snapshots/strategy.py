@@ -16,8 +16,7 @@ from evoke_proxy.core.request.json_parsing import write_in_pieces
 from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.drift import Drift, drift, opening
-from evoke_proxy.core.snapshots.conversation_state import SentRequest
-from evoke_proxy.core.snapshots.slot_contents import SlotStatus
+from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotStatus
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome
 from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat

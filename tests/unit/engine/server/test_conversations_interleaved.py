@@ -23,7 +23,7 @@ from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.servers.slot_pool import Grant, SlotPool
 from evoke_proxy.core.session.identity import hint_of
-from evoke_proxy.core.snapshots.conversation_state import SentRequest
+from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.core.snapshots.snapshots import best
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from repository_fixtures import TOKENS, kept, vault, whole_files, written
 
-from evoke_proxy.adapters.llama.model_files import ModelFiles
+from evoke_proxy.adapters.llama.stock_api import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.config import SnapshotsConfig

@@ -16,7 +16,7 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.snapshots.conversation_state import SentRequest, SnapshotState
+from evoke_proxy.core.snapshots.slot_contents import SentRequest, SnapshotState
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.slot_queue import SlotQueue
