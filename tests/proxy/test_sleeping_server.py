@@ -79,7 +79,7 @@ def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> 
     port, patched = sleepy
     _await_sleep(port)
     with proxy(port) as running:
-        assert running.engine.server.patched == patched
+        assert running.engine.info.patched == patched
         assert ask(running.port, "GET", "/evoke/ready").status == 200
         assert _sleeps(port)
 
