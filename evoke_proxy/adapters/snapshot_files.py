@@ -74,8 +74,8 @@ class SnapshotFiles:
         """Lock the directory against other proxies; returns whether the lock is exclusive.
 
         With `shared`, proxies that share the directory too are admitted. Only an exclusive holder
-        may clean up. Raises ConfigError when another proxy holds the lock: each would take the
-        files of the other for leftovers. The lock ends with the process.
+        may clean up. Raises ConfigError when another proxy holds the lock: each would
+        delete the files of the other as leftovers. The lock ends with the process.
         """
         try:
             self._lock = open_regular(self.directory / "lock", "wb")
@@ -90,7 +90,7 @@ class SnapshotFiles:
                 except OSError:
                     continue
                 return how == fcntl.LOCK_EX
-        self.free()
+        self.unlock()
         raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
 
     def share(self) -> None:
@@ -98,7 +98,7 @@ class SnapshotFiles:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
-    def free(self) -> None:
+    def unlock(self) -> None:
         """Release the lock."""
         if self._lock is not None:
             self._lock.close()

@@ -134,7 +134,7 @@ class SnapshotRepository:
         self._index_thread.close()
         if self._opened is not None:
             self._index.close()
-        self.files.free()
+        self.files.unlock()
 
     def adjust(self, config: SnapshotsConfig) -> None:
         """Apply other limits at once; the directory stays the same."""
