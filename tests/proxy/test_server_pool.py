@@ -341,7 +341,7 @@ async def _seen(running: RunningProxy, program: str) -> Sequence[str]:
         await page.open(f"http://127.0.0.1:{running.port}/evoke/")
         await page.until(f"{text}?.includes('serves another model')")
         assert await page.value("document.documentElement.scrollWidth") == 360
-        for words, drains in (("Use again", True), ("Drain", False)):
+        for words, drains in (("Resume", True), ("Drain", False)):
             await page.value(f"{button}.click()")
             await page.until(f"{button}?.innerText === '{words}'")
             shown = await asyncio.to_thread(_server, running, "stock")
