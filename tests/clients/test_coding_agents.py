@@ -46,9 +46,9 @@ def test_two_turns_of_an_agent_without_other_network(agent: tuple[str, Path]) ->
     assert [turn["code"] for turn in seen["said"]] == [0, 0], seen["said"]
     # Codex may hang up at the event that says the answer is complete, before the end of the stream.
     assert set(seen["statuses"]) <= {"200", "499" if name == "codex" else "200"}, seen["statuses"]
-    for books in seen["books"]:
-        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"] > BUDGET
-        assert books["peak"] <= BUDGET
+    for accounting in seen["books"]:
+        assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"] > BUDGET
+        assert accounting["peak"] <= BUDGET
     first, *_, last = seen["books"]
     assert first["decoded"] == first["prompt"]
     # The second turn did not decode its history again, and some of that is not in the cache.

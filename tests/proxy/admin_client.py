@@ -40,7 +40,7 @@ def conversation_with_evicted_fact(port: int, session: str, turns: int = 6) -> C
 def recovered(talk: ChatClient) -> TurnResult:
     """Ask for the fact; returns the turn, which recovered blocks."""
     said = talk.say(ASKS)
-    assert said.books["recovered"] > 0
+    assert said.accounting["recovered"] > 0
     return said
 
 

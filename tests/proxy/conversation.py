@@ -22,7 +22,7 @@ class TurnResult:
     """One turn: the text of the answer, its token accounting, the response headers."""
 
     text: str
-    books: Mapping[str, Any]
+    accounting: Mapping[str, Any]
     headers: Mapping[str, str]
 
     def blocks(self, header: str) -> int:
@@ -63,8 +63,8 @@ class ChatClient:
         reply = json.loads(answer.body)
         message = reply["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": message["content"]})
-        books = reply["timings"].get("evoke", {})
-        return TurnResult(message["content"], books, answer.headers)
+        accounting = reply["timings"].get("evoke", {})
+        return TurnResult(message["content"], accounting, answer.headers)
 
 
 @dataclass(slots=True)

@@ -47,13 +47,13 @@ def test_the_block_map_covers_every_token(patched_proxy: RunningProxy) -> None:
     assert shown["totals"]["saved_ram"] > 0 == shown["totals"]["saved_disk"]
     assert fact_block(shown)["state"] == "saved_ram"
     assert all(0 <= block["score"] for block in shown["blocks"][:-1])
-    books = recovered(talk).books
+    accounting = recovered(talk).accounting
     shown = _one(patched_proxy)
     assert fact_block(shown)["state"] == "resident"
     last = shown["history"][-1]
     assert (last["path"], last["number"], last["budget"]) == ("recovered", 8, BUDGET)
     for kind in ("decoded", "recovered", "resident_before", "omitted"):
-        assert last[kind] == books[kind]
+        assert last[kind] == accounting[kind]
     assert last["ttft_s"] > 0 and len(last["recovered_spans"]) > 0
 
 
@@ -117,10 +117,10 @@ def test_a_dropped_block_is_not_recovered(patched_proxy: RunningProxy) -> None:
     assert {b["state"] for b in shown["blocks"] if b["p0"] == inside["p0"]} == {"omitted"}
     said = talk.say(ASKS)
     assert (
-        sum(said.books[k] for k in ("decoded", "recovered", "resident_before", "omitted"))
-        == (said.books["n_prompt"])
+        sum(said.accounting[k] for k in ("decoded", "recovered", "resident_before", "omitted"))
+        == (said.accounting["n_prompt"])
     )
-    assert said.books["omitted"] >= block["p1"] - block["p0"]
+    assert said.accounting["omitted"] >= block["p1"] - block["p0"]
     assert fact_block(_one(patched_proxy))["state"] == "omitted"
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
@@ -135,7 +135,7 @@ def test_budgets_change_at_run_time(patched_proxy: RunningProxy) -> None:
     assert _one(patched_proxy)["history"][-1]["budget"] == 512
     shown = operate(patched_proxy, "PATCH", f"sessions/{id}", {"budget": 256, "pinned": True})
     assert (shown["limit"], shown["own_budget"], shown["pinned"]) == (256, True, True)
-    assert talk.say("Fourth.").books["n_resident"] <= 256
+    assert talk.say("Fourth.").accounting["n_resident"] <= 256
     assert _one(patched_proxy)["history"][-1]["budget"] == 256
     operate(patched_proxy, "PATCH", f"sessions/{id}", {"budget": "default"})
     talk.say("Fifth.")
@@ -157,7 +157,7 @@ def test_deleting_a_session_removes_rows_copies_and_files(patched_proxy: Running
     assert not [name for name in names if name.startswith(shown["id"])]
     assert slot["n_resident"] <= 1
     again = talk.say(ASKS)
-    assert again.books["decoded"] == again.books["n_prompt"]
+    assert again.accounting["decoded"] == again.accounting["n_prompt"]
 
 
 def test_wiping_a_tenant_keeps_the_sessions_of_others(patched_port: int) -> None:

@@ -158,9 +158,9 @@ def test_calls_of_the_proxy_carry_the_clients_credentials() -> None:
         assert plan["tenant"] not in ("", "k")
 
 
-def _booked(**books: object) -> bytes:
+def _booked(**accounting: object) -> bytes:
     counts = {"n_prompt": 4, "decoded": 4, "recovered": 0, "resident_before": 0, "omitted": 0}
-    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | books
+    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | accounting
     return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
 
 
@@ -173,9 +173,9 @@ def _booked(**books: object) -> bytes:
     ],
 )
 def test_accounting_that_differs_from_the_plan_is_counted(
-    books: dict[str, object], metric: str, labels: dict[str, str]
+    accounting: dict[str, object], metric: str, labels: dict[str, str]
 ) -> None:
-    for said, count in (({}, 0), (books, 1)):
+    for said, count in (({}, 0), (accounting, 1)):
         reply = response(_booked(**said), b"application/json")
         with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
             assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
@@ -293,17 +293,17 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
         fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         answer = talk.post(max_tokens=60, ignore_eos=True, **fields)
         reply = next(reversed([*events(answer.body)])) if stream else json.loads(answer.body)
-        books = reply["usage"]["evoke"]
-        assert books["budget"] == budget
-        assert books["decoded"] > budget / 2
-        assert books["resident_peak"] <= budget
+        accounting = reply["usage"]["evoke"]
+        assert accounting["budget"] == budget
+        assert accounting["decoded"] > budget / 2
+        assert accounting["resident_peak"] <= budget
         stage = "plan" if fault == "refused" else "decide"
         assert patched_proxy.metric("evoke_degraded_total", stage=stage) == 1
     talk.messages.append({"role": "assistant", "content": "Noted."})
     said = talk.say("What is the access code of the Meridian vault?")
-    assert said.books["marker"] == "ok"
-    assert said.books["recovered"] > 0
-    assert said.books["n_resident_peak"] <= budget
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["recovered"] > 0
+    assert said.accounting["n_resident_peak"] <= budget
     assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 

@@ -96,8 +96,8 @@ def accounting_of(answer: Answer) -> Json:
     assert answer.status == 200, answer.body
     shown = usages(answer)
     assert ["evoke" in usage for usage in shown] == [False] * (len(shown) - 1) + [True]
-    books: Json = shown[-1]["evoke"]
-    return books
+    accounting: Json = shown[-1]["evoke"]
+    return accounting
 
 
 @pytest.mark.parametrize("path", DIALECTS)
@@ -109,12 +109,12 @@ def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy, path: s
         if path.endswith("completions") and stream:
             stream |= {"stream_options": {"include_usage": True}}
         answer = post(patched_proxy.port, path, said, "long", evoke_budget=BUDGET, **stream)
-        books = accounting_of(answer)
-        assert books["resident_peak"] <= books["budget"] == BUDGET
-        assert sum(books[kind] for kind in KINDS) == _prompt_tokens(answer)
+        accounting = accounting_of(answer)
+        assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
+        assert sum(accounting[kind] for kind in KINDS) == _prompt_tokens(answer)
         said.append(f"Noted {number}.")
-    assert books["omitted"] > 2 * BUDGET
-    assert answer.headers["x-evoke-omitted"] == f"tokens={books['omitted']}"
+    assert accounting["omitted"] > 2 * BUDGET
+    assert answer.headers["x-evoke-omitted"] == f"tokens={accounting['omitted']}"
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
 
@@ -136,9 +136,9 @@ def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy,
         said += [f"Turn {number}. {FILLER}", "Noted."]
         accounting_of(post(patched_proxy.port, path, said[:-1], "back", evoke_budget=BUDGET))
     said.append("What is the access code of the Meridian vault?")
-    books = accounting_of(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
-    assert books["recovered"] > 0
-    assert books["resident_peak"] <= BUDGET
+    accounting = accounting_of(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
+    assert accounting["recovered"] > 0
+    assert accounting["resident_peak"] <= BUDGET
 
 
 ASKED: Json = {"role": "user", "content": QUESTION}

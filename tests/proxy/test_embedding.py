@@ -51,7 +51,7 @@ def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embeds: boo
             talk.say(f"Turn {number}. {FILLER}")
         wait_for_vectors(ours)
         said = talk.say("How can I get inside when the door is locked?")
-        assert said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["n_resident_peak"] <= BUDGET
         session = next(iter(ours.engine.conversations)).session
         back = [b.text for b in session.layout.blocks if b.label in session._recovered]
         assert any("geranium" in text for text in back) is embeds
@@ -98,7 +98,7 @@ def topical(patched_port: int) -> Iterator[RunningProxy]:
 def test_blocks_of_the_current_topic_stay(patched_port: int, topical: RunningProxy) -> None:
     talk = told(topical, "turning")
     for asked, wanted in ((TRAINING.format("dog"), DOGS), ("Where does the ship go?", SHIPS)):
-        assert talk.say(asked).books["n_resident_peak"] <= NARROW
+        assert talk.say(asked).accounting["n_resident_peak"] <= NARROW
         assert set(wanted) <= resident_messages(patched_port, talk)
     assert not set(DOGS) <= resident_messages(patched_port, talk)
 

@@ -51,7 +51,7 @@ def test_marked_blocks_stay_longer_than_their_age_allows(
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
     said = talk.say(NEUTRAL)
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["n_resident_peak"] <= BUDGET
     start, end = _span(patched_port, talk, 1)
     there = any(a <= start and end <= b for a, b in resident_now(patched_port) or [])
     assert there == stays

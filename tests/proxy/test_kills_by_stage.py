@@ -129,9 +129,9 @@ def _recalls(deployment: Deployment, talk: ChatClient, port: int) -> None:
     others = set(NUMBERS.values()) - {wanted}
     assert wanted in said.text and not any(other in said.text for other in others), said.text
     if deployment.kind != "stock":
-        assert said.books, said
-        assert sum(said.books[kind] for kind in KINDS) == said.books["n_prompt"]
-        assert said.books["marker"] == "ok" and said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting, said
+        assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
+        assert said.accounting["marker"] == "ok" and said.accounting["n_resident_peak"] <= BUDGET
     del talk.messages[-2:]  # it stays as long as it is
 
 

@@ -218,7 +218,7 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
         names = {known.name for known in running.engine.conversations}
         assert names == {"mine", "other"}, "what was refused is no conversation"
         del talk.messages[-1]
-        assert talk.say("Go on.").books["marker"] == "ok"
+        assert talk.say("Go on.").accounting["marker"] == "ok"
 
 
 def test_a_turn_does_not_begin_while_another_saves_its_rows(
@@ -257,10 +257,12 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
             until(lambda: engine.server.slots.pool.queued, "the turn waits")
             assert not begun
             saved.set()
-            assert third.result().books["marker"] == again.result().books["marker"] == "ok"
+            assert (
+                third.result().accounting["marker"] == again.result().accounting["marker"] == "ok"
+            )
         assert begun and all(begun)
         assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
-        assert again.result().books["decoded"] < 60, "what was saved came back"
+        assert again.result().accounting["decoded"] < 60, "what was saved came back"
 
 
 def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:

@@ -54,12 +54,12 @@ def test_text_is_recovered_in_the_last_message(noting: Noting, path: str, stream
     said.append(ASKS)
     counted = running.metric("evoke_blocks_as_text_total")
     answer = post(running.port, path, said, "crumbs", **fields)
-    books = accounting_of(answer)
-    assert books["recovered"] == 0
-    assert books["resident_peak"] <= BUDGET
-    assert books["as_text"]["blocks"] > 0
-    assert books["as_text"]["tokens"] > 0
-    quoted, tokens = books["as_text"]["blocks"], books["as_text"]["tokens"]
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] == 0
+    assert accounting["resident_peak"] <= BUDGET
+    assert accounting["as_text"]["blocks"] > 0
+    assert accounting["as_text"]["tokens"] > 0
+    quoted, tokens = accounting["as_text"]["blocks"], accounting["as_text"]["tokens"]
     assert answer.headers["x-evoke-as-text"] == f"blocks={quoted};tokens={tokens}"
     assert running.metric("evoke_blocks_as_text_total") == counted + quoted
     *before, last = _listed(path, sent[-1])
@@ -87,9 +87,9 @@ def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: Running
         quoting = talk.say(ASKS)
         following = talk.say("Thank you.")
         for said in (quoting, following):
-            assert sum(said.books[kind] for kind in KINDS) == said.books["n_prompt"]
-            assert said.books["n_resident_peak"] <= BUDGET
-        decoded[recovery] = [said.books["decoded"] for said in (quoting, following)]
+            assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
+            assert said.accounting["n_resident_peak"] <= BUDGET
+        decoded[recovery] = [said.accounting["decoded"] for said in (quoting, following)]
     for plain, quoted in zip(decoded["discard"], decoded["breadcrumb"], strict=True):
         assert quoted > plain + 15
 
@@ -122,8 +122,8 @@ def test_text_is_added_as_a_part_to_a_message_of_parts(
     body = json.loads(body_of(path, said, **_request_for(path, False, evoke_recovery="breadcrumb")))
     _listed(path, body)[-1]["content"] = content
     headers = JSON | {"X-Evoke-Session": "parts"}
-    books = accounting_of(ask(running.port, "POST", path, json.dumps(body).encode(), headers))
-    assert books["as_text"]["blocks"] > 0
+    accounting = accounting_of(ask(running.port, "POST", path, json.dumps(body).encode(), headers))
+    assert accounting["as_text"]["blocks"] > 0
     note, *rest = _listed(path, sent[-1])[-1]["content"]
     assert note["type"] == kind and FACT in note["text"]
     assert rest == content
@@ -202,11 +202,11 @@ def test_a_block_requested_by_name_is_recovered(patched_proxy: RunningProxy, pat
     said = [*_long(port, path, "named"), "Go on."]
     fields = {"evoke_recover": ["user:0", "user:1", "file:a.py"], "evoke_budget": BUDGET}
     answer = post(port, path, said, "named", **fields)
-    books = accounting_of(answer)
-    assert books["recovered"] > 0
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] > 0
     # the first message is the system prompt
-    assert books["recover"] == {"unknown": ["user:0", "file:a.py"], "missing": []}
-    assert books["resident_peak"] <= BUDGET
+    assert accounting["recover"] == {"unknown": ["user:0", "file:a.py"], "missing": []}
+    assert accounting["resident_peak"] <= BUDGET
 
 
 def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> None:
@@ -214,9 +214,9 @@ def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> 
     said = [*_long(patched_proxy.port, path, "gone", evoke_policy="discard"), "Go on."]
     fields = {"evoke_recover": ["user:1", "user:13"], "evoke_budget": BUDGET}
     answer = post(patched_proxy.port, path, said, "gone", evoke_policy="discard", **fields)
-    books = accounting_of(answer)
-    assert books["recovered"] == 0
-    assert books["recover"] == {"unknown": [], "missing": ["user:1"]}
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] == 0
+    assert accounting["recover"] == {"unknown": [], "missing": ["user:1"]}
 
 
 def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) -> None:
@@ -227,8 +227,8 @@ def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) 
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
     talk.messages.append({"role": "user", "content": "Go on."})
-    books = json.loads(talk.post(evoke_recover=["vault"]).body)["usage"]["evoke"]
-    assert books["recover"] == {"unknown": [], "missing": []}
+    accounting = json.loads(talk.post(evoke_recover=["vault"]).body)["usage"]["evoke"]
+    assert accounting["recover"] == {"unknown": [], "missing": []}
     assert f"[vault] {FACT}" in sent[-1]["messages"][-1]["content"]
 
 
@@ -252,9 +252,9 @@ def test_every_policy_stays_in_the_budget(patched_proxy: RunningProxy, name: str
     turns.append(talk.say(ASKS))
     for said in turns:
         assert said.headers["x-evoke-policy"] == name
-        assert said.books["n_resident_peak"] <= BUDGET
-    assert sum(said.books["omitted"] for said in turns) > BUDGET
-    assert (turns[-1].books["recovered"] > 0) is (name in ("evoke", "infllm"))
+        assert said.accounting["n_resident_peak"] <= BUDGET
+    assert sum(said.accounting["omitted"] for said in turns) > BUDGET
+    assert (turns[-1].accounting["recovered"] > 0) is (name in ("evoke", "infllm"))
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
 
@@ -305,8 +305,8 @@ def test_the_answer_keeps_its_position_in_the_context(
     path, fields = "/v1/chat/completions", {"evoke_recovery": "breadcrumb"}
     said = [*_long(running.port, path, "full", **fields), ASKS]
     stop = {"stop": ["a", "e", "i", "o", "1"], "max_tokens": max_tokens}
-    books = accounting_of(
+    accounting = accounting_of(
         post(running.port, path, said, "full", **_request_for(path, False, **fields), **stop)
     )
-    assert (books["as_text"]["blocks"] > 0) is quotes
+    assert (accounting["as_text"]["blocks"] > 0) is quotes
     assert ("Recovered" in sent[-1]["messages"][-1]["content"]) is quotes

@@ -358,7 +358,7 @@ def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
         talk = ChatClient(running.port, "held", {"evoke_budget": 320, "evoke_pinned": False})
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.books["omitted"] > 0
+        assert said.accounting["omitted"] > 0
         home = said.headers["x-evoke-server"]
         body = json.dumps({"budget": 384}).encode()
         (row,) = _sessions(running)
@@ -367,9 +367,9 @@ def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
         pair.kill(home)
         said = talk.say("What was that about?")
         assert said.headers["x-evoke-server"] == pair.other(home)
-        assert said.books["resident_before"] == said.books["recovered"] == 0
-        _balanced(said.books)
-        _balanced(talk.say("And then?").books)
+        assert said.accounting["resident_before"] == said.accounting["recovered"] == 0
+        _balanced(said.accounting)
+        _balanced(talk.say("And then?").accounting)
         (after,) = _sessions(running)
         assert (after["id"], after["turns"], after["own_budget"]) == (row["id"], 7, True)
         assert after["server"] == pair.other(home) and after["limit"] == 384
@@ -408,21 +408,21 @@ def test_a_migrated_hybrid_session_is_restored_from_its_snapshot(tmp_path: Path)
         talk = ChatClient(running.port, "held")
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.books["omitted"] > 0
+        assert said.accounting["omitted"] > 0
         running.settled()
         home = said.headers["x-evoke-server"]
         pair.kill(home)
         said = talk.say("And now?")
         assert said.headers["x-evoke-server"] == pair.other(home)
-        assert said.books["decoded"] < 30 and said.books["omitted"] > 0
-        _balanced(said.books)
+        assert said.accounting["decoded"] < 30 and said.accounting["omitted"] > 0
+        _balanced(said.accounting)
         assert _restored(running) == 1
 
 
-def _balanced(books: Any) -> None:
+def _balanced(accounting: Any) -> None:
     kinds = ("decoded", "recovered", "resident_before", "omitted")
-    assert sum(books[kind] for kind in kinds) == books["n_prompt"]
-    assert books["n_resident_peak"] <= 384
+    assert sum(accounting[kind] for kind in kinds) == accounting["n_prompt"]
+    assert accounting["n_resident_peak"] <= 384
 
 
 def _answered_by_the_other(

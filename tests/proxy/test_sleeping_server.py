@@ -105,12 +105,12 @@ def test_blocks_copied_before_sleep_are_recovered_by_a_copy() -> None:
     options = ["-np", "1", *DROWSY, "--evoke-ram", "64"]
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         before, woken, then = _over_a_sleep(running, port)
-        books = woken["evoke"]
-        assert books["resident_before"] == 0
+        accounting = woken["evoke"]
+        assert accounting["resident_before"] == 0
         # All that was there when it fell asleep, but for what the question displaced.
-        assert books["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
+        assert accounting["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
         assert woken["prompt_n"] < 40 and then["prompt_n"] < 40
-        _check_accounting(running, books, then["evoke"])
+        _check_accounting(running, accounting, then["evoke"])
 
 
 def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
@@ -135,8 +135,8 @@ def _timings(talk: ChatClient, text: str) -> dict[str, Any]:
 
 
 def _check_accounting(running: RunningProxy, *turns: dict[str, Any]) -> None:
-    for books in turns:
-        assert books["marker"] == "ok"
-        assert books["n_resident_peak"] <= BUDGET
+    for accounting in turns:
+        assert accounting["marker"] == "ok"
+        assert accounting["n_resident_peak"] <= BUDGET
     assert running.metric("evoke_degraded_total", stage="plan") == 0
     assert running.metric("evoke_budget_breach_total") == 0

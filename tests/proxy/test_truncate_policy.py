@@ -37,10 +37,10 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
     for number in range(7):
         said.append(f"Turn {number}. {FILLER}")
         answer = post(running.port, path, said, "cut", **_request_for(path, stream))
-        books = accounting_of(answer)
+        accounting = accounting_of(answer)
         assert answer.headers["x-evoke-policy"] == "truncate"
-        assert books["resident_peak"] <= books["budget"] == BUDGET
-        assert books["omitted"] == books["recovered"] == 0
+        assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
+        assert accounting["omitted"] == accounting["recovered"] == 0
         said.append(f"Noted {number}.")
     assert "Turn 0." in json.dumps(sent[0])
     last = json.dumps(sent[-1])
@@ -111,8 +111,8 @@ def test_a_long_task_loses_complete_steps(
     body = DIALECTS[path](["What will the weather be?"]) | TOOLS[path]
     for number in range(5):
         _listed(path, body).extend(_step(path, number))
-        books = accounting_of(_post(running, path, body | _request_for(path, stream)))
-        assert books["resident_peak"] <= BUDGET
+        accounting = accounting_of(_post(running, path, body | _request_for(path, stream)))
+        assert accounting["resident_peak"] <= BUDGET
         made, back = _ids(path, _listed(path, sent[-1]))
         assert made == back
         assert made[-1] == f"call_{number}"
@@ -131,8 +131,8 @@ def test_a_prompt_that_cannot_be_truncated_stays_in_the_budget(
 ) -> None:
     running, _ = noting
     accounting_of(post(running.port, path, ["hello"], "far", **_request_for(path, False)))
-    books = accounting_of(
+    accounting = accounting_of(
         post(running.port, path, [FILLER * 8], "far", **_request_for(path, False))
     )
-    assert sum(books[kind] for kind in ("decoded", "omitted")) > BUDGET
-    assert books["resident_peak"] <= BUDGET
+    assert sum(accounting[kind] for kind in ("decoded", "omitted")) > BUDGET
+    assert accounting["resident_peak"] <= BUDGET
