@@ -165,7 +165,7 @@ def _booked(**accounting: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("books", "metric", "labels"),
+    ("accounting", "metric", "labels"),
     [
         ({"n_resident_peak": 301}, "evoke_budget_breach_total", {}),
         ({"marker": "stale"}, "evoke_plan_failures_total", {"reason": "books_differ"}),
