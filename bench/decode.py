@@ -110,8 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/decode.json`; 1 when a ratio is not within noise."""
     parser = record.parser("decode", __doc__, "--starts 20")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="deep-24")
-    parser.add_argument("--starts", type=int, default=6, help="times all are started anew (6)")
-    parser.add_argument("--repeats", type=int, default=8, help="rounds of one start (8)")
+    parser.add_argument(
+        "--starts", type=int, default=6, help="how often all servers are started (6)"
+    )
+    parser.add_argument("--repeats", type=int, default=8, help="rounds after each start (8)")
     parser.add_argument("--context", type=int, default=1536, help="tokens of the prompt (1536)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded each time (24)")
     args = parser.parse_args(argv)

@@ -364,9 +364,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = record.command("evidence", __doc__, _EXAMPLES)
     parser.add_argument("--quick", action="store_true", help="the quick form alone")
-    parser.add_argument("--conversations", default="", help="which, separated by commas")
+    parser.add_argument(
+        "--conversations", default="", help="their names, separated by commas (all)"
+    )
     parser.add_argument("--shares", default="4,8,16", help="budgets, as 1/share of a conversation")
-    parser.add_argument("--questions", type=int, default=1000, help="at most, of a conversation")
+    parser.add_argument(
+        "--questions", type=int, default=1000, help="most questions of a conversation (1000)"
+    )
     parser.add_argument("--out", type=Path, help="the JSON file (out/bench/evidence.json)")
     return parser
 

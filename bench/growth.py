@@ -2,8 +2,9 @@
 
 Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each conversation, one of
 which continues. The whole engine runs in this process, in front of a server that answers at once
-(`bench.growth_server`); network and server are left out. Times are processor time of the engine's
-thread in ms, so that other load does not count. Blocks have 64 tokens and are ranked by words.
+(`bench.growth_server`); network and server are left out. Times are processor time of this
+process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens
+and are ranked by words.
 
 * `own`: all work before the request can be forwarded, the sum of the next two
 * `reading`: parsing the request and the server's rendering of its prompt
@@ -24,7 +25,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -36,7 +36,7 @@ import numpy as np
 import orjson
 
 from bench import record
-from bench.growth_server import SilentServer, Talk
+from bench.growth_server import SilentServer, Talk, cpu_s
 from bench.lines import chart
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import load
@@ -76,11 +76,11 @@ class Bench:
         read = parser._parse
 
         def timed(*given: Any) -> Any:
-            began = time.thread_time()
+            began = cpu_s()
             try:
                 return read(*given)
             finally:
-                self.reading_s += time.thread_time() - began
+                self.reading_s += cpu_s() - began
 
         parser._parse = timed  # type: ignore[method-assign,assignment]
 
@@ -100,20 +100,20 @@ class Bench:
     async def turn(self, talk: Talk, name: str) -> dict[str, float]:
         """Run one turn and return its times in ms."""
         self.server.talk, body, self.reading_s = talk, talk.body(), 0.0
-        began, others, parsed = time.thread_time(), self.server.own_s, self.server.parsing_s
+        began, others, parsed = cpu_s(), self.server.own_s, self.server.parsing_s
         headers = {"X-Evoke-Session": name}
         incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
         trace = RequestTrace(asyncio.get_running_loop().time())
         request = await self.engine.parser.parse(incoming)
         async with self.engine.exchange(request, trace) as exchange:
-            own = (time.thread_time() - began - (self.server.own_s - others)) * 1000
+            own = (cpu_s() - began - (self.server.own_s - others)) * 1000
             reading = (self.reading_s + self.server.parsing_s - parsed) * 1000
             answer = orjson.dumps({"choices": [], "timings": self.server.decode()})
             exchange.observe(answer)
-            began, others = time.thread_time(), self.server.own_s
+            began, others = cpu_s(), self.server.own_s
         while self.engine.server.resources.background.busy:
             await asyncio.sleep(0.001)
-        after = time.thread_time() - began - (self.server.own_s - others)
+        after = cpu_s() - began - (self.server.own_s - others)
         if trace.facts.get("prompt") is None:
             raise RuntimeError(f"no plan: {trace.facts}")
         talk.add([("assistant", paragraph(self.random, 1), 16)])
@@ -124,11 +124,11 @@ class Bench:
 
 def _bytes(before: bytes, body: bytes) -> float:
     """Return the ms to compare a request with the previous one and to copy it twice."""
-    began = time.thread_time()
+    began = cpu_s()
     common_prefix(np.frombuffer(before, np.uint8), np.frombuffer(body, np.uint8))
     for _ in range(2):
         b"".join((b"{", body))
-    return (time.thread_time() - began) * 1000
+    return (cpu_s() - began) * 1000
 
 
 @asynccontextmanager
@@ -217,7 +217,7 @@ def picture(rows: Sequence[Mapping[str, Any]]) -> str:
         if row["arm"] == "one":
             lines.setdefault("of it planning", []).append((row["blocks"], row["planning_ms"]))
     title = "The proxy's own time of a turn, ms, by saved blocks"
-    return chart(title, "saved blocks", "ms", lines, log=True)
+    return chart(title, "numbers of saved blocks", "ms", lines, log=True)
 
 
 def _exponent(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> float:
@@ -264,10 +264,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = record.parser("growth", __doc__, "--sizes 100 1000 --turns 5")
-    parser.add_argument("--turns", type=int, default=20, help="to take the median of (20)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="saved blocks")
+    parser.add_argument("--turns", type=int, default=20, help="turns to take the median of (20)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of saved blocks"
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--only", nargs=2, metavar=("ARM", "BLOCKS"), help="this row, as JSON")
+    parser.add_argument(
+        "--only",
+        nargs=2,
+        metavar=("ARM", "BLOCKS"),
+        help="measure one row in this process and print it as JSON",
+    )
     return parser
 
 

@@ -297,10 +297,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--threads", default="1", help="of the server, while it decodes (1)")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="chats of a length, of the longest half as many (3)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="chats of each length; half as many of the longest (3)",
     )
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
-    parser.add_argument("--minutes", type=float, default=600, help="begin nothing after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=600, help="start no new chat after this many minutes"
+    )
     parser.add_argument("--journal", type=Path, default=Path("out/bench/restart.jsonl"))
     args = parser.parse_args(argv)
     units, journal = plan(args), _journal(args)

@@ -220,9 +220,11 @@ def _parser() -> argparse.ArgumentParser:
     free = max(1, (os.cpu_count() or 2) - 1)
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--model", choices=sorted(SHAPES), default="deep-24")
-    parser.add_argument("--turns", type=int, default=56, help="of the long one, 0: none (56)")
+    parser.add_argument(
+        "--turns", type=int, default=56, help="turns of the long conversation, 0: none (56)"
+    )
     parser.add_argument("--sessions", type=int, default=16, help="conversations at once (16)")
-    parser.add_argument("--each", type=int, default=6, help="turns of each of them, 0: none (6)")
+    parser.add_argument("--each", type=int, default=6, help="turns of each of these, 0: none (6)")
     parser.add_argument("--answer", type=int, default=32, help="tokens of every answer (32)")
     parser.add_argument("--repeats", type=int, default=3, help="pairs to take the median of (3)")
     parser.add_argument(

@@ -264,7 +264,7 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
 def main() -> int:
     """Run the arms, print and write the results; 0 when no bar is missed."""
     parser = record.parser("soak", __doc__, "--seconds 600")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each way (600)")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of each arm (600)")
     parser.add_argument("--agents", type=int, default=6, help="at once (6)")
     parser.add_argument("--pause", type=float, default=0.1, help="mean seconds between acts (0.1)")
     parser.add_argument("--arm", choices=("patched", "stock"), help="only one of them")

@@ -496,11 +496,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = record.parser("stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5 --where")
-    parser.add_argument("--seconds", type=float, default=10.0, help="each arm, at least (10)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="shortest duration of an arm (10)"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (1)")
     parser.add_argument("--sessions", type=int, default=1000, help="recorded sessions (1000)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--where", action="store_true", help="note where the loop stood when late")
+    parser.add_argument(
+        "--where", action="store_true", help="print the source lines at which the loop was blocked"
+    )
     return parser
 
 

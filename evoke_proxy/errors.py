@@ -2,7 +2,7 @@
 
 ::
 
-    EvokeError                    500 evoke_error            a defect; the base of the rest
+    EvokeError                    500 evoke_error            a defect; base of all errors
       ConfigError                 500 config_invalid         at start only: exit code 2
       RequestError                400 invalid_request        a chat request that cannot be forwarded
         BudgetTooSmall            400 evoke_budget_too_small budget below the smallest possible one

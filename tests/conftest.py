@@ -1,4 +1,4 @@
-"""Whatever tests have started ends with them, even when they are killed themselves."""
+"""Processes that tests start end with the tests, even when these are killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random operations and nonsense against servers of every shape, built with sanitizers.
+"""Random operations and invalid bodies against servers of every memory kind, with sanitizers.
 
 Of the operations some are those of a client, held against bookkeeping of our own, some are calls
 that no client would make, and some are made by several clients at once who hang up. A report of a
@@ -24,8 +24,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/contract")]
 
 from adapters import write_adapter, write_vector  # noqa: E402
 from concurrent_clients import run_clients  # noqa: E402
+from invalid_bodies import send_invalid_calls  # noqa: E402
 from llama import Llama, running  # noqa: E402
-from nonsense import torment  # noqa: E402
 from operations import play  # noqa: E402
 
 from bench.random_models import SHAPES, ensure  # noqa: E402
@@ -143,7 +143,7 @@ def _turns(cases: Sequence[Case], seed: int) -> Iterator[tuple[int, Case]]:
 def operate(server: Llama, count: int, seed: int) -> None:
     """So many operations of the three kinds."""
     play(server, count * 2 // 5, seed)
-    torment(server, count * 3 // 10, seed)
+    send_invalid_calls(server, count * 3 // 10, seed)
     run_clients(server, count - count * 2 // 5 - count * 3 // 10, seed)
 
 

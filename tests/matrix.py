@@ -1,4 +1,4 @@
-"""Runs the tests on the servers that the CI has no time to build, and records the result.
+"""Runs the tests on server builds that the CI does not build, and records the results.
 
 Each target is a way to build llama-server and the tests that mean something there. The result is
 written to tests/results/TARGET.json with the command, the commit and the machine, and is committed

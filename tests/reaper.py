@@ -1,4 +1,4 @@
-"""Kills whatever has the mark of the tests that have started it, as soon as these are gone."""
+"""Kills all processes with a given mark as soon as the marking tests have ended."""
 
 from __future__ import annotations
 

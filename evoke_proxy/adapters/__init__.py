@@ -1,1 +1,1 @@
-"""Thin input and output: llama-server over HTTP, Prometheus. They never import each other."""
+"""Input and output: llama-server, metrics, embedder, and files on disk."""

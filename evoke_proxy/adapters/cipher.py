@@ -1,7 +1,7 @@
 """Encrypts snapshots and records on disk, in the formats of Tink.
 
 Rows are AES-256-GCM, files are Tink's streaming AEAD AES256-GCM-HKDF, both with associated data:
-https://developers.google.com/tink/wire-format. The keys are made of the configured one.
+https://developers.google.com/tink/wire-format. The keys are derived from the configured one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class EncryptedFormat(DiskFormat):
         self.former_key_id = _key_id(hashlib.sha256(b"mark" + key).digest())
 
     def encode_row(self, data: bytes, aad: bytes) -> bytes:
-        """Return a row encrypted."""
+        """Return the encrypted row."""
         encrypted: bytes = self._rows.encrypt(data, aad)
         return encrypted
 
@@ -82,7 +82,7 @@ class EncryptedFormat(DiskFormat):
 
 
 def _derived(key: bytes, purpose: bytes) -> bytes:
-    """A key of its own for each purpose."""
+    """Derive a separate key for each purpose."""
     return hmac.digest(key, b"evoke-proxy " + purpose, "sha256")
 
 

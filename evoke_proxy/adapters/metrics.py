@@ -14,7 +14,7 @@ from prometheus_client import (
 )
 
 from evoke_proxy import __version__
-from evoke_proxy.core.request.normalise import WHAT
+from evoke_proxy.core.request.normalise import NORMALISATIONS
 from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.drift import CAUSES
 
@@ -206,7 +206,7 @@ class Metrics:
         for cause in CAUSES:  # so that a rate exists from the first event on
             self.drifts.labels(cause=cause)
         self.normalised = self._counter("evoke_normalised", "Normalized parts of requests.", "what")
-        for what in WHAT:
+        for what in NORMALISATIONS:
             self.normalised.labels(what=what)
         self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
         self.snapshot_bytes = self._gauge("evoke_snapshot_bytes", "Bytes of the snapshots on disk.")

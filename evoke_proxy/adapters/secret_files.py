@@ -101,7 +101,7 @@ class KeyFile:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What changes when the file does; empty when there is no file."""
+    """Properties that change with the file; empty when there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -28,7 +28,7 @@ from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
-PART, WHOLE = ".evoke-part", ".evoke-kv"
+PART, SEALED = ".evoke-part", ".evoke-kv"
 INDEX = "index.sqlite"
 _QUARANTINE = "quarantine"
 _QUARANTINED_FILES = 4
@@ -74,8 +74,8 @@ class SnapshotFiles:
         """Lock the directory against other proxies; returns whether the lock is exclusive.
 
         With `shared`, proxies that share the directory too are admitted. Only an exclusive holder
-        may clean up. Raises ConfigError when another proxy holds the lock: each would take the
-        files of the other for leftovers. The lock ends with the process.
+        may clean up. Raises ConfigError when another proxy holds the lock: each would
+        delete the files of the other as leftovers. The lock ends with the process.
         """
         try:
             self._lock = open_regular(self.directory / "lock", "wb")
@@ -90,7 +90,7 @@ class SnapshotFiles:
                 except OSError:
                     continue
                 return how == fcntl.LOCK_EX
-        self.free()
+        self.unlock()
         raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
 
     def share(self) -> None:
@@ -98,7 +98,7 @@ class SnapshotFiles:
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
-    def free(self) -> None:
+    def unlock(self) -> None:
         """Release the lock."""
         if self._lock is not None:
             self._lock.close()
@@ -113,7 +113,7 @@ class SnapshotFiles:
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
                 path.unlink(missing_ok=True)
-            elif path.name.endswith(WHOLE):
+            elif path.name.endswith(SEALED):
                 found[path.name] = path.stat().st_size
         return found
 
@@ -122,7 +122,7 @@ class SnapshotFiles:
 
         Raises SnapshotUnusable, and deletes the part file, when it is missing, has another size
         than `n_bytes`, or holds other tokens: llama-server may have emptied or reused the slot. It
-        is unusable, too, when all its tokens are within the model's attention windows.
+        is also unusable when all its tokens are within the model's attention windows.
         """
         source = self.directory / part
         try:

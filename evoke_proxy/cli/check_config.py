@@ -8,7 +8,7 @@ from pathlib import Path
 from evoke_proxy.cli import serve
 from evoke_proxy.config import Config
 
-DESCRIPTION = "Validate the configuration that `serve` would use, with the files that it names."
+DESCRIPTION = "Validate the configuration that `serve` would use, and the files that it names."
 
 EXAMPLES = """examples:
   evoke-proxy check-config --config evoke.yaml

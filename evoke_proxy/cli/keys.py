@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action; raises ConfigError when a name is invalid or the file cannot be used."""
+    """Run the action; raises ConfigError for an invalid name or an unusable file."""
     path = arguments.file or Path(load(arguments.config, os.environ).security.keys_file)
     if not path.name:
         raise ConfigError(f"{_SETTING}: name the file with --file")

@@ -292,6 +292,9 @@ def _check_keys(tree: Mapping[Any, object], allowed: Collection[str], prefix: st
     """ConfigError for an unknown or removed key, and for a section that is not a mapping."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
+        if "." in str(name) and key in allowed:  # would be read by nothing
+            section, _, last = key.partition(".")
+            raise ConfigError(f"{key}: unknown key; write {last} as a key of the mapping {section}")
         if key in allowed:
             continue
         if key in REMOVED:

@@ -1,4 +1,4 @@
-"""The names of the policies that a configuration or a request may choose.
+"""Lists the policies that a configuration or a request may name.
 
 `evoke_proxy.core.policy.registry` adds the name of each policy that registers itself. Modules with
 further policies, such as `bench.policies`, are named in the environment variable

@@ -1,4 +1,4 @@
-"""Files that are opened without waiting: a pipe or a socket at their path is an error."""
+"""Opens regular files without waiting; a pipe or a socket at the path is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLAGS = {
 
 
 def open_regular(path: Path, mode: str = "rb") -> BinaryIO:
-    """Open a regular file; OSError when there is anything else."""
+    """Open a regular file; OSError when the path is not one."""
     handle = os.open(path, _FLAGS[mode] | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

@@ -1,4 +1,4 @@
-"""Files that the code of commit 043861e wrote: today's code reads, migrates or refuses them.
+"""Files of commit 043861e are read, migrated or refused by the current code.
 
 The rule is the same for each kind of file. Read or migrated: the conversation goes on and only its
 new text is decoded. Refused: the log says why, naming the version, key or model that differs, and

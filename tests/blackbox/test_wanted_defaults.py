@@ -1,4 +1,4 @@
-"""What should hold without any setting and does not yet: each test is an expected failure.
+"""Defaults that are wanted and not yet implemented: each test is an expected failure.
 
 They are strict: as soon as one passes, it fails the run until its mark is removed. The reason of a
 mark says in plain words what is missing.
@@ -33,7 +33,7 @@ def missing(behaviour: str, by_chance: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.xfail(strict=not by_chance, reason=f"not there yet: {behaviour}")
 
 
-def planted(port: int, turns: int, **fields: Any) -> stack.Chat:
+def conversation_with_fact(port: int, turns: int, **fields: Any) -> stack.Chat:
     """A conversation whose first message is a fact."""
     chat = stack.Chat("wanted", fields, [{"role": "system", "content": "You are helpful."}])
     for text in [FACT, *(f"Turn {number}. {FILLER}" for number in range(turns))]:
@@ -54,7 +54,7 @@ def check_config(tmp_path: Path, text: str = "", **env: str) -> subprocess.Compl
 
 
 @contextlib.contextmanager
-def upped(*options: str) -> Iterator[stack.Process]:
+def up_process(*options: str) -> Iterator[stack.Process]:
     """`evoke-proxy up` with the bundled model, once it listens."""
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(stack.MODEL)]
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", *options]
@@ -67,8 +67,8 @@ def upped(*options: str) -> Iterator[stack.Process]:
 
 @missing("`evoke-proxy up -m model.gguf` starts a llama-server and a proxy in front of it")
 def test_up_answers_a_chat_four_times_the_cells() -> None:
-    with upped("--", "-c", "1024") as proxy:
-        chat = planted(proxy.port, 60)
+    with up_process("--", "-c", "1024") as proxy:
+        chat = conversation_with_fact(proxy.port, 60)
         reply = chat.say(proxy.port, QUESTION)
         assert VALUE in stack.text_of(reply)
         assert reply["usage"]["prompt_tokens"] > 4 * 1024
@@ -77,7 +77,7 @@ def test_up_answers_a_chat_four_times_the_cells() -> None:
 @missing("`evoke-proxy up` stops the llama-server it started, also when it is killed itself")
 @pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
 def test_up_leaves_no_process(signal_name: str) -> None:
-    with upped() as proxy:
+    with up_process() as proxy:
         mark = f"--port\0{stack.served_port(proxy.output)}"
         proxy.stop() if signal_name == "SIGTERM" else proxy.kill()
         stack.wait_until(lambda: not stack.processes_with(mark), "no llama-server is left", 20)
@@ -106,7 +106,7 @@ def test_a_logical_context_without_a_budget_recalls_what_no_longer_fits() -> Non
         stack.server(*options, patched=True) as server,
         stack.proxy(server.port) as proxy,
     ):
-        chat = planted(proxy.port, 30)
+        chat = conversation_with_fact(proxy.port, 30)
         reply = chat.say(proxy.port, QUESTION)
         assert VALUE in stack.text_of(reply)
         assert stack.sample(exposition(proxy), "evoke_blocks_recovered_total") > 0
@@ -148,7 +148,7 @@ def test_questions_and_blocks_get_vectors_without_a_setting() -> None:
         stack.server(*options, patched=True) as server,
         stack.proxy(server.port, policy__budget=320) as proxy,
     ):
-        planted(proxy.port, 4)
+        conversation_with_fact(proxy.port, 4)
 
         def embedded(kind: str) -> float:
             return stack.sample(exposition(proxy), "evoke_embedded_total", kind=kind)
@@ -198,7 +198,7 @@ def _go_on_after(folder: Path, killed: str) -> stack.Json:
     with contextlib.ExitStack() as ends:
         server = ends.enter_context(stack.server(*options, patched=True, port=port))
         proxy = ends.enter_context(stack.proxy(port, policy__budget=448))
-        chat = planted(proxy.port, 7)
+        chat = conversation_with_fact(proxy.port, 7)
         # What is done between two turns of a person is done: copies, files, notes.
         time.sleep(2)
         if killed in ("server", "both"):
@@ -394,7 +394,7 @@ def test_metrics_show_host_memory_and_disk() -> None:
         stack.server(*options, patched=True) as server,
         stack.proxy(server.port, policy__budget=320) as proxy,
     ):
-        planted(proxy.port, 4)
+        conversation_with_fact(proxy.port, 4)
         names = {line.split("{")[0].split(" ")[0] for line in exposition(proxy).splitlines()}
         for words in (("ram", "used"), ("ram", "budget"), ("disk", "used")):
             assert any(

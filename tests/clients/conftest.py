@@ -1,4 +1,4 @@
-"""Fixtures of the client tests: a server to be asked directly, and a proxy in front of it."""
+"""Fixtures of the client tests: a server for direct requests, and a proxy in front of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `anthropic` package through the proxy gets what it gets directly."""
+"""The `anthropic` package gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: Ru
     streamed = events(between.port, **asked)
     (delta,) = [event for event in streamed[:-1] if event.type == "message_delta"]
     for usage in (create(between.port, **asked).usage, delta.usage):
-        books = usage.model_extra["evoke"]
-        assert books["decoded"] + books["recovered"] + books["resident_before"] > 20
-        assert (books["omitted"], books["budget"]) == (0, 400)
+        accounting = usage.model_extra["evoke"]
+        assert accounting["decoded"] + accounting["recovered"] + accounting["resident_before"] > 20
+        assert (accounting["omitted"], accounting["budget"]) == (0, 400)
 
 
 def test_errors_raise_the_exceptions_of_the_library(

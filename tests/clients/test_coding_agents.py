@@ -1,5 +1,4 @@
-"""Coding agents that are programs of others: each as it is, for two turns, on a budget it does not
-know, in a network of its own where nobody but the proxy and its llama-server can be reached."""
+"""Two turns of unmodified coding agents on a budget, in a network without other hosts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
 @pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
 def test_two_turns_of_an_agent_without_other_network(agent: tuple[str, Path]) -> None:
     name, program = agent
-    script = [sys.executable, str(ROOT / "tests/clients/alone.py"), name, str(program)]
+    script = [sys.executable, str(ROOT / "tests/clients/isolated_agent.py"), name, str(program)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([*ALONE, *script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -47,9 +46,9 @@ def test_two_turns_of_an_agent_without_other_network(agent: tuple[str, Path]) ->
     assert [turn["code"] for turn in seen["said"]] == [0, 0], seen["said"]
     # Codex may hang up at the event that says the answer is complete, before the end of the stream.
     assert set(seen["statuses"]) <= {"200", "499" if name == "codex" else "200"}, seen["statuses"]
-    for books in seen["books"]:
-        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"] > BUDGET
-        assert books["peak"] <= BUDGET
+    for accounting in seen["books"]:
+        assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"] > BUDGET
+        assert accounting["peak"] <= BUDGET
     first, *_, last = seen["books"]
     assert first["decoded"] == first["prompt"]
     # The second turn did not decode its history again, and some of that is not in the cache.

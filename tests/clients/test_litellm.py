@@ -1,4 +1,4 @@
-"""The `litellm` package through the proxy gets what it gets directly, whatever it speaks."""
+"""The `litellm` package gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 

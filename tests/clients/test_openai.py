@@ -1,4 +1,4 @@
-"""The `openai` package through the proxy gets what it gets directly."""
+"""The `openai` package gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 
@@ -142,10 +142,13 @@ def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: Ru
         respond(between.port, **RESPONSES["plain"], **asked).usage,
         events[-1].response.usage,
     ):
-        books = usage.model_extra["evoke"]
+        accounting = usage.model_extra["evoke"]
         prompt = getattr(usage, "prompt_tokens", None) or usage.input_tokens
-        assert books["decoded"] + books["recovered"] + books["resident_before"] == prompt
-        assert (books["omitted"], books["budget"]) == (0, 400)
+        assert (
+            accounting["decoded"] + accounting["recovered"] + accounting["resident_before"]
+            == prompt
+        )
+        assert (accounting["omitted"], accounting["budget"]) == (0, 400)
 
 
 def test_errors_raise_the_exceptions_of_the_library(

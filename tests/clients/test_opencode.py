@@ -1,4 +1,4 @@
-"""A coding agent, its long system prompt and all its tools, on a budget it does not know."""
+"""Two turns of opencode, with its long system prompt and all its tools, on a budget."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _booked(log: str) -> list[dict[str, int]]:
     """The books of every chat request, as the proxy's log has them."""
     lines = [line for line in log.splitlines() if "/v1/chat/completions" in line]
     found = [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
-    return [books for books in found if "prompt" in books]
+    return [accounting for accounting in found if "prompt" in accounting]
 
 
 def _codes(running: RunningProxy) -> set[str]:
@@ -103,10 +103,10 @@ def test_two_turns_of_an_agent(
     recording.quiet()
     found = _booked(caplog.text)
     assert len(found) >= len(turns)
-    for books in found:
-        assert sum(books[kind] for kind in TOKEN_KINDS) == books["prompt"]
-        assert books["peak"] <= BUDGET
-    long = [books for books in found if books["prompt"] > 2 * BUDGET]
+    for accounting in found:
+        assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"]
+        assert accounting["peak"] <= BUDGET
+    long = [accounting for accounting in found if accounting["prompt"] > 2 * BUDGET]
     assert len(long) >= 2
     # The second turn did not decode its history again, and most of that is not in the cache.
     assert long[-1]["decoded"] < long[-1]["prompt"] / 10

@@ -1,4 +1,4 @@
-"""Calls of every kind from several clients at once, some of whom hang up in the middle of one.
+"""Runs calls of every kind from several clients, some of which disconnect.
 
 None of them saves, restores or empties a slot that works: upstream lets one call that waits go on
 for each request that ends, and where that is one of these three, a request behind it waits for
@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from llama import Json, Llama, story
-from nonsense import ACTIONS, SLOTS, body, one
+from invalid_bodies import ACTIONS, SLOTS, body, one
+from llama import Json, Llama, sample_text
 
 CLIENTS = 3
 TENANTS = ("", "t", "x", "\0")
@@ -27,7 +27,7 @@ _QUIET_S, _POLL_S = 120, 0.05
 def run_clients(server: Llama, calls: int, seed: int = 7) -> Counter[str]:
     """So many calls by three clients at once; then everything is given back: slots and memory."""
     shares = [calls // CLIENTS + (client < calls % CLIENTS) for client in range(CLIENTS)]
-    prompts = [server.tokens(story(words, words)) for words in (20, 90, 250)]
+    prompts = [server.tokens(sample_text(words, words)) for words in (20, 90, 250)]
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [
             pool.submit(_client, server, share, random.Random(seed * CLIENTS + n), prompts)

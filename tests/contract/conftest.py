@@ -1,4 +1,4 @@
-"""Fixtures of the contract tests: servers are started once for all tests that agree on options."""
+"""Fixtures of the contract tests: tests with the same options share a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of the bundled model's first layer, computed with numpy from weights and tokens alone.
+"""Computes the attention of the bundled model's first layer from weights and tokens.
 
 There it depends on nothing but the tokens and their positions, so that holes need no emulation.
 """

@@ -1,4 +1,4 @@
-"""A real llama-server with the bundled model, and the calls the contract tests make."""
+"""Starts a real llama-server with the bundled model and makes block calls."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama
             assert healthy(port), "the server died"
 
 
-def story(words: int, seed: int = 0) -> str:
+def sample_text(words: int, seed: int = 0) -> str:
     """Plain text in the model's vocabulary, different for each seed."""
     nouns = "river mountain machine garden letter engine window teacher forest market".split()
     verbs = "follows watches repairs carries finds builds crosses describes".split()

@@ -1,4 +1,4 @@
-"""Random operations on two slots of a server, against bookkeeping of our own.
+"""Random operations on two slots of a server, compared with a model of them.
 
 Slots are compared by what their rows hold, position by position: a row stays as it is until it is
 decoded again, and a row that comes back from a copy is the row that was saved under that name.
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llama import Json, Llama, story
+from llama import Json, Llama, sample_text
 
 MOST_TOKENS = 1500
 PARTS = ("resident_before", "recovered", "decoded", "omitted")
@@ -61,7 +61,9 @@ class Model:
         self.cells, self.evicts = evoke["limits"]["n_cells"], evoke["kv_eviction"]["mode"] != "off"
 
     def chat(self, slot: int, marker: bool = True) -> None:
-        more = self.server.tokens(story(self.chance.randint(5, 60), self.chance.randint(0, 99)))
+        more = self.server.tokens(
+            sample_text(self.chance.randint(5, 60), self.chance.randint(0, 99))
+        )
         prompt = self.cached[slot] + more
         if len(prompt) > MOST_TOKENS:
             prompt = more

@@ -1,8 +1,8 @@
-"""A saved conversation comes back to an emptied slot, or to another one."""
+"""A saved conversation is loaded into an emptied slot or another one."""
 
 from __future__ import annotations
 
-from llama import Llama, story
+from llama import Llama, sample_text
 from operations import PARTS
 
 
@@ -19,7 +19,7 @@ def save_all(server: Llama, slot: int, size: int = 64) -> list[str]:
 
 
 def test_a_saved_conversation_refills_an_emptied_slot(server: Llama) -> None:
-    history = server.tokens(story(400))
+    history = server.tokens(sample_text(400))
     first = server.complete(history)
     cached = history + first["tokens"][:-1]
     reference = server.complete(cached + history[:20], n_predict=24)
@@ -37,7 +37,7 @@ def test_a_saved_conversation_refills_an_emptied_slot(server: Llama) -> None:
 
 
 def test_adopting_some_blocks_requires_the_last_one(server: Llama) -> None:
-    history = server.tokens(story(400))
+    history = server.tokens(sample_text(400))
     first = server.complete(history)
     cached = history + first["tokens"][:-1]
     names = save_all(server, 0)
@@ -54,7 +54,7 @@ def test_adopting_some_blocks_requires_the_last_one(server: Llama) -> None:
 def test_another_slot_may_adopt(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
-    history = two.tokens(story(300))
+    history = two.tokens(sample_text(300))
     first = two.complete(history, 0)
     cached = history + first["tokens"][:-1]
     names = save_all(two, 0)
@@ -65,7 +65,7 @@ def test_another_slot_may_adopt(two: Llama) -> None:
 
 def test_tenants_do_not_see_each_others_blocks(one: Llama) -> None:
     one.erase()
-    one.complete(one.tokens(story(200)))
+    one.complete(one.tokens(sample_text(200)))
     one.act("block-save", name="mine", p0=64, p1=128, evict=True, tenant="a")
     assert one.refuse("block-load", names=["mine"], tenant="b")["type"] == "unknown_block"
     assert one.refuse("block-load", names=["mine"])["type"] == "unknown_block"

@@ -1,4 +1,4 @@
-"""What is captured is the softmax of the model, by position, whatever lies in which cell."""
+"""Captured attention is the softmax of the model, by position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from first_layer import attention, queries_and_keys
-from llama import MODEL, Json, Llama, binary, running, story
+from llama import MODEL, Json, Llama, binary, running, sample_text
 from native import run
 
 from bench.random_models import SHAPES, ensure
@@ -45,7 +45,7 @@ def text(server: Llama, answer: Json, prompt: list[int], slot: int = 0) -> list[
 
 
 def test_rows_are_the_softmax_through_evictions_and_loads(server: Llama) -> None:
-    prompt = server.tokens(story(300))
+    prompt = server.tokens(sample_text(300))
     server.act("attn-capture", layers=[0], mode="ewma", decay=0, per_head=True)
     tokens = text(server, server.complete(prompt), prompt)
     end = len(tokens)
@@ -70,7 +70,7 @@ def test_rows_are_the_softmax_through_evictions_and_loads(server: Llama) -> None
 
 def test_sums_are_over_every_generated_token_and_the_end_of_the_prompt(server: Llama) -> None:
     """Of a graph that is built once and used again for most tokens."""
-    prompt = server.tokens(story(100))
+    prompt = server.tokens(sample_text(100))
     server.act("attn-capture", layers=[0], mode="sum", window=6)
     tokens = text(server, server.complete(prompt, n_predict=40), prompt)
     first = len(prompt) - 6
@@ -85,7 +85,7 @@ def test_sums_are_over_every_generated_token_and_the_end_of_the_prompt(server: L
 
 
 def test_snapkv_is_the_mean_of_the_last_rows(server: Llama) -> None:
-    prompt = server.tokens(story(100))
+    prompt = server.tokens(sample_text(100))
     server.act("attn-capture", layers=[0], mode="snapkv", window=16)
     tokens = text(server, server.complete(prompt, n_predict=6), prompt)
     expected = np.zeros(len(tokens))
@@ -97,7 +97,7 @@ def test_snapkv_is_the_mean_of_the_last_rows(server: Llama) -> None:
 
 
 def test_ewma_weighs_the_last_rows_most(server: Llama) -> None:
-    prompt = server.tokens(story(60))
+    prompt = server.tokens(sample_text(60))
     server.act("attn-capture", layers=[1, 3], mode="ewma", decay=0.95)
     server.complete(prompt, n_predict=20)
     answer = server.get("/slots/0/attention?ranges=0-10,10-100000")
@@ -115,7 +115,7 @@ def last_rows(server: Llama, prompt: list[int], layers: list[int]) -> npt.NDArra
 def test_every_layer_and_head_sums_to_one_with_and_without_flash_attention(
     one: Llama, shared: Llama
 ) -> None:
-    prompt = one.tokens(story(700))
+    prompt = one.tokens(sample_text(700))
     assert len(prompt) > 600
     found = []
     for server in (one, shared):
@@ -139,7 +139,7 @@ def test_soft_caps_and_sinks_are_those_of_the_model(shape: str) -> None:
         with running(True, *options, model=ensure(SHAPES[shape])) as server:
             full = server.get("/props")["evoke"]["limits"]["attention"]["layers"]
             assert full == [1, 3]  # the others have a window
-            prompt = server.tokens(story(120))
+            prompt = server.tokens(sample_text(120))
             server.act("attn-capture", layers=[1], mode="ewma", decay=0, per_head=True)
             server.complete(prompt, n_predict=4)
             found.append(by_head(server, len(prompt) + 3))
@@ -168,7 +168,7 @@ def test_rows_are_the_softmax_with_other_memory_kinds(
     with running(True, *usual, *options, model=ensure(SHAPES[shape])) as server:
         limits = server.get("/props")["evoke"]["limits"]["attention"]
         assert limits == {"layers": layers, "max_layers": 16, "max_window": 64}
-        prompt = server.tokens(story(200))
+        prompt = server.tokens(sample_text(200))
         server.act("attn-capture", layers=layers, mode="snapkv", window=8)
         server.complete(prompt, n_predict=12)
         server.act("block-save", name="b", p0=20, p1=100, evict=True)
@@ -183,7 +183,7 @@ def test_attention_of_slots_that_decode_together_does_not_mix(
     layout: str, request: pytest.FixtureRequest
 ) -> None:
     server: Llama = request.getfixturevalue(layout)
-    prompts = [server.tokens(story(150, seed=2)), server.tokens(story(60, seed=3))]
+    prompts = [server.tokens(sample_text(150, seed=2)), server.tokens(sample_text(60, seed=3))]
     for slot in (0, 1):
         server.erase(slot)
         server.act("attn-capture", slot, layers=[0], mode="sum", window=4, per_head=bool(slot))
@@ -208,7 +208,7 @@ def test_attention_of_slots_that_decode_together_does_not_mix(
 
 
 def test_capturing_changes_no_token(server: Llama) -> None:
-    prompt = server.tokens(story(120))
+    prompt = server.tokens(sample_text(120))
 
     def answer() -> Any:
         return server.complete(prompt, n_predict=12, n_probs=50)["completion_probabilities"]
@@ -249,7 +249,7 @@ def numbers(text: str, *shape: int) -> npt.NDArray[np.float32]:
 
 
 def test_query_rows_and_key_bounds_are_those_of_the_first_layer(server: Llama) -> None:
-    prompt = server.tokens(story(120))
+    prompt = server.tokens(sample_text(120))
     server.act("attn-capture", layers=[0, 2], queries=8)
     server.complete(prompt, n_predict=5)
     queries, keys = queries_and_keys(prompt)
@@ -283,7 +283,7 @@ def test_query_rows_and_key_bounds_are_those_of_the_first_layer(server: Llama) -
 
 
 def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) -> None:
-    prompt = server.tokens(story(120))
+    prompt = server.tokens(sample_text(120))
     server.act("attn-capture", layers=[0, 2], queries=8)
     server.complete(prompt, n_predict=5)
     queries, keys = queries_and_keys(prompt)
@@ -320,7 +320,7 @@ def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) 
 
 def test_a_probe_keeps_the_queries_of_its_tokens(one: Llama) -> None:
     one.erase()
-    prompt = one.tokens(story(120))
+    prompt = one.tokens(sample_text(120))
     one.act("attn-capture", layers=[0], queries=8)
     one.act("block-plan", ops=[{"op": "probe"}])
     said = one.complete(prompt, n_predict=5)["tokens"]
@@ -337,7 +337,7 @@ def test_a_probe_keeps_the_queries_of_its_tokens(one: Llama) -> None:
 
 def test_a_request_of_another_client_ends_the_capture(one: Llama) -> None:
     one.erase()
-    prompt = one.tokens(story(60))
+    prompt = one.tokens(sample_text(60))
     one.act("attn-capture", layers=[0], mode="sum")
     one.complete(prompt)
     assert one.get("/slots/0/attention")["n_obs"] > 8
@@ -348,7 +348,7 @@ def test_a_request_of_another_client_ends_the_capture(one: Llama) -> None:
 
 def test_removed_tokens_have_no_mass(one: Llama) -> None:
     one.erase()
-    prompt = one.tokens(story(100))
+    prompt = one.tokens(sample_text(100))
     one.act("attn-capture", layers=[0], mode="sum")
     one.complete(prompt, n_predict=20)
     one.complete(prompt[:50] + prompt[60:70], n_predict=1)
@@ -395,7 +395,7 @@ def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
     wide: tuple[Llama, int],
 ) -> None:
     server, process = wide
-    prompt = server.tokens(story(300))
+    prompt = server.tokens(sample_text(300))
     server.complete(prompt, 1, n_predict=1)
     server.complete(prompt, 0, n_predict=1)
     limit_memory(process, 96 << 20)
@@ -422,7 +422,7 @@ def test_capturing_attention_allocates_no_memory_while_decoding(
 ) -> None:
     """What they need at most is there when the call is answered: no decode takes any."""
     server, process = wide
-    prompt = server.tokens(story(3000))[:2000]
+    prompt = server.tokens(sample_text(3000))[:2000]
     for slot in (0, 1):
         server.complete(prompt[:400], slot, n_predict=1)
     for slot in (0, 1):
@@ -445,5 +445,5 @@ def test_too_many_rows_of_attention_are_halved(wide: tuple[Llama, int]) -> None:
     answer = server.act("attn-capture", 2, **settings)
     assert (answer["window"], answer["queries"]) == (32, 32)
     for slot in (0, 1, 2):
-        server.complete(server.tokens(story(100)), slot, n_predict=2)
+        server.complete(server.tokens(sample_text(100)), slot, n_predict=2)
         assert masses(server, 64, slot)["n_obs"] > 0

@@ -1,4 +1,4 @@
-"""How much one block call may have: more is refused, the most of it keeps nobody waiting."""
+"""Limits of one block call; the largest permitted call does not block others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llama import Json, Llama, story
+from llama import Json, Llama, sample_text
 
 OPS, PROTECT, ORDER, NAMES, RANGES = 4096, 4096, 16384, 16384, 16384
 # What the main loop may take for one call, on a slow core that others use too.
@@ -65,7 +65,7 @@ def filled(two: Llama) -> Iterator[Llama]:
     """Slot 0 with 1900 tokens, whose attention is captured by head."""
     two.erase(0)
     two.act("attn-capture", **CAPTURE)
-    two.complete(two.tokens(story(4000))[:1900], 0, n_predict=1)
+    two.complete(two.tokens(sample_text(4000))[:1900], 0, n_predict=1)
     yield two
     two.act("attn-capture", layers=[])
 

@@ -1,4 +1,4 @@
-"""Closing gaps and loading at another place: keys are turned, and little more than rounded."""
+"""Closing gaps and loading at another position: keys are rotated with small rounding errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama import Llama, distributions, largest_difference, running, story
+from llama import Llama, distributions, largest_difference, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 
@@ -43,13 +43,13 @@ def read(server: Llama, prompt: list[int], slot: int = 0) -> tuple[list[dict[int
 def start_conversation(server: Llama) -> list[int]:
     """A fresh conversation in slot 0 of which a block is saved."""
     server.erase()
-    prompt = server.tokens(story(300))
+    prompt = server.tokens(sample_text(300))
     server.complete(prompt, n_predict=1)
     server.act("block-save", name="b", p0=BLOCK[0], p1=BLOCK[1])
     return prompt
 
 
-def out_and_in(server: Llama) -> None:
+def evict_and_load_between(server: Llama) -> None:
     """The block goes, what is behind it moves down; it comes back, and that moves up again."""
     server.act("block-evict", names=["b"])
     closed = server.act("block-compact")
@@ -60,11 +60,11 @@ def out_and_in(server: Llama) -> None:
 def round_trips(server: Llama, count: int) -> float:
     """How far what follows is from that of a conversation that nothing was done to."""
     prompt = start_conversation(server)
-    tail = server.tokens(story(20, seed=3))
+    tail = server.tokens(sample_text(20, seed=3))
     whole, _ = read(server, prompt + tail)
     prompt = start_conversation(server)
     for _ in range(count):
-        out_and_in(server)
+        evict_and_load_between(server)
         server.complete(prompt, n_predict=1)  # keys are turned now, not together with the next
     repeated, decoded = read(server, prompt + tail)
     assert decoded == len(tail)
@@ -91,7 +91,7 @@ def test_compact_closes_gaps_and_decoding_continues_the_shorter_text() -> None:
         assert closed["n_moved"] == len(short) - BLOCK[0]
         assert closed["epoch"] == server.epoch() != epoch
         assert server.slot()["resident"] == [[0, len(short)]]
-        tail = server.tokens(story(20, seed=3))
+        tail = server.tokens(sample_text(20, seed=3))
         _, decoded = read(server, short + tail)
         assert decoded == len(tail)
         assert server.act("block-compact")["n_moved"] == 0
@@ -100,13 +100,13 @@ def test_compact_closes_gaps_and_decoding_continues_the_shorter_text() -> None:
 def test_a_block_is_loaded_at_the_end_of_another_text() -> None:
     with serving() as server:
         prompt = start_conversation(server)
-        block, other = prompt[BLOCK[0] : BLOCK[1]], server.tokens(story(60, seed=9))
+        block, other = prompt[BLOCK[0] : BLOCK[1]], server.tokens(sample_text(60, seed=9))
         server.erase()
         server.complete(other, n_predict=1)
         joined = server.act("block-load", names=["b"], at=len(other))
         assert joined["n_tokens"] == len(other) + len(block)
         assert joined["turned"] == len(other) - BLOCK[0]
-        tail = server.tokens(story(20, seed=3))
+        tail = server.tokens(sample_text(20, seed=3))
         answer = server.complete(other + block + tail)
         accounting = answer["timings"]["evoke"]
         assert (accounting["recovered"], accounting["decoded"]) == (len(block), len(tail))
@@ -137,9 +137,9 @@ def test_compact_does_not_change_other_slots(kind: str, tmp_path: Path) -> None:
     options = ("-np", "2", "-kvu", "--slot-save-path", str(tmp_path), *KINDS[kind][0])
     with serving(*options) as server:
         prompt = start_conversation(server)
-        server.complete(server.tokens(story(100, seed=4)), 1, n_predict=1)
+        server.complete(server.tokens(sample_text(100, seed=4)), 1, n_predict=1)
         before = neighbour(server, "before")
-        out_and_in(server)
+        evict_and_load_between(server)
         server.complete([*prompt, 7])
         assert neighbour(server, "after") == before
 

@@ -1,4 +1,4 @@
-"""Every dialect's reply to a marked request brings the books; no other reply has anything new."""
+"""The reply to a marked request has its accounting in every dialect; other replies do not."""
 
 from __future__ import annotations
 

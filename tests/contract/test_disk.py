@@ -1,4 +1,4 @@
-"""Saved blocks on disk: what memory has no room for, what outlives a server, what is not used."""
+"""Saved blocks on disk: overflow of memory, restarts, damaged files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from llama import MODEL, Json, Llama, binary, running, story
-from nonsense import torment
+from invalid_bodies import send_invalid_calls
+from llama import MODEL, Json, Llama, binary, running, sample_text
 from operations import play
 from test_exact import logprobs
 
@@ -97,7 +97,7 @@ def check_since(server: Llama, names: list[str]) -> None:
 
 def talk(server: Llama) -> list[int]:
     """A conversation in slot 0; the tokens that have a row afterwards."""
-    history = server.tokens(story(900))
+    history = server.tokens(sample_text(900))
     server.erase()
     first = server.complete(history)
     return history + list(first["tokens"][:-1])
@@ -330,7 +330,7 @@ def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
     """Every block call scans a folder that has changed; this must neither delete a file that is
     being written nor list a copy again that has just been dropped."""
     with running(True, *options(tmp_path / "d")) as server, ExitStack() as stack:
-        server.complete(server.tokens(story(900))[:500], n_predict=1)
+        server.complete(server.tokens(sample_text(900))[:500], n_predict=1)
         saves = [{"op": "save", "name": str(p), "p0": p, "p1": p + 8} for p in range(0, 480, 8)]
         stopped = threading.Event()
 
@@ -383,7 +383,7 @@ def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: P
     for path in files(folder):
         os.utime(path, (ahead, ahead))
     with running(True, *options(folder, mib=1, ram=1)) as server:
-        server.complete(server.tokens(story(900, seed=5)))
+        server.complete(server.tokens(sample_text(900, seed=5)))
         names = []
         for p0 in range(0, 768, SIZE):
             names.append(f"new/{p0}")
@@ -394,7 +394,7 @@ def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: P
         assert set(names[-4:]) <= on_disk, "the newest are there"
     with running(True, *options(folder, mib=1, ram=1)) as server:
         assert set(names[-4:]) <= set(blocks(server))
-        server.complete(server.tokens(story(900, seed=6)))
+        server.complete(server.tokens(sample_text(900, seed=6)))
         server.act("block-save", name="one more", p0=0, p1=SIZE)
         spill(server)
         assert {names[-1], "one more"} <= set(blocks(server)), (
@@ -647,7 +647,7 @@ def test_random_operations_with_most_blocks_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=4)) as server:
         assert model.outlived(server) > 100
         play(server, 100, seed=2)
-        torment(server, 200)
+        send_invalid_calls(server, 200)
         state = disk(server)
         assert state["n_failed"] == state["n_damaged"] == 0
         cached = talk(server)

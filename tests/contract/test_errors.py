@@ -1,4 +1,4 @@
-"""Every refusal: its status, its type, and a slot that is left as it was."""
+"""Every refusal: its status, its type, and an unchanged slot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, running, sample_text
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def filled(one: Llama) -> Iterator[Llama]:
     """A slot with 300-odd tokens, one saved block that is evicted and one that is resident."""
     one.erase()
     one.post("/slots/0?action=block-drop", {"all": True})
-    one.complete(one.tokens(story(260)))
+    one.complete(one.tokens(sample_text(260)))
     one.act("block-save", name="gone", p0=64, p1=128, evict=True)
     one.act("block-save", name="here", p0=128, p1=192)
     before = one.slot()
@@ -109,9 +109,9 @@ def test_unknown_slot_and_malformed_body(filled: Llama) -> None:
 
 def test_a_block_of_other_tokens_is_stale(one: Llama) -> None:
     one.erase()
-    one.complete(one.tokens(story(260)))
+    one.complete(one.tokens(sample_text(260)))
     one.act("block-save", name="old", p0=64, p1=128, evict=True)
-    one.complete(one.tokens(story(260, seed=4)))
+    one.complete(one.tokens(sample_text(260, seed=4)))
     assert one.refuse("block-load", names=["old"])["type"] == "stale_block"
     assert one.refuse("block-evict", names=["old"])["type"] == "stale_block"
     row = next(b for b in one.slot()["blocks"] if b["name"] == "old")
@@ -120,7 +120,7 @@ def test_a_block_of_other_tokens_is_stale(one: Llama) -> None:
 
 def test_more_than_the_cells_or_the_budget_is_503() -> None:
     with running(True, "-c", "512", "--evoke-ram", "16", "-np", "1") as server:
-        history = server.tokens(story(280))[:300]
+        history = server.tokens(sample_text(280))[:300]
         server.complete(history)
         server.act("block-save", name="big", p0=0, p1=256, evict=True)
         server.act("stream", budget=200, sink=0, recent=16, block=32)
@@ -131,7 +131,7 @@ def test_more_than_the_cells_or_the_budget_is_503() -> None:
 
 def test_more_than_the_host_memory_is_413_and_saves_nothing() -> None:
     with running(True, "-c", "4096", "--evoke-ram", "1", "-np", "1") as server:
-        server.complete(server.tokens(story(800)))
+        server.complete(server.tokens(sample_text(800)))
         error = server.refuse("block-save", name="big", p0=0, p1=700)
         assert (error["code"], error["type"]) == (413, "ram_budget")
         assert server.slot()["ram"]["used"] == 0
@@ -162,7 +162,7 @@ def test_a_plan_that_finds_no_memory_leaves_copies_and_names_as_they_were() -> N
     with running(True, "-c", "2048", "-np", "1", "--evoke-ram", "1", "-fa", "on") as server:
         row = server.get("/props")["evoke"]["limits"]["row_bytes"]
         size = (1 << 20) // row // 8  # eight blocks of so many tokens are all of the memory
-        server.complete(server.tokens(story(2000))[: 12 * size], n_predict=1)
+        server.complete(server.tokens(sample_text(2000))[: 12 * size], n_predict=1)
         for i in range(7):
             server.act("block-save", name=f"b{i}", p0=i * size, p1=(i + 1) * size)
         server.act("block-drop", names=["b1", "b3", "b5"])

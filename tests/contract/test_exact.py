@@ -1,9 +1,9 @@
-"""Evict then load at the same place is as if nothing had happened, to the bit."""
+"""Evicting a block and loading it at its position is bit-identical to no eviction."""
 
 from __future__ import annotations
 
 import pytest
-from llama import Llama, distributions, largest_difference, running, story
+from llama import Llama, distributions, largest_difference, running, sample_text
 
 STEPS = 26
 VOCABULARY = 2048
@@ -19,7 +19,7 @@ def logprobs(server: Llama, prompt: list[int], slot: int) -> list[object]:
 
 
 def conversation(server: Llama, slot: int, evict: bool, load: bool) -> list[object]:
-    history = server.tokens(story(600))
+    history = server.tokens(sample_text(600))
     server.erase(slot)
     first = server.complete(history, slot)
     assert first["timings"]["evoke"]["decoded"] == len(history)
@@ -30,7 +30,7 @@ def conversation(server: Llama, slot: int, evict: bool, load: bool) -> list[obje
     if load:
         loaded = server.act("block-load", slot, names=["b"])
         assert loaded["same_cells"] and loaded["n_loaded"] == 300
-    follow_up = history + first["tokens"] + server.tokens(story(40, seed=5))
+    follow_up = history + first["tokens"] + server.tokens(sample_text(40, seed=5))
     return logprobs(server, follow_up, slot)
 
 
@@ -49,7 +49,7 @@ def test_a_second_slot_is_exact_too_while_the_first_has_holes(two: Llama) -> Non
 @pytest.mark.parametrize("flash", ["on", "off"])
 def test_ten_round_trips_accumulate_no_error(flash: str) -> None:
     with running(True, "-c", "2048", "--evoke-ram", "16", "-np", "1", "-fa", flash) as server:
-        history = server.tokens(story(400))
+        history = server.tokens(sample_text(400))
         server.complete(history, n_predict=1)
         for _ in range(10):
             server.act("block-save", name="r", p0=50, p1=250, evict=True)
@@ -64,7 +64,7 @@ def test_ten_round_trips_accumulate_no_error(flash: str) -> None:
 def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
     options = ("-c", "2048", "--evoke-ram", "16", "-np", "1", "-fa", "on", "-ctk", kv, "-ctv", kv)
     with running(True, *options) as server:
-        history = server.tokens(story(500))[:600]
+        history = server.tokens(sample_text(500))[:600]
         server.complete(history, n_predict=1)
         server.act("block-save", name="a", p0=101, p1=214, evict=True)
         server.act("block-save", name="b", p0=301, p1=398, evict=True)
@@ -80,7 +80,7 @@ def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
 def test_rows_in_other_cells_change_only_the_rounding(one: Llama) -> None:
     """Rows that come back elsewhere change the order of a sum, not the information."""
     one.erase()
-    history = one.tokens(story(400))
+    history = one.tokens(sample_text(400))
     one.complete(history, n_predict=1)
 
     def answer() -> list[dict[int, float]]:

@@ -1,4 +1,4 @@
-"""What the server says it can do."""
+"""The features that the server reports."""
 
 from __future__ import annotations
 

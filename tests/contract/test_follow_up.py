@@ -1,8 +1,8 @@
-"""What a request finds on a slot with holes: its marker decides."""
+"""Requests on a slot with holes, with and without a marker."""
 
 from __future__ import annotations
 
-from llama import Llama, story
+from llama import Llama, sample_text
 from operations import PARTS
 
 
@@ -17,10 +17,10 @@ def accounting(answer: dict) -> dict:
 
 
 def test_an_unchanged_follow_up_decodes_only_the_new_tail(server: Llama) -> None:
-    history = server.tokens(story(500))
+    history = server.tokens(sample_text(500))
     first = server.complete(history)
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
-    tail = server.tokens(story(30, seed=3))
+    tail = server.tokens(sample_text(30, seed=3))
     evoke = accounting(server.complete(history + first["tokens"] + tail))
     # the last generated token was never decoded
     assert evoke["decoded"] == len(tail) + 1
@@ -29,7 +29,7 @@ def test_an_unchanged_follow_up_decodes_only_the_new_tail(server: Llama) -> None
 
 
 def test_a_loaded_block_is_recovered_once_and_resident_after(server: Llama) -> None:
-    history = server.tokens(story(400))
+    history = server.tokens(sample_text(400))
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=128, evict=True)
     server.act("block-load", names=["b"])
@@ -39,7 +39,7 @@ def test_a_loaded_block_is_recovered_once_and_resident_after(server: Llama) -> N
 
 
 def test_an_unmarked_request_on_a_slot_with_holes_gets_a_correct_answer(server: Llama) -> None:
-    history = server.tokens(story(500))
+    history = server.tokens(sample_text(500))
     server.complete(history[:64], n_predict=1)
     whole = server.complete(history, n_predict=20)  # in the same batches as below
     assert whole["timings"]["cache_n"] == 64
@@ -54,7 +54,7 @@ def test_an_unmarked_request_on_a_slot_with_holes_gets_a_correct_answer(server: 
 
 
 def test_a_marker_with_an_old_epoch_is_treated_as_none(server: Llama) -> None:
-    history = server.tokens(story(300))
+    history = server.tokens(sample_text(300))
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=128, evict=True)
     answer = server.complete(history, evoke={"epoch": 1})
@@ -64,17 +64,17 @@ def test_a_marker_with_an_old_epoch_is_treated_as_none(server: Llama) -> None:
 
 
 def test_a_divergence_inside_a_hole_decodes_from_the_last_resident_row(server: Llama) -> None:
-    history = server.tokens(story(500))
+    history = server.tokens(sample_text(500))
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=320, evict=True)
-    other = history[:200] + server.tokens(story(40, seed=9))
+    other = history[:200] + server.tokens(sample_text(40, seed=9))
     evoke = accounting(server.complete(other))
     assert evoke["resident_before"] == 64 and evoke["omitted"] == 0
     assert evoke["decoded"] == len(other) - 64
 
 
 def test_all_rows_except_the_last_can_be_evicted(server: Llama) -> None:
-    history = server.tokens(story(300))
+    history = server.tokens(sample_text(300))
     server.complete(history)
     top = server.slot()["n_tokens"]
     error = server.refuse("block-evict", p0=0, p1=top)
@@ -88,7 +88,7 @@ def test_all_rows_except_the_last_can_be_evicted(server: Llama) -> None:
 def test_a_reserved_slot_is_not_used_while_another_is_free(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
-    history = two.tokens(story(300))
+    history = two.tokens(sample_text(300))
     two.complete(history, 0)
     assert two.slot(0)["reserved"] and not two.slot(1)["reserved"]
     epoch = two.epoch(0)

@@ -1,4 +1,4 @@
-"""Nonsense of every kind to every block call: an error in JSON, and a server that goes on."""
+"""Invalid bodies to every block call get a JSON error, and the server continues."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 import time
 
 from concurrent_clients import run_clients
+from invalid_bodies import rendered, send_invalid_calls
 from llama import Llama
-from nonsense import rendered, torment
 
 REQUESTS, JOSTLED = 500, 200
 
 
 def test_invalid_block_calls_are_refused_and_the_server_continues(two: Llama) -> None:
-    seen = torment(two, REQUESTS)
+    seen = send_invalid_calls(two, REQUESTS)
     assert {200, 400, 404, 409} <= {status for _, status in seen}
     assert len({action for action, status in seen if status == 200}) >= 5
 

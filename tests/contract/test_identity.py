@@ -1,4 +1,4 @@
-"""A stored block is what it says: its key covers everything that its rows depend on.
+"""The key of a stored block covers everything that its rows depend on.
 
 Differences are of log probabilities of the full vocabulary. Copies into other cells or out of other
 batches differ by rounding only; rows that were made from something else differ by a lot more.
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from adapters import write_adapter, write_vector
-from llama import Json, Llama, running, story
+from llama import Json, Llama, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 
@@ -44,7 +44,7 @@ def serving(*options: str, seed: int = 0) -> Iterator[Llama]:
         yield server
 
 
-def kept(folder: Path) -> tuple[str, ...]:
+def disk_options(folder: Path) -> tuple[str, ...]:
     return "--evoke-disk", f"{folder / 'blocks'}:64"
 
 
@@ -53,7 +53,7 @@ def listed(server: Llama, slot: int = 0) -> dict[str, Json]:
 
 
 def text(server: Llama) -> list[int]:
-    return server.tokens(story(400))[:448]
+    return server.tokens(sample_text(400))[:448]
 
 
 def decode_with_a_hole(server: Llama, tokens: list[int], slot: int = 0) -> None:
@@ -76,7 +76,9 @@ def save(server: Llama, name: str, session: str = "", slot: int = 0) -> Json:
     return saved
 
 
-def swapped(server: Llama, name: str, session: str = "", slot: int = 0) -> dict[int, float]:
+def logprobs_after_reload(
+    server: Llama, name: str, session: str = "", slot: int = 0
+) -> dict[int, float]:
     """What follows the text when the block has gone and come back from its copy."""
     tokens = text(server)
     server.act("block-evict", slot, p0=BLOCK[0], p1=BLOCK[1])
@@ -88,7 +90,7 @@ def swapped(server: Llama, name: str, session: str = "", slot: int = 0) -> dict[
 def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
     disk: bool, tmp_path: Path
 ) -> None:
-    with serving(*(kept(tmp_path) if disk else ())) as server:
+    with serving(*(disk_options(tmp_path) if disk else ())) as server:
         tokens = text(server)
 
         def moved_out() -> None:
@@ -108,14 +110,14 @@ def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
         found = listed(server)
         assert found["whole"]["whole"] and not found["holed"]["whole"]
         assert found["holed"]["visibility"] == first["visibility"]
-        assert swapped(server, "whole", "w") == reference
+        assert logprobs_after_reload(server, "whole", "w") == reference
         moved_out()
-        assert difference(swapped(server, "holed", "h"), reference) > MADE_OTHERWISE
+        assert difference(logprobs_after_reload(server, "holed", "h"), reference) > MADE_OTHERWISE
 
 
 def test_rows_that_are_decoded_anew_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
     """Before and after a restart."""
-    with serving(*kept(tmp_path)) as server:
+    with serving(*disk_options(tmp_path)) as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
         save(server, "b")
@@ -123,11 +125,11 @@ def test_rows_that_are_decoded_anew_replace_the_copy_of_the_same_name(tmp_path: 
         decode_whole(server, tokens)
         reference = logprobs(server, tokens)
         assert save(server, "b")["whole"]
-        assert swapped(server, "b") == reference
-    with serving(*kept(tmp_path)) as server:
+        assert logprobs_after_reload(server, "b") == reference
+    with serving(*disk_options(tmp_path)) as server:
         assert listed(server)["b"]["whole"]
         decode_whole(server, tokens)
-        assert swapped(server, "b") == reference
+        assert logprobs_after_reload(server, "b") == reference
 
 
 def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> None:
@@ -142,12 +144,12 @@ def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> N
         logprobs(server, tokens)
         reference = logprobs(server, tokens)  # the last token alone, as below
         save(server, "b")
-        assert swapped(server, "b") == reference
+        assert logprobs_after_reload(server, "b") == reference
 
 
 def test_only_its_own_session_loads_an_incomplete_copy(tmp_path: Path) -> None:
     """In the slot where it was made, in another one, and after a restart."""
-    with serving(*kept(tmp_path)) as server:
+    with serving(*disk_options(tmp_path)) as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
         for name, p0, p1 in (("begin", 0, 64), ("rest", 192, len(tokens))):
@@ -156,7 +158,7 @@ def test_only_its_own_session_loads_an_incomplete_copy(tmp_path: Path) -> None:
         check_adoption(server, tokens, names)
         server.erase()
         check_adoption(server, tokens, names)
-    with serving(*kept(tmp_path)) as server:
+    with serving(*disk_options(tmp_path)) as server:
         found = listed(server)
         assert [found[name]["whole"] for name in names] == [True, True, False]
         check_adoption(server, tokens, names)
@@ -183,7 +185,7 @@ def test_rows_decoded_from_incomplete_rows_are_incomplete() -> None:
         decode_with_a_hole(server, tokens)
         server.act("block-load", names=["hole"], session="h")
         assert server.slot()["resident"] == [[0, len(tokens)]]
-        tail = server.tokens(story(30, seed=4))
+        tail = server.tokens(sample_text(30, seed=4))
         server.complete(tokens + tail, n_predict=1)
         saved = server.act("block-save", name="tail", p0=len(tokens), p1=len(tokens) + 20)
         assert not saved["whole"]
@@ -253,14 +255,14 @@ def test_a_server_with_other_computation_does_not_use_the_disk(reason: str, tmp_
     else:
         usual = ("--control-vector-scaled", f"{vector}:1.0")
         other = ("--control-vector-scaled", f"{vector}:2.0")
-    with serving(*usual, *kept(tmp_path)) as server:
+    with serving(*usual, *disk_options(tmp_path)) as server:
         tokens = text(server)
         decode_whole(server, tokens)
         own = logprobs(server, tokens)
         server.act("block-save", name="b", p0=0, p1=len(tokens))
     if reason == "vector":
         write_vector(vector, seed=2)  # the same path, other contents
-    with serving(*other, *kept(tmp_path), seed=seed) as server:
+    with serving(*other, *disk_options(tmp_path), seed=seed) as server:
         assert listed(server) == {}
         error = server.refuse("block-adopt", tokens=tokens, names=["b"])
         assert (error["code"], error["type"]) == (409, "other_model")
@@ -268,7 +270,7 @@ def test_a_server_with_other_computation_does_not_use_the_disk(reason: str, tmp_
         assert difference(logprobs(server, tokens), own) > MADE_OTHERWISE
     if reason == "vector":
         write_vector(vector, seed=1)
-    with serving(*usual, *kept(tmp_path)) as server:  # of its own it finds all
+    with serving(*usual, *disk_options(tmp_path)) as server:  # of its own it finds all
         adopted = server.act("block-adopt", tokens=tokens, names=["b"])
         assert adopted["same_cells"] and adopted["whole"]
         assert logprobs(server, tokens) == own
@@ -294,7 +296,7 @@ def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path)
     """In memory for another scale; on disk, after a restart, for other contents at one path."""
     adapter = tmp_path / "adapter.gguf"
     write_adapter(adapter, seed=1)
-    options = ("--lora", str(adapter), *kept(tmp_path))
+    options = ("--lora", str(adapter), *disk_options(tmp_path))
     with serving(*options) as server:
         tokens = text(server)
         run = Adapted(server, tokens)

@@ -1,4 +1,4 @@
-"""Block calls while a slot works: answered at once, never deferred, harmless to the stream."""
+"""Block calls while a slot decodes: answered at once and harmless to the stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, running, sample_text
 
 # What is left of a slot: whoever asks meanwhile has a second or more for it on any machine.
 LENGTH = 1400
@@ -17,7 +17,7 @@ def generating(two: Llama) -> Llama:
     """A server whose slot 0 is in the middle of a long answer."""
     for slot in (0, 1):
         two.erase(slot)
-    prompt = two.tokens(story(300))
+    prompt = two.tokens(sample_text(300))
     answers: list[dict] = []
     worker = threading.Thread(
         target=lambda: answers.append(two.complete(prompt, 0, n_predict=LENGTH))
@@ -53,7 +53,7 @@ def test_many_calls_at_once_are_all_answered(generating: Llama) -> None:
 
 def test_adopting_into_a_busy_slot_is_503(generating: Llama) -> None:
     generating.act("block-save", name="head", p0=0, p1=4)
-    tokens = generating.tokens(story(300))[:4]
+    tokens = generating.tokens(sample_text(300))[:4]
     error = generating.refuse("block-adopt", tokens=tokens, names=["head"])
     assert (error["code"], error["type"]) == (503, "unavailable_error")
 
@@ -66,7 +66,7 @@ def test_evicting_up_to_the_write_cursor_is_refused(generating: Llama) -> None:
 
 
 def test_the_other_slot_is_served_meanwhile(generating: Llama) -> None:
-    answer = generating.complete(generating.tokens(story(60)), 1, n_predict=4)
+    answer = generating.complete(generating.tokens(sample_text(60)), 1, n_predict=4)
     assert answer["timings"]["predicted_n"] == 4
 
 
@@ -74,7 +74,7 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
     """Slots share 1024 cells, and slot 1 needs those that slot 0 is reserved with."""
     options = ("-c", "1024", "-np", "2", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
-        cached = server.tokens(story(2000))
+        cached = server.tokens(sample_text(2000))
         server.complete(cached[:600], 0, n_predict=1)
         for p0, p1 in ((64, 128), (300, 400)):
             server.act("block-save", 0, name=f"own {p0}", p0=p0, p1=p1)
@@ -105,7 +105,7 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
 def test_an_abandoned_idle_slot_is_emptied_first() -> None:
     options = ("-c", "1024", "-np", "3", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
-        cached = server.tokens(story(2000))
+        cached = server.tokens(sample_text(2000))
         server.act("stream", 0, budget=400)
         server.complete(cached[:300], 0, n_predict=1)
         server.complete(cached[400:700], 2, marker=False, n_predict=1)

@@ -1,4 +1,4 @@
-"""A context longer than the cells: what does not fit is saved and evicted while it is decoded."""
+"""A context longer than the cells: text beyond them is saved and evicted while decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def text(n_tokens: int) -> list[int]:
     return [10 + (7 * i + i // 1900) % 1900 for i in range(n_tokens)]
 
 
-def spoken(server: Llama, turns: int, **more: object) -> Iterator[Json]:
+def conversation_turns(server: Llama, turns: int, **more: object) -> Iterator[Json]:
     """A session that goes on from its own answers, so many turns."""
     said: list[int] = []
     for end in TURNS[:turns]:
@@ -49,7 +49,7 @@ def counted(answer: Json) -> Json:
 def test_66k_tokens_in_8k_cells(long: Llama) -> None:
     """A client that knows nothing of all this; nothing is decoded twice."""
     long.erase()
-    turns = [counted(answer) for answer in spoken(long, len(TURNS), marker=False)]
+    turns = [counted(answer) for answer in conversation_turns(long, len(TURNS), marker=False)]
     assert turns[-1]["n_prompt"] > 66_000
     for turn in turns:
         assert turn["marker"] == "none"
@@ -68,7 +68,7 @@ def test_a_budget_smaller_than_the_cells(long: Llama) -> None:
     """As tests/proxy/test_logical_context.py has it through the proxy, to the whole length."""
     long.erase()
     long.act("stream", budget=BUDGET, sink=4, recent=64, block=64)
-    turns = [counted(answer) for answer in spoken(long, 3)]
+    turns = [counted(answer) for answer in conversation_turns(long, 3)]
     assert turns[-1]["n_prompt"] > 3 * CELLS
     for turn in turns:
         assert turn["marker"] == "ok"

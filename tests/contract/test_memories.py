@@ -1,4 +1,4 @@
-"""Memories the bundled model has not: each row of patches/SUPPORT.md, what is special to each."""
+"""Other memory kinds than that of the bundled model: each row of patches/SUPPORT.md."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from llama import ROUNDING, Json, Llama, binary, distributions, largest_difference, running, story
-from nonsense import torment
+from invalid_bodies import send_invalid_calls
+from llama import (
+    ROUNDING,
+    Json,
+    Llama,
+    binary,
+    distributions,
+    largest_difference,
+    running,
+    sample_text,
+)
 from operations import play
 
 from bench.random_models import SHAPES, ensure
@@ -46,7 +55,7 @@ def test_the_complete_state_is_restored(shape: str, tmp_path: Path) -> None:
         return (tmp_path / name).read_bytes()
 
     with serving(shape, "--slot-save-path", str(tmp_path)) as server:
-        server.complete(server.tokens(story(300)))
+        server.complete(server.tokens(sample_text(300)))
         before = state(server, "before")
         server.act("block-save", name="b", p0=40, p1=160, evict=True)
         assert state(server, "holed") != before
@@ -57,11 +66,11 @@ def test_the_complete_state_is_restored(shape: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", HYBRIDS)
 def test_a_slot_with_a_hole_is_restored_from_its_file(shape: str) -> None:
     with serving(shape) as server:
-        prompt = server.tokens(story(300))
+        prompt = server.tokens(sample_text(300))
         first = server.complete(prompt)
         server.act("block-save", name="b", p0=40, p1=160, evict=True)
         server.post("/slots/0?action=save", {"filename": "holed"})
-        more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
+        more = prompt + first["tokens"] + server.tokens(sample_text(20, seed=3))
         reference = server.complete(more)
         server.erase()
         server.post("/slots/0?action=restore", {"filename": "holed"})
@@ -75,7 +84,7 @@ def test_a_slot_with_a_hole_is_restored_from_its_file(shape: str) -> None:
 def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
     with serving(shape) as server:
         server.act("stream", **STREAM)
-        prompt = server.tokens(story(500))
+        prompt = server.tokens(sample_text(500))
         evoke = server.complete(prompt, n_predict=100)["timings"]["evoke"]
         assert evoke["n_resident_peak"] <= STREAM["budget"] and evoke["budget_breaches"] == 0
         assert evoke["decoded"] == len(prompt)
@@ -89,9 +98,9 @@ def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
 def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
     """Unmarked, the answer is that of a server on which nothing was ever evicted."""
     with serving(shape) as server:
-        prompt = server.tokens(story(300))
+        prompt = server.tokens(sample_text(300))
         first = server.complete(prompt)
-        more = prompt + first["tokens"] + server.tokens(story(20, seed=3))
+        more = prompt + first["tokens"] + server.tokens(sample_text(20, seed=3))
         server.erase()
         whole = distributions(server.complete(more, marker=False, n_probs=VOCABULARY))
         server.erase()
@@ -116,7 +125,7 @@ def test_a_marked_request_reuses_no_more_than_its_limit(shape: str) -> None:
         return int(server.post("/evoke/render", body)["slots"][0]["n_common"])
 
     with serving(shape) as server:
-        prompt = server.tokens(story(300))
+        prompt = server.tokens(sample_text(300))
         first = server.complete(prompt, n_probs=VOCABULARY)
         server.act("block-evict", p0=40, p1=160)
         reuse(server, 40)
@@ -150,7 +159,7 @@ def test_a_repeated_prompt_of_which_only_both_ends_are_resident() -> None:
 def accounting_after_hole(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
     """The books of a prompt's second time, with a hole in between; the answer must be the same."""
     with serving(shape) as server:
-        prompt = server.tokens(story(1200))
+        prompt = server.tokens(sample_text(1200))
         assert len(prompt) > 2000
         server.complete(prompt, n_predict=1)
         whole = server.complete(prompt, n_predict=12, n_probs=VOCABULARY)
@@ -169,7 +178,7 @@ def accounting_after_hole(shape: str, hole: Callable[[int], tuple[int, int]]) ->
 @pytest.mark.parametrize("shape", HYBRIDS)
 def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
     with serving(shape) as server:
-        prompt = server.tokens(story(300))
+        prompt = server.tokens(sample_text(300))
         server.complete(prompt)
         checkpoint_rows = server.slot()["held"]
         assert len(checkpoint_rows) == 2 and all(p1 - p0 == 1 for p0, p1 in checkpoint_rows)
@@ -178,7 +187,7 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
         assert (error["code"], error["type"], error["p0"]) == (409, "held_row", last)
         server.act("block-evict", p0=first + 1, p1=last)
         # another ending: back to the checkpoint, over the hole, instead of decoding all again
-        other = prompt[: last + 1] + server.tokens(story(30, seed=8))
+        other = prompt[: last + 1] + server.tokens(sample_text(30, seed=8))
         evoke = server.complete(other)["timings"]["evoke"]
         assert evoke["omitted"] == last - first - 1
         assert evoke["resident_before"] == first + 2
@@ -189,7 +198,7 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
 def test_a_slot_with_state_beside_rows_is_not_adopted(shape: str) -> None:
     with serving(shape) as server:
         assert "adopt" not in server.get("/props")["evoke"]["features"]
-        prompt = server.tokens(story(100))
+        prompt = server.tokens(sample_text(100))
         server.complete(prompt, n_predict=1)
         server.act("block-save", name="all", p0=0, p1=len(prompt))
         before = server.slot()
@@ -203,14 +212,14 @@ def test_a_slot_with_state_beside_rows_is_not_adopted(shape: str) -> None:
 def test_random_operations_and_invalid_calls(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:
         assert sum(play(server, 120).done.values()) == 120
-        assert sum(torment(server, 80).values()) == 80
+        assert sum(send_invalid_calls(server, 80).values()) == 80
 
 
 def test_a_vocabulary_with_bos_renders_and_covers_it() -> None:
     with serving("tiny-bos") as server:
         bos = server.tokens("")
         assert len(bos) == 1
-        body = {"messages": [{"role": "user", "content": story(20)}]}
+        body = {"messages": [{"role": "user", "content": sample_text(20)}]}
         view = server.post("/evoke/render", {"dialect": "chat", "body": body})
         assert view["tokens"][0] == bos[0] and view["tokens"].count(bos[0]) == 1
         assert view["spans"][0]["p0"] == 0

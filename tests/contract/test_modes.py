@@ -1,4 +1,4 @@
-"""What leaves when no cell is free: the modes of --kv-eviction."""
+"""The modes of --kv-eviction: which blocks are evicted when no cell is free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from llama import Json, Llama, running, story
+from llama import Json, Llama, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 
@@ -200,7 +200,7 @@ def test_modes_work_with_other_memory_kinds(shape: str) -> None:
 
 def test_a_budget_follows_the_mode_after_its_order_is_used_up(scored: Llama) -> None:
     scored.erase()
-    said = scored.tokens(story(300))[:256]
+    said = scored.tokens(sample_text(300))[:256]
     scored.complete(said, n_predict=1)
     scored.act("block-save", name="old", p0=64, p1=96, evict=True)
     scored.act("block-load", names=["old"])

@@ -1,4 +1,4 @@
-"""Modes that go by what the model looks at: --kv-eviction 3, and 2 where attention is captured."""
+"""Modes that use attention: --kv-eviction 3, and 2 where attention is captured."""
 
 from __future__ import annotations
 

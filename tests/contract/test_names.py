@@ -1,4 +1,4 @@
-"""Names of copies that are only on disk outlive the server, however it ends."""
+"""Names of copies on disk survive every end of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The series is small, adds to upstream instead of changing it, and fits the pin to the line."""
+"""The series is small, adds to upstream instead of changing it, and applies without offsets."""
 
 from __future__ import annotations
 

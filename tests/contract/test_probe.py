@@ -1,8 +1,8 @@
-"""A probe is decoded to see what it looks for; the turn goes on behind it, from where it was."""
+"""A probe is decoded for its queries, and the turn continues from its position before."""
 
 from __future__ import annotations
 
-from llama import ROUNDING, Json, Llama, distributions, largest_difference, running, story
+from llama import ROUNDING, Json, Llama, distributions, largest_difference, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 
@@ -15,7 +15,7 @@ def probe(server: Llama, prompt: list[int], *ops: Json, **more: object) -> Json:
 
 
 def test_the_answer_is_that_of_a_turn_without_a_probe(server: Llama) -> None:
-    history, prompt = server.tokens(story(150)), server.tokens(story(190))
+    history, prompt = server.tokens(sample_text(150)), server.tokens(sample_text(190))
     server.complete(history)
     server.act("block-save", name="b", p0=40, p1=100, evict=True)
     server.act("block-load", names=["b"])
@@ -40,7 +40,7 @@ def test_the_answer_is_that_of_a_turn_without_a_probe(server: Llama) -> None:
 
 def test_rows_loaded_for_a_probe_count_as_recovered_in_the_answer(one: Llama) -> None:
     one.erase()
-    history, prompt = one.tokens(story(150)), one.tokens(story(190))
+    history, prompt = one.tokens(sample_text(150)), one.tokens(sample_text(190))
     one.complete(history)
     one.act("block-plan", ops=[
         {"op": "save", "name": name, "p0": p0, "p1": p0 + 30} for name, p0 in (("a", 20), ("b", 60))
@@ -61,7 +61,7 @@ def test_rows_loaded_for_a_probe_count_as_recovered_in_the_answer(one: Llama) ->
 
 def test_rows_of_a_probe_are_not_reused(one: Llama) -> None:
     one.erase()
-    history, prompt = one.tokens(story(150)), one.tokens(story(190))
+    history, prompt = one.tokens(sample_text(150)), one.tokens(sample_text(190))
     n_past = one.complete(history)["timings"]["evoke"]["n_prompt"]
     probe(one, prompt)
     view = one.post("/evoke/render", {"dialect": "completions", "body": {"prompt": prompt}})
@@ -72,7 +72,7 @@ def test_rows_of_a_probe_are_not_reused(one: Llama) -> None:
 
 def test_an_unmarked_request_is_no_probe(one: Llama) -> None:
     one.erase()
-    prompt = one.tokens(story(150))
+    prompt = one.tokens(sample_text(150))
     one.complete(prompt)
     one.act("block-plan", ops=[{"op": "probe"}])
     one.complete(prompt, marker=False)

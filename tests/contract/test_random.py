@@ -1,4 +1,4 @@
-"""Random operations on two slots: no crash, no wiped slot, no hash and no row that disagrees."""
+"""Random operations on two slots: no crash, no lost slot, no wrong hash or row."""
 
 from __future__ import annotations
 

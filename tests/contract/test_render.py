@@ -1,4 +1,4 @@
-"""What the server says it would decode is what it decodes."""
+"""The rendering of a request has the tokens that the server decodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, running, sample_text
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered
@@ -25,7 +25,7 @@ MESSAGES = [
 LONG = [
     {"role": "system", "content": "Réponds, s'il te plaît. 日本語 ok \U0001f642"},
     *(
-        {"role": ("user", "assistant")[i % 2], "content": f"Turn {i}. {story(60, seed=i)}"}
+        {"role": ("user", "assistant")[i % 2], "content": f"Turn {i}. {sample_text(60, seed=i)}"}
         for i in range(20)
     ),
     {"role": "user", "content": "And now?"},
@@ -40,7 +40,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"instructions": "You are a helpful assistant.", "input": "Hello!"},
         {"input": LONG[1:2]},
     ],
-    "completions": [{"prompt": story(400)}, {"prompt": "a"}, {"prompt": [5, 6, 7, 2047]}],
+    "completions": [{"prompt": sample_text(400)}, {"prompt": "a"}, {"prompt": [5, 6, 7, 2047]}],
 }
 
 
@@ -203,7 +203,7 @@ def test_bad_requests_are_400(one: Llama, body: object) -> None:
 
 
 def test_a_compact_rendering_says_the_same(one: Llama, two: Llama) -> None:
-    two.complete(two.tokens(story(100)), slot=1)
+    two.complete(two.tokens(sample_text(100)), slot=1)
     for server in (one, two):
         check_compact_is_plain(server)
 

@@ -1,4 +1,4 @@
-"""Parts of the block store by themselves, without a server and under sanitizers."""
+"""Parts of the block store, without a server and under sanitizers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Host memory and disk are shared out: no tenant drops all that another one has."""
+"""Tenants share host memory and disk; none drops all copies of another."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from llama import Json, Llama, running, story
+from llama import Json, Llama, running, sample_text
 from test_disk import ROW, SIZE, blocks, disk, options, size, wait_until
 
 BLOCK_BYTES = SIZE * ROW
@@ -18,7 +18,7 @@ def save_many(server: Llama, tenant: str, count: int, seed: int = 0) -> list[str
     for number in range(count):
         if number % per_text == 0:
             server.erase()
-            tokens = server.tokens(story(600, seed=seed + number))
+            tokens = server.tokens(sample_text(600, seed=seed + number))
             server.complete(tokens, n_predict=1)
         name = f"{tenant}/{number}"
         at = number % per_text
@@ -58,7 +58,7 @@ def test_a_plan_that_needs_more_than_a_share_is_refused_and_drops_nothing() -> N
         fits = (2 << 20) // BLOCK_BYTES
         mine = save_many(server, "mine", fits // 2, seed=1)
         server.erase()
-        tokens = server.tokens(story(1600, seed=77))[: (fits - 2) * SIZE]
+        tokens = server.tokens(sample_text(1600, seed=77))[: (fits - 2) * SIZE]
         server.complete(tokens, n_predict=1)
         ops = [
             {"op": "save", "name": f"o/{at}", "p0": at * SIZE, "p1": (at + 1) * SIZE}
@@ -74,7 +74,7 @@ def test_a_plan_that_needs_more_than_a_share_is_refused_and_drops_nothing() -> N
 def test_a_plan_of_many_small_copies_stays_within_the_budget() -> None:
     """What is known of a copy counts too, and for copies of one token it is a lot."""
     with running(True, "-c", "1024", "-np", "1", "-fa", "on", "--evoke-ram", "1") as server:
-        server.complete(server.tokens(story(900))[:600], n_predict=1)
+        server.complete(server.tokens(sample_text(900))[:600], n_predict=1)
         statuses = []
         for count in range(380, 420):
             ops = [{"op": "save", "name": str(p), "p0": p, "p1": p + 1} for p in range(count)]

@@ -1,4 +1,4 @@
-"""A slot that gives up most of its rows for a small budget keeps nobody waiting."""
+"""Evicting most rows of a slot for a small budget does not block other clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from llama import Json, Llama, running, story
+from llama import Json, Llama, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 
@@ -34,7 +34,7 @@ def fill(server: Llama) -> list[int]:
     They are decoded under a budget and loaded back: that takes a fraction of the time.
     """
     server.erase(0)
-    tokens = (server.tokens(story(4000)) * 40)[:N_ROWS]
+    tokens = (server.tokens(sample_text(4000)) * 40)[:N_ROWS]
     server.act("stream", budget=BUDGET, sink=4, recent=256, block=512)
     evicted = server.complete(tokens, n_predict=1)["timings"]["evoke"]["auto_evicted"]
     server.act("stream", budget=0)

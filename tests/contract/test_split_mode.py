@@ -1,4 +1,4 @@
-"""Tensor parallelism splits each row over devices: block calls are off there, with the reason."""
+"""With tensor parallelism block calls are off, and the reason is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A patched server that nobody asks behaves as stock."""
+"""A patched server without block calls behaves like the stock server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from llama import Llama, story
+from llama import Llama, sample_text
 
 CHAT = {
     "messages": [
@@ -29,8 +29,12 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("POST", "/v1/messages", CHAT | {"messages": CHAT["messages"][1:]}),
     ("POST", "/v1/responses", {"input": "Hello!", "temperature": 0, "max_output_tokens": 8}),
     ("POST", "/v1/completions", {"prompt": "The old river", "temperature": 0, "max_tokens": 12}),
-    ("POST", "/completion", {"prompt": story(300), "n_predict": 12, "temperature": 0}),
-    ("POST", "/completion", {"prompt": story(300), "n_predict": 9, "temperature": 0, "n_probs": 9}),
+    ("POST", "/completion", {"prompt": sample_text(300), "n_predict": 12, "temperature": 0}),
+    (
+        "POST",
+        "/completion",
+        {"prompt": sample_text(300), "n_predict": 9, "temperature": 0, "n_probs": 9},
+    ),
     ("POST", "/tokenize", {"content": "The river follows the machine."}),
     ("POST", "/apply-template", CHAT),
     ("POST", "/v1/embeddings", {"input": "x"}),

@@ -1,8 +1,8 @@
-"""The engine holds a slot's budget by itself, in prefill and in generation."""
+"""The engine keeps a slot in its budget by itself, in prefill and generation."""
 
 from __future__ import annotations
 
-from llama import Llama, story
+from llama import Llama, sample_text
 
 BUDGET = 256
 
@@ -13,7 +13,7 @@ def hold(server: Llama, **more: object) -> None:
 
 def test_prefill_and_generation_stay_under_the_budget(server: Llama) -> None:
     hold(server)
-    prompt = server.tokens(story(700))
+    prompt = server.tokens(sample_text(700))
     answer = server.complete(prompt, n_predict=300)
     evoke = answer["timings"]["evoke"]
     assert evoke["n_resident_peak"] <= BUDGET and evoke["budget_breaches"] == 0
@@ -29,7 +29,7 @@ def test_prefill_and_generation_stay_under_the_budget(server: Llama) -> None:
 
 def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -> None:
     hold(server)
-    prompt = server.tokens(story(500))
+    prompt = server.tokens(sample_text(500))
     answer = server.complete(prompt, n_predict=40)
     evicted = answer["timings"]["evoke"]["auto_evicted"]
     assert evicted and all(name for _, _, name in evicted)
@@ -43,7 +43,7 @@ def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -
 
 def test_rows_that_have_a_copy_are_not_copied(server: Llama) -> None:
     """Not by the engine that evicts it, and not after a load: the copy stays."""
-    prompt = server.tokens(story(300))[:256]
+    prompt = server.tokens(sample_text(300))[:256]
     server.complete(prompt, n_predict=1)
     others = server.slot()["ram"]["used"]
     server.act("block-save", name="mine", p0=64, p1=128)
@@ -64,14 +64,14 @@ def test_rows_that_have_a_copy_are_not_copied(server: Llama) -> None:
 
 
 def test_protected_ranges_stay_and_the_order_is_kept(server: Llama) -> None:
-    prompt = server.tokens(story(300))[:240]
+    prompt = server.tokens(sample_text(300))[:240]
     server.complete(prompt, n_predict=1)
     order = [
         {"name": "second", "p0": 128, "p1": 160},
         {"name": "first", "p0": 64, "p1": 96},
     ]
     hold(server, protect=[[32, 64]], order=order)
-    more = server.tokens(story(400, seed=2))
+    more = server.tokens(sample_text(400, seed=2))
     evoke = server.complete(prompt + more, n_predict=4)["timings"]["evoke"]
     names = [name for _, _, name in evoke["auto_evicted"]]
     assert names[:2] == ["second", "first"]
@@ -83,7 +83,7 @@ def test_protected_ranges_stay_and_the_order_is_kept(server: Llama) -> None:
 def test_a_budget_of_one_slot_does_not_touch_the_other(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
-    prompt = two.tokens(story(500))
+    prompt = two.tokens(sample_text(500))
     two.complete(prompt, 1)
     two.act("stream", 0, budget=BUDGET, sink=4, recent=32, block=32)
     two.complete(prompt, 0, n_predict=50)
@@ -94,7 +94,7 @@ def test_a_budget_of_one_slot_does_not_touch_the_other(two: Llama) -> None:
 def test_eviction_while_generating_does_not_disturb_the_stream(one: Llama) -> None:
     one.erase()
     hold(one)
-    answer = one.complete(one.tokens(story(100)), n_predict=600)
+    answer = one.complete(one.tokens(sample_text(100)), n_predict=600)
     assert answer["timings"]["predicted_n"] == 600
     assert answer["timings"]["evoke"]["n_resident_peak"] <= BUDGET
 
@@ -107,23 +107,23 @@ def peak(answer: dict) -> int:
 
 def test_rows_of_the_slots_previous_text_are_not_the_new_ones_peak(server: Llama) -> None:
     """A slot goes from a conversation without a budget to one with; they share a few tokens."""
-    old = server.tokens(story(500))
+    old = server.tokens(sample_text(500))
     assert peak(server.complete(old)) == len(old) + 7
     hold(server)
-    new = old[:16] + server.tokens(story(400, seed=3))
+    new = old[:16] + server.tokens(sample_text(400, seed=3))
     answer = server.complete(new, n_predict=40)
     assert answer["timings"]["evoke"]["decoded"] == len(new) - 16
     assert BUDGET - 32 < peak(answer) <= BUDGET
 
 
 def test_a_shorter_prompt_peaks_at_its_own_rows(server: Llama) -> None:
-    old = server.tokens(story(500))
+    old = server.tokens(sample_text(500))
     server.complete(old)
     assert peak(server.complete(old[:100], n_predict=5)) == 104
 
 
 def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
-    prompt = server.tokens(story(500))
+    prompt = server.tokens(sample_text(500))
     first = server.complete(prompt)
     stream = {"op": "stream", "budget": BUDGET, "sink": 4, "recent": 32, "block": 32}
     evict = {"op": "evict", "p0": 64, "p1": len(prompt) - 64}
@@ -134,7 +134,7 @@ def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
 
 def test_rows_above_a_new_budget_count_as_the_peak(server: Llama) -> None:
     """Nothing hides them: the request goes on from these rows."""
-    prompt = server.tokens(story(500))
+    prompt = server.tokens(sample_text(500))
     first = server.complete(prompt)
     hold(server)
     repeated = server.complete(prompt + first["tokens"])
@@ -143,7 +143,7 @@ def test_rows_above_a_new_budget_count_as_the_peak(server: Llama) -> None:
 
 
 def test_rows_within_a_plan_count_for_the_peak(server: Llama) -> None:
-    prompt = server.tokens(story(300))
+    prompt = server.tokens(sample_text(300))
     first = server.complete(prompt)
     server.act("block-save", name="a", p0=64, p1=164, evict=True)
     server.act("block-save", name="b", p0=164, p1=264)

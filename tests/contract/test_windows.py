@@ -1,4 +1,4 @@
-"""What an unpatched server goes on from, of sliding windows that were saved and restored.
+"""What an unpatched server reuses of saved and restored sliding windows.
 
 Marks two rules of upstream that core/snapshots/state_file.py is there for: should the first of
 these tests fail, it is not needed any more.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llama import Llama, running, story
+from llama import Llama, running, sample_text
 
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
@@ -39,7 +39,7 @@ def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, atten
     with tempfile.TemporaryDirectory() as folder:
         options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
         with running(False, *options, model=ensure(SHAPES[shape])) as server:
-            tokens = server.tokens(story(250))
+            tokens = server.tokens(sample_text(250))
             cut, more = tokens[:300], tokens[300:320]
             server.complete(cut, marker=False, n_predict=0)
             server.post("/slots/0?action=save", {"filename": "whole"})
@@ -61,7 +61,7 @@ def test_with_swa_full_a_restored_window_is_treated_as_complete(kept: str) -> No
         ram = "64" if kept == "in RAM" else "0"
         options = ("-np", "1", "--swa-full", "--cache-ram", ram, "--slot-save-path", folder)
         with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
-            tokens = server.tokens(story(250))
+            tokens = server.tokens(sample_text(250))
             cut, diverged = tokens[:300], tokens[:260] + tokens[300:320]
             asked = {"marker": False, "n_predict": 3, "n_probs": 4}
             server.complete(cut, marker=False, n_predict=0)
@@ -69,7 +69,7 @@ def test_with_swa_full_a_restored_window_is_treated_as_complete(kept: str) -> No
             server.erase()
             server.complete(cut, marker=False, n_predict=0)
             if kept == "in RAM":
-                server.complete(server.tokens(story(250, seed=5)), marker=False, n_predict=0)
+                server.complete(server.tokens(sample_text(250, seed=5)), marker=False, n_predict=0)
                 wrong = server.complete(diverged, **asked)
             else:
                 server.post("/slots/0?action=save", {"filename": "whole"})

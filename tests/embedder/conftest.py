@@ -1,4 +1,4 @@
-"""The trained encoder, exported once a session at most and kept in the cache."""
+"""The trained encoder, exported at most once per session and cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that the trained embedder is compared on: short, long, foreign, broken, empty."""
+"""Texts for comparing the trained embedder: short, long, foreign, invalid, empty."""
 
 from __future__ import annotations
 

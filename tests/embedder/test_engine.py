@@ -1,4 +1,4 @@
-"""The whole proxy with an embedder: it starts with it, says so, and stops without it running on."""
+"""The proxy with an embedder: start, report, and stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedder on encoders of a few numbers, whose vectors are known."""
+"""The embedder with tiny encoders whose vectors can be computed by hand."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _nan(directory: Path) -> None:
         (_broken_model, {}, "model.onnx cannot be loaded: [ONNXRuntimeError]"),
         (_broken_tokenizer, {}, "tokenizer.json cannot be loaded: "),
         (_broken_file, {}, "config.json cannot be loaded: "),
-        (_dense_module, {}, "wants sentence_transformers.models.Dense after the encoder"),
+        (_dense_module, {}, "needs sentence_transformers.models.Dense after the encoder"),
         (_nan, {}, "vectors that are not numbers"),
         (write, {"device": "cuda"}, "embedder.device: onnxruntime offers only "),
         (write, {"output": "nothing"}, "has last_hidden_state, not 'nothing'"),

@@ -1,4 +1,4 @@
-"""A trained encoder gives the vectors that sentence-transformers gives, from its files alone."""
+"""A trained encoder gives the same vectors as sentence-transformers."""
 
 from __future__ import annotations
 

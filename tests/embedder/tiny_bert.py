@@ -1,4 +1,4 @@
-"""Writes encoders of a few numbers: a token's row is a row of a table, so anyone can check it."""
+"""Writes tiny encoders: the row of a token is a row of a table."""
 
 from __future__ import annotations
 

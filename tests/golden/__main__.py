@@ -1,4 +1,4 @@
-"""Compares the golden files with what the present code does, or rewrites them.
+"""Compares the golden files with the output of the current code, or rewrites them.
 
 python -m tests.golden                 print what differs
 python -m tests.golden --write         rewrite all of them

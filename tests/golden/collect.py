@@ -1,4 +1,4 @@
-"""Makes the text of each golden file from what the runs showed."""
+"""Makes the text of each golden file from the results of the runs."""
 
 from __future__ import annotations
 

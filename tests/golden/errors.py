@@ -1,4 +1,4 @@
-"""Status, headers and body of every error a client can see, in each dialect."""
+"""Status, headers and body of every error that a client can get, in each dialect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden files: what users and programs rely on, as text that a test compares line by line."""
+"""Reads, compares and writes golden files."""
 
 from __future__ import annotations
 

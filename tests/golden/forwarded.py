@@ -1,4 +1,4 @@
-"""What llama-server is sent for each request, byte for byte."""
+"""The bytes that llama-server receives for each request."""
 
 from __future__ import annotations
 

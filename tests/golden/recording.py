@@ -1,4 +1,4 @@
-"""Upstreams that record what they are sent, byte for byte."""
+"""Upstreams that record the bytes they receive."""
 
 from __future__ import annotations
 

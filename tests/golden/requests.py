@@ -1,4 +1,4 @@
-"""The requests whose forwarded bytes are golden: every dialect, odd spellings, our own fields."""
+"""The requests whose forwarded bytes are golden: every dialect, unusual spellings, own fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that the golden files are taken from: what each answered, logged, exported and announced."""
+"""Runs that the golden files are made from: answers, log, metrics and events."""
 
 from __future__ import annotations
 

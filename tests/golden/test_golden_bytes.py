@@ -1,4 +1,4 @@
-"""Errors in every dialect, and the bytes that llama-server is sent, stay as they are committed."""
+"""Error responses and forwarded bytes are equal to the golden files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and shapes that users and programs rely on stay as they are committed."""
+"""Names and formats of public interfaces are equal to the golden files."""
 
 from __future__ import annotations
 

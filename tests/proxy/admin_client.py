@@ -1,4 +1,4 @@
-"""An operator's requests, and a conversation for them to look at."""
+"""Requests to the admin API, and a conversation for them to act on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET = 320
 def operate(
     running: RunningProxy, method: str, path: str, body: Any = None, status: int = 200
 ) -> Any:
-    """What `/evoke/` answers, which must be of this status; as soon as no request is under way."""
+    """Make an admin call when no request runs; returns the JSON of an answer with `status`."""
     running.quiet()
     data = None if body is None else json.dumps(body).encode()
     answer = ask(running.port, method, f"/evoke/{path}", data, {} if body is None else JSON)
@@ -28,8 +28,8 @@ def operate(
     return json.loads(answer.body)
 
 
-def planted(port: int, session: str, turns: int = 6) -> ChatClient:
-    """A fact that was said first and evicted since."""
+def conversation_with_evicted_fact(port: int, session: str, turns: int = 6) -> ChatClient:
+    """A conversation whose first message has a fact that is now evicted."""
     talk = ChatClient(port, session, {"evoke_budget": BUDGET})
     talk.say(FACT)
     for number in range(turns):
@@ -38,19 +38,19 @@ def planted(port: int, session: str, turns: int = 6) -> ChatClient:
 
 
 def recovered(talk: ChatClient) -> TurnResult:
-    """The turn that asks for it."""
+    """Ask for the fact; returns the turn, which recovered blocks."""
     said = talk.say(ASKS)
-    assert said.books["recovered"] > 0
+    assert said.accounting["recovered"] > 0
     return said
 
 
 def fact_block(shown: dict[str, Any]) -> dict[str, Any]:
-    """The block that has the fact: the first of the user's behind the sinks, which stay."""
+    """The block with the fact: the first one of the user after the sinks."""
     return next(b for b in shown["blocks"] if b["role"] == "user" and b["p0"] >= 16)
 
 
 def events(port: int, headers: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Kinds and facts, as they are told."""
+    """Kind and data of each event, as they arrive."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
     connection.request("GET", "/evoke/events", headers=headers)
     kind = ""

@@ -1,4 +1,4 @@
-"""A headless Chromium that does as it is told, over its own debugging protocol."""
+"""Drives a headless Chromium over its debugging protocol."""
 
 from __future__ import annotations
 

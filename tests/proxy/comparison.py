@@ -1,4 +1,4 @@
-"""Answers of a direct and of a proxied llama-server, to be compared: each from empty slots.
+"""Compares answers of a direct and of a proxied llama-server, each from empty slots.
 
 Without what differs each time: ids, clocks, times, our own fields.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_upstream import FakeUpstream, fake_upstream, says_ok
+from fake_upstream import FakeUpstream, answer_ok, fake_upstream
 from harness import RunningProxy, llama_server, proxy, server_binary, until
 
 from evoke_proxy.web.endpoints import ANSWER_PATHS
@@ -25,12 +25,12 @@ _soak: list[subprocess.Popen[bytes]] = []
 
 
 def _soak_folder(base: Path) -> Path:
-    """Where the soak says what came of it: the same for all processes that share the tests."""
+    """The folder of the soak's result, the same for all test processes."""
     return (base.parent if _WORKER else base) / "soak"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin the soak, if it is to be run, at once: it takes a minute whatever else is done."""
+    """Start the soak first if it is selected, because it takes a minute."""
     named = [item.name for item in session.items]
     if "test_a_minute_of_mixed_agents" not in named or session.config.option.collectonly:
         return
@@ -55,7 +55,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Nothing of it outlives the tests; another process may still be waiting for its end."""
+    """End the soak; another test process may still wait for its result."""
     for process in _soak:
         if not _WORKER or exitstatus == pytest.ExitCode.INTERRUPTED:
             process.send_signal(signal.SIGINT)  # so that it ends what it has started
@@ -68,7 +68,7 @@ def pytest_sessionfinish(exitstatus: int) -> None:
 
 @pytest.fixture
 def soaked(tmp_path_factory: pytest.TempPathFactory) -> Json:
-    """What came of the soak that was begun: its `code`, and what it has written."""
+    """The result of the soak: its exit `code` and its output."""
     folder = _soak_folder(tmp_path_factory.getbasetemp())
     until((folder / "code").exists, "the soak ends", _SOAK_ENDS_S)
     written = json.loads((folder / "soak.json").read_text())
@@ -131,5 +131,5 @@ def noting(patched_port: int) -> Iterator[tuple[RunningProxy, list[Json]]]:
 
 @pytest.fixture
 def echo() -> Iterator[FakeUpstream]:
-    with fake_upstream(says_ok) as fake:
+    with fake_upstream(answer_ok) as fake:
         yield fake

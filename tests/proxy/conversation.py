@@ -1,4 +1,4 @@
-"""A conversation through the proxy, and what each of its turns came to."""
+"""A client of the proxy that resends its history, and the result of each turn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """One turn: the answer's text, the engine's books, the response headers."""
+    """One turn: the text of the answer, its token accounting, the response headers."""
 
     text: str
-    books: Mapping[str, Any]
+    accounting: Mapping[str, Any]
     headers: Mapping[str, str]
 
     def blocks(self, header: str) -> int:
@@ -42,47 +42,47 @@ class ChatClient:
     )
 
     def body(self, **fields: Any) -> bytes:
-        """The request as it would be sent now."""
+        """The body of the next request."""
         given = {"messages": self.messages, "max_tokens": 12, "temperature": 0}
         return json.dumps({**given, **self.fields, **fields}).encode()
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """The headers of every request."""
         return _JSON | ({"X-Evoke-Session": self.session} if self.session else {})
 
     def post(self, **fields: Any) -> Answer:
-        """Send the history as it is."""
+        """Send the history without a new message."""
         return ask(self.port, "POST", "/v1/chat/completions", self.body(**fields), self.headers)
 
     def say(self, text: str, **fields: Any) -> TurnResult:
-        """One whole turn, which must succeed."""
+        """Make a turn, which must succeed."""
         self.messages.append({"role": "user", "content": text})
         answer = self.post(**fields)
         assert answer.status == 200, answer.body
         reply = json.loads(answer.body)
         message = reply["choices"][0]["message"]
         self.messages.append({"role": "assistant", "content": message["content"]})
-        books = reply["timings"].get("evoke", {})
-        return TurnResult(message["content"], books, answer.headers)
+        accounting = reply["timings"].get("evoke", {})
+        return TurnResult(message["content"], accounting, answer.headers)
 
 
 @dataclass(slots=True)
 class Endless:
-    """An answer that has begun and goes on until its client leaves."""
+    """A running answer that ends when its client disconnects."""
 
     connection: http.client.HTTPConnection
     answer: http.client.HTTPResponse
 
     def leave(self) -> None:
-        """Be gone; again, it is nothing."""
+        """Disconnect; does nothing the second time."""
         self.answer.close()
         self.connection.close()
 
 
 @contextmanager
 def endless(port: int, session: str | None = "endless", **fields: Any) -> Iterator[Endless]:
-    """Somebody for whom a slot generates, until they leave or the block ends."""
+    """A client for which a slot generates until it disconnects or the block ends."""
     talk = ChatClient(port, session)
     talk.messages.append({"role": "user", "content": "hello"})
     body = talk.body(stream=True, max_tokens=ENDLESS, ignore_eos=True, **fields)

@@ -1,4 +1,4 @@
-"""A server that misbehaves on purpose: real llama-servers cannot be asked to."""
+"""A fake llama-server that misbehaves on purpose."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FakeUpstream:
             while not writer.is_closing():
                 exchange = await _read(reader, writer)
                 if exchange.head.startswith(b"GET /props "):
-                    await exchange.say(whole(self.props, b"application/json"))
+                    await exchange.say(response(self.props, b"application/json"))
                     continue
                 self.requests.append(exchange)
                 await self.behave(exchange)
@@ -60,7 +60,7 @@ _PATCHED = (
 )
 
 
-def whole(body: bytes, kind: bytes = b"text/plain", status: bytes = b"200 OK") -> bytes:
+def response(body: bytes, kind: bytes = b"text/plain", status: bytes = b"200 OK") -> bytes:
     """An answer with a Content-Length."""
     size = str(len(body)).encode()
     lines = [b"HTTP/1.1 " + status, b"Content-Type: " + kind, b"Content-Length: " + size, b"", body]
@@ -114,6 +114,6 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
     return body
 
 
-async def says_ok(exchange: Exchange) -> None:
+async def answer_ok(exchange: Exchange) -> None:
     """The same short answer to whatever is asked."""
-    await exchange.say(whole(b"ok"))
+    await exchange.say(response(b"ok"))

@@ -1,4 +1,4 @@
-"""A wire between a proxy and its llama-server, which tells when something is asked for."""
+"""Forwards connections to llama-server, and acts or breaks them at a given request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FaultInjector:
-    """`port` leads to the server. What is sent there is watched for one thing at a time."""
+    """A forwarding `port`; it watches for one request at a time."""
 
     port: int
     struck: threading.Event = field(default_factory=threading.Event)
@@ -21,16 +21,16 @@ class FaultInjector:
     _broken: bytes = b""
 
     def at(self, asked: bytes, strike: Callable[[], None]) -> None:
-        """Do this once, as soon as the server has been sent a request with these bytes in it."""
+        """Call `strike` once, when a request with these bytes is sent to the server."""
         self.struck.clear()
         self._asked, self._strike = asked, strike
 
     def break_at(self, asked: bytes) -> None:
-        """From now on break every connection on which these bytes are sent; none when empty."""
+        """Break every connection on which these bytes are sent; empty: none."""
         self._broken = asked
 
     def breaks(self, data: bytes) -> bool:
-        """Whether the connection is to break instead of carrying this."""
+        """Whether to break the connection instead of forwarding this."""
         return bool(self._broken) and self._broken in data
 
     def saw(self, data: bytes) -> None:
@@ -42,7 +42,7 @@ class FaultInjector:
 
 @contextmanager
 def wire(server: int) -> Iterator[FaultInjector]:
-    """A wire to the server on this port; it is cut at the end of the block."""
+    """A fault injector in front of the server on a port, closed at the end of the block."""
     with contextlib.ExitStack() as ends:
         listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
         made = FaultInjector(listener.getsockname()[1])
@@ -72,7 +72,7 @@ def _connect(near: socket.socket, server: int, watched: FaultInjector) -> None:
 def _carry(
     source: socket.socket, sink: socket.socket, watched: FaultInjector | None = None
 ) -> None:
-    """All that comes, until either is gone; then both are."""
+    """Copy bytes until one side closes, then close both."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             if watched is not None and watched.breaks(data):

@@ -1,4 +1,4 @@
-"""Real processes and servers for the proxy tests: a llama-server, a proxy in a thread."""
+"""Starts the processes of the proxy tests: a llama-server, a proxy in a thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _taken: list[socket.socket] = []
 def until(
     holds: Callable[[], object], what: str = "what is waited for", limit_s: float = PATIENCE_S
 ) -> None:
-    """Wait until something holds."""
+    """Wait until a condition is true; fails after `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline, f"not in {limit_s:g} s: {what}"
@@ -43,7 +43,7 @@ def until(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer as one client saw it."""
+    """A complete answer as its client received it."""
 
     status: int
     reason: str
@@ -77,7 +77,7 @@ def ask(
 
 
 def counted(port: int, name: str) -> int:
-    """What a counter of llama-server's own metrics has come to."""
+    """The value of a counter of llama-server's own metrics."""
     lines = ask(port, "GET", "/metrics").body.decode().splitlines()
     (total,) = [line for line in lines if line.startswith(f"llamacpp:{name} ")]
     return int(float(total.split()[1]))
@@ -103,8 +103,8 @@ def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
             yield port
 
 
-def nobody() -> int:
-    """A port where nobody listens, and nobody else will: connections to it are refused."""
+def unused_port() -> int:
+    """A reserved port without a listener: connections to it are refused."""
     if not _taken:
         _taken.append(socket.socket())
         _taken[0].bind(("127.0.0.1", 0))
@@ -112,7 +112,7 @@ def nobody() -> int:
 
 
 def process_on(port: int) -> int:
-    """The llama-server that serves this port."""
+    """The process id of the server on a port."""
     named = (b"--port", str(port).encode())
     for folder in Path("/proc").iterdir():
         try:
@@ -164,7 +164,7 @@ class RunningProxy:
         return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def quiet(self) -> None:
-        """Wait until no request is under way, and no conversation in use."""
+        """Wait until no request runs and no conversation is in use."""
         until(lambda: self._in_loop(self._is_quiet), "no request is under way")
 
     def settled(self) -> None:

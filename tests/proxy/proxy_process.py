@@ -1,4 +1,4 @@
-"""A proxy in a process of its own, which can be killed."""
+"""A proxy in its own process, which a test can kill."""
 
 from __future__ import annotations
 

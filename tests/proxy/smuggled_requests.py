@@ -1,4 +1,4 @@
-"""Requests that try to hide another one from the proxy, or from llama-server."""
+"""Requests that try to hide another one from the proxy or from llama-server."""
 
 from __future__ import annotations
 

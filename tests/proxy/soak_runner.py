@@ -1,4 +1,4 @@
-"""Runs the soak with what it is given; a folder gets what came of it, and how it ended."""
+"""Runs the soak bench with the given options; writes result and exit code into a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stock server that is started again and again, and a chat with it through a keeping proxy."""
+"""A stock server that is started repeatedly, with a proxy that saves snapshots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def template(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Which model is served how, and where slots are saved."""
+    """A model, the options of its server, and the directory for slots."""
 
     folder: Path
     shape: str = ""
@@ -34,7 +34,7 @@ class Deployment:
 
     @contextmanager
     def server(self, port: int = 0) -> Iterator[int]:
-        """A stock server, on a port of its own unless one is given; it begins with nothing."""
+        """A new stock server, on a free port unless one is given."""
         model = ("-m", str(ensure(SHAPES[self.shape]))) if self.shape else ()
         usual = ("--slot-save-path", str(self.folder), "--metrics")
         if "-np" not in self.options:
@@ -45,7 +45,7 @@ class Deployment:
 
     @contextmanager
     def proxy(self, port: int, **snapshots: object) -> Iterator[RunningProxy]:
-        """A proxy that saves whenever it can, unless told otherwise."""
+        """A proxy that saves as often as possible; `snapshots` replaces settings."""
         settings = {"directory": str(self.folder)} | QUICK | snapshots
         named = {f"snapshots__{key}": value for key, value in settings.items()}
         with proxy(port, **named) as running:
@@ -58,20 +58,20 @@ class Deployment:
             yield running
 
     def files(self) -> list[Path]:
-        """Every snapshot there is."""
+        """All snapshot files."""
         return sorted(self.folder.glob("*.evoke-kv"))
 
 
 @dataclass(slots=True)
 class Chat:
-    """Resends its history, with or without what the model thought."""
+    """A client that resends its history, with or without thoughts."""
 
     messages: list[dict[str, Any]]
     fields: Mapping[str, Any] = field(default_factory=dict)
     said: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, port: int, text: str | None = None, **fields: Any) -> tuple[int, int]:
-        """One turn, or with no text the last again; tokens that were cached and decoded."""
+        """Make a turn, without text repeat the last; returns cached and decoded tokens."""
         if text is not None:
             self.messages.append({"role": "user", "content": text})
         given = {"messages": self.messages, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -83,12 +83,12 @@ class Chat:
         return reply["timings"]["cache_n"], reply["timings"]["prompt_n"]
 
     def hear(self) -> None:
-        """Take the answer into the history, as clients do: without the thoughts."""
+        """Append the answer to the history, without its thoughts."""
         self.messages.append({"role": "assistant", "content": self.said["content"]})
 
 
 def long_chat(n_words: int, start: int = 0) -> Chat:
-    """A chat that has gone on for a while: `n_words` in messages of 100, thoughts in answers."""
+    """A chat of `n_words` in messages of 100, with thoughts in answers."""
     messages: list[dict[str, Any]] = []
     for at in range(start, start + n_words, 100):
         words = " ".join(f"w{number % 211}" for number in range(at, at + 100))
@@ -99,11 +99,11 @@ def long_chat(n_words: int, start: int = 0) -> Chat:
 
 
 def decoded(port: int) -> int:
-    """How many prompt tokens a server has decoded since its start, whoever asked for them."""
+    """Prompt tokens that a server has decoded since its start."""
     return counted(port, "prompt_tokens_total")
 
 
 def quiet_metric(running: RunningProxy, name: str, **labels: str) -> float:
-    """A sample once everything has come to rest."""
+    """The value of a metric after all background work."""
     running.settled()
     return running.metric(name, **labels)

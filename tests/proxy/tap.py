@@ -1,4 +1,4 @@
-"""A connection between a proxy and its llama-server that records what passes, byte by byte."""
+"""Forwards connections to llama-server and records all bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may operate a proxy: at which address, with which token, from which page."""
+"""Access to the admin API: addresses, tokens, pages of other sites."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import PATIENCE_S, until
 
 from evoke_proxy.adapters.secret_files import write_secret
@@ -64,7 +64,7 @@ def _read(said: object) -> str:
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[int]:
     async def echo(exchange: Exchange) -> None:
-        await exchange.say(whole(b"ok"))
+        await exchange.say(response(b"ok"))
 
     with fake_upstream(echo) as fake:
         yield fake.port

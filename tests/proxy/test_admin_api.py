@@ -1,4 +1,4 @@
-"""What an operator sees and changes: sessions, their blocks and budgets, what is forgotten."""
+"""The admin API: sessions, blocks, budgets, deletion, export, events."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_client import ASKS, BUDGET, FACT, events, fact_block, operate, planted, recovered
+from admin_client import (
+    ASKS,
+    BUDGET,
+    FACT,
+    conversation_with_evicted_fact,
+    events,
+    fact_block,
+    operate,
+    recovered,
+)
 from conversation import FILLER, ChatClient
-from harness import PATIENCE_S, RunningProxy, ask, nobody, proxy
+from harness import PATIENCE_S, RunningProxy, ask, proxy, unused_port
 from stock_deployment import Chat, Deployment, long_chat
 
 from evoke_proxy.core.session.block_map import STATES
@@ -27,7 +36,7 @@ def _one(running: RunningProxy) -> dict[str, Any]:
 
 
 def test_the_block_map_covers_every_token(patched_proxy: RunningProxy) -> None:
-    talk = planted(patched_proxy.port, "mapped")
+    talk = conversation_with_evicted_fact(patched_proxy.port, "mapped")
     shown = _one(patched_proxy)
     edges = [(block["p0"], block["p1"]) for block in shown["blocks"]]
     assert [start for start, _ in edges] == [0, *(end for _, end in edges[:-1])]
@@ -38,13 +47,13 @@ def test_the_block_map_covers_every_token(patched_proxy: RunningProxy) -> None:
     assert shown["totals"]["saved_ram"] > 0 == shown["totals"]["saved_disk"]
     assert fact_block(shown)["state"] == "saved_ram"
     assert all(0 <= block["score"] for block in shown["blocks"][:-1])
-    books = recovered(talk).books
+    accounting = recovered(talk).accounting
     shown = _one(patched_proxy)
     assert fact_block(shown)["state"] == "resident"
     last = shown["history"][-1]
     assert (last["path"], last["number"], last["budget"]) == ("recovered", 8, BUDGET)
     for kind in ("decoded", "recovered", "resident_before", "omitted"):
-        assert last[kind] == books[kind]
+        assert last[kind] == accounting[kind]
     assert last["ttft_s"] > 0 and len(last["recovered_spans"]) > 0
 
 
@@ -73,7 +82,7 @@ def test_the_admin_api_shows_no_text_of_prompts(patched_port: int) -> None:
 
 
 def test_an_operator_pins_blocks(patched_proxy: RunningProxy) -> None:
-    talk = planted(patched_proxy.port, "pinned", turns=1)
+    talk = conversation_with_evicted_fact(patched_proxy.port, "pinned", turns=1)
     shown = _one(patched_proxy)
     path, block = f"sessions/{shown['id']}/blocks", fact_block(shown)
     where = {"p0": block["p0"], "p1": block["p1"]}
@@ -95,7 +104,7 @@ def test_an_operator_pins_blocks(patched_proxy: RunningProxy) -> None:
 
 
 def test_a_dropped_block_is_not_recovered(patched_proxy: RunningProxy) -> None:
-    talk = planted(patched_proxy.port, "dropped")
+    talk = conversation_with_evicted_fact(patched_proxy.port, "dropped")
     shown = _one(patched_proxy)
     path, block = f"sessions/{shown['id']}/blocks", fact_block(shown)
     shown = operate(
@@ -108,10 +117,10 @@ def test_a_dropped_block_is_not_recovered(patched_proxy: RunningProxy) -> None:
     assert {b["state"] for b in shown["blocks"] if b["p0"] == inside["p0"]} == {"omitted"}
     said = talk.say(ASKS)
     assert (
-        sum(said.books[k] for k in ("decoded", "recovered", "resident_before", "omitted"))
-        == (said.books["n_prompt"])
+        sum(said.accounting[k] for k in ("decoded", "recovered", "resident_before", "omitted"))
+        == (said.accounting["n_prompt"])
     )
-    assert said.books["omitted"] >= block["p1"] - block["p0"]
+    assert said.accounting["omitted"] >= block["p1"] - block["p0"]
     assert fact_block(_one(patched_proxy))["state"] == "omitted"
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
@@ -126,7 +135,7 @@ def test_budgets_change_at_run_time(patched_proxy: RunningProxy) -> None:
     assert _one(patched_proxy)["history"][-1]["budget"] == 512
     shown = operate(patched_proxy, "PATCH", f"sessions/{id}", {"budget": 256, "pinned": True})
     assert (shown["limit"], shown["own_budget"], shown["pinned"]) == (256, True, True)
-    assert talk.say("Fourth.").books["n_resident"] <= 256
+    assert talk.say("Fourth.").accounting["n_resident"] <= 256
     assert _one(patched_proxy)["history"][-1]["budget"] == 256
     operate(patched_proxy, "PATCH", f"sessions/{id}", {"budget": "default"})
     talk.say("Fifth.")
@@ -137,7 +146,7 @@ def test_budgets_change_at_run_time(patched_proxy: RunningProxy) -> None:
 
 
 def test_deleting_a_session_removes_rows_copies_and_files(patched_proxy: RunningProxy) -> None:
-    talk = planted(patched_proxy.port, "gone")
+    talk = conversation_with_evicted_fact(patched_proxy.port, "gone")
     shown = _one(patched_proxy)
     done = operate(patched_proxy, "DELETE", f"sessions/{shown['id']}")
     assert done == {"sessions": 1, "snapshots": 0, "left": []}
@@ -148,7 +157,7 @@ def test_deleting_a_session_removes_rows_copies_and_files(patched_proxy: Running
     assert not [name for name in names if name.startswith(shown["id"])]
     assert slot["n_resident"] <= 1
     again = talk.say(ASKS)
-    assert again.books["decoded"] == again.books["n_prompt"]
+    assert again.accounting["decoded"] == again.accounting["n_prompt"]
 
 
 def test_wiping_a_tenant_keeps_the_sessions_of_others(patched_port: int) -> None:
@@ -168,7 +177,7 @@ def test_wiping_a_tenant_keeps_the_sessions_of_others(patched_port: int) -> None
 
 
 def test_an_export_contains_the_session_and_its_snapshots(patched_proxy: RunningProxy) -> None:
-    planted(patched_proxy.port, "taken", turns=2)
+    conversation_with_evicted_fact(patched_proxy.port, "taken", turns=2)
     shown = _one(patched_proxy)
     answer = ask(patched_proxy.port, "GET", f"/evoke/sessions/{shown['id']}/export")
     assert answer.headers["content-type"] == "application/x-tar"
@@ -245,7 +254,7 @@ def test_events_report_turns_as_they_happen(patched_proxy: RunningProxy) -> None
 
     thread = threading.Thread(target=listening, daemon=True)
     thread.start()
-    recovered(planted(patched_proxy.port, "told"))
+    recovered(conversation_with_evicted_fact(patched_proxy.port, "told"))
     assert seen.wait(PATIENCE_S)
     thread.join()
     answers = [facts for kind, facts in told if kind == "answer"]
@@ -289,7 +298,7 @@ def test_wrong_admin_requests_get_an_error_that_says_why(
 @pytest.fixture(scope="module")
 def alone() -> Any:
     """A proxy whose llama-server is away."""
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, with real traffic: what was planted is seen to leave and return."""
+"""The page in a real browser, with real traffic: a fact is evicted and recovered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from admin_client import fact_block, operate, planted, recovered
+from admin_client import conversation_with_evicted_fact, fact_block, operate, recovered
 from chromium import Page, browser, tab
 from harness import RunningProxy, ask, proxy
 
@@ -46,7 +46,7 @@ def test_the_page_shows_a_block_evicted_and_recovered(
 
 
 async def _watched(running: RunningProxy, client_access_check: RunningProxy, program: str) -> None:
-    talk = await asyncio.to_thread(planted, running.port, "watched")
+    talk = await asyncio.to_thread(conversation_with_evicted_fact, running.port, "watched")
     async with tab(program) as page:
         await page.look(1280, 900)
         await page.open(f"http://127.0.0.1:{running.port}/evoke/")

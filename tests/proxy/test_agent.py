@@ -1,4 +1,4 @@
-"""A short session of the agent bench: what comes back is what was decoded, to the bit."""
+"""A short session of the agent bench: recovered rows are bit-identical to the decoded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies that look at attention have it captured, and ask for it once a turn."""
+"""Policies that use attention have it captured, and read it once per turn."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def talk(running: RunningProxy, name: str, policy: str, turns: int = 7) -> ChatC
     spoken = ChatClient(running.port, name, {"evoke_budget": BUDGET, "evoke_policy": policy})
     for number in range(turns):
         said = spoken.say(f"Turn {number}. {FILLER}")
-        assert said.books["n_resident_peak"] <= BUDGET
-        assert said.books["budget_breaches"] == 0
+        assert said.accounting["n_resident_peak"] <= BUDGET
+        assert said.accounting["budget_breaches"] == 0
     return spoken
 
 

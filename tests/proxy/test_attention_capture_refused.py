@@ -1,4 +1,4 @@
-"""A llama-server without memory for attention costs a session the attention, not its plans."""
+"""A llama-server without memory for attention: a session keeps its plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import RunningProxy, ask, proxy
 
 import bench.policies  # noqa: F401 -- registers baselines
@@ -48,26 +48,26 @@ class Server:
             spans = [{"index": 0, "role": "user", "p0": 0, "p1": 3}]
             rendered = {"tokens": [1, 2, 3, 4], "generation": 3, "spans": spans, "slots": [SLOT]}
             rendered["instance"] = self.instance
-            await exchange.say(whole(json.dumps(rendered).encode(), JSON))
+            await exchange.say(response(json.dumps(rendered).encode(), JSON))
         elif b"block-plan" in target:
             await exchange.say(self._planned(json.loads(exchange.body)["ops"]))
         elif target.startswith(b"/slots/0/blocks"):
-            await exchange.say(whole(json.dumps(SLOT).encode(), JSON))
+            await exchange.say(response(json.dumps(SLOT).encode(), JSON))
         else:
-            await exchange.say(whole(REPLY, JSON))
+            await exchange.say(response(REPLY, JSON))
 
     def _planned(self, ops: list[dict[str, Any]]) -> bytes:
         self.plans.append([op["op"] for op in ops])
         if self.stale:
             self.stale -= 1
             error: dict[str, Any] = {"code": 409, "type": "stale_epoch", "message": "no"}
-            return whole(json.dumps({"error": error}).encode(), JSON, b"409 Conflict")
+            return response(json.dumps({"error": error}).encode(), JSON, b"409 Conflict")
         for index, op in enumerate(ops):
             if op["op"] == "attn-capture" and op["layers"]:
                 error = self.error | {"message": "no", "op": index}
                 status = str(error["code"]).encode() + b" Refused"
-                return whole(json.dumps({"error": error}).encode(), JSON, status)
-        return whole(b'{"epoch":7,"results":[]}', JSON)
+                return response(json.dumps({"error": error}).encode(), JSON, status)
+        return response(b'{"epoch":7,"results":[]}', JSON)
 
 
 NO_MEMORY = {"code": 503, "type": "no_memory", "needed": 1 << 40}

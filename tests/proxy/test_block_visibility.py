@@ -1,4 +1,4 @@
-"""Rows that were decoded while text was missing stay with the conversation that decoded them."""
+"""Rows decoded while text was missing stay with the conversation that decoded them."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_a_conversation_recovers_its_own_copies_and_another_one_decodes(
         first.say(FACT)
         for number in range(6):
             first.say(f"Turn {number}. {FILLER}")
-        assert first.say(ASKS).books["recovered"] > 0
+        assert first.say(ASKS).accounting["recovered"] > 0
         made = copies(port, "alice")
         assert len({copy["session"] for copy in made}) == 1 and made[0]["session"]
         assert {copy["whole"] for copy in made} == {True, False}
         filled = first.say(ASKS, evoke_budget=NO_BUDGET)
-        assert filled.books["omitted"] == 0
+        assert filled.accounting["omitted"] == 0
         (slot,) = json.loads(ask(port, "GET", "/slots").body)
         state = json.loads(ask(port, "GET", "/slots/0/blocks").body)
         assert slot["id"] == 0 and len(state["resident"]) == 1
@@ -82,4 +82,4 @@ def test_a_conversation_recovers_its_own_copies_and_another_one_decodes(
 
         # The first one goes on in that slot.
         again = first.say(ASKS)
-        assert again.books["decoded"] < 60
+        assert again.accounting["decoded"] < 60

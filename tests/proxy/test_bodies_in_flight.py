@@ -1,4 +1,4 @@
-"""The bodies of all requests under way take bounded memory, shared fairly between tenants."""
+"""Bodies of all running requests use bounded memory, shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from fake_upstream import Exchange, FakeUpstream, fake_upstream, whole
+from fake_upstream import Exchange, FakeUpstream, fake_upstream, response
 from harness import Answer, ask, proxy, until
 
 from bench.chat_turns import proxied
@@ -40,7 +40,7 @@ def _chat(port: int, tenant: str, n_bytes: int) -> Answer:
 
 
 @contextmanager
-def _begun(port: int, tenant: str, announced: int, sent: int) -> Iterator[socket.socket]:
+def _partial_upload(port: int, tenant: str, announced: int, sent: int) -> Iterator[socket.socket]:
     """A connection on which part of a body has been sent."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         lines = [f"POST {PATH} HTTP/1.1", "Host: a", f"Content-Length: {announced}"]
@@ -59,7 +59,7 @@ def held() -> Iterator[tuple[FakeUpstream, threading.Event]]:
         exchange.body = b""
         while large and not go_on.is_set():
             await asyncio.sleep(0.05)
-        await exchange.say(whole(b"{}", b"application/json"))
+        await exchange.say(response(b"{}", b"application/json"))
 
     with fake_upstream(behave) as fake:
         yield fake, go_on
@@ -105,7 +105,7 @@ def test_an_announced_body_that_does_not_arrive_uses_no_memory(
 ) -> None:
     with proxy(held[0].port, **LIMITS) as running, ExitStack() as slow:
         for _ in range(20):
-            slow.enter_context(_begun(running.port, "one", 64 * MIB, 1000))
+            slow.enter_context(_partial_upload(running.port, "one", 64 * MIB, 1000))
         for tenant in ("one", "other"):
             assert _chat(running.port, tenant, 15 * MIB).status == 200
 
@@ -118,9 +118,9 @@ def test_the_newest_body_of_the_tenant_with_most_is_refused_for_another(
     n_bytes = 24 * MIB
     with proxy(fake.port, **LIMITS) as running, ExitStack() as slow:
         budget = running.bodies
-        first = slow.enter_context(_begun(running.port, "most", n_bytes, n_bytes - 1))
+        first = slow.enter_context(_partial_upload(running.port, "most", n_bytes, n_bytes - 1))
         until(lambda: budget.n_bytes > 3 * 23 * MIB, "the first is there")
-        second = slow.enter_context(_begun(running.port, "most", n_bytes, n_bytes - 1))
+        second = slow.enter_context(_partial_upload(running.port, "most", n_bytes, n_bytes - 1))
         until(lambda: budget.n_bytes > 6 * 23 * MIB, "the second is there")
         assert _chat(running.port, "other", 32 * MIB).status == 200
         assert second.recv(100).startswith(b"HTTP/1.1 503")

@@ -1,4 +1,4 @@
-"""Bodies that crash or hang a real llama-server are refused before it sees anything of them."""
+"""Bodies that crash or hang a real llama-server are refused before they reach it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A conversation that goes back to an earlier branch, or gets a message beyond its budget, recalls
-what was said before."""
+"""A conversation that returns to an earlier branch, or gets a message beyond its budget, recalls
+facts.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def talk(proxy: RunningProxy, name: str, budget: int) -> ChatClient:
 def recalls(talk: ChatClient, fact: Fact, budget: int) -> bool:
     """Whether the answer has the value; the turn holds its budget and its accounting balances."""
     said = talk.say(fact.question)
-    assert said.books["n_resident_peak"] <= budget
-    assert sum(said.books[kind] for kind in KINDS) == said.books["n_prompt"]
+    assert said.accounting["n_resident_peak"] <= budget
+    assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
     return fact.value in said.text
 
 

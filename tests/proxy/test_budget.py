@@ -16,29 +16,29 @@ BUDGET = 320
 
 def _balances(said: TurnResult) -> bool:
     kinds = ("resident_before", "recovered", "decoded", "omitted")
-    return bool(sum(said.books[kind] for kind in kinds) == said.books["n_prompt"])
+    return bool(sum(said.accounting[kind] for kind in kinds) == said.accounting["n_prompt"])
 
 
 def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy) -> None:
     talk = ChatClient(patched_proxy.port, "long", {"evoke_budget": BUDGET})
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(9)]
-    assert turns[-1].books["n_prompt"] > 4 * BUDGET
+    assert turns[-1].accounting["n_prompt"] > 4 * BUDGET
     for said in turns:
-        assert said.books["marker"] == "ok"
-        assert said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["marker"] == "ok"
+        assert said.accounting["n_resident_peak"] <= BUDGET
         assert _balances(said)
         assert said.headers["x-evoke-session"] == "long"
         assert said.headers["x-evoke-policy"] == "evoke"
     evicted = sum(said.blocks("x-evoke-evicted") for said in turns)
-    auto = sum(len(said.books["auto_evicted"]) for said in turns)
+    auto = sum(len(said.accounting["auto_evicted"]) for said in turns)
     assert evicted > 5
     assert patched_proxy.metric("evoke_blocks_evicted_total") == evicted + auto
-    decoded = sum(said.books["decoded"] for said in turns)
+    decoded = sum(said.accounting["decoded"] for said in turns)
     assert patched_proxy.metric("evoke_tokens_total", kind="decoded") == decoded
-    assert patched_proxy.metric("evoke_resident_tokens") == turns[-1].books["n_resident"]
+    assert patched_proxy.metric("evoke_resident_tokens") == turns[-1].accounting["n_resident"]
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
-    assert f"tokens={turns[-1].books['omitted']}" == turns[-1].headers["x-evoke-omitted"]
+    assert f"tokens={turns[-1].accounting['omitted']}" == turns[-1].headers["x-evoke-omitted"]
 
 
 def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy) -> None:
@@ -48,8 +48,8 @@ def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy)
         talk.say(f"Turn {number}. {FILLER}")
     said = talk.say("What is the access code of the Meridian vault?")
     assert said.blocks("x-evoke-recovered") > 0
-    assert said.books["recovered"] > 0
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["recovered"] > 0
+    assert said.accounting["n_resident_peak"] <= BUDGET
     assert patched_proxy.metric("evoke_blocks_recovered_total") > 0
 
 
@@ -61,8 +61,8 @@ def test_discard_never_recovers(patched_proxy: RunningProxy) -> None:
     for number in range(7):
         talk.say(f"Turn {number}. {FILLER}")
     said = talk.say("What is the access code of the Meridian vault?")
-    assert said.books["recovered"] == 0
-    assert said.books["omitted"] > 0
+    assert said.accounting["recovered"] == 0
+    assert said.accounting["omitted"] > 0
 
 
 @pytest.mark.parametrize("fields", [{}, {"evoke_policy": "no_eviction", "evoke_budget": BUDGET}])
@@ -71,8 +71,8 @@ def test_nothing_is_evicted_without_a_budget(
 ) -> None:
     talk = ChatClient(patched_proxy.port, "all", fields)
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
-    assert turns[-1].books["n_prompt"] > 1.5 * BUDGET
-    assert all(said.books["omitted"] == 0 and _balances(said) for said in turns)
+    assert turns[-1].accounting["n_prompt"] > 1.5 * BUDGET
+    assert all(said.accounting["omitted"] == 0 and _balances(said) for said in turns)
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
@@ -81,7 +81,7 @@ def test_truncate_sends_less(patched_proxy: RunningProxy) -> None:
         patched_proxy.port, "cut", {"evoke_policy": "truncate", "evoke_budget": BUDGET}
     )
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(6)]
-    assert all(said.books["n_prompt"] <= BUDGET for said in turns)
+    assert all(said.accounting["n_prompt"] <= BUDGET for said in turns)
     assert turns[-1].headers["x-evoke-policy"] == "truncate"
     patched_proxy.quiet()
     sessions = json.loads(ask(patched_proxy.port, "GET", "/evoke/sessions").body)["sessions"]
@@ -115,7 +115,7 @@ def test_a_session_is_identified_by_its_tokens(patched_proxy: RunningProxy) -> N
     first = talk.say(FILLER)
     second = talk.say("And then?")
     assert first.headers["x-evoke-session"] == second.headers["x-evoke-session"]
-    assert second.books["decoded"] < second.books["n_prompt"] / 2
+    assert second.accounting["decoded"] < second.accounting["n_prompt"] / 2
 
 
 def test_a_session_continues_in_a_slot_that_another_session_used(
@@ -127,9 +127,9 @@ def test_a_session_continues_in_a_slot_that_another_session_used(
         one.say(f"Number {number}. {FILLER}")
         mine = other.say(f"Something else {number}, entirely. {FILLER}")
     back = one.say("Go on.")
-    assert back.books["marker"] == mine.books["marker"] == "ok"
-    assert back.books["recovered"] > 0
-    assert back.books["decoded"] < 64
+    assert back.accounting["marker"] == mine.accounting["marker"] == "ok"
+    assert back.accounting["recovered"] > 0
+    assert back.accounting["decoded"] < 64
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
 
@@ -145,8 +145,8 @@ def test_rows_of_the_previous_session_count_as_no_breach_of_the_next(
         other.say(f"{FILLER} {FILLER} And again, {number}.")
         slot = json.loads(ask(patched_proxy.port, "GET", "/slots/0/blocks").body)
         said = mine.say(f"{FILLER} Turn {number}.")
-        assert said.books["marker"] == "ok"
-        assert said.books["n_resident"] <= said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["marker"] == "ok"
+        assert said.accounting["n_resident"] <= said.accounting["n_resident_peak"] <= BUDGET
     assert slot["n_resident"] > 2 * BUDGET
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
@@ -159,11 +159,11 @@ def test_a_request_of_another_session_in_between_costs_only_time(
     for number in range(5):
         talk.say(f"Turn {number}. {FILLER}")
     stranger = ChatClient(patched_proxy.port).say("Who are you?", evoke=False)
-    assert stranger.books == {}
+    assert stranger.accounting == {}
     assert patched_proxy.metric("evoke_bypass_total", reason="disabled") == 1
     said = talk.say("Go on.")
-    assert said.books["marker"] == "ok"
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["n_resident_peak"] <= BUDGET
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_blocks_with_lost_copies_are_decoded_again(
     dropped = ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
     assert json.loads(dropped.body)["n_dropped"] > 0
     said = talk.say("What is the access code of the Meridian vault?")
-    assert said.books["marker"] == "ok"
-    assert said.books["recovered"] == 0
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["recovered"] == 0
     assert patched_proxy.metric("evoke_plan_failures_total", reason="unknown_block") == 1
     assert patched_proxy.metric("evoke_degraded_total", stage="plan") == 0
 
@@ -206,7 +206,7 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy) -> None:
     assert answer.status == 400
     assert json.loads(answer.body)["error"]["code"] == "evoke_pin_budget_exceeded"
     del talk.messages[-1]
-    assert talk.say("hello").books["marker"] == "ok"
+    assert talk.say("hello").accounting["marker"] == "ok"
 
 
 def test_a_full_queue_is_503_with_retry_after(patched_port: int) -> None:
@@ -232,8 +232,8 @@ def test_a_client_that_disconnects_releases_its_slot_after_a_turn(
         pass
     said = talk.say("What is my favorite number?")
     assert counted(patched_port, "tokens_predicted_total") - made < ENDLESS, "made to its end"
-    assert said.books["marker"] == "ok" and "68285" in said.text
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["marker"] == "ok" and "68285" in said.text
+    assert said.accounting["n_resident_peak"] <= BUDGET
     assert patched_proxy.metric("evoke_requests_total", endpoint="/v1/chat/completions", code="499")
 
 
@@ -258,12 +258,12 @@ def test_two_sessions_have_a_slot_each(two_slots_port: int) -> None:
         for number in range(5):
             turns = [talk.say(f"{talk.session} {number}. {FILLER}") for talk in talks]
         # one that had lost its slot would find every row of its own recovered, none still there
-        assert all(said.books["resident_before"] > 0 for said in turns)
+        assert all(said.accounting["resident_before"] > 0 for said in turns)
         sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
         assert {known["slot"] for known in sessions} == {0, 1}
         third = ChatClient(running.port, "third").say(FILLER)
-        assert third.books["marker"] == "ok"
-        assert talks[0].say("Go on.").books["decoded"] < 64
+        assert third.accounting["marker"] == "ok"
+        assert talks[0].say("Go on.").accounting["decoded"] < 64
 
 
 def test_a_restarted_server_is_detected() -> None:
@@ -277,9 +277,9 @@ def test_a_restarted_server_is_detected() -> None:
         assert talk.post().status == 503
         with llama_server(binary, *options, port=port):
             said = talk.say("Go on.")
-            assert said.books["marker"] == "ok"
-            assert said.books["n_resident_peak"] <= BUDGET
-            assert said.books["recovered"] == 0
+            assert said.accounting["marker"] == "ok"
+            assert said.accounting["n_resident_peak"] <= BUDGET
+            assert said.accounting["recovered"] == 0
 
 
 def test_an_undetected_restart_costs_only_time(tmp_path: Path) -> None:
@@ -293,8 +293,8 @@ def test_an_undetected_restart_costs_only_time(tmp_path: Path) -> None:
         dropped = ask(port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
         assert json.loads(dropped.body)["n_dropped"] > 0
         said = talk.say("Go on.")
-        assert said.books["marker"] == "ok"
-        assert said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["marker"] == "ok"
+        assert said.accounting["n_resident_peak"] <= BUDGET
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 

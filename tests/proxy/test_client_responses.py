@@ -1,4 +1,4 @@
-"""What clients are told and what they hold: headers, readiness, broken answers, unread answers."""
+"""Responses to clients: headers, readiness, broken answers, unread answers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 from conversation import endless
-from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
+from fake_upstream import Exchange, FakeUpstream, answer_ok, chunked, fake_upstream, response
 from harness import (
     PATIENCE_S,
     RunningProxy,
     ask,
     llama_server,
-    nobody,
     proxy,
     server_binary,
     until,
+    unused_port,
 )
 from tap import tap
 
@@ -87,7 +87,7 @@ def test_tenants_with_the_same_conversation_id_do_not_end_each_others_streams(
 
 
 def test_only_the_headers_that_llama_server_reads_are_forwarded_with_keys(tmp_path: Path) -> None:
-    with fake_upstream(says_ok) as fake, _keyed(fake.port, tmp_path) as running:
+    with fake_upstream(answer_ok) as fake, _keyed(fake.port, tmp_path) as running:
         odd = {"X-Anything": "1", "Cookie": "a=b", "X-Evoke-Session": "s", "User-Agent": "tests"}
         for path in ("/v1/chat/completions", "/tokenize"):
             body = json.dumps(CHAT).encode()
@@ -156,7 +156,7 @@ def test_a_control_character_in_a_reply_counts_as_an_upstream_error(head: bytes,
 def test_a_503_has_retry_after_and_hides_the_upstream_address(
     path: str,
 ) -> None:
-    port = nobody()
+    port = unused_port()
     with proxy(port) as running:
         method = "GET" if path == "/health" else "POST"
         answer = ask(running.port, method, path, json.dumps(CHAT).encode(), JSON)
@@ -237,7 +237,7 @@ def test_a_client_that_reads_no_answers_is_disconnected(
 def test_a_client_that_does_not_read_its_last_answer_is_disconnected(echo: FakeUpstream) -> None:
     """Also when the server has closed its end, and only waits for the answer to be taken."""
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
-    large = whole(b"x" * (12 << 20))
+    large = response(b"x" * (12 << 20))
 
     async def pour(exchange: Exchange) -> None:
         await exchange.say(large)

@@ -1,4 +1,4 @@
-"""What might be a 409 and never is: conflicts are waited out, planned around or told apart."""
+"""Conflicts are waited for or planned around; no chat request is answered 409."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_two_requests_of_a_session_at_once_take_turns(budgeted: RunningProxy) ->
     for thread in threads:
         thread.join()
     assert [answer.status for answer in answers] == [200] * 4
-    books = [json.loads(answer.body)["timings"]["evoke"] for answer in answers]
+    accounting = [json.loads(answer.body)["timings"]["evoke"] for answer in answers]
     # In one slot, one after the other: none decodes the history again.
-    assert all(said["marker"] == "ok" and said["decoded"] < 40 for said in books)
-    assert all(said["n_resident_peak"] <= BUDGET for said in books)
+    assert all(said["marker"] == "ok" and said["decoded"] < 40 for said in accounting)
+    assert all(said["n_resident_peak"] <= BUDGET for said in accounting)
     assert _sessions(budgeted) == [("both", 7)]
 
 
@@ -54,8 +54,8 @@ def test_an_id_with_other_tokens_is_another_conversation(budgeted: RunningProxy)
     for number in range(3):
         one.say(f"Turn {number}. {FILLER}")
         said = other.say(f"Nothing like it, for the {number}. time. {FILLER}")
-    assert said.books["marker"] == "ok"
-    assert said.books["decoded"] < said.books["n_prompt"] / 2
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["decoded"] < said.accounting["n_prompt"] / 2
     assert sorted(_sessions(budgeted)) == [("same", 3), ("same", 3)]
 
 
@@ -82,8 +82,8 @@ def test_an_externally_changed_slot_gets_a_new_plan(
     monkeypatch.setattr(BlockApi, "run", late)
     said = talk.say("Go on.")
     assert refused == [200]
-    assert said.books["marker"] == "ok"
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["n_resident_peak"] <= BUDGET
     assert budgeted.metric("evoke_plan_failures_total", reason="stale_epoch") == 1
     assert budgeted.metric("evoke_degraded_total", stage="plan") == 0
 

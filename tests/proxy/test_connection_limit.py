@@ -1,4 +1,4 @@
-"""Clients that take more than their part: too many connections, streams and pages nobody reads."""
+"""Clients with too many connections, slow requests or unread streams."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_admin_page_that_does_not_read_is_disconnected_and_others_get_all_eve
             told = heard = 0
             while len(running.engine.feed) == 2:
                 assert told < 4000, "it is never cut off"
-                told = _told(running)
+                told = _publish_large_event(running)
                 while heard < told:
                     heard += lines.readline() == b"event: turn\n"
             assert running.metric(DROPPED, reason="slow_reader") == 1
@@ -150,7 +150,7 @@ def test_an_admin_page_that_does_not_read_is_disconnected_and_others_get_all_eve
         until(lambda: len(running.engine.feed) == 0)
 
 
-def _told(running: RunningProxy) -> int:
+def _publish_large_event(running: RunningProxy) -> int:
     """Another event, so long that buffers on the way do not take many; how many there were."""
     spans = [[0, 10**9]] * 1500
 

@@ -1,4 +1,4 @@
-"""Whatever fails on the way to a plan, the answer comes: plainly, counted, without our fields."""
+"""When a plan fails, the answer arrives without it and the failure is counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from conversation import FILLER, ChatClient, events
-from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, whole
+from fake_upstream import Behaviour, Exchange, FakeUpstream, fake_upstream, response
 from harness import RunningProxy, ask, proxy
 
 from evoke_proxy.core.model.blocks import Span
@@ -37,14 +37,14 @@ def _server(**answers: bytes) -> Behaviour:
     async def behave(exchange: Exchange) -> None:
         target = exchange.head.split(b" ")[1]
         if target == b"/evoke/render":
-            answer = answers.get("render", whole(RENDERED, json_type))
+            answer = answers.get("render", response(RENDERED, json_type))
         elif b"block-plan" in target:
-            default = whole(b'{"epoch":7,"results":[]}', json_type)
+            default = response(b'{"epoch":7,"results":[]}', json_type)
             answer = answers.get("plan", default)
         elif target.startswith(b"/slots/0/blocks"):
-            answer = answers.get("blocks", whole(SLOT, json_type))
+            answer = answers.get("blocks", response(SLOT, json_type))
         else:
-            answer = answers.get("chat", whole(REPLY, json_type))
+            answer = answers.get("chat", response(REPLY, json_type))
         await exchange.say(answer)
         if not answer:
             exchange.writer.close()
@@ -54,24 +54,24 @@ def _server(**answers: bytes) -> Behaviour:
 
 def _refusal(kind: bytes, status: bytes = b"409 Conflict") -> bytes:
     body = b'{"error":{"code":409,"type":"%s","message":"no","name":"x"}}' % kind
-    return whole(body, b"application/json", status)
+    return response(body, b"application/json", status)
 
 
 @pytest.mark.parametrize(
     ("answers", "stage"),
     [
-        ({"render": whole(ERROR, b"application/json", b"500 Internal Server Error")}, "render"),
-        ({"render": whole(ERROR, b"application/json", b"404 Not Found")}, "render"),
-        ({"render": whole(ERROR, b"application/json", b"400 Bad Request")}, "render"),
-        ({"render": whole(b"not json")}, "render"),
-        ({"render": whole(b'{"tokens":"many"}')}, "render"),
+        ({"render": response(ERROR, b"application/json", b"500 Internal Server Error")}, "render"),
+        ({"render": response(ERROR, b"application/json", b"404 Not Found")}, "render"),
+        ({"render": response(ERROR, b"application/json", b"400 Bad Request")}, "render"),
+        ({"render": response(b"not json")}, "render"),
+        ({"render": response(b'{"tokens":"many"}')}, "render"),
         ({"render": b""}, "render"),
-        ({"render": whole(RENDERED.replace(b'"id":0', b'"id":1'))}, "slot"),
+        ({"render": response(RENDERED.replace(b'"id":0', b'"id":1'))}, "slot"),
         ({"plan": _refusal(b"stale_epoch")}, "plan"),
         ({"plan": _refusal(b"no_free_cells", b"503 Service Unavailable")}, "plan"),
-        ({"plan": whole(b"[]")}, "plan"),
-        ({"plan": whole(b"{}")}, "plan"),
-        ({"plan": _refusal(b"unknown_block"), "blocks": whole(b"nonsense")}, "plan"),
+        ({"plan": response(b"[]")}, "plan"),
+        ({"plan": response(b"{}")}, "plan"),
+        ({"plan": _refusal(b"unknown_block"), "blocks": response(b"nonsense")}, "plan"),
     ],
 )
 def test_a_fault_before_forwarding_leads_to_an_answer_without_a_plan(
@@ -90,7 +90,7 @@ def test_a_fault_before_forwarding_leads_to_an_answer_without_a_plan(
 
 
 def test_a_body_that_llama_server_refuses_counts_as_bypass() -> None:
-    refused = whole(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
+    refused = response(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
     server = _server(render=refused, chat=refused)
     with (
         fake_upstream(server, patched=True) as fake,
@@ -124,7 +124,7 @@ def test_a_plan_that_is_refused_once_is_made_again() -> None:
 def test_a_hanging_call_of_the_proxy_is_cancelled() -> None:
     async def behave(exchange: Exchange) -> None:
         if b"/evoke/render" not in exchange.head:
-            await exchange.say(whole(REPLY, b"application/json"))
+            await exchange.say(response(REPLY, b"application/json"))
 
     with (
         fake_upstream(behave, patched=True) as fake,
@@ -158,14 +158,14 @@ def test_calls_of_the_proxy_carry_the_clients_credentials() -> None:
         assert plan["tenant"] not in ("", "k")
 
 
-def _booked(**books: object) -> bytes:
+def _booked(**accounting: object) -> bytes:
     counts = {"n_prompt": 4, "decoded": 4, "recovered": 0, "resident_before": 0, "omitted": 0}
-    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | books
+    evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | accounting
     return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
 
 
 @pytest.mark.parametrize(
-    ("books", "metric", "labels"),
+    ("accounting", "metric", "labels"),
     [
         ({"n_resident_peak": 301}, "evoke_budget_breach_total", {}),
         ({"marker": "stale"}, "evoke_plan_failures_total", {"reason": "books_differ"}),
@@ -173,10 +173,10 @@ def _booked(**books: object) -> bytes:
     ],
 )
 def test_accounting_that_differs_from_the_plan_is_counted(
-    books: dict[str, object], metric: str, labels: dict[str, str]
+    accounting: dict[str, object], metric: str, labels: dict[str, str]
 ) -> None:
-    for said, count in (({}, 0), (books, 1)):
-        reply = whole(_booked(**said), b"application/json")
+    for said, count in (({}, 0), (accounting, 1)):
+        reply = response(_booked(**said), b"application/json")
         with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
             assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
             assert running.metric(metric, **labels) == count
@@ -186,8 +186,8 @@ def test_a_session_whose_rows_cannot_be_saved_still_releases_its_slot() -> None:
     rows = SLOT.replace(b'"resident":[]', b'"resident":[[0,3]]').replace(
         b'"n_tokens":0', b'"n_tokens":3'
     )
-    render = whole(RENDERED.replace(SLOT, rows), b"application/json")
-    good = _server(render=render, chat=whole(_booked(), b"application/json"))
+    render = response(RENDERED.replace(SLOT, rows), b"application/json")
+    good = _server(render=render, chat=response(_booked(), b"application/json"))
 
     async def behave(exchange: Exchange) -> None:
         refused = b'"op":"save"' in exchange.body
@@ -246,7 +246,7 @@ def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
 def test_holes_of_another_session_are_not_part_of_a_budget() -> None:
     holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
     holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
-    render = whole(RENDERED.replace(SLOT, holed), b"application/json")
+    render = response(RENDERED.replace(SLOT, holed), b"application/json")
     good = _server(render=render)
 
     async def behave(exchange: Exchange) -> None:
@@ -293,17 +293,17 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
         fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         answer = talk.post(max_tokens=60, ignore_eos=True, **fields)
         reply = next(reversed([*events(answer.body)])) if stream else json.loads(answer.body)
-        books = reply["usage"]["evoke"]
-        assert books["budget"] == budget
-        assert books["decoded"] > budget / 2
-        assert books["resident_peak"] <= budget
+        accounting = reply["usage"]["evoke"]
+        assert accounting["budget"] == budget
+        assert accounting["decoded"] > budget / 2
+        assert accounting["resident_peak"] <= budget
         stage = "plan" if fault == "refused" else "decide"
         assert patched_proxy.metric("evoke_degraded_total", stage=stage) == 1
     talk.messages.append({"role": "assistant", "content": "Noted."})
     said = talk.say("What is the access code of the Meridian vault?")
-    assert said.books["marker"] == "ok"
-    assert said.books["recovered"] > 0
-    assert said.books["n_resident_peak"] <= budget
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["recovered"] > 0
+    assert said.accounting["n_resident_peak"] <= budget
     assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 

@@ -1,4 +1,4 @@
-"""Budgeted sessions in every dialect, and answers equal to direct ones in all of them."""
+"""Budgeted sessions in every dialect, and answers equal to direct ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from comparison import comparable, empty_slots, erasable_server
 from conversation import FILLER, events
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import Answer, RunningProxy, ask, counted, proxy, until
 from weather import BEGUN, CALL, QUESTION, TOOLS
 
@@ -91,13 +91,13 @@ def usages(answer: Answer) -> list[Json]:
     return [holder["usage"] for holder in holders if isinstance(holder.get("usage"), dict)]
 
 
-def told(answer: Answer) -> Json:
+def accounting_of(answer: Answer) -> Json:
     """The books an answer shows to a client that asked: once, in its last usage."""
     assert answer.status == 200, answer.body
     shown = usages(answer)
     assert ["evoke" in usage for usage in shown] == [False] * (len(shown) - 1) + [True]
-    books: Json = shown[-1]["evoke"]
-    return books
+    accounting: Json = shown[-1]["evoke"]
+    return accounting
 
 
 @pytest.mark.parametrize("path", DIALECTS)
@@ -109,12 +109,12 @@ def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy, path: s
         if path.endswith("completions") and stream:
             stream |= {"stream_options": {"include_usage": True}}
         answer = post(patched_proxy.port, path, said, "long", evoke_budget=BUDGET, **stream)
-        books = told(answer)
-        assert books["resident_peak"] <= books["budget"] == BUDGET
-        assert sum(books[kind] for kind in KINDS) == _prompt_tokens(answer)
+        accounting = accounting_of(answer)
+        assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
+        assert sum(accounting[kind] for kind in KINDS) == _prompt_tokens(answer)
         said.append(f"Noted {number}.")
-    assert books["omitted"] > 2 * BUDGET
-    assert answer.headers["x-evoke-omitted"] == f"tokens={books['omitted']}"
+    assert accounting["omitted"] > 2 * BUDGET
+    assert answer.headers["x-evoke-omitted"] == f"tokens={accounting['omitted']}"
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
 
@@ -134,11 +134,11 @@ def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy,
     said = ["The access code of the Meridian vault is 7741.", "Noted."]
     for number in range(7):
         said += [f"Turn {number}. {FILLER}", "Noted."]
-        told(post(patched_proxy.port, path, said[:-1], "back", evoke_budget=BUDGET))
+        accounting_of(post(patched_proxy.port, path, said[:-1], "back", evoke_budget=BUDGET))
     said.append("What is the access code of the Meridian vault?")
-    books = told(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
-    assert books["recovered"] > 0
-    assert books["resident_peak"] <= BUDGET
+    accounting = accounting_of(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
+    assert accounting["recovered"] > 0
+    assert accounting["resident_peak"] <= BUDGET
 
 
 ASKED: Json = {"role": "user", "content": QUESTION}
@@ -217,7 +217,7 @@ def test_an_answer_equals_the_direct_one(
     # nothing of the proxy's bytes depends on its being told who asks, but what was asked for
     empty_slots(erasable_port, 0)
     shown = ask(erasable_proxy.port, "POST", path, body, JSON | {"X-Evoke-Session": "x"})
-    assert told(shown)["decoded"] > 0
+    assert accounting_of(shown)["decoded"] > 0
     assert comparable(shown, frozenset(("evoke",))) == comparable(direct)
 
 
@@ -302,7 +302,7 @@ def test_an_image_bypasses_the_budget(
 
 def test_a_server_with_a_draft_model_is_an_unsupported_one() -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(whole(b'{"choices":[]}', b"application/json"))
+        await exchange.say(response(b'{"choices":[]}', b"application/json"))
 
     unsupported = {"version": 1, "features": [], "unsupported": "speculative decoding"}
     with fake_upstream(behave) as fake:
@@ -348,14 +348,14 @@ def test_a_client_that_disconnects_stops_the_generation(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     made = counted(patched_port, "tokens_predicted_total")
-    _leave(patched_proxy.port, path, {})
+    _disconnect(patched_proxy.port, path, {})
     until(lambda: not _is_busy_after(patched_port, 1.5))
     assert counted(patched_port, "tokens_predicted_total") - made < LONG, "made to its end"
 
 
 def test_a_resumable_stream_continues(patched_port: int, patched_proxy: RunningProxy) -> None:
     made = counted(patched_port, "tokens_predicted_total")
-    _leave(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
+    _disconnect(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
     # Without the header it is over after this time; a quick machine may have made all of it.
     goes_on = _is_busy_after(patched_port, 2)
     assert goes_on or counted(patched_port, "tokens_predicted_total") - made == LONG
@@ -364,7 +364,7 @@ def test_a_resumable_stream_continues(patched_port: int, patched_proxy: RunningP
     until(lambda: not _is_busy_after(patched_port, 1.5))
 
 
-def _leave(port: int, path: str, headers: dict[str, str]) -> None:
+def _disconnect(port: int, path: str, headers: dict[str, str]) -> None:
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     fields: Json = {limit: LONG, "logit_bias": [[2, False]], "ignore_eos": True}
     body = body_of(path, ["Tell me everything."], stream=True, **fields)

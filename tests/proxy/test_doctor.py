@@ -1,4 +1,4 @@
-"""`evoke-proxy doctor` tells stock servers apart by what they do."""
+"""`evoke-proxy doctor` recognises stock servers by their behaviour."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from stock_deployment import Deployment, template
 from evoke_proxy.cli.main import main
 
 
-def _asked(capsys: pytest.CaptureFixture[str], port: int, *more: str) -> tuple[int, dict[str, Any]]:
+def _run_doctor(
+    capsys: pytest.CaptureFixture[str], port: int, *more: str
+) -> tuple[int, dict[str, Any]]:
     options = ["--upstream", f"http://127.0.0.1:{port}", "--tokens", "800", "--json", *more]
     code = main(["doctor", *options])
     return code, json.loads(capsys.readouterr().out)
@@ -44,7 +46,7 @@ def test_doctor_finds_the_kind_of_memory_and_the_wrong_options(
 ) -> None:
     deployment = Deployment(tmp_path, shape, options)
     with deployment.server() as port:
-        code, found = _asked(capsys, port, "--directory", str(tmp_path))
+        code, found = _run_doctor(capsys, port, "--directory", str(tmp_path))
     assert found["memory"] == memory
     assert found["ram_cache"] is (memory != "never-restored") and found["no_files"] == ""
     assert found["speeds"]["n_bytes"] > 0
@@ -60,7 +62,7 @@ def test_doctor_advises_a_slot_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with llama_server(server_binary(patched=False), "-np", "1", "--cache-ram", "0") as port:
-        code, found = _asked(capsys, port)
+        code, found = _run_doctor(capsys, port)
     assert code == 1 and "--slot-save-path" in found["advice"][0]
     assert found["memory"] == "unknown" and found["ram_cache"] is False
 

@@ -1,4 +1,4 @@
-"""A trained encoder behind the real proxy: a question without a word of the fact brings it back.
+"""A trained encoder behind the real proxy: a paraphrased question recovers the fact.
 
 What a conversation is about decides what stays.
 """
@@ -51,7 +51,7 @@ def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embeds: boo
             talk.say(f"Turn {number}. {FILLER}")
         wait_for_vectors(ours)
         said = talk.say("How can I get inside when the door is locked?")
-        assert said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["n_resident_peak"] <= BUDGET
         session = next(iter(ours.engine.conversations)).session
         back = [b.text for b in session.layout.blocks if b.label in session._recovered]
         assert any("geranium" in text for text in back) is embeds
@@ -98,9 +98,9 @@ def topical(patched_port: int) -> Iterator[RunningProxy]:
 def test_blocks_of_the_current_topic_stay(patched_port: int, topical: RunningProxy) -> None:
     talk = told(topical, "turning")
     for asked, wanted in ((TRAINING.format("dog"), DOGS), ("Where does the ship go?", SHIPS)):
-        assert talk.say(asked).books["n_resident_peak"] <= NARROW
-        assert set(wanted) <= kept(patched_port, talk)
-    assert not set(DOGS) <= kept(patched_port, talk)
+        assert talk.say(asked).accounting["n_resident_peak"] <= NARROW
+        assert set(wanted) <= resident_messages(patched_port, talk)
+    assert not set(DOGS) <= resident_messages(patched_port, talk)
 
 
 @pytest.mark.parametrize("boundary", [True, False])
@@ -109,10 +109,10 @@ def test_the_task_lasts_until_the_client_sets_a_boundary(
 ) -> None:
     talk = told(topical, f"boundary {boundary}")
     talk.say(TRAINING.format("dog"))
-    held = kept(patched_port, talk)
+    held = resident_messages(patched_port, talk)
     assert len(held & set(DOGS)) > len(held & set(CATS))
     talk.say(TRAINING.format("cat"), evoke_task_boundary=boundary)  # not so much another topic
-    held = kept(patched_port, talk)
+    held = resident_messages(patched_port, talk)
     assert (len(held & set(CATS)) > len(held & set(DOGS))) is boundary
 
 
@@ -121,7 +121,7 @@ def test_the_topic_has_no_effect_without_its_signal(patched_port: int) -> None:
     with proxy(patched_port, **{**given, "policy__name": "evoke_no_signal"}) as running:
         talk = told(running, "unmoved")
         talk.say(TRAINING.format("dog"))
-        assert not set(DOGS) <= kept(patched_port, talk)
+        assert not set(DOGS) <= resident_messages(patched_port, talk)
 
 
 def told(running: RunningProxy, session: str) -> ChatClient:
@@ -134,7 +134,7 @@ def told(running: RunningProxy, session: str) -> ChatClient:
     return talk
 
 
-def kept(upstream: int, talk: ChatClient) -> set[str]:
+def resident_messages(upstream: int, talk: ChatClient) -> set[str]:
     """Which of the user's messages the slot holds whole, by the server's own account."""
     body = json.dumps({"dialect": "chat", "body": {"messages": talk.messages[:-1]}}).encode()
     spans = posted(upstream, "/evoke/render", body)["spans"]

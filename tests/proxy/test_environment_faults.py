@@ -1,5 +1,4 @@
-"""Disks that are full, read-only or gone, clocks that jump, a server that hangs: the next answer is
-the right one, what is wrong is counted, and once it is right again so is everything."""
+"""Full, read-only or missing disks, clocks that jump, a server that hangs."""
 
 from __future__ import annotations
 
@@ -154,16 +153,16 @@ def test_a_full_read_only_or_emptied_disk_costs_only_snapshots(
             assert _saves(running)["saved"] == 1
 
             with way.full(port, running):
-                number = _suffers(running, number, "failed", "skipped_room")
+                number = _check_degraded_save(running, number, "failed", "skipped_room")
             with way.read_only(running):
-                number = _suffers(running, number, "failed")
+                number = _check_degraded_save(running, number, "failed")
 
             for path in deployment.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             _erase(port)
             first.ask(running.port)
             assert first.said == wanted
-            number = _suffers(running, number, "saved", "failed")
+            number = _check_degraded_save(running, number, "saved", "failed")
             assert ask(running.port, "GET", "/evoke/health").status == 200
         with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
             first.ask(running.port)
@@ -178,7 +177,7 @@ def test_a_full_read_only_or_emptied_disk_costs_only_snapshots(
         assert not list(deployment.folder.glob("*.evoke-part"))
 
 
-def _suffers(running: RunningProxy, number: int, *results: str) -> int:
+def _check_degraded_save(running: RunningProxy, number: int, *results: str) -> int:
     """Another conversation is answered all the same, and one of these says what became of it."""
     before = _saves(running)
     chat = _chat(number)

@@ -1,4 +1,4 @@
-"""What one client sends keeps nobody else waiting: the short form of `make bench-stall`.
+"""Requests of one client do not block others: the short form of `make bench-stall`.
 
 Processor time of the loop's longest callback is compared, not waiting: other processes on the
 machine take nothing from it.

@@ -1,6 +1,8 @@
-"""Debian's HAProxy in front of two proxies, each with a llama-server: one goes, nothing is lost.
+"""Debian's HAProxy in front of two proxies, and in front of one.
 
-And in front of one proxy: nothing hides in what passes, whoever hangs up stops the generation."""
+With two, a conversation continues when its proxy dies. With one, requests cannot be smuggled, and a
+client that disconnects stops the generation.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import PATIENCE_S, Answer, ask, counted, llama_server, proxy, server_binary, until
 from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
 from stock_deployment import QUICK, Deployment, decoded
@@ -213,7 +215,7 @@ def test_a_connection_is_reused_after_answers_and_errors(behind: Guarded) -> Non
 
 def test_clients_see_an_answer_that_breaks_off(tmp_path: Path) -> None:
     async def stop(exchange: Exchange) -> None:
-        await exchange.say(whole(b"x" * 1000)[:-500])
+        await exchange.say(response(b"x" * 1000)[:-500])
         await asyncio.Event().wait()
 
     with ExitStack() as stack:

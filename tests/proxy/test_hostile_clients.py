@@ -1,4 +1,4 @@
-"""Clients that hang up, edit and send nonsense, on memories that cannot go back to any position."""
+"""Clients that disconnect, edit and send invalid requests, on memories without rollback."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def hostile_client(port: int, number: int) -> list[str]:
                 talk.messages[place] = said("Edited. " + text)
                 del talk.messages[place + 1 :]
                 talk.messages.append({"role": "assistant", "content": "Fine."})
-            books = talk.say(text).books
-            if sum(books[each] for each in KINDS) != books["n_prompt"]:
-                wrong.append(f"accounting does not balance: {books}")
-            if books["n_resident_peak"] > BUDGET:
-                wrong.append(f"more resident than the budget: {books}")
+            accounting = talk.say(text).accounting
+            if sum(accounting[each] for each in KINDS) != accounting["n_prompt"]:
+                wrong.append(f"accounting does not balance: {accounting}")
+            if accounting["n_resident_peak"] > BUDGET:
+                wrong.append(f"more resident than the budget: {accounting}")
     return wrong
 
 
@@ -88,7 +88,7 @@ def test_hostile_clients_leave_slots_accounting_and_each_other_intact(port: int)
         assert_everything_is_free(running, port)
         talks = [ChatClient(running.port, f"after {number}") for number in range(2)]
         for talk in talks:
-            assert talk.say("hello").books["marker"] == "ok"
+            assert talk.say("hello").accounting["marker"] == "ok"
         assert running.metric("evoke_budget_breach_total") == 0
 
 

@@ -1,4 +1,4 @@
-"""A prompt far beyond the context of a server keeps no other client waiting."""
+"""A prompt far beyond the context of a server does not block other clients."""
 
 from __future__ import annotations
 

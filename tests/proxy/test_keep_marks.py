@@ -1,4 +1,4 @@
-"""What is marked outlives its age: the keep-score over HTTP, on a real patched llama-server."""
+"""Messages marked with `evoke_keep` stay longer, on a real patched llama-server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_marked_blocks_stay_longer_than_their_age_allows(
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
     said = talk.say(NEUTRAL)
-    assert said.books["n_resident_peak"] <= BUDGET
+    assert said.accounting["n_resident_peak"] <= BUDGET
     start, end = _span(patched_port, talk, 1)
     there = any(a <= start and end <= b for a, b in resident_now(patched_port) or [])
     assert there == stays

@@ -1,4 +1,4 @@
-"""Slots of real servers: given back whatever happens, shared between tenants, one writer each."""
+"""Slots of real servers: always released, shared between tenants, one writer each."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
                         "Authorization": f"Bearer {KEYS['loud']}",
                         "X-Conversation-Id": f"mine-{number}",
                     }
-                    one = both.enter_context(_begun(running.port, path, body, headers))
+                    one = both.enter_context(_running_answer(running.port, path, body, headers))
                     began.append(one)
                 until(lambda: not running.engine.server.slots.pool.idle())
             left_at = time.monotonic()
@@ -149,7 +149,9 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
 
 
 @contextmanager
-def _begun(port: int, path: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[None]:
+def _running_answer(
+    port: int, path: str, body: dict[str, Any], headers: dict[str, str]
+) -> Iterator[None]:
     """An answer that has begun, and whose client leaves at the end of the block."""
     import http.client
 
@@ -216,7 +218,7 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
         names = {known.name for known in running.engine.conversations}
         assert names == {"mine", "other"}, "what was refused is no conversation"
         del talk.messages[-1]
-        assert talk.say("Go on.").books["marker"] == "ok"
+        assert talk.say("Go on.").accounting["marker"] == "ok"
 
 
 def test_a_turn_does_not_begin_while_another_saves_its_rows(
@@ -255,10 +257,12 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
             until(lambda: engine.server.slots.pool.queued, "the turn waits")
             assert not begun
             saved.set()
-            assert third.result().books["marker"] == again.result().books["marker"] == "ok"
+            assert (
+                third.result().accounting["marker"] == again.result().accounting["marker"] == "ok"
+            )
         assert begun and all(begun)
         assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
-        assert again.result().books["decoded"] < 60, "what was saved came back"
+        assert again.result().accounting["decoded"] < 60, "what was saved came back"
 
 
 def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:

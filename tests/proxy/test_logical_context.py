@@ -32,25 +32,25 @@ def passage(turn: int, words: int) -> str:
 def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "long")
-        turns = [talk.say(passage(turn, 4800)).books for turn in range(TURNS)]
+        turns = [talk.say(passage(turn, 4800)).accounting for turn in range(TURNS)]
         for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
             assert running.metric(untouched) == 0
     assert turns[-1]["n_prompt"] > 66_000
-    for books in turns:
-        assert books["marker"] == "ok"
-        assert books["n_resident_peak"] <= BUDGET
-        assert books["budget_breaches"] == 0
+    for accounting in turns:
+        assert accounting["marker"] == "ok"
+        assert accounting["n_resident_peak"] <= BUDGET
+        assert accounting["budget_breaches"] == 0
         kinds = ("resident_before", "recovered", "decoded", "omitted")
-        assert sum(books[kind] for kind in kinds) == books["n_prompt"]
-    assert sum(books["decoded"] for books in turns) < 1.02 * turns[-1]["n_prompt"]
+        assert sum(accounting[kind] for kind in kinds) == accounting["n_prompt"]
+    assert sum(accounting["decoded"] for accounting in turns) < 1.02 * turns[-1]["n_prompt"]
 
 
 def test_the_session_records_what_the_engine_evicted_by_itself(long_port: int) -> None:
     """No budget: the server evicts when its cells are full, and the proxy learns what."""
     with proxy(long_port) as running:
         talk = ChatClient(running.port, "free")
-        first = talk.say(passage(0, 9000)).books
-        again = talk.say("And then?").books
+        first = talk.say(passage(0, 9000)).accounting
+        again = talk.say("And then?").accounting
         (known,) = [known for known in running.engine.conversations if known.name == "free"]
         layout = known.session.layout
     ends = [(p0, p1) for p0, p1, _ in first["auto_evicted"]]
@@ -67,7 +67,7 @@ def test_the_session_records_what_the_engine_evicted_by_itself(long_port: int) -
 def test_a_prompt_beyond_the_logical_context_gets_the_error_of_llama_server(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "endless")
-        kept = talk.say(passage(0, 300)).books
+        kept = talk.say(passage(0, 300)).accounting
         talk.messages.append({"role": "user", "content": passage(1, LOGICAL)})
         answer = talk.post()
         error = json.loads(answer.body)["error"]
@@ -76,6 +76,6 @@ def test_a_prompt_beyond_the_logical_context_gets_the_error_of_llama_server(long
         assert running.metric("evoke_bypass_total", reason="too_long") == 1
         assert running.metric("evoke_degraded_total") == 0
         talk.messages.pop()
-        after = talk.say("Shorter, then.").books
+        after = talk.say("Shorter, then.").accounting
     assert after["marker"] == "ok"
     assert after["resident_before"] >= kept["n_prompt"]

@@ -1,4 +1,4 @@
-"""Long calls that are made before an answer: each ends, and the client sees signs of life."""
+"""Long calls before an answer: each ends, and the client receives keep-alive comments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More sessions than slots: they take turns, come back, and never hear of each other."""
+"""More sessions than slots: they take turns, continue, and do not mix."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def _check(said: list[list[TurnResult]], budget: int | None) -> None:
         assert not any(other in turn.text for turn in turns for other in others)
         assert _marker(number) in turns[-1].text
         for turn in turns:
-            books = turn.books
-            assert books["marker"] == "ok"
+            accounting = turn.accounting
+            assert accounting["marker"] == "ok"
             kinds = ("resident_before", "recovered", "decoded", "omitted")
-            assert sum(books[kind] for kind in kinds) == books["n_prompt"]
-            assert books["n_resident_peak"] <= (budget or 8192)
-            assert budget or books["omitted"] == 0
-        assert budget is None or turns[-1].books["n_prompt"] > budget
+            assert sum(accounting[kind] for kind in kinds) == accounting["n_prompt"]
+            assert accounting["n_resident_peak"] <= (budget or 8192)
+            assert budget or accounting["omitted"] == 0
+        assert budget is None or turns[-1].accounting["n_prompt"] > budget
         # The question and the generated end of what it goes on from, not the conversation.
-        assert turns[-1].books["decoded"] < 64
+        assert turns[-1].accounting["decoded"] < 64
 
 
 @pytest.fixture(scope="module")
@@ -117,13 +117,13 @@ def _all_at_once(talks: Sequence[ChatClient], turn: int) -> None:
 
 
 def test_rows_that_another_proxy_evicted_are_decoded(patched_port: int) -> None:
-    messages = _holed(patched_port)
+    messages = _conversation_with_holes(patched_port)
     with proxy(patched_port) as running:
         said = ChatClient(running.port, "long", messages=messages).say("Go on.")
-        assert said.books["marker"] == "ok"
-        assert said.books["omitted"] == 0
+        assert said.accounting["marker"] == "ok"
+        assert said.accounting["omitted"] == 0
         # What was there before the first gap is gone on from.
-        assert 0 < said.books["resident_before"] < said.books["decoded"]
+        assert 0 < said.accounting["resident_before"] < said.accounting["decoded"]
         assert running.metric("evoke_degraded_total", stage="decide") == 0
 
 
@@ -131,17 +131,17 @@ def test_rows_that_another_session_evicted_are_decoded(patched_proxy: RunningPro
     system = [{"role": "system", "content": f"You are an agent. {FILLER * 9}"}]
     one = ChatClient(patched_proxy.port, "one", {"evoke_budget": BUDGET}, list(system))
     one.say("Hello.")
-    assert one.say("Go on.").books["omitted"] > 0
+    assert one.say("Go on.").accounting["omitted"] > 0
     other = ChatClient(patched_proxy.port, "other", messages=list(system)).say("Who are you?")
-    assert other.books["omitted"] == 0
-    assert other.books["marker"] == "ok"
+    assert other.accounting["omitted"] == 0
+    assert other.accounting["marker"] == "ok"
 
 
-def _holed(port: int) -> list[dict[str, str]]:
+def _conversation_with_holes(port: int) -> list[dict[str, str]]:
     """A conversation that has lost rows in the only slot."""
     with proxy(port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "long")
         turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
         running.quiet()
-    assert turns[-1].books["omitted"] > 0
+    assert turns[-1].accounting["omitted"] > 0
     return talk.messages

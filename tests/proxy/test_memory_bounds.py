@@ -1,4 +1,4 @@
-"""Memory is bounded by bytes, whatever number of conversations it is for."""
+"""Memory is bounded in bytes for any number of conversations."""
 
 from __future__ import annotations
 

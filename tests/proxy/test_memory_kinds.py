@@ -1,4 +1,4 @@
-"""Budgeted sessions on memories that hold more than rows: windows, recurrent states, M-RoPE."""
+"""Budgeted sessions on models with windows, recurrent states and M-RoPE."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def fact(number: int) -> str:
 
 
 def checked(said: TurnResult) -> TurnResult:
-    books = said.books
-    assert books["marker"] == "ok"
-    assert books["n_resident_peak"] <= BUDGET
-    assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
+    accounting = said.accounting
+    assert accounting["marker"] == "ok"
+    assert accounting["n_resident_peak"] <= BUDGET
+    assert sum(accounting[kind] for kind in KINDS) == accounting["n_prompt"]
     return said
 
 
@@ -43,10 +43,10 @@ def test_a_session_stays_in_its_budget_and_recovers_what_it_needs(port: int) -> 
         talk = ChatClient(running.port, "long")
         turns = [checked(talk.say(fact(number))) for number in range(8)]
         turns += [checked(talk.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
-        assert turns[-1].books["n_prompt"] > 3 * BUDGET
+        assert turns[-1].accounting["n_prompt"] > 3 * BUDGET
         assert sum(turn.blocks("x-evoke-evicted") for turn in turns) > 5
-        assert sum(turn.books["recovered"] for turn in turns) > 0
-        assert turns[-1].books["omitted"] > BUDGET
+        assert sum(turn.accounting["recovered"] for turn in turns) > 0
+        assert turns[-1].accounting["omitted"] > BUDGET
         assert running.metric("evoke_budget_breach_total") == 0
         for stage in ("render", "session", "slot", "decide", "plan", "splice"):
             assert running.metric("evoke_degraded_total", stage=stage) == 0
@@ -66,11 +66,11 @@ def test_a_session_without_its_slot_is_decoded_again_unless_copies_suffice(port:
         back = checked(one.say("What is the code in place0?"))
         again = running.metric("evoke_tokens_decoded_again_total")
         if adopts:
-            assert copies and back.books["recovered"] > 0 and again < 32
+            assert copies and back.accounting["recovered"] > 0 and again < 32
         else:
             # the system prompt may be the same, and stand before a checkpoint
-            assert back.books["decoded"] > back.books["n_prompt"] - 32
-            assert again > before.books["n_prompt"] - 32
+            assert back.accounting["decoded"] > back.accounting["n_prompt"] - 32
+            assert again > before.accounting["n_prompt"] - 32
         assert running.metric("evoke_budget_breach_total") == 0
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
@@ -79,10 +79,10 @@ def test_holes_made_by_another_client_are_decoded(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as first:
         talk = ChatClient(first.port, "holes")
         turns = [talk.say(fact(number)) for number in range(6)]
-        assert turns[-1].books["omitted"] > 0
+        assert turns[-1].accounting["omitted"] > 0
         first.quiet()
     with proxy(port) as second:
         said = ChatClient(second.port, "holes", messages=talk.messages).say("Go on.")
-        assert said.books["marker"] == "ok"
-        assert said.books["omitted"] == 0
+        assert said.accounting["marker"] == "ok"
+        assert said.accounting["omitted"] == 0
         assert second.metric("evoke_degraded_total", stage="decide") == 0

@@ -1,4 +1,4 @@
-"""The model itself is asked what a question is about, and what it looks for comes back."""
+"""A probe of the model recovers the blocks that a question needs."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
     monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(1000))
     talk = told(patched_proxy.port, f"probing {recall}", recall)
     spent = patched_proxy.metric("evoke_probe_tokens_total")
-    text, usage, books = asked(talk, "Where do I live?")
+    text, usage, accounting = asked(talk, "Where do I live?")
     found = "amber falcon" in text
     assert found is (recall != "text"), text
-    assert books["n_resident_peak"] <= BUDGET and books["marker"] == "ok"
+    assert accounting["n_resident_peak"] <= BUDGET and accounting["marker"] == "ok"
     assert usage["decoded"] + usage["resident_before"] + usage["recovered"] + usage[
         "omitted"
     ] == len_of(talk, patched_proxy)

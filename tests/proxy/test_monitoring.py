@@ -1,4 +1,4 @@
-"""What an operator looks at: metrics, health, readiness, whatever llama-server does."""
+"""Metrics, health and readiness in every state of llama-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose fronts differ in what means nothing, through a proxy that is to mend that."""
+"""Prompts that differ only in meaningless text keep their cache after normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes through the proxy to a stock llama-server is what goes to it directly."""
+"""Answers through the proxy equal those of a stock llama-server."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""kill -9 of llama-server or of the proxy in the middle of whatever they do: it costs that answer,
-and nothing of the conversation."""
+"""SIGKILL of llama-server or of the proxy costs the running answer and no conversation."""
 
 from __future__ import annotations
 

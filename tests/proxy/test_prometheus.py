@@ -1,4 +1,4 @@
-"""Debian's Prometheus scrapes a proxy, reads the alerts, answers every query of the dashboard."""
+"""Debian's Prometheus scrapes a proxy, reads the alerts and evaluates every dashboard query."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def test_a_prometheus_server_scrapes_every_metric(busy: RunningProxy, prometheus
     assert up["value"][1] == "1"
     (info,) = _query(prometheus, "evoke_build_info")
     assert set(info["metric"]) == {"__name__", "instance", "job", "version"}
-    books = {
+    accounting = {
         row["metric"]["kind"]: float(row["value"][1])
         for row in _query(prometheus, "evoke_tokens_total")
     }
     kinds = ("decoded", "recovered", "resident_before", "omitted")
-    assert books == {kind: busy.metric("evoke_tokens_total", kind=kind) for kind in kinds}
+    assert accounting == {kind: busy.metric("evoke_tokens_total", kind=kind) for kind in kinds}
     assert _query(prometheus, "llamacpp:prompt_tokens_total")
     assert _query(prometheus, "evoke_upstream_up == 1")
 

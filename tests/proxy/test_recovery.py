@@ -1,4 +1,4 @@
-"""How what was evicted comes back: as rows or as text, by a question, a tool call, or by name."""
+"""Recovery of evicted blocks: as rows or text, by question, tool call or name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
-from test_dialects import KINDS, PATHS, STREAM, body_of, post, told
+from test_dialects import KINDS, PATHS, STREAM, accounting_of, body_of, post
 
 import bench.policies  # noqa: F401 -- registers baselines
 
@@ -29,7 +29,7 @@ def _listed(path: str, body: Json) -> list[Json]:
     return found
 
 
-def _asking(path: str, stream: bool, **fields: Any) -> Json:
+def _request_for(path: str, stream: bool, **fields: Any) -> Json:
     given = {"evoke_budget": BUDGET, "stream": stream, **fields}
     if stream and path.endswith("completions"):
         given["stream_options"] = {"include_usage": True}
@@ -41,7 +41,7 @@ def _long(port: int, path: str, session: str, first: str = FACT, **fields: Any) 
     said = [first, "Noted."]
     for number in range(6):
         said += [f"Turn {number}. {FILLER}", f"Noted {number}."]
-        told(post(port, path, said[:-1], session, evoke_budget=BUDGET, **fields))
+        accounting_of(post(port, path, said[:-1], session, evoke_budget=BUDGET, **fields))
     return said
 
 
@@ -49,17 +49,17 @@ def _long(port: int, path: str, session: str, first: str = FACT, **fields: Any) 
 @STREAM
 def test_text_is_recovered_in_the_last_message(noting: Noting, path: str, stream: bool) -> None:
     running, sent = noting
-    fields = _asking(path, stream, evoke_recovery="breadcrumb")
+    fields = _request_for(path, stream, evoke_recovery="breadcrumb")
     said = _long(running.port, path, "crumbs", evoke_recovery="breadcrumb")
     said.append(ASKS)
     counted = running.metric("evoke_blocks_as_text_total")
     answer = post(running.port, path, said, "crumbs", **fields)
-    books = told(answer)
-    assert books["recovered"] == 0
-    assert books["resident_peak"] <= BUDGET
-    assert books["as_text"]["blocks"] > 0
-    assert books["as_text"]["tokens"] > 0
-    quoted, tokens = books["as_text"]["blocks"], books["as_text"]["tokens"]
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] == 0
+    assert accounting["resident_peak"] <= BUDGET
+    assert accounting["as_text"]["blocks"] > 0
+    assert accounting["as_text"]["tokens"] > 0
+    quoted, tokens = accounting["as_text"]["blocks"], accounting["as_text"]["tokens"]
     assert answer.headers["x-evoke-as-text"] == f"blocks={quoted};tokens={tokens}"
     assert running.metric("evoke_blocks_as_text_total") == counted + quoted
     *before, last = _listed(path, sent[-1])
@@ -87,9 +87,9 @@ def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: Running
         quoting = talk.say(ASKS)
         following = talk.say("Thank you.")
         for said in (quoting, following):
-            assert sum(said.books[kind] for kind in KINDS) == said.books["n_prompt"]
-            assert said.books["n_resident_peak"] <= BUDGET
-        decoded[recovery] = [said.books["decoded"] for said in (quoting, following)]
+            assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
+            assert said.accounting["n_resident_peak"] <= BUDGET
+        decoded[recovery] = [said.accounting["decoded"] for said in (quoting, following)]
     for plain, quoted in zip(decoded["discard"], decoded["breadcrumb"], strict=True):
         assert quoted > plain + 15
 
@@ -100,9 +100,9 @@ def test_nothing_is_quoted_without_a_question(noting: Noting) -> None:
     said = _long(running.port, path, "calm", evoke_recovery="breadcrumb")
     said.append(QUIET)
     answer = post(
-        running.port, path, said, "calm", **_asking(path, False, evoke_recovery="breadcrumb")
+        running.port, path, said, "calm", **_request_for(path, False, evoke_recovery="breadcrumb")
     )
-    assert told(answer)["as_text"] == {"blocks": 0, "tokens": 0}
+    assert accounting_of(answer)["as_text"] == {"blocks": 0, "tokens": 0}
     assert sent[-1]["messages"][-1]["content"] == QUIET
 
 
@@ -119,11 +119,11 @@ def test_text_is_added_as_a_part_to_a_message_of_parts(
 ) -> None:
     running, sent = noting
     said = [*_long(running.port, path, "parts", evoke_recovery="breadcrumb"), ASKS]
-    body = json.loads(body_of(path, said, **_asking(path, False, evoke_recovery="breadcrumb")))
+    body = json.loads(body_of(path, said, **_request_for(path, False, evoke_recovery="breadcrumb")))
     _listed(path, body)[-1]["content"] = content
     headers = JSON | {"X-Evoke-Session": "parts"}
-    books = told(ask(running.port, "POST", path, json.dumps(body).encode(), headers))
-    assert books["as_text"]["blocks"] > 0
+    accounting = accounting_of(ask(running.port, "POST", path, json.dumps(body).encode(), headers))
+    assert accounting["as_text"]["blocks"] > 0
     note, *rest = _listed(path, sent[-1])[-1]["content"]
     assert note["type"] == kind and FACT in note["text"]
     assert rest == content
@@ -202,11 +202,11 @@ def test_a_block_requested_by_name_is_recovered(patched_proxy: RunningProxy, pat
     said = [*_long(port, path, "named"), "Go on."]
     fields = {"evoke_recover": ["user:0", "user:1", "file:a.py"], "evoke_budget": BUDGET}
     answer = post(port, path, said, "named", **fields)
-    books = told(answer)
-    assert books["recovered"] > 0
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] > 0
     # the first message is the system prompt
-    assert books["recover"] == {"unknown": ["user:0", "file:a.py"], "missing": []}
-    assert books["resident_peak"] <= BUDGET
+    assert accounting["recover"] == {"unknown": ["user:0", "file:a.py"], "missing": []}
+    assert accounting["resident_peak"] <= BUDGET
 
 
 def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> None:
@@ -214,9 +214,9 @@ def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> 
     said = [*_long(patched_proxy.port, path, "gone", evoke_policy="discard"), "Go on."]
     fields = {"evoke_recover": ["user:1", "user:13"], "evoke_budget": BUDGET}
     answer = post(patched_proxy.port, path, said, "gone", evoke_policy="discard", **fields)
-    books = told(answer)
-    assert books["recovered"] == 0
-    assert books["recover"] == {"unknown": [], "missing": ["user:1"]}
+    accounting = accounting_of(answer)
+    assert accounting["recovered"] == 0
+    assert accounting["recover"] == {"unknown": [], "missing": ["user:1"]}
 
 
 def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) -> None:
@@ -227,8 +227,8 @@ def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) 
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
     talk.messages.append({"role": "user", "content": "Go on."})
-    books = json.loads(talk.post(evoke_recover=["vault"]).body)["usage"]["evoke"]
-    assert books["recover"] == {"unknown": [], "missing": []}
+    accounting = json.loads(talk.post(evoke_recover=["vault"]).body)["usage"]["evoke"]
+    assert accounting["recover"] == {"unknown": [], "missing": []}
     assert f"[vault] {FACT}" in sent[-1]["messages"][-1]["content"]
 
 
@@ -240,7 +240,7 @@ def test_the_oracle_policy_recovers_the_named_blocks(
     with proxy(patched_port) as running:
         said = [*_long(running.port, path, "told", **policy), QUIET]
         fields = policy | {"evoke_budget": BUDGET, "evoke_oracle": gold}
-        told(post(running.port, path, said, "told", **fields))
+        accounting_of(post(running.port, path, said, "told", **fields))
         assert _resident(patched_port, running, "user:1") is back
 
 
@@ -252,14 +252,14 @@ def test_every_policy_stays_in_the_budget(patched_proxy: RunningProxy, name: str
     turns.append(talk.say(ASKS))
     for said in turns:
         assert said.headers["x-evoke-policy"] == name
-        assert said.books["n_resident_peak"] <= BUDGET
-    assert sum(said.books["omitted"] for said in turns) > BUDGET
-    assert (turns[-1].books["recovered"] > 0) is (name in ("evoke", "infllm"))
+        assert said.accounting["n_resident_peak"] <= BUDGET
+    assert sum(said.accounting["omitted"] for said in turns) > BUDGET
+    assert (turns[-1].accounting["recovered"] > 0) is (name in ("evoke", "infllm"))
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
 
 
-def _looked_up(path: str) -> list[Json]:
+def _empty_tool_call(path: str) -> list[Json]:
     """A tool was asked for the code, and says nothing."""
     given = {"of": "the access code of the Meridian vault"}
     if path == "/v1/responses":
@@ -285,13 +285,15 @@ def test_text_is_recovered_in_tool_results_of_every_dialect(strict_port: int, pa
     with proxy(strict_port) as running:
         said = [*_long(running.port, path, "tools", **fields), QUIET]
         # nothing is quoted here, so that nothing has to be decoded again after it
-        told(post(running.port, path, said, "tools", **_asking(path, False, **fields)))
+        accounting_of(
+            post(running.port, path, said, "tools", **_request_for(path, False, **fields))
+        )
         said += ["Hm.", "Look it up."]
-        body = json.loads(body_of(path, said, **_asking(path, False, **fields)))
-        _listed(path, body).extend(_looked_up(path))
+        body = json.loads(body_of(path, said, **_request_for(path, False, **fields)))
+        _listed(path, body).extend(_empty_tool_call(path))
         headers = JSON | {"X-Evoke-Session": "tools"}
         answer = ask(running.port, "POST", path, json.dumps(body).encode(), headers)
-        assert told(answer)["as_text"]["blocks"] > 0
+        assert accounting_of(answer)["as_text"]["blocks"] > 0
         assert running.metric("evoke_degraded_total", stage="render") == 0
 
 
@@ -303,6 +305,8 @@ def test_the_answer_keeps_its_position_in_the_context(
     path, fields = "/v1/chat/completions", {"evoke_recovery": "breadcrumb"}
     said = [*_long(running.port, path, "full", **fields), ASKS]
     stop = {"stop": ["a", "e", "i", "o", "1"], "max_tokens": max_tokens}
-    books = told(post(running.port, path, said, "full", **_asking(path, False, **fields), **stop))
-    assert (books["as_text"]["blocks"] > 0) is quotes
+    accounting = accounting_of(
+        post(running.port, path, said, "full", **_request_for(path, False, **fields), **stop)
+    )
+    assert (accounting["as_text"]["blocks"] > 0) is quotes
     assert ("Recovered" in sent[-1]["messages"][-1]["content"]) is quotes

@@ -1,4 +1,4 @@
-"""Our fields: each is read, checked and taken out of the request, in every dialect."""
+"""Fields of the proxy: validated and removed from the request in every dialect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import Answer, RunningProxy, ask, proxy
 
 import bench.policies  # noqa: F401 -- registers the oracle
@@ -66,7 +66,7 @@ WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
 
 
 async def _ok(exchange: Exchange) -> None:
-    await exchange.say(whole(b"{}", b"application/json"))
+    await exchange.say(response(b"{}", b"application/json"))
 
 
 def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Answer:
@@ -179,14 +179,14 @@ def test_pins_whose_sum_exceeds_the_cap_are_refused_and_earlier_pins_stay(
     talk.say("The code is 7741.", evoke_pinned=True)
     for number in range(4):
         said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.books["n_resident_peak"] <= BUDGET
+        assert said.accounting["n_resident_peak"] <= BUDGET
     talk.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
     assert talk.post().status == 200
     talk.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
     refused = talk.post()
     assert json.loads(refused.body)["error"]["code"] == "evoke_pin_budget_exceeded"
     del talk.messages[-1]
-    assert talk.say("Go on.").books["n_resident_peak"] <= BUDGET
+    assert talk.say("Go on.").accounting["n_resident_peak"] <= BUDGET
 
 
 def test_a_request_chooses_its_recovery(patched_proxy: RunningProxy) -> None:
@@ -195,10 +195,10 @@ def test_a_request_chooses_its_recovery(patched_proxy: RunningProxy) -> None:
     for number in range(6):
         talk.say(f"Turn {number}. {FILLER}")
     question = "What is the access code of the Meridian vault?"
-    assert talk.say(question, evoke_recovery="discard").books["recovered"] == 0
+    assert talk.say(question, evoke_recovery="discard").accounting["recovered"] == 0
     for number in range(3):
         talk.say(f"Again {number}. {FILLER}")
-    assert talk.say(question, evoke_recovery="kv_restore").books["recovered"] > 0
+    assert talk.say(question, evoke_recovery="kv_restore").accounting["recovered"] > 0
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(200, 200), (900, BUDGET), (None, BUDGET)])
@@ -208,8 +208,8 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
     with proxy(patched_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "low", {"evoke_budget": asked})
         turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(4)]
-    assert [said.books["budget"] for said in turns] == [kept] * 4
-    assert max(said.books["n_resident_peak"] for said in turns) <= kept
+    assert [said.accounting["budget"] for said in turns] == [kept] * 4
+    assert max(said.accounting["n_resident_peak"] for said in turns) <= kept
 
 
 def test_a_request_chooses_its_policy(patched_proxy: RunningProxy) -> None:
@@ -218,4 +218,4 @@ def test_a_request_chooses_its_policy(patched_proxy: RunningProxy) -> None:
     for number, name in enumerate([*names, "evoke"]):
         said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)
         assert said.headers["x-evoke-policy"] == name
-        assert said.books["marker"] == "ok"
+        assert said.accounting["marker"] == "ok"

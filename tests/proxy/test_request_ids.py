@@ -1,4 +1,4 @@
-"""Every answer says which request it is of, and the log has a line of each."""
+"""Every answer has a request id, and the log has a line with it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import re
 from typing import Any
 
 import pytest
-from fake_upstream import Exchange, fake_upstream, whole
-from harness import ask, nobody, proxy, until
+from fake_upstream import Exchange, fake_upstream, response
+from harness import ask, proxy, until, unused_port
 
 
 def test_a_request_keeps_a_valid_id() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
 
         def id_of(given: str | None, target: str = "/evoke/health") -> str:
             headers = {"X-Request-Id": given} if given is not None else {}
@@ -33,7 +33,7 @@ def test_each_request_has_one_log_line(caplog: pytest.LogCaptureFixture) -> None
 
     async def behave(exchange: Exchange) -> None:
         if b"never" not in exchange.head:
-            await exchange.say(whole(b"{}", b"application/json"))
+            await exchange.say(response(b"{}", b"application/json"))
 
     asked = {
         "fine": ("POST", "/v1/chat/completions", chat, 200),

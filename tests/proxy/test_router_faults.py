@@ -1,5 +1,4 @@
-"""A router whose models are unloaded, killed, or wanted by clients that leave: the next request of
-each conversation is answered rightly, and no slot is lost."""
+"""A router whose models are unloaded or killed: later requests are correct, no slot is lost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A llama-server that routes to several models: each conversation keeps its cache in its own, and
-gets it back when the router has unloaded that model for another."""
+"""A router with several models: each conversation keeps its cache when its model is reloaded."""
 
 from __future__ import annotations
 
@@ -43,13 +42,13 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
                 running.settled()
                 chat.hear()
             assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
-            _operated(running, *chats.values())
+            _check_admin_calls(running, *chats.values())
             unknown = json.dumps({"model": "none", "messages": chats["tiny-moe"].messages}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", unknown)
             assert answer.status == 400 and b"not found" in answer.body
 
 
-def _operated(running: RunningProxy, dense: Chat, moe: Chat) -> None:
+def _check_admin_calls(running: RunningProxy, dense: Chat, moe: Chat) -> None:
     """Sessions of both models are listed, shown, pinned, exported, and the one whose model is not
     loaded now is deleted."""
     listed = operate(running, "GET", "sessions")["sessions"]

@@ -1,4 +1,4 @@
-"""Who gets in, what gets through: keys, paths, what is no HTTP, clients that dawdle."""
+"""Access and hostile requests: keys, paths, invalid HTTP, slow clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fake_upstream as fake_upstream_module
 import pytest
-from fake_upstream import Exchange, FakeUpstream, chunked, fake_upstream, says_ok, whole
+from fake_upstream import Exchange, FakeUpstream, answer_ok, chunked, fake_upstream, response
 from harness import PATIENCE_S, RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
@@ -227,7 +227,7 @@ def test_requests_with_ambiguous_framing_are_refused(
 
 @pytest.fixture(scope="module")
 def stray() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
-    with fake_upstream(says_ok) as fake, proxy(fake.port) as running:
+    with fake_upstream(answer_ok) as fake, proxy(fake.port) as running:
         yield running, fake
 
 
@@ -356,9 +356,13 @@ def test_a_client_that_does_not_read_releases_its_slot() -> None:
 def test_no_text_of_a_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever goes wrong, and however the text got there."""
     secret = "hunter2-marker"
-    spoken = [whole(secret.encode()), b"HTTP/1.1 500 " + secret.encode() + b"\r\n\r\n", b"nonsense"]
+    spoken = [
+        response(secret.encode()),
+        b"HTTP/1.1 500 " + secret.encode() + b"\r\n\r\n",
+        b"nonsense",
+    ]
     refused = b'{"error":{"message":"%s","type":"x"}}' % secret.encode()
-    spoken += [whole(refused, b"application/json", b"400 Bad Request"), b""]
+    spoken += [response(refused, b"application/json", b"400 Bad Request"), b""]
 
     async def behave(exchange: Exchange) -> None:
         await exchange.say(how.choice(spoken))

@@ -1,4 +1,4 @@
-"""The command itself: what it prints, how it ends, what it does when told to stop."""
+"""`evoke-proxy serve`: its output, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 from conversation import FILLER
 from fake_upstream import Exchange, chunked, fake_upstream
 from fault_injector import wire
-from harness import PATIENCE_S, ask, nobody, until
+from harness import PATIENCE_S, ask, until, unused_port
 from stock_deployment import Chat, Deployment
 
 from evoke_proxy.demo.processes import free_port
@@ -153,7 +153,7 @@ def test_snapshots_are_on_disk_before_the_proxy_exits(
 def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) -> None:
     path, log = tmp_path / "evoke.yaml", tmp_path / "log"
     path.write_text("policy: {budget: 512}\nlog: {format: json}\n")
-    upstream = f"http://127.0.0.1:{nobody()}"
+    upstream = f"http://127.0.0.1:{unused_port()}"
     with _serving("--upstream", upstream, "--config", str(path), log=log) as (process, port):
 
         def reload(text: str, said: str) -> dict[str, object]:
@@ -195,7 +195,7 @@ def _logged(log: Path, said: str) -> dict[str, object]:
 
 
 def test_sigterm_stops_an_idle_proxy_without_upstream() -> None:
-    with _serving("--upstream", f"http://127.0.0.1:{nobody()}") as (process, port):
+    with _serving("--upstream", f"http://127.0.0.1:{unused_port()}") as (process, port):
         assert ask(port, "GET", "/evoke/health").status == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0

@@ -1,4 +1,4 @@
-"""What counts as a restart of llama-server: another process, never a request that failed."""
+"""A restart of llama-server is another process, never a failed request."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_a_broken_connection_keeps_the_state_of_a_conversation(line: FaultInject
             talk.say(f"Turn {number}. {FILLER}")
             running.settled()
             _break_one(running, line)
-        books = talk.say("Go on.").books
-        assert books["marker"] == "ok" and books["decoded"] < 30
-        assert books["resident_before"] + books["recovered"] > BUDGET / 2
+        accounting = talk.say("Go on.").accounting
+        assert accounting["marker"] == "ok" and accounting["decoded"] < 30
+        assert accounting["resident_before"] + accounting["recovered"] > BUDGET / 2
         assert _started(running) == 0
         assert running.metric("evoke_sessions") >= 1
 
@@ -174,8 +174,8 @@ def test_no_request_of_a_client_looks_like_a_restart_of_llama_server() -> None:
             for _ in range(3):
                 _attack(running.port)
                 running.settled()
-                books = talk.say("Go on.").books
-                assert books["marker"] == "ok" and books["decoded"] < 30
+                accounting = talk.say("Go on.").accounting
+                assert accounting["marker"] == "ok" and accounting["decoded"] < 30
             assert _started(running) == 0
             kept = ChatClient(running.port, "kept")
             kept.messages = talk.messages
@@ -228,12 +228,12 @@ def test_another_process_on_the_same_port_is_detected_before_planning() -> None:
             os.kill(process_on(port), signal.SIGKILL)
             first.close()
             with llama_server(server_binary(patched=True), *OPTIONS, port=port):
-                books = talk.say("Go on.").books
-                assert books["marker"] == "ok" and books["n_resident_peak"] <= BUDGET
+                accounting = talk.say("Go on.").accounting
+                assert accounting["marker"] == "ok" and accounting["n_resident_peak"] <= BUDGET
                 assert _started(running) == 1
                 assert running.metric("evoke_plan_failures_total", reason="unknown_block") == 0
                 for _ in range(2):
-                    assert talk.say("Go on.").books["decoded"] < 30
+                    assert talk.say("Go on.").accounting["decoded"] < 30
                 assert _started(running) == 1
 
 
@@ -415,8 +415,8 @@ def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
             until(lambda: len(looked) > 2 or planned)
             assert not planned, "the slot is not ours yet"
             somebody.leave()
-            books = answering.result().books
-        assert books["marker"] == "ok" and books["n_resident_peak"] <= BUDGET
+            accounting = answering.result().accounting
+        assert accounting["marker"] == "ok" and accounting["n_resident_peak"] <= BUDGET
         found = running.engine.metrics.degraded.collect()[0].samples
         assert not any(sample.value for sample in found if sample.name.endswith("_total"))
 

@@ -1,5 +1,4 @@
-"""Several llama-servers behind one proxy: conversations stay where they are, and go on elsewhere
-when their server dies or drains."""
+"""Several llama-servers behind one proxy: routing, failover, draining."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 from chromium import browser, tab
 from conversation import FILLER, ChatClient, endless
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import (
     Answer,
     RunningProxy,
@@ -177,14 +176,14 @@ def test_conversations_continue_at_another_server_when_theirs_dies(tmp_path: Pat
 
         for name in ("a", "b"):
             deployment.kill(name)
-        _turned_away(running)
+        _check_all_down(running)
 
 
 def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
     return list(json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"])
 
 
-def _turned_away(running: RunningProxy) -> None:
+def _check_all_down(running: RunningProxy) -> None:
     """Both servers are down."""
     until(lambda: all(_server(running, name)["breaker"] == "open" for name in ("a", "b")))
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
@@ -208,7 +207,7 @@ def mixed(stock_port: int, patched_port: int) -> Iterator[RunningProxy]:
     async def foreign(exchange: Exchange) -> None:
         told = {"/health": b"{}", "/v1/models": b'{"data":[{"id":"x","meta":{"n_params":7}}]}'}
         path = exchange.head.split()[1].decode()
-        await exchange.say(whole(told.get(path, b"[]"), b"application/json"))
+        await exchange.say(response(told.get(path, b"[]"), b"application/json"))
 
     with fake_upstream(foreign) as other:
         ports = {"stock": stock_port, "patched": patched_port, "foreign": other.port}
@@ -229,7 +228,7 @@ def test_a_server_of_another_model_gets_no_requests(mixed: RunningProxy) -> None
 
 def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
     """A server of so many parameters, 7 unless it is said; it breaks off what it is asked for."""
-    busy = whole(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
+    busy = response(b'{"error":{"message":"Loading model"}}', status=b"503 Service Unavailable")
 
     async def behave(exchange: Exchange) -> None:
         path = exchange.head.split()[1].decode()
@@ -238,7 +237,7 @@ def _small(name: str, loading: set[str], n_params: Mapping[str, int]) -> Any:
             return
         models = {"data": [{"id": "x", "meta": {"n_params": n_params.get(name, 7)}}]}
         said = json.dumps(models).encode() if path == "/v1/models" else b"{}"
-        await exchange.say(busy if name in loading else whole(said, b"application/json"))
+        await exchange.say(busy if name in loading else response(said, b"application/json"))
 
     return fake_upstream(behave)
 
@@ -342,7 +341,7 @@ async def _seen(running: RunningProxy, program: str) -> Sequence[str]:
         await page.open(f"http://127.0.0.1:{running.port}/evoke/")
         await page.until(f"{text}?.includes('serves another model')")
         assert await page.value("document.documentElement.scrollWidth") == 360
-        for words, drains in (("Use again", True), ("Drain", False)):
+        for words, drains in (("Resume", True), ("Drain", False)):
             await page.value(f"{button}.click()")
             await page.until(f"{button}?.innerText === '{words}'")
             shown = await asyncio.to_thread(_server, running, "stock")
@@ -359,7 +358,7 @@ def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
         talk = ChatClient(running.port, "held", {"evoke_budget": 320, "evoke_pinned": False})
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.books["omitted"] > 0
+        assert said.accounting["omitted"] > 0
         home = said.headers["x-evoke-server"]
         body = json.dumps({"budget": 384}).encode()
         (row,) = _sessions(running)
@@ -368,9 +367,9 @@ def test_a_migrated_session_keeps_its_budget_and_decodes_its_holes() -> None:
         pair.kill(home)
         said = talk.say("What was that about?")
         assert said.headers["x-evoke-server"] == pair.other(home)
-        assert said.books["resident_before"] == said.books["recovered"] == 0
-        _balanced(said.books)
-        _balanced(talk.say("And then?").books)
+        assert said.accounting["resident_before"] == said.accounting["recovered"] == 0
+        _balanced(said.accounting)
+        _balanced(talk.say("And then?").accounting)
         (after,) = _sessions(running)
         assert (after["id"], after["turns"], after["own_budget"]) == (row["id"], 7, True)
         assert after["server"] == pair.other(home) and after["limit"] == 384
@@ -409,21 +408,21 @@ def test_a_migrated_hybrid_session_is_restored_from_its_snapshot(tmp_path: Path)
         talk = ChatClient(running.port, "held")
         for number in range(5):
             said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.books["omitted"] > 0
+        assert said.accounting["omitted"] > 0
         running.settled()
         home = said.headers["x-evoke-server"]
         pair.kill(home)
         said = talk.say("And now?")
         assert said.headers["x-evoke-server"] == pair.other(home)
-        assert said.books["decoded"] < 30 and said.books["omitted"] > 0
-        _balanced(said.books)
+        assert said.accounting["decoded"] < 30 and said.accounting["omitted"] > 0
+        _balanced(said.accounting)
         assert _restored(running) == 1
 
 
-def _balanced(books: Any) -> None:
+def _balanced(accounting: Any) -> None:
     kinds = ("decoded", "recovered", "resident_before", "omitted")
-    assert sum(books[kind] for kind in kinds) == books["n_prompt"]
-    assert books["n_resident_peak"] <= 384
+    assert sum(accounting[kind] for kind in kinds) == accounting["n_prompt"]
+    assert accounting["n_resident_peak"] <= 384
 
 
 def _answered_by_the_other(

@@ -1,5 +1,4 @@
-"""A budgeted session goes on after a restart as if there had been none: of llama-server, killed, of
-the proxy, of both. Next to it runs the same conversation that nothing happens to."""
+"""A budgeted session continues after a restart of llama-server, of the proxy, or of both."""
 
 from __future__ import annotations
 
@@ -126,7 +125,10 @@ def test_a_session_continues_after_a_restart_of_server_proxy_or_both(tmp_path: P
             assert mine["likely"] == pytest.approx(theirs["likely"], abs=0.05 if event else 0)
             assert mine["n_resident_peak"] <= BUDGET and mine["marker"] == "ok"
             assert sum(mine[kind] for kind in KINDS) == mine["n_prompt"]
-            kept = [books["recovered"] + books["resident_before"] for books in (mine, theirs)]
+            kept = [
+                accounting["recovered"] + accounting["resident_before"]
+                for accounting in (mine, theirs)
+            ]
             assert mine["decoded"] == theirs["decoded"] and kept[0] == kept[1]
             if event in ("server", "both"):
                 assert mine["decoded"] < 20 and mine["resident_before"] == 0
@@ -203,9 +205,9 @@ def test_a_slot_is_restored_from_its_file_when_copies_do_not_suffice(
             assert len(alike) > 0.8 * len(mine["likely"])  # the last of twenty may differ
             for each in alike:
                 assert mine["likely"][each] == pytest.approx(theirs["likely"][each], abs=0.05)
-            for books in (mine, theirs):
-                assert books["n_resident_peak"] <= BUDGET and books["marker"] == "ok"
-                assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
+            for accounting in (mine, theirs):
+                assert accounting["n_resident_peak"] <= BUDGET and accounting["marker"] == "ok"
+                assert sum(accounting[kind] for kind in KINDS) == accounting["n_prompt"]
             assert mine["omitted"] == theirs["omitted"] and mine["decoded"] == theirs["decoded"]
         assert mine["omitted"] > 300 and mine["decoded"] < 20
         assert subject.running.metric("evoke_snapshot_restores_total", result="useful") == 2

@@ -1,4 +1,4 @@
-"""Side requests and subagents beside a conversation: none of them costs it anything."""
+"""Side requests and subagents do not change the conversation beside them."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_a_side_request_restores_the_only_slot(patched_port: int, budget: int | 
             talk.messages.append({"role": "user", "content": "Go on."})
             reply = json.loads(talk.post().body)
             talk.messages.append(reply["choices"][0]["message"])
-            books = reply["timings"]["evoke"]
-            assert books["marker"] == "ok"
-            assert books["decoded"] < 64, path
-            assert budget is None or books["n_resident_peak"] <= budget
+            accounting = reply["timings"]["evoke"]
+            assert accounting["marker"] == "ok"
+            assert accounting["decoded"] < 64, path
+            assert budget is None or accounting["n_resident_peak"] <= budget
         assert [known["slot"] for known in _sessions(running)] == [0]
         assert _no_fault(running)
 
@@ -71,12 +71,12 @@ def test_a_side_request_uses_a_spare_slot_that_stays_free(two_slots_port: int) -
         for path, body in ASIDE[:4] + ASIDE[6:8]:
             ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
             said = talk.say("Go on.")
-            assert said.books["recovered"] == 0, path
-            assert said.books["decoded"] < 64, path
+            assert said.accounting["recovered"] == 0, path
+            assert said.accounting["decoded"] < 64, path
         assert [(known["name"], known["slot"]) for known in _sessions(running)] == [("talk", slot)]
         second = ChatClient(running.port, "second")
         second.say(f"Something else. {FILLER}")
-        assert talk.say("Go on.").books["recovered"] == 0
+        assert talk.say("Go on.").accounting["recovered"] == 0
         assert {known["slot"] for known in _sessions(running)} == {0, 1}
         assert _no_fault(running)
 
@@ -89,8 +89,8 @@ def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
         long = {"messages": [{"role": "user", "content": f"### Task: title of {FILLER * 9}"}]}
         body = json.dumps(long | {"max_tokens": 8}).encode()
         reply = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
-        books = json.loads(reply.body)["timings"]["evoke"]
-        assert books["n_prompt"] > BUDGET >= books["n_resident_peak"]
+        accounting = json.loads(reply.body)["timings"]["evoke"]
+        assert accounting["n_prompt"] > BUDGET >= accounting["n_resident_peak"]
         talk.say("Go on.")
         running.settled()
         own = _sessions(running)[0]["id"]
@@ -110,9 +110,9 @@ def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
             agent.say(f"{task} {FILLER}")
         for number in range(3):
             for agent in agents:
-                books = agent.say(f"Step {number}.").books
-                assert books["decoded"] < 64
-                assert books["recovered"] == 0
+                accounting = agent.say(f"Step {number}.").accounting
+                assert accounting["decoded"] < 64
+                assert accounting["recovered"] == 0
         sessions = _sessions(running)
         assert [known["name"] for known in sessions] == ["shared", "shared"]
         assert {known["slot"] for known in sessions} == {0, 1}
@@ -125,7 +125,7 @@ def test_the_id_of_a_person_does_not_join_conversations(two_slots_port: int) -> 
         for number in range(3):
             for topic, talk in enumerate(talks):
                 said = talk.say(f"Topic {topic}, {number}. {FILLER}")
-                assert number == 0 or said.books["decoded"] < 160
+                assert number == 0 or said.accounting["decoded"] < 160
         sessions = _sessions(running)
         assert [(known["name"], known["turns"]) for known in sessions] == [(None, 3)] * 2
 

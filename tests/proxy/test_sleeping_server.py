@@ -1,4 +1,4 @@
-"""A llama-server that sleeps: looking at it does not wake it, and waking it costs only time."""
+"""A llama-server that sleeps: reading its state does not wake it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, until
 
 BUDGET = 320
@@ -65,7 +65,7 @@ def test_a_server_woken_by_a_scrape_is_not_scraped_again_while_it_sleeps() -> No
 
     async def wake(exchange: Exchange) -> None:
         fake.props = awake
-        await exchange.say(whole(b"llamacpp:n 1\n"))
+        await exchange.say(response(b"llamacpp:n 1\n"))
 
     with fake_upstream(wake) as fake, proxy(fake.port) as running:
         for number in range(3):
@@ -79,7 +79,7 @@ def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> 
     port, patched = sleepy
     _await_sleep(port)
     with proxy(port) as running:
-        assert running.engine.server.patched == patched
+        assert running.engine.info.patched == patched
         assert ask(running.port, "GET", "/evoke/ready").status == 200
         assert _sleeps(port)
 
@@ -95,7 +95,7 @@ def test_blocks_lost_during_sleep_are_decoded_again(sleepy: tuple[int, bool]) ->
         assert then["cache_n"] > BUDGET / 2
         assert ("evoke" in then) == patched
         if patched:
-            _kept_its_books(running, woken["evoke"], then["evoke"])
+            _check_accounting(running, woken["evoke"], then["evoke"])
         else:
             assert then["cache_n"] + then["prompt_n"] > woken["prompt_n"]
             assert running.metric("evoke_bypass_total", reason="unpatched") == 7
@@ -105,12 +105,12 @@ def test_blocks_copied_before_sleep_are_recovered_by_a_copy() -> None:
     options = ["-np", "1", *DROWSY, "--evoke-ram", "64"]
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         before, woken, then = _over_a_sleep(running, port)
-        books = woken["evoke"]
-        assert books["resident_before"] == 0
+        accounting = woken["evoke"]
+        assert accounting["resident_before"] == 0
         # All that was there when it fell asleep, but for what the question displaced.
-        assert books["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
+        assert accounting["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
         assert woken["prompt_n"] < 40 and then["prompt_n"] < 40
-        _kept_its_books(running, books, then["evoke"])
+        _check_accounting(running, accounting, then["evoke"])
 
 
 def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
@@ -134,9 +134,9 @@ def _timings(talk: ChatClient, text: str) -> dict[str, Any]:
     return found
 
 
-def _kept_its_books(running: RunningProxy, *turns: dict[str, Any]) -> None:
-    for books in turns:
-        assert books["marker"] == "ok"
-        assert books["n_resident_peak"] <= BUDGET
+def _check_accounting(running: RunningProxy, *turns: dict[str, Any]) -> None:
+    for accounting in turns:
+        assert accounting["marker"] == "ok"
+        assert accounting["n_resident_peak"] <= BUDGET
     assert running.metric("evoke_degraded_total", stage="plan") == 0
     assert running.metric("evoke_budget_breach_total") == 0

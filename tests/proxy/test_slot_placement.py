@@ -1,4 +1,4 @@
-"""Requests that name a slot, or take several: they get what they ask for, and nobody loses rows."""
+"""Requests that name a slot or need several get them, and other sessions lose no rows."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def _slots(running: RunningProxy) -> dict[str, int]:
 def _lost_nothing(running: RunningProxy, talk: ChatClient) -> None:
     """The next turn decodes what is new in it, and the budget holds."""
     said = talk.say("Go on.")
-    assert said.books["marker"] == "ok"
-    assert said.books["decoded"] < 40
-    assert said.books["recovered"] > said.books["resident_before"] == 0
+    assert said.accounting["marker"] == "ok"
+    assert said.accounting["decoded"] < 40
+    assert said.accounting["recovered"] > said.accounting["resident_before"] == 0
     assert running.metric("evoke_degraded_total", stage="plan") == 0
     assert running.metric("evoke_degraded_total", stage="seat") == 0
 
@@ -127,7 +127,7 @@ def test_a_raw_prompt_in_a_named_slot(two_slots: RunningProxy, slot: int) -> Non
         assert (said[0] if isinstance(said, list) else said)["id_slot"] == slot
     before = _slots(two_slots)
     for talk in talks:
-        rows = talk.say("Go on.").books
+        rows = talk.say("Go on.").accounting
         assert rows["decoded"] < 40
         assert (rows["resident_before"] == 0) == (before[str(talk.session)] == slot)
 
@@ -139,11 +139,11 @@ def test_a_conversation_uses_the_slot_that_its_request_names(two_slots: RunningP
     there = before["right"]
     moved = mine.say("Go on.", id_slot=there)
     assert _slots(two_slots) == {"left": there, "right": None}
-    assert moved.books["marker"] == "ok"
-    assert moved.books["decoded"] < 40
-    assert moved.books["recovered"] > 0
-    assert moved.books["resident_before"] == 0
-    assert mine.say("Go on.", id_slot=there).books["resident_before"] > 0
+    assert moved.accounting["marker"] == "ok"
+    assert moved.accounting["decoded"] < 40
+    assert moved.accounting["recovered"] > 0
+    assert moved.accounting["resident_before"] == 0
+    assert mine.say("Go on.", id_slot=there).accounting["resident_before"] > 0
     _lost_nothing(two_slots, other)
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert two_slots.metric(untouched) == 0
@@ -153,7 +153,7 @@ def test_a_conversation_uses_the_slot_that_its_request_names(two_slots: RunningP
 def test_an_unknown_slot_is_ignored(two_slots: RunningProxy, named: object) -> None:
     talk = ChatClient(two_slots.port, "any", {"id_slot": named})
     talk.say("hello")
-    assert talk.say("Go on.").books["resident_before"] > 0
+    assert talk.say("Go on.").accounting["resident_before"] > 0
     raw = _post(two_slots.port, "/completion", prompt="The river", n_predict=3, id_slot=named)
     assert raw.status == 200
 
@@ -162,10 +162,10 @@ def test_a_request_waits_for_the_slot_it_names(two_slots: RunningProxy) -> None:
     raw = {"prompt": "A", "n_predict": 3, "id_slot": 1}
     with endless(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
         beside = ChatClient(two_slots.port, "beside")
-        assert beside.say("hello").books["marker"] == "ok"
+        assert beside.say("hello").accounting["marker"] == "ok"
         asked = pool.submit(_post, two_slots.port, "/completion", **raw)
         until(lambda: two_slots.engine.server.slots.pool.queued)
-        assert beside.say("Go on.").books["marker"] == "ok" and not asked.done()
+        assert beside.say("Go on.").accounting["marker"] == "ok" and not asked.done()
         slow.leave()
         assert json.loads(asked.result().body)["id_slot"] == 1
         assert not [known for known in two_slots.engine.conversations if known.in_use]
@@ -178,5 +178,5 @@ def test_a_request_that_cannot_lease_all_its_slots_releases_those_it_has(port: i
             refused = _post(running.port, "/v1/chat/completions", **fields)
             assert (refused.status, "retry-after" in refused.headers) == (503, True)
             beside = ChatClient(running.port, "beside", {"id_slot": 0})
-            assert beside.say("hello").books["marker"] == "ok"
+            assert beside.say("hello").accounting["marker"] == "ok"
             assert [known for known in running.engine.conversations if known.in_use]

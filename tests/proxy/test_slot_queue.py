@@ -1,4 +1,4 @@
-"""Waiting for a slot: nobody's place is lost when somebody leaves."""
+"""Waiting for a slot: order, time limit, restarts of the server."""
 
 from __future__ import annotations
 

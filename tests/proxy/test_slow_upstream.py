@@ -1,4 +1,4 @@
-"""A server that drips: heads and bodies that come slowly, or stop. Bounded, counted, alone."""
+"""A server that sends heads and bodies slowly, or stops: bounded, counted, isolated."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fake_upstream import Exchange, chunked, fake_upstream, whole
+from fake_upstream import Exchange, chunked, fake_upstream, response
 from harness import PATIENCE_S, RunningProxy, ask, pool, proxy, until
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
-ANSWER = whole(b'{"choices":[]}', b"application/json")
+ANSWER = response(b'{"choices":[]}', b"application/json")
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 LIMIT_S = 0.6
 Behaviour = Callable[[Exchange], Awaitable[None]]
 
 
-def _stops(sent: bytes) -> Behaviour:
+def _sends_and_stops(sent: bytes) -> Behaviour:
     """A server that says this much and then nothing, until it is left."""
 
     async def behave(exchange: Exchange) -> None:
@@ -32,7 +32,7 @@ def _stops(sent: bytes) -> Behaviour:
     return behave
 
 
-def _drips(sent: bytes, pause_s: float) -> Behaviour:
+def _sends_slowly(sent: bytes, pause_s: float) -> Behaviour:
     """A server that sends a byte at a time."""
 
     async def behave(exchange: Exchange) -> None:
@@ -48,7 +48,7 @@ def _failures(running: RunningProxy) -> float:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
 @pytest.mark.parametrize(
     "behave",
-    [_stops(ANSWER[:10]), _stops(ANSWER[:40]), _drips(ANSWER, 0.05)],
+    [_sends_and_stops(ANSWER[:10]), _sends_and_stops(ANSWER[:40]), _sends_slowly(ANSWER, 0.05)],
     ids=["status line", "head", "drip"],
 )
 def test_an_incomplete_reply_head_is_answered_504(behave: Behaviour, path: str) -> None:
@@ -63,12 +63,12 @@ def test_an_incomplete_reply_head_is_answered_504(behave: Behaviour, path: str) 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
 @pytest.mark.parametrize(
     "sent",
-    [STREAM + chunked(b"data: {}\n\n"), STREAM, whole(b"x" * 100)[:-50]],
+    [STREAM + chunked(b"data: {}\n\n"), STREAM, response(b"x" * 100)[:-50]],
     ids=["stream", "stream without data", "length"],
 )
 def test_a_stalled_reply_is_cut_off(sent: bytes, path: str) -> None:
     with (
-        fake_upstream(_stops(sent)) as fake,
+        fake_upstream(_sends_and_stops(sent)) as fake,
         proxy(fake.port, upstream__read_timeout_s=LIMIT_S) as run,
     ):
         assert not _is_whole(run.port, path)
@@ -89,7 +89,7 @@ def _is_whole(port: int, path: str) -> bool:
 
 def test_a_rare_event_does_not_end_the_event_stream() -> None:
     with (
-        fake_upstream(_stops(STREAM + chunked(b"data: 1\n\n"))) as fake,
+        fake_upstream(_sends_and_stops(STREAM + chunked(b"data: 1\n\n"))) as fake,
         proxy(fake.port, upstream__read_timeout_s=LIMIT_S) as run,
     ):
         connection = http.client.HTTPConnection("127.0.0.1", run.port, timeout=2 * LIMIT_S)
@@ -105,14 +105,14 @@ def test_a_rare_event_does_not_end_the_event_stream() -> None:
 def test_a_slow_reply_arrives_whole_and_delays_no_other() -> None:
     event = b"data: {}\n\n"
     dripped = STREAM + chunked(*[event] * 6) + b"0\r\n\r\n"
-    fast = whole(b"fast")
+    fast = response(b"fast")
 
     async def behave(exchange: Exchange) -> None:
         if b"POST /fast" in exchange.head:
             await exchange.say(fast)
         else:
             await exchange.say(STREAM)
-            await _drips(dripped[len(STREAM) :], 0.05)(exchange)
+            await _sends_slowly(dripped[len(STREAM) :], 0.05)(exchange)
 
     with (
         fake_upstream(behave) as fake,
@@ -135,8 +135,8 @@ def test_a_slow_reply_arrives_whole_and_delays_no_other() -> None:
 
 def test_a_slow_upstream_scrape_is_left_out_of_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evoke_proxy.engine.admin.exposition._SCRAPE_S", LIMIT_S)
-    body = whole(b"llamacpp:n 1\n" * 1000)
-    with fake_upstream(_drips(body, 0.02)) as fake, proxy(fake.port) as run:
+    body = response(b"llamacpp:n 1\n" * 1000)
+    with fake_upstream(_sends_slowly(body, 0.02)) as fake, proxy(fake.port) as run:
         began = time.monotonic()
         answer = ask(run.port, "GET", "/metrics")
         assert time.monotonic() - began < 20
@@ -171,7 +171,7 @@ def test_a_slow_server_of_a_pool_delays_only_its_own_requests() -> None:
 
     limits = {"upstream__read_timeout_s": LIMIT_S, "pool__health_timeout_s": LIMIT_S}
     with (
-        fake_upstream(_drips(ANSWER, 0.05)) as slow,
+        fake_upstream(_sends_slowly(ANSWER, 0.05)) as slow,
         fake_upstream(fast) as other,
         pool({"slow": slow.port, "other": other.port}, **limits) as run,
     ):

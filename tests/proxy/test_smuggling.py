@@ -1,4 +1,4 @@
-"""No client gets a request of its own past the proxy: raw sockets, in front of real servers."""
+"""Request smuggling through raw sockets, in front of real servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from fake_upstream import Exchange, fake_upstream, whole
+from fake_upstream import Exchange, fake_upstream, response
 from harness import (
     PATIENCE_S,
     ThreadedLoop,
@@ -151,7 +151,7 @@ def test_a_refused_head_is_answered_in_the_dialect_of_its_path(
 
 def test_an_upstream_connection_is_not_reused_after_an_error() -> None:
     async def refuse(exchange: Exchange) -> None:
-        await exchange.say(whole(b"no", status=b"404 Not Found"))
+        await exchange.say(response(b"no", status=b"404 Not Found"))
 
     with fake_upstream(refuse) as fake, tap(fake.port) as between, proxy(between.port) as running:
         for _ in range(3):
@@ -172,9 +172,9 @@ def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         if b"POST /x" not in head:
-            writer.write(whole(b'{"total_slots":1}', b"application/json"))
+            writer.write(response(b'{"total_slots":1}', b"application/json"))
         else:
-            writer.write(whole(b"early", status=status))
+            writer.write(response(b"early", status=status))
             await read.wait()
             with contextlib.suppress(ConnectionError):
                 while piece := await reader.read(1 << 20):

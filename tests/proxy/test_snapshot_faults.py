@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a snapshot, on the real server: no crash, no wrong answer."""
+"""Faults of snapshots on the real server: no crash and no wrong answer."""
 
 from __future__ import annotations
 
@@ -295,14 +295,14 @@ def test_a_killed_proxy_leaves_only_valid_files(during: str, tmp_path: Path) -> 
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == (during == "save")
             assert proxied.metric("evoke_snapshot_saves_total", result="saved") >= 1
-            _trusted(deployment)
+            _check_index_matches_files(deployment)
             assert ask(proxied.port, "GET", "/evoke/ready").status == 200
         _erase(port)
         chat.ask(port)
         assert chat.said == said
 
 
-def _trusted(deployment: Deployment) -> None:
+def _check_index_matches_files(deployment: Deployment) -> None:
     """The index knows all files that are there, and they are as it says."""
     look = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
     look.open(claim=False)

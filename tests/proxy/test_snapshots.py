@@ -1,4 +1,4 @@
-"""In front of a stock llama-server: conversations keep their cache across restarts and slots.
+"""Conversations at a stock llama-server keep their cache across restarts and slots.
 
 What counts is how many tokens the server has decoded in all, whoever asked it to.
 """

@@ -1,4 +1,4 @@
-"""A minute of mixed agents, run beside the other tests: nothing fails, every turn's books balance.
+"""A minute of mixed agents: nothing fails, and the accounting of every turn sums up.
 
 It is begun when tests are collected (conftest.py), so that it costs next to no time of its own.
 """

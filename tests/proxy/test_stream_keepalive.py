@@ -1,4 +1,4 @@
-"""A stream that waits for its slot shows life; what fails after that is an event of it."""
+"""A stream that waits for its slot gets comments; later errors are events of it."""
 
 from __future__ import annotations
 

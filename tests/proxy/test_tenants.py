@@ -1,4 +1,4 @@
-"""Two tenants at one real server, each with a key of ours: the same words, other markers."""
+"""Two tenants at one real server, each with a key: equal words, different markers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that think before they answer, on a budget: what was thought leaves the prompt again."""
+"""Models that think before they answer, with a budget: thoughts leave the prompt again."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class Thinker:
         new = len(self.prompts[-1])
         if len(self.prompts) > 1:
             new -= common_prefix(*self.prompts[-2:])
-        books: dict[str, Any] = reply["timings"]["evoke"]
-        return {"new": new} | books
+        accounting: dict[str, Any] = reply["timings"]["evoke"]
+        return {"new": new} | accounting
 
     def say(self, text: str) -> Mapping[str, Any]:
         self.talk.messages.append({"role": "user", "content": text})
@@ -80,14 +80,14 @@ class Thinker:
 
     def call(self, number: int) -> Mapping[str, Any]:
         """One step: the model's call, made one for the template, and what came of it."""
-        books = self.ask(CALLS)
+        accounting = self.ask(CALLS)
         call = {"name": "read", "arguments": '{"path": "main.py"}'}
         named = {"id": f"call{number}", "type": "function", "function": call}
         assert "<function=read>" in self.talk.messages[-1]["content"]
         self.talk.messages[-1] |= {"content": "", "tool_calls": [named]}
         result = f"def f{number}():\n    return {number}\n" * 5
         self.talk.messages.append({"role": "tool", "tool_call_id": named["id"], "content": result})
-        return books
+        return accounting
 
 
 @pytest.fixture(params=["stripping", "preserving"])
@@ -116,12 +116,12 @@ def thinker(
         assert known.session.turns == len(thinker.prompts)
 
 
-def checked(books: Mapping[str, Any]) -> Mapping[str, Any]:
-    assert books["marker"] == "ok"
-    assert sum(books[kind] for kind in KINDS) == books["n_prompt"]
-    assert books["n_resident_peak"] <= BUDGET
-    assert books["decoded"] <= books["new"] + AGAIN
-    return books
+def checked(accounting: Mapping[str, Any]) -> Mapping[str, Any]:
+    assert accounting["marker"] == "ok"
+    assert sum(accounting[kind] for kind in KINDS) == accounting["n_prompt"]
+    assert accounting["n_resident_peak"] <= BUDGET
+    assert accounting["decoded"] <= accounting["new"] + AGAIN
+    return accounting
 
 
 def test_only_new_text_is_decoded(thinker: Thinker) -> None:
@@ -132,7 +132,7 @@ def test_only_new_text_is_decoded(thinker: Thinker) -> None:
     asked = [checked(thinker.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
     assert told[-1]["n_prompt"] > 3 * BUDGET
     assert asked[-1]["omitted"] > 2 * BUDGET
-    assert sum(books["recovered"] for books in asked) > 0
+    assert sum(accounting["recovered"] for accounting in asked) > 0
 
 
 def test_thoughts_of_a_turn_are_removed_when_the_next_begins(thinker: Thinker) -> None:
@@ -141,7 +141,7 @@ def test_thoughts_of_a_turn_are_removed_when_the_next_begins(thinker: Thinker) -
         thinker.talk.messages.append({"role": "user", "content": f"Do number {turn}. {FILLER}"})
         steps = [checked(thinker.call(10 * turn + step)) for step in range(STEPS)]
         checked(thinker.ask(SAYS))
-        assert all(books["new"] < BUDGET for books in steps[1:])
+        assert all(accounting["new"] < BUDGET for accounting in steps[1:])
         # More than half of the prompt before, at first: what was done is shown again without.
         shown_again = turn > 0 and not thinker.keeps
         assert (steps[0]["new"] > BUDGET) == shown_again

@@ -7,7 +7,7 @@ from typing import Any
 
 from conversation import FILLER
 from harness import Answer, RunningProxy, ask
-from test_dialects import DIALECTS, PATHS, SAID, STREAM, body_of, post, told
+from test_dialects import DIALECTS, PATHS, SAID, STREAM, accounting_of, body_of, post
 from weather import TOOLS
 
 BUDGET = 320
@@ -15,7 +15,7 @@ JSON = {"Content-Type": "application/json"}
 Json = dict[str, Any]
 
 
-def _asking(path: str, stream: bool) -> Json:
+def _request_for(path: str, stream: bool) -> Json:
     fields: Json = {"evoke_policy": "truncate", "evoke_budget": BUDGET, "stream": stream}
     if stream and path.endswith("completions"):
         fields["stream_options"] = {"include_usage": True}
@@ -36,11 +36,11 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
     said: list[str] = []
     for number in range(7):
         said.append(f"Turn {number}. {FILLER}")
-        answer = post(running.port, path, said, "cut", **_asking(path, stream))
-        books = told(answer)
+        answer = post(running.port, path, said, "cut", **_request_for(path, stream))
+        accounting = accounting_of(answer)
         assert answer.headers["x-evoke-policy"] == "truncate"
-        assert books["resident_peak"] <= books["budget"] == BUDGET
-        assert books["omitted"] == books["recovered"] == 0
+        assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
+        assert accounting["omitted"] == accounting["recovered"] == 0
         said.append(f"Noted {number}.")
     assert "Turn 0." in json.dumps(sent[0])
     last = json.dumps(sent[-1])
@@ -60,7 +60,7 @@ def test_a_prompt_within_the_budget_is_forwarded_unchanged(
     noting: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
     running, sent = noting
-    told(post(running.port, path, SAID, "fits", **_asking(path, False)))
+    accounting_of(post(running.port, path, SAID, "fits", **_request_for(path, False)))
     given = json.loads(body_of(path, SAID))
     assert _listed(path, sent[0]) == _listed(path, given)
 
@@ -111,8 +111,8 @@ def test_a_long_task_loses_complete_steps(
     body = DIALECTS[path](["What will the weather be?"]) | TOOLS[path]
     for number in range(5):
         _listed(path, body).extend(_step(path, number))
-        books = told(_post(running, path, body | _asking(path, stream)))
-        assert books["resident_peak"] <= BUDGET
+        accounting = accounting_of(_post(running, path, body | _request_for(path, stream)))
+        assert accounting["resident_peak"] <= BUDGET
         made, back = _ids(path, _listed(path, sent[-1]))
         assert made == back
         assert made[-1] == f"call_{number}"
@@ -130,7 +130,9 @@ def test_a_prompt_that_cannot_be_truncated_stays_in_the_budget(
     noting: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
     running, _ = noting
-    told(post(running.port, path, ["hello"], "far", **_asking(path, False)))
-    books = told(post(running.port, path, [FILLER * 8], "far", **_asking(path, False)))
-    assert sum(books[kind] for kind in ("decoded", "omitted")) > BUDGET
-    assert books["resident_peak"] <= BUDGET
+    accounting_of(post(running.port, path, ["hello"], "far", **_request_for(path, False)))
+    accounting = accounting_of(
+        post(running.port, path, [FILLER * 8], "far", **_request_for(path, False))
+    )
+    assert sum(accounting[kind] for kind in ("decoded", "omitted")) > BUDGET
+    assert accounting["resident_peak"] <= BUDGET

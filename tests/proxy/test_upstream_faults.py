@@ -1,4 +1,4 @@
-"""A server that misbehaves, or answers oddly but legally, and what the client then sees."""
+"""A server that misbehaves or answers unusually, and what the client receives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import socket
 import threading
 
 import pytest
-from fake_upstream import Exchange, chunked, fake_upstream, whole
-from harness import PATIENCE_S, ask, nobody, proxy, until
+from fake_upstream import Exchange, chunked, fake_upstream, response
+from harness import PATIENCE_S, ask, proxy, until, unused_port
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
@@ -21,11 +21,11 @@ STREAM_HEAD = (
 
 
 async def _echo(exchange: Exchange) -> None:
-    await exchange.say(whole(exchange.head + exchange.body))
+    await exchange.say(response(exchange.head + exchange.body))
 
 
 def test_a_refused_connection_is_503_with_advice() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
         assert answer.status == 503
         error = json.loads(answer.body)["error"]
@@ -51,7 +51,7 @@ def test_sockets_detect_a_host_that_disappears() -> None:
             ours = protocol.transport.get_extra_info("socket")
             asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options]
             seen.append((ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *asked))
-        await exchange.say(whole(b"ok"))
+        await exchange.say(response(b"ok"))
 
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     options += (socket.TCP_USER_TIMEOUT,)
@@ -61,7 +61,7 @@ def test_sockets_detect_a_host_that_disappears() -> None:
 
 
 def test_anthropic_path_gets_anthropic_errors() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         answer = ask(running.port, "POST", "/v1/messages", CHAT, JSON)
     assert answer.status == 503
     body = json.loads(answer.body)
@@ -114,7 +114,7 @@ def test_errors_of_the_server_pass_unchanged() -> None:
     body = b'{"error":{"code":418,"message":"short and stout","type":"odd"}}'
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(whole(body, b"application/json; charset=utf-8", b"418 I'm a teapot"))
+        await exchange.say(response(body, b"application/json; charset=utf-8", b"418 I'm a teapot"))
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
@@ -129,7 +129,7 @@ def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None
                 b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
             )
         else:
-            await exchange.say(whole(b"second"))
+            await exchange.say(response(b"second"))
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         connection = http.client.HTTPConnection("127.0.0.1", running.port)
@@ -290,13 +290,13 @@ def test_fields_of_the_proxy_never_reach_the_server() -> None:
 
 
 def test_an_unknown_path_under_evoke_is_404_and_health_answers() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         assert ask(running.port, "GET", "/evoke/nothing").status == 404
         assert json.loads(ask(running.port, "GET", "/evoke/health").body) == {"status": "ok"}
 
 
 def test_ready_names_the_failed_check() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         answer = ask(running.port, "GET", "/evoke/ready")
     said = json.loads(answer.body)
     assert (answer.status, said["failed"]) == (503, ["upstream"])
@@ -304,7 +304,7 @@ def test_ready_names_the_failed_check() -> None:
 
 
 def test_metrics_are_those_of_the_proxy_when_the_server_is_away() -> None:
-    with proxy(nobody()) as running:
+    with proxy(unused_port()) as running:
         answer = ask(running.port, "GET", "/metrics")
     assert answer.status == 200
     assert b"evoke_build_info" in answer.body

@@ -1,4 +1,4 @@
-"""Blocks are copied while nobody needs the server, so that evicting them later copies nothing."""
+"""Blocks are copied while the server is idle, so that evicting them copies nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _settled(running: RunningProxy) -> float:
 def _grown(talk: ChatClient, running: RunningProxy) -> TurnResult:
     """Turns until the budget is nearly full; the last of them."""
     said = talk.say(f"Turn 0. {FILLER}")
-    while said.books["n_resident"] < BUDGET - 150:
+    while said.accounting["n_resident"] < BUDGET - 150:
         _settled(running)
         said = talk.say(f"More. {FILLER}")
     assert sum(said.blocks(f"x-evoke-{verb}") for verb in ("evicted", "recovered")) == 0
@@ -50,7 +50,7 @@ def test_blocks_copied_by_write_back_are_evicted_without_a_copy(
         assert (copied > 0) == bool(known) == writeback
         assert len(known) == copied
         said = talk.say(f"And a longer one. {FILLER}{FILLER}")
-        assert said.blocks("x-evoke-evicted") > 0 and said.books["marker"] == "ok"
+        assert said.blocks("x-evoke-evicted") > 0 and said.accounting["marker"] == "ok"
         _settled(running)
         gone = {name for name, block in _blocks(patched_port).items() if not block["resident"]}
         # what left had its copy before the turn began, or got it in the turn

@@ -1,4 +1,4 @@
-"""One tool in the words of every dialect, and how to make any model call it."""
+"""One tool in every dialect, and how to make any model call it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evidence in real conversations is found as often as recorded, and the bench counts right."""
+"""Evidence in real conversations is found as often as recorded, and the bench counts correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the quality bench makes of its records: intervals, pairs, bars, resuming."""
+"""Figures that the quality bench computes: intervals, pairs, bars, resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quality bench in short, on real servers: a tripwire for recall under a budget."""
+"""A short quality bench on real servers: recall under a budget."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def probes(records: Records, policy: str) -> list[Mapping[str, Any]]:
     return [probe for item in records if item["policy"] == policy for probe in item["probes"]]
 
 
-def right(records: Records, policy: str) -> int:
+def n_right(records: Records, policy: str) -> int:
     return sum(probe["right"] for probe in probes(records, policy))
 
 
 def test_evicted_facts_are_recalled(records: Records) -> None:
-    assert right(records, "evoke") >= right(records, "no_eviction") - 1
-    assert right(records, "no_eviction") > len(probes(records, "no_eviction")) // 2
+    assert n_right(records, "evoke") >= n_right(records, "no_eviction") - 1
+    assert n_right(records, "no_eviction") > len(probes(records, "no_eviction")) // 2
 
 
 def test_the_blocks_of_a_question_are_resident(records: Records) -> None:
@@ -50,8 +50,8 @@ def test_the_blocks_of_a_question_are_resident(records: Records) -> None:
 
 def test_facts_are_lost_without_recovery(records: Records) -> None:
     seen = sum(probe["visible"] for probe in probes(records, "discard"))
-    assert right(records, "discard") <= seen + 1
-    assert right(records, "discard") < right(records, "evoke") / 2
+    assert n_right(records, "discard") <= seen + 1
+    assert n_right(records, "discard") < n_right(records, "evoke") / 2
 
 
 def test_turns_stay_in_their_budget_and_accounting_sums_to_the_prompt(records: Records) -> None:

@@ -1,4 +1,4 @@
-"""What the session bench makes of its runs."""
+"""Figures that the session bench computes."""
 
 from __future__ import annotations
 

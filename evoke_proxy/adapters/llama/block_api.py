@@ -1,4 +1,4 @@
-"""The block calls of a patched llama-server, and what their replies say (patches/API.md)."""
+"""The block calls of a patched llama-server, and their replies (patches/API.md)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlanCall:
         owner: `tenant` and `session` (Conversation.owner). A partial copy loads only for the
             session that saved it.
         tokens: the prompt; needed where the plan adopts copies.
-        more_ops: operations besides those of the plan.
+        more_ops: further operations, after those of the plan.
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class BlockApi:
         """
         previous = call.previous
         edges = orjson.dumps(previous.message_hashes if previous is not None else ())
-        # Spliced, not parsed: llama-server must see the spelling that is forwarded later.
+        # The body is inserted unparsed, because llama-server must see the bytes that are forwarded.
         head = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (
             orjson.dumps(call.dialect),
             edges,
@@ -112,7 +112,7 @@ class BlockApi:
         return bool(answer.get("is_processing"))
 
     async def run_plan(self, call: PlanCall, credentials: Mapping[str, str]) -> int:
-        """Run a plan; the epoch of the slot after it.
+        """Run a plan; returns the epoch of the slot after it.
 
         Raises PlanRefused when llama-server refuses it; nothing has changed then.
         """

@@ -29,7 +29,7 @@ from evoke_proxy.errors import (
 _INLINE_JSON_BYTES = 256 * 1024
 _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUS_LOADING = 503
-# A call that loads a model behind a router. It is short, and changes nothing in any slot.
+# A call that makes a router load a model. It is short, and changes no slot.
 _LOAD_TARGET = "/tokenize?"
 # Seconds that calls have waited in the current task, by the label of the call; None: not recorded.
 AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
@@ -129,7 +129,7 @@ class LlamaClient:
         time, UpstreamProtocolError when the reply is no JSON object, and what `options.check`
         raises.
         """
-        data: Any = await self._naming_model(body)
+        data: Any = await self._with_model(body)
         if not (data is None or isinstance(data, bytes | tuple)):
             data = orjson.dumps(data)
         config = self.config
@@ -196,7 +196,7 @@ class LlamaClient:
         query = f"model={quote(self.model, safe='')}&autoload=false"
         return f"{target}{'&' if '?' in target else '?'}{query}"
 
-    async def _naming_model(self, body: object) -> object:
+    async def _with_model(self, body: object) -> object:
         """The body with the model, where the client is bound to one."""
         if self.model and isinstance(body, dict):
             return body | {"model": self.model}

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.adapters.llama.stock_api import ModelFiles
+from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.prompt.rendered import TokenListLimit, Tokens
-from evoke_proxy.core.snapshots.fingerprint import fingerprint
+from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 
 # Headers of the client that a call is made for; None for the proxy's own.
 Headers: TypeAlias = Mapping[str, str] | None
-# A chat body of more bytes per token of context is not rendered: its text alone would occupy the
-# event loop for long, and no prompt that fits is expected to be as long.
+# A chat body with more bytes per token of context is not rendered, because its text would occupy
+# the event loop for too long, and no prompt that fits the context is expected to be as long.
 _MAX_BYTES_PER_TOKEN, _ALWAYS_RENDERED_BYTES = 64, 1024 * 1024
 # Tokens that become an array in one step, which holds the interpreter's lock.
 _TOKENS_PER_STEP = 65536
@@ -46,16 +48,53 @@ class SlotCopy:
 
     n_tokens: int
     n_bytes: int
-    # How long the server decoded nothing.
+    # Seconds during which the server decoded nothing.
     seconds: float
+
+
+# Bytes hashed at each end: the head has metadata and tensor names, the tail has tensor values.
+_SAMPLE_BYTES = 1024 * 1024
+
+
+class ModelFiles:
+    """Caches the hash of a file while its size and modification time stay the same."""
+
+    def __init__(self) -> None:
+        self._cache: dict[str, ModelFile] = {}
+
+    def identify(self, path: str) -> ModelFile | None:
+        """The identity of a file.
+
+        None when it cannot be read here: llama-server may run on another machine.
+        """
+        try:
+            stat = Path(path).stat()
+            cached = self._cache.get(path)
+            if cached and (cached.n_bytes, cached.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+                return cached
+            sample = _sample(Path(path), stat.st_size)
+        except OSError:
+            return None
+        self._cache[path] = ModelFile(stat.st_size, stat.st_mtime_ns, sample)
+        return self._cache[path]
+
+
+def _sample(path: Path, n_bytes: int) -> str:
+    with open_regular(path) as file:
+        digest = hashlib.sha256(file.read(_SAMPLE_BYTES))
+        file.seek(max(0, n_bytes - _SAMPLE_BYTES))
+        digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 class StockApi:
     """Typed calls, which raise UpstreamError as `LlamaClient` does.
 
-    An answer in an unknown format raises UpstreamProtocolError. `n_ctx` is the context of one slot
-    as of the latest `fingerprint`, None before it. The calls that return tokens raise PromptTooLong
-    when there are more.
+    An answer in an unknown format raises UpstreamProtocolError. Calls that return tokens raise
+    PromptTooLong when there are more than `n_ctx`.
+
+    Attributes:
+        n_ctx: context of one slot in tokens, from the latest `fingerprint`; None before it.
     """
 
     def __init__(self, client: LlamaClient) -> None:
@@ -106,7 +145,7 @@ class StockApi:
         return count if isinstance(count, int) else -1
 
     async def tokenize(self, text: str, special: bool, headers: Headers) -> Tokens:
-        """Return the tokens of a text; `special` adds what the vocabulary begins texts with."""
+        """Return the tokens of a text; `special` adds the start token of the vocabulary."""
         body = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
         options = CallOptions(headers, "render", check=check)
@@ -181,7 +220,7 @@ class StockApi:
         return await self._client.call("POST", target, body, CallOptions(headers, action))
 
     async def fingerprint(self, headers: Headers) -> str:
-        """Return a digest of all that a snapshot taken now depends on; updates `n_ctx`."""
+        """Return a digest of everything that a new snapshot depends on; updates `n_ctx`."""
         props = await self._client.call("GET", "/props", None, CallOptions(headers))
         self.n_ctx = _n_ctx(props)
         models = await self._client.call("GET", "/v1/models", None, CallOptions(headers))

@@ -98,7 +98,7 @@ class Reply:
 
 
 class _ResponseHandler(ResponseHandler):
-    """A connection of aiohttp that copes with four habits of llama-server.
+    """A connection of aiohttp that handles four peculiarities of llama-server.
 
     * It closes the connection after a streamed reply without `Connection: close`. A request written
       into such a connection is lost, and a POST must not be sent twice: the connection is not

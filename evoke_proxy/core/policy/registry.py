@@ -1,4 +1,4 @@
-"""The registry of policies, and the decision that each of them makes.
+"""Registers policies, and makes a plan with the policy of a configuration.
 
 A new policy is one module that calls `register`. The built-in ones are in `policy.evoke`; others,
 such as those that benches compare with, are loaded with the variable EVOKE_POLICY_MODULES (see
@@ -19,7 +19,7 @@ from evoke_proxy.core.policy.planner import Choice, make_plan
 from evoke_proxy.core.policy.view import PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 
-# Added to the score of a block that the client asks for: more than any score.
+# Added to the score of a block that the client requests: more than any score.
 _REQUESTED = 10.0
 
 Choose = Callable[[PolicyView, Query, PolicyConfig], Choice]
@@ -31,15 +31,15 @@ class Policy:
 
     Attributes:
         name: The value of `policy.name` and `evoke_policy`.
-        choose: Scores the blocks of a view for a query, a pure function; None: nothing is evicted.
+        choose: Pure function that scores the blocks of a view for a query; None evicts nothing.
         saves_evicted: Whether evicted blocks are saved and may be loaded again.
         quotes_evicted: Whether the text of evicted blocks may be quoted in the request, with
             `policy.recovery: breadcrumb`.
-        uses_query: Whether the choice depends on what the turn asks.
+        uses_query: Whether the choice depends on the query of the turn.
         keeps_sinks: Whether the first tokens of the prompt always stay.
         truncates: Whether the oldest messages are removed from the request itself.
-        probes: Whether the model may be probed for what it attends to, by `policy.recall`.
-        capture: What llama-server captures of the model's attention; None: nothing.
+        probes: Whether `policy.recall` may probe the model for the blocks it attends to.
+        capture: Attention that llama-server captures; None for no capture.
     """
 
     name: str
@@ -75,16 +75,17 @@ def policy_of(config: PolicyConfig) -> Policy:
 
 
 def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
-    """Return what to move before a prompt is decoded.
+    """Return the plan to run before a prompt is decoded.
 
-    After the plan, resident rows, tail and reserve fit the budget, or the plan is `infeasible` and
-    keeps only what must stay. Sinks, pinned blocks and the block that decoding continues from are
-    never evicted. Equal scores are ordered by display name. Deciding again on the plan's own result
-    moves nothing. Without a budget nothing is evicted. ConfigError for an unknown policy.
+    After the plan, resident rows, tail and reserve fit the budget; otherwise the plan is
+    `infeasible` and keeps only the blocks that must stay. Sinks, pinned blocks and the block that
+    decoding continues from are never evicted. Equal scores are ordered by display name. Deciding
+    again on the plan's own result moves nothing. Without a budget nothing is evicted. Raises
+    ConfigError for an unknown policy.
     """
     policy = policy_of(config)
     if policy.choose is None:
-        # The slot may still hold the budget of the session it had before.
+        # The slot may still have the decode budget of its previous session.
         drops = tuple(Drop(label) for label in sorted(view.stale))
         return Plan(drops=drops, stream=DecodeBudget(0), reason=policy.name)
     if not policy.keeps_sinks:
@@ -94,9 +95,9 @@ def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
 
 
 def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatArray:
-    """Return the score of each block [n] under a policy: those with the highest stay or return.
+    """Return the score of each block [n]; those with the highest scores stay or are recovered.
 
-    Where nothing is evicted, the keep-scores.
+    Returns the keep-scores when the policy evicts nothing.
     """
     policy = policy_of(config)
     if config.budget is None or policy.choose is None:
@@ -115,7 +116,7 @@ def quotes_evicted(config: PolicyConfig) -> bool:
 
 
 def uses_query(config: PolicyConfig) -> bool:
-    """Return whether the choice of blocks depends on what a turn asks."""
+    """Return whether the choice of blocks depends on the query of a turn."""
     return config.budget is not None and policy_of(config).uses_query
 
 
@@ -126,7 +127,7 @@ def probes(config: PolicyConfig) -> bool:
 
 
 def capture_of(config: PolicyConfig) -> Capture | None:
-    """Return what llama-server is to capture of the model's attention; None: nothing."""
+    """Return how llama-server captures attention for a policy; None for no capture."""
     if config.budget is None:
         return None
     capture = policy_of(config).capture

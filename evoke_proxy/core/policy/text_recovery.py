@@ -1,9 +1,9 @@
 """Recovery by text: quotes evicted blocks in the last message, where they are decoded again.
 
-No plan saves rows to the host pool, and what llama-server saves itself while it decodes is dropped
-in the next turn. The rows of a quoted block stay missing. Its text costs its tokens once more, and
-the exchange with the quotation is decoded again in the next turn, because the client does not know
-of the quotation. Token accounting counts both as `decoded`.
+No plan saves rows to the host pool, and the next turn drops the rows that llama-server saves while
+it decodes. The rows of a quoted block stay missing. Its text is decoded once more at the end of the
+prompt. The next turn decodes the complete exchange again without the quotation, because the client
+does not send it. Token accounting counts both as `decoded`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from evoke_proxy.core.request.json_parsing import parsed_json
 from evoke_proxy.core.retrieval.query import Query
 
 # A block is quoted when its relevance is at least this share of the best block's, resident or not,
-# and at least _MIN_RELEVANCE. In 204 questions of the quality bench's tuning sessions that quotes
-# every block with a fact, with 48 tokens a question; with a share of 0.6 the first facts are lost,
-# and the minimum makes no difference from 0.1 to 0.3.
+# and at least _MIN_RELEVANCE. In 204 questions of the quality bench's tuning sessions this
+# rule quotes every block with a fact, and 48 tokens per question; a share of 0.6 loses facts, and a
+# minimum from 0.1 to 0.3 makes no difference.
 _MIN_SHARE_OF_BEST = 0.5
 _MIN_RELEVANCE = 0.2
 _MAX_BLOCKS = 8
 # Quotations take at most the budget divided by this.
 _MAX_BUDGET_DIVISOR = 2
-# Tokens of a quotation beside those of its block: its heading, and words shared with other blocks.
+# Tokens of a quotation in addition to those of its block: heading, and words of adjacent blocks.
 _EXTRA_TOKENS = 32
 # Added to the relevance of a block that the client requests: more than any relevance.
 _REQUESTED = 10.0
 _HEADING = "Recovered context, from earlier in this conversation:"
 
-# Of each dialect the list of its items, and the type of a part with text in an item of a user.
+# For each dialect: the key of the list of items, and the type of a part with text.
 _LISTS = {
     "chat": ("messages", "text"),
     "responses": ("input", "input_text"),
@@ -56,8 +56,8 @@ class QuotedRequest:
     """A request with quoted blocks.
 
     Attributes:
-        body: The bytes of the request.
-        request: What they say.
+        body: The changed body.
+        request: The parsed request of that body.
         blocks: The quoted blocks.
     """
 
@@ -67,11 +67,11 @@ class QuotedRequest:
 
 
 def quote_evicted(turn: Turn, query: Query, body: bytes) -> QuotedRequest | None:
-    """Return the turn's request with the evicted text that its query needs; None if there is none.
+    """Add the evicted text that the query needs to a turn's request; None without such text.
 
-    The text is put at the beginning of the last user message or tool result, where every template
-    has a place for it, and never into an answer that the client has begun. Together with the rest
-    of the prompt it fits the budget, as far as its tokens can be estimated from its blocks.
+    The text is inserted at the beginning of the last user message or tool result, which every
+    template renders, and never into an answer that the client prefills. The prompt with the text
+    fits the budget, as far as the number of its tokens can be estimated from the blocks.
     """
     request = turn.request
     blocks = _blocks_to_quote(turn.view, query, turn.config)
@@ -90,7 +90,7 @@ def quote_evicted(turn: Turn, query: Query, body: bytes) -> QuotedRequest | None
 
 
 def quotation(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
-    """Return the text of these blocks in their order, each under the name of its source."""
+    """Return the text of these blocks in their order, each after the name of its source."""
     parts = [_HEADING]
     for run in _runs(blocks):
         source = run[0].display_name.rpartition("#")[0]

@@ -1,6 +1,6 @@
 """The truncate policy: removes the oldest messages from the request until it fits the budget.
 
-Unlike every other policy this changes what is asked: the text is not in the prompt any more.
+Unlike every other policy it changes the prompt: the removed text is not in it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import cut_long_strings
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_chat, from_responses
 
-# Of each dialect the list that contains the conversation, and the function that reads it.
+# For each dialect: the key of the list of messages, and the function that reads it.
 _LISTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sequence[Message]]]] = {
     "chat": ("messages", from_chat),
     "responses": ("input", from_responses),
     "messages": ("messages", from_anthropic),
 }
-# At most the budget divided by this is kept free for an answer: a client that asks for the longest
-# possible answer would be left without any history. The stream holds the budget for the rest.
+# At most the budget divided by this is reserved for the answer. Otherwise a request for the longest
+# possible answer would lose the complete history. The decode budget limits longer answers.
 _MAX_RESERVE_DIVISOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One element of that list.
+    """One element of the list of messages.
 
     Attributes:
         role: Its role.
@@ -66,18 +66,20 @@ def truncate_messages(
         return body, tuple(messages)
     items = _items(body, dialect)
     costs = {item.index: len(item.span) for item in rendered.spans}
-    dropped: set[int] = set()
-    removed: set[int] = set()
+    removed_items: set[int] = set()
+    removed_messages: set[int] = set()
     for unit in _units(items):
         of_unit = {index for i in unit for index in items[i].messages}
         if excess <= 0:
             break
         if not _pinned(messages, of_unit):
-            dropped |= set(unit)
-            removed |= of_unit
+            removed_items |= set(unit)
+            removed_messages |= of_unit
             excess -= sum(costs.get(index, 0) for index in of_unit)
-    left = tuple(message for index, message in enumerate(messages) if index not in removed)
-    return remove_elements(body, _LISTS[dialect][0], dropped), left
+    remaining_messages = tuple(
+        message for index, message in enumerate(messages) if index not in removed_messages
+    )
+    return remove_elements(body, _LISTS[dialect][0], removed_items), remaining_messages
 
 
 def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
@@ -86,29 +88,31 @@ def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
 
 def _items(body: bytes, dialect: str) -> list[_Item]:
     key, read = _LISTS[dialect]
-    # Only the structure counts here, so long strings are left out.
+    # Only the structure matters here, so long strings are left out.
     parsed = parse_in_pieces(cut_long_strings(body).rest, parsed_json)
-    given = parsed.get(key) if isinstance(parsed, dict) else None
-    if not isinstance(given, list):
+    elements = parsed.get(key) if isinstance(parsed, dict) else None
+    if not isinstance(elements, list):
         return []
     items: list[_Item] = []
-    at = len(read({**parsed, key: []}))  # the system prompt, where it is no message of the list
-    for element in given:
-        found = read({key: [element]})
-        role = _role(element, found)
-        # llama-server makes one message of what an assistant says and calls in a row.
-        runs_on = dialect == "responses" and items and items[-1].role is role is Role.ASSISTANT
-        start = at - 1 if runs_on else at
-        at = start + len(found)
-        calls = frozenset(call.id for message in found for call in message.tool_calls)
-        results = frozenset(message.tool_call_id for message in found) - {""}
+    at = len(read({**parsed, key: []}))  # 1 when the system prompt is not in the list
+    for element in elements:
+        read_messages = read({key: [element]})
+        role = _role(element, read_messages)
+        # llama-server joins successive texts and calls of the assistant to one message.
+        continues_message = (
+            dialect == "responses" and items and items[-1].role is role is Role.ASSISTANT
+        )
+        start = at - 1 if continues_message else at
+        at = start + len(read_messages)
+        calls = frozenset(call.id for message in read_messages for call in message.tool_calls)
+        results = frozenset(message.tool_call_id for message in read_messages) - {""}
         items.append(_Item(role, range(start, at), calls, results))
     return items
 
 
-def _role(element: object, found: Sequence[Message]) -> Role:
+def _role(element: object, read_messages: Sequence[Message]) -> Role:
     """Return the role of an element; one with a tool result answers a call."""
-    roles = [message.role for message in found]
+    roles = [message.role for message in read_messages]
     if Role.TOOL in roles:
         return Role.TOOL
     named = element.get("role") if isinstance(element, dict) else ""
@@ -121,43 +125,43 @@ def _units(items: Sequence[_Item]) -> list[list[int]]:
     questions = [index for index in indexes if items[index].role is Role.USER]
     if not questions:
         return []
-    within = _within_calls(items)
-    exchanges = _groups(indexes, _begin(items, indexes, Role.USER) - within)
+    inside_calls = _items_inside_calls(items)
+    exchanges = _groups(indexes, _run_starts(items, indexes, Role.USER) - inside_calls)
     last = next(unit for unit in exchanges if questions[-1] in unit)
     answers = [index for index in last if index > questions[-1]]
-    steps = _groups(answers, _begin(items, answers, Role.ASSISTANT) - within)
-    removable = [unit for unit in steps[:-1] if unit[0] not in within]
+    steps = _groups(answers, _run_starts(items, answers, Role.ASSISTANT) - inside_calls)
+    removable = [unit for unit in steps[:-1] if unit[0] not in inside_calls]
     return [*(unit for unit in exchanges if unit[-1] < last[0]), *removable]
 
 
-def _begin(items: Sequence[_Item], indexes: Sequence[int], role: Role) -> set[int]:
+def _run_starts(items: Sequence[_Item], indexes: Sequence[int], role: Role) -> set[int]:
     """Return the indexes where a run of this role begins."""
     roles = [items[index].role for index in indexes]
     starts = (i for i, is_role in enumerate(roles) if is_role is role)
     return {indexes[i] for i in starts if i == 0 or roles[i - 1] is not role}
 
 
-def _within_calls(items: Sequence[_Item]) -> set[int]:
-    """Return the items after a tool call and up to its result, before which nothing is cut."""
-    asked: dict[str, int] = {}
-    starts: list[int] = []  # of each item, from where on it allows no cut up to itself
+def _items_inside_calls(items: Sequence[_Item]) -> set[int]:
+    """Return the items after a tool call up to its result: no group may begin at one of them."""
+    call_indexes: dict[str, int] = {}
+    starts: list[int] = []  # for each item, the first index from which no group may begin up to it
     for index, item in enumerate(items):
-        calls = (asked[id] + 1 for id in item.results & asked.keys())
+        calls = (call_indexes[id] + 1 for id in item.results & call_indexes.keys())
         starts.append(min(calls, default=index + 1))
-        asked.update(dict.fromkeys(item.calls, index))
-    within: set[int] = set()
+        call_indexes.update(dict.fromkeys(item.calls, index))
+    inside_calls: set[int] = set()
     start = len(items)
     for index in range(len(items) - 1, -1, -1):
         start = min(start, starts[index])
         if start <= index:
-            within.add(index)
-    return within
+            inside_calls.add(index)
+    return inside_calls
 
 
-def _groups(indexes: Sequence[int], begins: Collection[int]) -> list[list[int]]:
+def _groups(indexes: Sequence[int], group_starts: Collection[int]) -> list[list[int]]:
     groups: list[list[int]] = []
     for index in indexes:
-        if index in begins or not groups:
+        if index in group_starts or not groups:
             groups.append([])
         groups[-1].append(index)
     return groups

@@ -1,4 +1,4 @@
-"""One request of a session, ready to be decided on."""
+"""One request of a session, as the input of a policy's decision."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Turn:
         number: The number of the turn, from 1.
         request: The parsed request.
         rendered: Its prompt.
-        slot: The slot as llama-server described it.
-        view: What the policy decides on.
-        config: The policy as the request wants it, see `effective_config`.
+        slot: The slot as llama-server reports it.
+        view: The view that the policy decides on.
+        config: The policy settings of this request, see `effective_config`.
         divergence: Position where the prompt leaves the previous one; None when it continues it.
-        query: What the request asks.
+        query: The query of the request.
         task: The task that the turn belongs to.
     """
 
@@ -40,12 +40,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecidedTurn:
-    """What the admin API shows of the latest turn; without its request, which may be large.
+    """The latest turn as the admin API reports it; without its request, which may be large.
 
     Attributes:
-        view: What the policy decided on.
-        query: What the request asked.
-        config: The policy that decided.
+        view: The view that the policy decided on.
+        query: The query of the request.
+        config: The policy settings of the decision.
     """
 
     view: PolicyView
@@ -54,7 +54,7 @@ class DecidedTurn:
 
 
 def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
-    """Return the configured policy as a request wants it; it may lower the budget, not raise it."""
+    """Return the policy settings of a request, which may lower the budget but not raise it."""
     options = request.options
     if not options.is_set:
         return config

@@ -1,4 +1,4 @@
-"""What a policy decides on: one slot, one prompt and the task of the conversation."""
+"""Input of a policy's decision: one slot, one prompt and the task of the conversation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SAME_TASK_COSINE = 0.3
 _HALF_LIFE = 512
 # Extra distance, in tokens, of blocks before a task boundary.
 _BOUNDARY_DISTANCE = 8 * _HALF_LIFE
-# The least worth of a block, by role; signals raise it up to 1. Users say things once, answers
-# repeat them, and tools can be called once more.
+# The minimum worth of a block, by role; signals raise it up to 1. Users state facts once, answers
+# repeat them, and tools can be called again.
 _MIN_WORTH = {Role.SYSTEM: 0.8, Role.USER: 0.6, Role.ASSISTANT: 0.5, Role.TOOL: 0.0}
 _MIN_WORTH_BY_ROLE = np.array([_MIN_WORTH[role] for role in ROLES])
 _PREFERRED_FACTOR = 2.0
@@ -29,25 +29,25 @@ _PREFERRED_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """The topic of the latest turns, and where it began.
+    """The topic of the latest turns, and the start of the task.
 
     Attributes:
         focus: Unit vector [d] of the topic; None without an embedder.
-        begins: Position where the client declared that a new task begins; 0 if it never did.
+        start: Position where the client declared a new task; 0 if it never did.
     """
 
     focus: Vectors | None = None
-    begins: int = 0
+    start: int = 0
 
-    def after(self, topic: Vectors | None, begins: int | None) -> Task:
+    def after(self, topic: Vectors | None, new_start: int | None) -> Task:
         """Return the task after a turn about `topic`.
 
         The focus is a moving average of the topics. It is replaced when the topic differs
-        (cosine below 0.3) or the client declares a new task that begins at position `begins`.
+        (cosine below 0.3) or the client declares a new task, at position `new_start`.
         Without a topic the focus stays, unless a new task begins.
         """
-        start = self.begins if begins is None else begins
-        focus = None if begins is not None else self.focus
+        start = self.start if new_start is None else new_start
+        focus = None if new_start is not None else self.focus
         if topic is None or focus is None or focus.shape != topic.shape:
             return Task(focus if topic is None else topic, start)
         if float(focus @ topic) < _SAME_TASK_COSINE:
@@ -68,15 +68,16 @@ class PolicyView:
         in_cache: [n] whether the block's rows are in the slot.
         in_pool: [n] whether the host pool has a copy of the block's rows.
         n_tokens: Length of the prompt.
-        n_past: Where decoding begins in the slot as it is.
-        resident: All rows of the slot. Those past `n_past` belong to another text and are removed
-            when the request starts.
+        n_past: Position where decoding begins if no blocks are adopted.
+        resident: All rows of the slot. Those from `n_past` on belong to another text and are
+            removed when the request starts.
         non_evictable: Rows that llama-server does not evict, in blocks of their own.
-        n_free: How many more rows the cache can hold.
-        max_tokens: The longest answer that the client accepts; None if it gives no limit.
-        adopt_to: Above 0: the slot holds something else, and saved blocks cover [0, adopt_to).
+        n_free: Number of free cells in the cache.
+        max_tokens: Limit on the tokens of the answer; None for no limit.
+        adopt_to: When above 0, the slot contains another text, and saved blocks cover
+            [0, adopt_to).
         pre_restart_resident: Rows resident before a server restart; scored as resident.
-        stale: Labels of copies that are of no use.
+        stale: Labels of copies that are no longer needed.
         index: The search index of the session.
         task: The task that the turn belongs to.
         recovered: [n] blocks recovered in this turn or the last ones; None: no block.
@@ -84,8 +85,8 @@ class PolicyView:
             while none was captured.
         last_attended: [n] turn in which each block last got at least the mean share, or was cut;
             None while no attention was captured.
-        model_relevance: [n] how much the model attended to each block when it began to answer
-            without the evicted ones, 0 to 1; None where it was not probed.
+        model_relevance: [n] relevance of each block by the model's attention in a probe, 0 to 1;
+            None without a probe.
     """
 
     blocks: BlockTable
@@ -119,12 +120,12 @@ class PolicyView:
 
     @property
     def first_new_block(self) -> int:
-        """The index of the first block that this turn brings or decodes again."""
+        """The index of the first block that this turn decodes."""
         return int(self.blocks.starts.searchsorted(self.decode_from))
 
     @property
     def reused_rows(self) -> tuple[Span, ...]:
-        """Resident rows that the prompt shares."""
+        """Resident rows that belong to the prompt."""
         return clipped(self.resident, Span(0, self.n_past))
 
     @property
@@ -138,7 +139,7 @@ class PolicyView:
         return without(rows, self.non_evictable)
 
     def recovered_labels(self, plan: Plan) -> list[str]:
-        """Return the labels that a plan recovers, without those that only a restart had removed."""
+        """Return the labels that a plan recovers, without those that only a restart removed."""
         labels = [load.label for load in plan.loads]
         if plan.adopt is not None and self.pre_restart_resident:
             adopted = self.blocks.labelled(frozenset(plan.adopt.labels))
@@ -152,7 +153,7 @@ class KeepWeights:
     """Weights of the signals of a keep-score; they need not sum to 1, and 0 turns a signal off.
 
     Attributes:
-        recency: How near the end of the prompt a block is.
+        recency: Nearness of a block to the end of the prompt.
         focus: Cosine of a block's vector with the focus of the task.
         attention: The share of attention that the block got last.
     """
@@ -168,7 +169,7 @@ DEFAULT_KEEP_WEIGHTS = KeepWeights()
 def keep_scores(
     view: PolicyView, sink_tokens: int, weights: KeepWeights = DEFAULT_KEEP_WEIGHTS
 ) -> FloatArray:
-    """Return how much each block [n] is worth in the cache, in [0, 1], whatever the query is.
+    """Return the worth of each block [n] in the cache, in [0, 1], independent of the query.
 
     A block is worth the minimum of its role, raised by the weighted mean of the signals that are
     available, and multiplied by priority and preference. Sinks and pinned blocks are worth 1.
@@ -202,6 +203,6 @@ def _mean_signal(view: PolicyView, weights: KeepWeights) -> FloatArray:
 def _recency(view: PolicyView) -> FloatArray:
     ends = view.blocks.ends
     distance = view.n_tokens - ends
-    distance = distance + np.where(ends <= view.task.begins, _BOUNDARY_DISTANCE, 0)
+    distance = distance + np.where(ends <= view.task.start, _BOUNDARY_DISTANCE, 0)
     recency: FloatArray = _HALF_LIFE / (_HALF_LIFE + distance)
     return recency

@@ -1,1 +1,1 @@
-"""What a reply says while its bytes go by: the answer, the books, what came of what was asked."""
+"""Reads replies while they stream: message, timings, usage, errors and token accounting."""

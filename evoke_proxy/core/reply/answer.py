@@ -8,7 +8,7 @@ from typing import Any
 
 from evoke_proxy.core.reply.event_stream import EventReader
 
-# Longer answers are not read: their look-ahead would take too long.
+# Longer answers are not read, because their look-ahead would take too long.
 _MAX_BYTES = 4 * 1024 * 1024
 
 
@@ -20,18 +20,21 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._dropped = False
+        self._is_too_long = False
 
     def feed(self, data: bytes) -> None:
         """Add the next bytes; memory stays bounded."""
-        if not self._dropped:
+        if not self._is_too_long:
             self._data += data
-            self._dropped = len(self._data) > _MAX_BYTES
-        if self._dropped:
+            self._is_too_long = len(self._data) > _MAX_BYTES
+        if self._is_too_long:
             self._data.clear()
 
     def message(self, with_reasoning: bool) -> dict[str, Any] | None:
-        """The message as a client will send it back; None for tool calls or an unreadable reply."""
+        """The message as clients send it back; None for tool calls or an unreadable reply.
+
+        `with_reasoning` includes the reasoning of the answer.
+        """
         content, reasoning, has_calls = "", "", False
         for part in self._parts():
             content += _text(part, "content")
@@ -60,7 +63,7 @@ def _part(text: bytes) -> Mapping[str, Any] | None:
     if not isinstance(value, dict):
         return None
     if "choices" not in value:
-        return _of_blocks(value)
+        return _part_of_blocks(value)
     choices = value["choices"]
     first = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(first, dict) or first.get("index", 0) != 0:
@@ -69,12 +72,12 @@ def _part(text: bytes) -> Mapping[str, Any] | None:
     return part if isinstance(part, dict) else None
 
 
-def _of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _part_of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Convert an answer of /v1/messages, or an event of its stream, to a part of a chat answer."""
     response = value.get("response", value)
     output = response.get("output") if isinstance(response, dict) else None
     if isinstance(output, list):  # complete, or the last event of /v1/responses
-        return _of_items([item for item in output if isinstance(item, dict)])
+        return _part_of_items([item for item in output if isinstance(item, dict)])
     content = value.get("content")
     in_event = [value.get("content_block"), value.get("delta")]
     candidates = content if isinstance(content, list) else in_event
@@ -85,7 +88,7 @@ def _of_blocks(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {"content": text, "reasoning_content": reasoning, "tool_calls": has_calls}
 
 
-def _of_items(items: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _part_of_items(items: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Convert an answer of /v1/responses to a part of a chat answer."""
     texts = {"message": "", "reasoning": ""}
     for item in items:

@@ -13,14 +13,14 @@ class Line(NamedTuple):
     # The bytes with their line end; the last line of a stream may lack it.
     data: bytes
     # False for the parts of a line that is longer than the limit of its reader.
-    is_whole: bool = True
+    is_complete: bool = True
 
 
 class LineReader:
     """Splits bytes into lines that end with LF, CRLF or CR; keeps at most one line in memory.
 
-    Joined, the data of all lines are the bytes that were fed. Of a line with more than `max_bytes`
-    the parts are given as they arrive.
+    The joined data of all lines equal the bytes that were fed. A line of more than `max_bytes` is
+    returned in parts as they arrive.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -29,7 +29,7 @@ class LineReader:
         self._is_too_long = False
 
     def feed(self, data: bytes) -> list[Line]:
-        """The lines that end in these bytes.
+        """Add bytes, and return the lines that end in them.
 
         A CR at their end waits for the next byte, which may be its LF.
         """
@@ -42,19 +42,19 @@ class LineReader:
             if not pieces[-1].endswith(b"\n"):
                 self._rest += pieces.pop()
             for piece in pieces:
-                is_whole = not self._is_too_long and len(piece) <= self._max_bytes
+                is_complete = not self._is_too_long and len(piece) <= self._max_bytes
                 self._is_too_long = False
-                lines.append(Line(piece, is_whole))
+                lines.append(Line(piece, is_complete))
         if self._is_too_long or len(self._rest) > self._max_bytes:
             self._is_too_long = True
             n_bytes = len(self._rest) - self._rest.endswith(b"\r")
             if n_bytes:
-                lines.append(Line(bytes(self._rest[:n_bytes]), is_whole=False))
+                lines.append(Line(bytes(self._rest[:n_bytes]), is_complete=False))
                 del self._rest[:n_bytes]
         return lines
 
     def close(self) -> list[Line]:
-        """The last line, when the stream ends without a line end."""
+        """End the stream, and return the last line if it has no line end."""
         rest = bytes(self._rest)
         self._rest.clear()
         return [Line(rest, not self._is_too_long)] if rest else []
@@ -72,22 +72,22 @@ class EventReader:
         self._event = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of the events that end in these bytes."""
+        """Add bytes, and return the data of the events that end in them."""
         events: list[bytes] = []
         for line in self._lines.feed(data):
-            self._take(line, events)
+            self._process(line, events)
         return events
 
     def close(self) -> list[bytes]:
-        """The data of the last event, when the stream ends without a blank line."""
+        """End the stream, and return the data of the last event if no blank line follows it."""
         events: list[bytes] = []
         for line in self._lines.close():
-            self._take(line, events)
+            self._process(line, events)
         self._end_event(events)
         return events
 
-    def _take(self, line: Line, events: list[bytes]) -> None:
-        if not line.is_whole:
+    def _process(self, line: Line, events: list[bytes]) -> None:
+        if not line.is_complete:
             return
         if line.data.startswith(DATA_FIELD):
             self._event += line.data[len(DATA_FIELD) :].rstrip(b"\r\n") + b"\n"

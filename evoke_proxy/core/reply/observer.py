@@ -12,12 +12,12 @@ from typing import Any
 
 from evoke_proxy.core.reply.event_stream import EventReader
 
-# Documents up to this size are parsed whole, which takes a few milliseconds.
+# Documents up to this size are parsed completely, which takes a few milliseconds.
 MAX_PARSED_BYTES = 1024 * 1024
 # The bytes at both ends of a larger document that are searched for keys.
 HEAD_BYTES, TAIL_BYTES = 64 * 1024, 1024 * 1024
-# The number of occurrences of a key that are tried, from the last one on.
-_TRIES = 4
+# Number of occurrences of a key that are tried, from the last one backwards.
+_MAX_TRIES = 4
 _KEYS = re.compile(
     rb'"(timings|usage|error|stop_reason|stop_type|status|finish_reason)"\s{0,8}:\s{0,8}'
 )
@@ -25,7 +25,7 @@ _WORD = re.compile(rb'"(\w{1,64})"')
 
 
 class KeyIndex:
-    """Finds the last values of the keys that tell how an answer ended, in one pass over its text.
+    """Finds the last values of the keys that describe the end of an answer, in one pass.
 
     The keys are timings, usage, error, stop_reason, stop_type, status and finish_reason.
     """
@@ -38,7 +38,7 @@ class KeyIndex:
 
     def last_object(self, key: str) -> tuple[int, dict[str, Any]] | None:
         """The last object that is a value of `key`, with its offset; None without one."""
-        for at in self._values.get(key, [])[: -_TRIES - 1 : -1]:
+        for at in self._values.get(key, [])[: -_MAX_TRIES - 1 : -1]:
             value = _object(self._data[at:]) if self._data.startswith(b"{", at) else None
             if value is not None:
                 return at, value
@@ -72,16 +72,16 @@ _RELEVANT = re.compile(
 
 
 class ReplyObserver:
-    """Reads how a reply ended from a copy of its bytes: an event stream, or one JSON document.
+    """Reads the end of a reply from a copy of its bytes: an event stream, or one JSON document.
 
     The attributes can be read at any time.
 
     Attributes:
         timings: The last `timings` object; None while there is none.
         usage: The `usage` objects, merged; None while there is none.
-        finish: The last reason for the end of the generation.
-        error: The last `error` object.
-        done: Whether the reply has said that it is complete.
+        finish: The last finish reason; None while there is none.
+        error: The last `error` object; None while there is none.
+        done: Whether the reply has stated that it is complete.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class ReplyObserver:
             self._take_events(self._events.feed(data))
 
     def close(self) -> None:
-        """Read what is left: a document, or the last event of a stream without a blank line."""
+        """End the reply; reads the document, or a last event without a blank line after it."""
         if self._is_document:
             if self._head:
                 self._take_ends(self._head, bytes(self._body))
@@ -130,10 +130,10 @@ class ReplyObserver:
 
     def _take_ends(self, head: bytes, tail: bytes) -> None:
         """Read the two ends of a large document."""
-        at_the_end = KeyIndex(tail)
-        found = {key: at_the_end.last_object(key) for key in ("timings", "usage", "error")}
-        part: dict[str, Any] = {key: it[1] for key, it in found.items() if it is not None}
-        for keys in (KeyIndex(head), at_the_end):
+        tail_keys = KeyIndex(tail)
+        found = {key: tail_keys.last_object(key) for key in ("timings", "usage", "error")}
+        part: dict[str, Any] = {key: item[1] for key, item in found.items() if item is not None}
+        for keys in (KeyIndex(head), tail_keys):
             for key in ("stop_reason", "stop_type", "status"):
                 part |= {key: word} if (word := keys.last_word(key)) else {}
             if word := keys.last_word("finish_reason"):
@@ -193,7 +193,7 @@ def _finish(part: Mapping[str, Any]) -> str | None:
     first = choices[0] if isinstance(choices, list) and choices else None
     response = part.get("response")
     delta = part.get("delta")
-    for holder, key in (
+    for container, key in (
         (first, "finish_reason"),
         (delta, "stop_reason"),
         (part, "stop_reason"),
@@ -201,7 +201,7 @@ def _finish(part: Mapping[str, Any]) -> str | None:
         (response, "status"),
         (part if part.get("object") == "response" else None, "status"),
     ):
-        reason = holder.get(key) if isinstance(holder, Mapping) else None
+        reason = container.get(key) if isinstance(container, Mapping) else None
         if isinstance(reason, str) and reason not in ("none", "in_progress"):
             return reason
     return None

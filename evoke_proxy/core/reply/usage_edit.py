@@ -1,7 +1,7 @@
 """Adds the token accounting of a turn to the `usage` of its reply; other bytes stay unchanged.
 
-Accounting and usage are in one JSON document: the whole answer, or in every dialect the last event
-of a stream that has a usage.
+One JSON document contains both timings and usage: the complete answer, or the last event of a
+stream that has a usage.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from evoke_proxy.core.request.json_edit import edit_nested
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.errors import RequestError
 
-# The paths of the usage: in all documents but the event `response.completed`, and in that.
-_USAGES = (("usage",), ("response", "usage"))
-# Longer lines have no usage.
+# The paths of the usage: in most documents, and in the event `response.completed`.
+_USAGE_PATHS = (("usage",), ("response", "usage"))
+# Longer lines are not edited.
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 
 
 def with_accounting(document: bytes, extra: Mapping[str, Any]) -> bytes:
-    """A JSON document with the token accounting and `extra` as `usage.evoke`.
+    """Add the token accounting and `extra` to a JSON document as `usage.evoke`.
 
     A document without accounting or usage is returned unchanged.
     """
@@ -36,7 +36,7 @@ def with_accounting(document: bytes, extra: Mapping[str, Any]) -> bytes:
     except (ValueError, RecursionError):
         return document
     accounting = TokenAccounting.parse(value.get("timings")) if isinstance(value, dict) else None
-    path = next((path for path in _USAGES if isinstance(_at(value, path), dict)), None)
+    path = next((path for path in _USAGE_PATHS if isinstance(_at(value, path), dict)), None)
     if accounting is None or path is None:
         return document
     try:
@@ -59,22 +59,22 @@ def with_accounting_in_tail(tail: bytes, extra: Mapping[str, Any]) -> bytes:
 
 
 class UsageEditor:
-    """Adds the token accounting to the usage of an event stream; a line waits only for its end."""
+    """Adds the token accounting to the usage of an event stream, line by line."""
 
     def __init__(self, extra: Mapping[str, Any]) -> None:
         self._extra = extra
         self._lines = LineReader(_MAX_LINE_BYTES)
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to send now."""
+        """Add bytes, and return the bytes to send now."""
         return b"".join(map(self._edited, self._lines.feed(data)))
 
     def close(self) -> bytes:
-        """The last line, when the stream ends without a line end."""
+        """End the stream, and return the last line if it has no line end."""
         return b"".join(map(self._edited, self._lines.close()))
 
     def _edited(self, line: Line) -> bytes:
-        if not line.is_whole or not line.data.startswith(DATA_FIELD):
+        if not line.is_complete or not line.data.startswith(DATA_FIELD):
             return line.data
         return DATA_FIELD + with_accounting(line.data[len(DATA_FIELD) :], self._extra)
 

@@ -1,8 +1,8 @@
 """Converts bodies of other dialects to chat completions, for servers that render only chats.
 
-llama-server's own converters are followed step by step (server-chat.cpp:
-server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl). A caller
-compares the result with the server's own count of tokens.
+The functions follow llama-server's own converters step by step (server-chat.cpp:
+server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl). Callers verify
+the result by comparing its number of tokens with the server's count.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _BILLING = "x-anthropic-billing-header:"
-_STAMP = 5  # characters after cch= that change with every request
-_PASSED = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
+_STAMP_CHARS = 5  # characters after cch=, which change with every request
+_COPIED_KEYS = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
 
 
 def anthropic_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def anthropic_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     thinking = body.get("thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "enabled":
         chat["thinking_budget_tokens"] = thinking.get("budget_tokens", 10000)
-    return chat | {key: body[key] for key in _PASSED if key in body}
+    return chat | {key: body[key] for key in _COPIED_KEYS if key in body}
 
 
 def _anthropic_messages(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -57,9 +57,9 @@ def _unstamped(text: str) -> str:
     """Mask the part of Claude Code's billing line that changes with every request."""
     at = text.find("cch=", len(_BILLING)) + len("cch=")
     stamped = text.startswith(_BILLING) and at >= len("cch=")
-    if not stamped or text[at + _STAMP : at + _STAMP + 1] != ";":
+    if not stamped or text[at + _STAMP_CHARS : at + _STAMP_CHARS + 1] != ";":
         return text
-    return text[:at] + "f" * _STAMP + text[at + _STAMP :]
+    return text[:at] + "f" * _STAMP_CHARS + text[at + _STAMP_CHARS :]
 
 
 def _anthropic_blocks(role: Any, blocks: list[Any]) -> Iterator[Mapping[str, Any]]:

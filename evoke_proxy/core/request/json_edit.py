@@ -1,7 +1,8 @@
-"""Edits JSON text in place: everything that is not edited keeps its bytes.
+"""Edits JSON text in place; all other bytes stay unchanged.
 
-Serialising again would change key order, number spelling and escapes, and with them the prompt.
-Positions come from the decoder's own scanner, so an edit applies to what a parser reads.
+Serialising a parsed body would change key order, number spelling and escapes, and with them the
+prompt. The decoder's own scanner finds the positions, so that an edit applies to the same values
+that a parser reads.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from evoke_proxy.core.request.large_json import LARGE_BYTES, cut_long_strings
 MESSAGE_LISTS = ("messages", "input")
 Path = tuple[str | int, ...]
 _SPACE = " \t\n\r"
-# Of a longer text, objects and lists are read value by value: the decoder holds the interpreter's
-# lock until the end of a value.
+# In a longer text, objects and lists are read value by value, because the decoder holds the
+# interpreter's lock until the end of a value.
 _DECODED_CHARS = 256 * 1024
 
 
@@ -30,7 +31,7 @@ class JsonSpan:
 
     Attributes:
         key: key of the member; empty for an element.
-        start: first character, that of the key for a member.
+        start: first character of the element, or of the key.
         value: first character of the value.
         end: character after the value.
     """
@@ -64,7 +65,7 @@ class JsonScanner:
             refuse_body("it does not begin with {")
         members, end = self._members(at, top=True)
         if self._space(end) != len(self._text):
-            refuse_body(f"text after its end, at {end}")
+            refuse_body(f"it has text after its end, at {end}")
         return members
 
     def elements(self, at: int) -> list[JsonSpan]:
@@ -132,7 +133,7 @@ class JsonScanner:
 
     def _member(self, start: int, top: bool) -> JsonSpan:
         if self._at(start) != '"':
-            refuse_body(f"a key must be at {start}")
+            refuse_body(f"a key is missing at {start}")
         key, at = self._value(start)
         at = self._space(self._expect(self._space(at), ":"))
         if top and self._on_message and key in MESSAGE_LISTS and self._at(at) == "[":
@@ -185,7 +186,7 @@ class JsonScanner:
 
     def _expect(self, at: int, char: str) -> int:
         if self._at(at) != char:
-            refuse_body(f"{char!r} must be at {at}")
+            refuse_body(f"{char!r} is missing at {at}")
         return at + 1
 
 
@@ -212,9 +213,9 @@ def edit_top_level(
 
     `set` maps keys to JSON texts. The value of an existing key is replaced in place, and later
     duplicates are removed; a new member is inserted after the first brace. `message_remove` names
-    members to remove from each object in the lists `messages` and `input`. `keys` are all top-level
-    keys, if known: an edit that only adds members then need not read the body. Raises RequestError
-    when `body` is not a JSON object.
+    members to remove from each object in the lists `messages` and `input`. With
+    `keys`, all top-level keys of the body, an edit that only adds members does not read the body.
+    Raises RequestError when `body` is not a JSON object.
     """
     if keys is not None and not message_remove and {*set, *remove}.isdisjoint(keys):
         return b"".join(inserted(body, set)) if set else body
@@ -232,11 +233,13 @@ def _edited(
     text = json_text(body)
     edits: list[_Edit] = []
 
-    def unmark(members: list[JsonSpan]) -> None:
+    def remove_from_message(members: list[JsonSpan]) -> None:
         unwanted = {i for i, member in enumerate(members) if member.key in message_remove}
         edits.extend(_member_edits(members, unwanted))
 
-    members = JsonScanner(text, unmark if _may_hold(text, message_remove) else None).document()
+    members = JsonScanner(
+        text, remove_from_message if _may_contain(text, message_remove) else None
+    ).document()
     edits += _member_edits(members, _unwanted(members, set, remove))
     edits += _replacements(members, set)
     edits += _insertion(text, members, set, remove)
@@ -278,8 +281,8 @@ def edit_nested(body: bytes, path: Sequence[str], set: Mapping[str, bytes]) -> b
 def prepend(body: bytes, path: Sequence[str | int], text: str, part: Mapping[str, str]) -> bytes:
     """Insert a text at the beginning of the value at a path of keys and indexes.
 
-    In a string the text is inserted, in a list the first element `part`; another value stays
-    unchanged. Raises RequestError when `body` is not a JSON object.
+    In a string `text` is inserted; in a list `part` becomes the first element. Any other value
+    stays unchanged. Raises RequestError when `body` is not a JSON object.
     """
     decoded = json_text(body)
     at = JsonScanner(decoded).find(path)
@@ -325,7 +328,7 @@ def reorder_elements(body: bytes, key: str, order: Sequence[int]) -> bytes:
     return cut.restore(_applied(text, moved).encode())
 
 
-def _may_hold(text: str, keys: Collection[str]) -> bool:
+def _may_contain(text: str, keys: Collection[str]) -> bool:
     """Whether the text may contain one of these ASCII keys, plain or with escapes."""
     return any(f'"{key}"' in text for key in keys) or _ESCAPED_ASCII.search(text) is not None
 
@@ -356,7 +359,7 @@ def _unwanted(
 
 
 def _member_edits(members: list[JsonSpan], unwanted: Collection[int]) -> list[_Edit]:
-    """Removals with the right comma: the one before, or the next when nothing before is kept."""
+    """Edits that remove members, each with the comma before it or, at the start, after it."""
     edits: list[_Edit] = []
     kept_before = False
     for i, member in enumerate(members):

@@ -1,8 +1,8 @@
-"""Parses and writes JSON, large texts in small steps between which other threads can run.
+"""Parses and writes JSON; large texts in steps between which other threads can run.
 
-A parser holds the interpreter's lock until it has read all of its text. A large text is therefore
-divided at commas into pieces. Each piece is completed to a JSON text of its own, parsed, and added
-to the result of the pieces before it. The parser and the serialiser of pieces are the caller's.
+A parser holds the interpreter's lock until it has read its complete text. A large text is therefore
+divided at commas into pieces. Each piece is completed to a valid JSON text, parsed, and added to
+the result of the earlier pieces. The caller passes the parser and the serialiser of pieces.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from evoke_proxy.errors import RequestError
 
-# Longer numbers are read as floats, because the interpreter refuses long integers.
+# Longer integers are read as floats, because the interpreter refuses them.
 _MAX_INTEGER_CHARS = 20
 # Texts of more bytes are divided into pieces of about this length.
 PIECE_BYTES = 64 * 1024
-# Deeper texts are refused, as they are by orjson.
-_DEPTH = 1024
+# Deeper texts are refused; orjson has the same limit.
+_MAX_DEPTH = 1024
 _BLANKS = b" \t\r\n"
 _QUOTE, _BACKSLASH, _COMMA = b'"'[0], b"\\"[0], b","[0]
 _OPENING, _OBJECT = b"[{", b"{"[0]
@@ -30,7 +30,7 @@ _CLOSER = {b"["[0]: b"]"[0], b"{"[0]: b"}"[0]}
 _STRUCTURAL = np.zeros(256, np.bool_)
 _STRUCTURAL[list(b'"[]{},')] = True
 # Key of the member that a piece continues; random per process, so that no client can use it.
-_OPEN = f"evoke-open-{hash('evoke-open') & (2**64 - 1):016x}"
+_CONTINUED_KEY = f"evoke-open-{hash('evoke-open') & (2**64 - 1):016x}"
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -60,10 +60,12 @@ def _integer_or_float(text: str) -> int | float:
 
 
 def refuse_body(why: str) -> NoReturn:
+    """Raise RequestError for a body that is not a JSON object; `why` is the cause."""
     raise RequestError(f"the request body is not a JSON object: {why}", "invalid_json")
 
 
 def reject_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and Infinity, which Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -163,6 +165,29 @@ def _cuts(text: bytes) -> Iterator[_Cut]:
         _follow(text, openers, (at[last + 1 :][brackets[last + 1 :]] + start).tolist())
 
 
+def escaped_positions(
+    piece: npt.NDArray[np.uint8], escaped: bool
+) -> tuple[npt.NDArray[np.int64], bool]:
+    """Positions of the bytes that an unpaired backslash precedes.
+
+    `escaped` says whether the first byte of the piece is one of them. Also returns whether the byte
+    after the piece is one.
+    """
+    slashes = np.flatnonzero(piece == _BACKSLASH)
+    if escaped:
+        slashes = slashes[slashes != 0]
+    if not len(slashes):
+        return np.zeros(int(escaped), np.int64), False
+    separate = np.diff(slashes) != 1
+    starts = slashes[np.concatenate(([True], separate))]
+    ends = slashes[np.concatenate((separate, [True]))]
+    positions = ends[(ends - starts) % 2 == 0] + 1
+    escapes_next = bool(len(positions)) and int(positions[-1]) == len(piece)
+    if escapes_next:
+        positions = positions[:-1]
+    return (np.append(positions, 0) if escaped else positions), escapes_next
+
+
 def _outside(
     piece: npt.NDArray[np.uint8], inside: bool, escaped: bool
 ) -> tuple[npt.NDArray[Any], bool, bool]:
@@ -171,19 +196,8 @@ def _outside(
     Also returns whether the byte after the piece is inside a string, and whether it is escaped.
     """
     structural = _STRUCTURAL[piece]
-    slashes = np.flatnonzero(piece == _BACKSLASH)
-    if escaped:
-        structural[0] = False
-        slashes = slashes[slashes != 0]
-    escaped = False
-    if len(slashes):
-        separate = np.diff(slashes) != 1
-        starts = slashes[np.concatenate(([True], separate))]
-        ends = slashes[np.concatenate((separate, [True]))]
-        unpaired = ends[(ends - starts) % 2 == 0] + 1
-        if len(unpaired) and int(unpaired[-1]) == len(piece):
-            escaped, unpaired = True, unpaired[:-1]
-        structural[unpaired] = False
+    positions, escaped = escaped_positions(piece, escaped)
+    structural[positions] = False
     at = np.flatnonzero(structural)
     quotes = piece[at] == _QUOTE
     within = np.logical_xor.accumulate(quotes) ^ inside
@@ -196,19 +210,19 @@ def _follow(text: bytes, openers: list[int], brackets: list[int]) -> None:
     for at in brackets:
         if text[at] in _OPENING:
             openers.append(at)
-            if len(openers) > _DEPTH:
+            if len(openers) > _MAX_DEPTH:
                 refuse_body("it is nested too deep")
         elif not openers or _CLOSER[text[openers.pop()]] != text[at]:
-            refuse_body(f"nothing is open that the bracket at {at} closes")
+            refuse_body(f"the bracket at {at} closes nothing")
 
 
 def _check(text: bytes, cut: _Cut) -> None:
-    """Refuse a comma without a value on both sides; the pieces would not reveal it."""
+    """Refuse a comma that lacks a value on a side, because parsing the pieces accepts it."""
     end = _visible_end(text, cut.at)
     before = text[end - 1 : end]
     after = text[cut.at + 1 : cut.at + 1 + 2 * PIECE_BYTES].lstrip(_BLANKS)[:1]
     if not cut.openers or before in b"[{," or after in b"]},":
-        refuse_body(f"no value is at {cut.at}")
+        refuse_body(f"a value is missing beside the comma at {cut.at}")
 
 
 def _visible_end(text: bytes, at: int) -> int:
@@ -223,7 +237,7 @@ def _completed(text: bytes, before: _Cut, cut: _Cut) -> bytes:
     for depth, at in enumerate(before.openers):
         opening.append(text[at : at + 1])
         if text[at] == _OBJECT and depth + 1 < len(before.openers):
-            opening.append(f'"{_OPEN}":'.encode())
+            opening.append(f'"{_CONTINUED_KEY}":'.encode())
     closing = bytes(_CLOSER[text[at]] for at in reversed(cut.openers))
     return b"".join([*opening, text[before.at + 1 : cut.at], closing])
 
@@ -238,7 +252,7 @@ def _extend(spine: list[Any], parsed: Any) -> None:
                 del parsed[0]
             container.extend(parsed)
         else:
-            child = parsed.pop(_OPEN, None)
+            child = parsed.pop(_CONTINUED_KEY, None)
             container.update(parsed)
         parsed = child
 

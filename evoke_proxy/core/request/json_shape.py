@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request.json_parsing import escaped_positions
 from evoke_proxy.errors import RequestError
 
 _PIECE_BYTES = 128 * 1024
-_QUOTE, _BACKSLASH, _COLON, _COMMA = b'"'[0], b"\\"[0], b":"[0], b","[0]
+_QUOTE, _COLON, _COMMA = b'"'[0], b":"[0], b","[0]
 _BLANKS = b" \t\r\n"
-# What each byte is: 0 text, else the number of its class.
+# Class of each byte; 0 for text.
 _IS_QUOTE, _IS_OPENING, _IS_CLOSING, _IS_COLON, _IS_COMMA = 1, 2, 3, 4, 5
 _CLASSES = np.zeros(256, np.uint8)
 _CLASSES[_QUOTE] = _IS_QUOTE
@@ -51,9 +52,9 @@ class Shape:
 
 
 def measure(body: bytes, limits: LimitsConfig) -> Shape:
-    """The structure of a JSON text; RequestError as soon as it exceeds a limit.
+    """Measure the structure of a JSON text; RequestError as soon as it exceeds a limit.
 
-    A text that is not JSON is measured as far as a parser could read it, and not refused.
+    Text that is not JSON is measured like JSON, and not refused.
     """
     scan = Scan(limits)
     scan.take(body)
@@ -61,7 +62,7 @@ def measure(body: bytes, limits: LimitsConfig) -> Shape:
 
 
 class Scan:
-    """Measures a JSON text of which the parts come one after the other."""
+    """Measures a JSON text that arrives in parts."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -69,13 +70,13 @@ class Scan:
         self._depth = 0
         self._in_string = False
         self._escaped = False  # whether the next byte follows an unpaired backslash
-        self._number_chars = 0  # of a number that the piece before has n_chars
-        # Members so far of the object that is open at each depth.
+        self._number_chars = 0  # length of an unfinished number at the end of the previous piece
+        # Number of members so far of the open object at each depth.
         self._keys = np.zeros(limits.json_depth + 1, np.int64)
 
     @property
     def shape(self) -> Shape:
-        """The structure of what was taken so far."""
+        """The structure of the parts so far."""
         return Shape(self.deepest, self.most_keys, self.values, self.elements)
 
     def take(self, part: bytes) -> None:
@@ -87,12 +88,12 @@ class Scan:
     def _take(self, piece: _Bytes) -> None:
         classes = _CLASSES.take(piece)
         self._clear_escaped_quotes(piece, classes)
-        at = np.flatnonzero(classes != 0)  # faster than on numbers
+        at = np.flatnonzero(classes != 0)  # comparing first is faster than flatnonzero of numbers
         kinds = classes[at]
         inside = np.logical_xor.accumulate(kinds == _IS_QUOTE)
         if self._in_string:
             inside = ~inside
-        # A quote that opens a string is inside by this count, one that closes it is not.
+        # By this count an opening quote is inside its string, and a closing quote is not.
         self._check_numbers(piece, at, inside)
         if len(at):
             self._in_string = bool(inside[-1])
@@ -102,45 +103,27 @@ class Scan:
             self._count(kinds)
 
     def _clear_escaped_quotes(self, piece: _Bytes, classes: _Bytes) -> None:
-        """Make quotes that follow an odd number of backslashes text."""
-        if self._escaped:
-            self._escaped = False
-            first_is_escaped = True
-        else:
-            first_is_escaped = False
-        slashes = np.flatnonzero(piece == _BACKSLASH)
-        if first_is_escaped:
-            if piece[0] == _BACKSLASH:
-                slashes = slashes[1:]
-            classes[0] = 0
-        if not len(slashes):
-            return
-        separate = np.diff(slashes) != 1
-        starts = slashes[np.concatenate(([True], separate))]
-        ends = slashes[np.concatenate((separate, [True]))]
-        escaped = ends[(ends - starts) % 2 == 0] + 1
-        if len(escaped) and escaped[-1] == len(piece):
-            self._escaped = True
-            escaped = escaped[:-1]
-        classes[escaped] = 0
+        """Classify escaped bytes as text."""
+        positions, self._escaped = escaped_positions(piece, self._escaped)
+        classes[positions] = 0
 
     def _check_numbers(self, piece: _Bytes, at: _Numbers, inside: npt.NDArray[np.bool_]) -> None:
-        """Refuse a long run of text outside strings: only a number can be long."""
-        most = self._limits.json_number_chars
+        """Refuse a long run of text outside strings, which can only be a number."""
+        limit = self._limits.json_number_chars
         first = int(at[0]) if len(at) else len(piece)
         if not self._in_string:
-            n_chars = _unblanked(piece[:first])
-            if self._number_chars + n_chars > most:
+            n_chars = _n_stripped(piece[:first])
+            if self._number_chars + n_chars > limit:
                 self._refuse_number()
-        gaps = np.diff(at, append=len(piece)) > most
+        gaps = np.diff(at, append=len(piece)) > limit
         for index in np.flatnonzero(gaps & ~inside).tolist():
             end = int(at[index + 1]) if index + 1 < len(at) else len(piece)
-            if _unblanked(piece[int(at[index]) + 1 : end]) > most:
+            if _n_stripped(piece[int(at[index]) + 1 : end]) > limit:
                 self._refuse_number()
         if not len(at):
-            self._number_chars += 0 if self._in_string else _unblanked(piece)
+            self._number_chars += 0 if self._in_string else _n_stripped(piece)
         else:
-            self._number_chars = 0 if inside[-1] else _unblanked(piece[int(at[-1]) + 1 :])
+            self._number_chars = 0 if inside[-1] else _n_stripped(piece[int(at[-1]) + 1 :])
 
     def _count(self, kinds: _Bytes) -> None:
         depths = np.cumsum(_STEPS[kinds]) + self._depth
@@ -166,26 +149,26 @@ class Scan:
     ) -> None:
         """Count the members of each object: the colons at its depth up to the next opening there.
 
-        Not JSON, but measured all the same: what closes more than was opened is at depth 0.
+        Surplus closing brackets, which are not JSON, stay at depth 0.
         """
-        wanted = opening | colon
-        depths = np.clip(depths[wanted], 0, None).astype(np.int16)
-        opening = opening[wanted]
+        selected = opening | colon
+        depths = np.clip(depths[selected], 0, None).astype(np.int16)
+        opening = opening[selected]
         if not len(depths):
             return
         order = np.argsort(depths, kind="stable")
         depths, opening = depths[order], opening[order]
-        another = np.concatenate(([True], depths[1:] != depths[:-1]))
-        begins = np.flatnonzero(another | opening)
-        # The opening itself is the first of its segment, but for what goes on from before.
-        counts = np.diff(begins, append=len(depths)) - opening[begins]
-        continued = ~opening[begins]
-        counts[continued] += self._keys[depths[begins[continued]]]
+        is_new_depth = np.concatenate(([True], depths[1:] != depths[:-1]))
+        starts = np.flatnonzero(is_new_depth | opening)
+        # A segment starts with its opening, except one that continues from the previous piece.
+        counts = np.diff(starts, append=len(depths)) - opening[starts]
+        continued = ~opening[starts]
+        counts[continued] += self._keys[depths[starts[continued]]]
         self.most_keys = max(self.most_keys, int(counts.max()))
         if self.most_keys > self._limits.json_keys:
             _refuse("has an object with more keys", "limits.json_keys", self._limits.json_keys)
-        last = np.concatenate((depths[begins][1:] != depths[begins][:-1], [True]))
-        self._keys[depths[begins][last]] = counts[last]
+        last = np.concatenate((depths[starts][1:] != depths[starts][:-1], [True]))
+        self._keys[depths[starts][last]] = counts[last]
 
     def _refuse_number(self) -> None:
         _refuse(
@@ -195,8 +178,8 @@ class Scan:
         )
 
 
-def _unblanked(text: _Bytes) -> int:
-    """Characters of a text without the white space at its ends."""
+def _n_stripped(text: _Bytes) -> int:
+    """Number of characters of a text without the white space at its ends."""
     return len(text.tobytes().strip(_BLANKS))
 
 

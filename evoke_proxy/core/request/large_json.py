@@ -1,7 +1,7 @@
 """Cuts long strings out of large JSON texts, so that parsing takes small steps.
 
-A parser holds the interpreter's lock until it has read all of its text. Without its long strings a
-text is small; each long string is then read piece by piece.
+A parser holds the interpreter's lock until it has read its complete text. Without its long strings
+a text is small. Each long string is then decoded in pieces.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.request.json_parsing import json_text, refuse_body
+from evoke_proxy.core.request.json_parsing import escaped_positions, json_text, refuse_body
 
 # Parsing a text of more bytes takes milliseconds.
 LARGE_BYTES = 1024 * 1024
 # Strings of more bytes are cut out.
 _LONG_BYTES = 1024
-# A string of more bytes is truncated to its two ends, of half as much each: building it takes too
-# long in one step, and no model has a context of that length.
+# A string of more bytes is truncated to its two ends, each of half this length, because building
+# the string takes too long in one step. No model has a context of that length.
 HUGE_BYTES = 8 * 1024 * 1024
 # Bytes that are searched or decoded in one step.
 _PIECE_BYTES = 256 * 1024
@@ -30,8 +30,8 @@ _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 # Bytes of an escape such as \u0041, and of one such as \n.
 _ESCAPE_BYTES, _SHORT_ESCAPE_BYTES = 6, 2
 _LOOK_BACK = 64
-# Replaces a string that was cut out. The number differs in every process; a text that contains such
-# a marker of its own is parsed uncut.
+# Replaces a string that was cut out. The number differs in every process. A text that contains a
+# marker itself is parsed uncut.
 _MARKER = f"evoke-cut-{hash('evoke-cut') & (2**64 - 1):016x}-"
 _NUMBER = re.compile("[0-9a-f]{8}")
 _MARKERS = re.compile(_MARKER.encode() + rb"([0-9a-f]{8})")
@@ -60,7 +60,7 @@ class CutText:
         return _filled(parsed, self.text, self.strings) if self.strings else parsed
 
     def restore(self, edited: bytes) -> bytes:
-        """An edited `rest` with the spelling of the strings that were cut out of it."""
+        """Put the original bytes of the long strings into an edited `rest`."""
         parts: list[bytes] = []
         at = 0
         for found in _MARKERS.finditer(edited):
@@ -70,8 +70,8 @@ class CutText:
                 parts.append(self.text[piece : min(end, piece + _PIECE_BYTES)])
             at = found.end()
         parts.append(edited[at:])
-        # `bytes.join` releases the interpreter's lock while it copies, if all of the parts are
-        # bytes. With a single memoryview among them it holds the lock for all of the copy.
+        # `bytes.join` releases the interpreter's lock while it copies only if all parts are bytes;
+        # a single memoryview among them prevents that.
         return b"".join(parts)
 
 
@@ -94,11 +94,11 @@ def cut_long_strings(text: bytes) -> CutText:
 
 
 class MarkerInText(Exception):
-    """The text contains a marker of its own, so it must be parsed uncut."""
+    """The text contains a marker itself, so it must be parsed uncut."""
 
 
 class TruncatedString(str):
-    """The two ends of a huge string; checks must not take them for the complete string."""
+    """The two ends of a huge string; a check must not treat it as the complete string."""
 
 
 def _long_strings(text: bytes) -> list[tuple[int, int]]:
@@ -126,50 +126,43 @@ def _quotes(piece: npt.NDArray[np.uint8], escaped: bool) -> tuple[npt.NDArray[An
     `escaped`: the first byte follows an unpaired backslash.
     """
     quotes = np.flatnonzero(piece == _QUOTE)
-    slashes = np.flatnonzero(piece == _BACKSLASH)
-    if escaped:
-        quotes, slashes = quotes[quotes != 0], slashes[slashes != 0]
-    if not len(slashes):
-        return quotes, False
-    separate = np.diff(slashes) != 1
-    starts = slashes[np.concatenate(([True], separate))]
-    ends = slashes[np.concatenate((separate, [True]))]
-    unpaired = ends[(ends - starts) % 2 == 0] + 1
-    escapes_next = bool(len(unpaired)) and int(unpaired[-1]) == len(piece)
-    return np.setdiff1d(quotes, unpaired, assume_unique=True), escapes_next
+    positions, escapes_next = escaped_positions(piece, escaped)
+    if len(positions):
+        quotes = np.setdiff1d(quotes, positions, assume_unique=True)
+    return quotes, escapes_next
 
 
 def _filled(found: Any, text: bytes, strings: Sequence[tuple[int, int]]) -> Any:
     """Replace the markers in a parsed text by their strings."""
-    left = set(range(len(strings)))
+    unused = set(range(len(strings)))
 
     def value(mark: str) -> str:
         number = mark[len(_MARKER) :]
         index = int(number, 16) if _NUMBER.fullmatch(number) else -1
-        if index not in left:
+        if index not in unused:
             raise MarkerInText
-        left.remove(index)
+        unused.remove(index)
         return _string(text, *strings[index])
 
     top = [found]
-    waiting: list[Any] = [top]
-    while waiting:
-        holder = waiting.pop()
-        if isinstance(holder, dict):
-            if any(key.startswith(_MARKER) for key in holder):
-                items = list(holder.items())
-                holder.clear()
+    remaining: list[Any] = [top]
+    while remaining:
+        container = remaining.pop()
+        if isinstance(container, dict):
+            if any(key.startswith(_MARKER) for key in container):
+                items = list(container.items())
+                container.clear()
                 for key, item in items:
-                    holder[value(key) if key.startswith(_MARKER) else key] = item
-            pairs: Iterator[tuple[Any, Any]] = iter(holder.items())
+                    container[value(key) if key.startswith(_MARKER) else key] = item
+            pairs: Iterator[tuple[Any, Any]] = iter(container.items())
         else:
-            pairs = iter(enumerate(holder))
+            pairs = iter(enumerate(container))
         for key, item in pairs:
             if isinstance(item, str):
                 if item.startswith(_MARKER):
-                    holder[key] = value(item)
+                    container[key] = value(item)
             elif isinstance(item, dict | list):
-                waiting.append(item)
+                remaining.append(item)
     return top[0]
 
 

@@ -1,6 +1,6 @@
-"""Makes bodies of possible next requests, to decode their common prefix ahead of time.
+"""Makes bodies of possible next requests, whose common prefix is decoded ahead of time.
 
-Bytes are edited rather than serialised again, because the template must see the client's spelling.
+The body is edited in place, because the template must see the client's spelling.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from evoke_proxy.core.request.json_parsing import json_text
 # Two dissimilar user messages: the prefix that their renderings share is safe to decode ahead. One
 # begins with a letter, the other with white space that merges with the line break before it.
 PLACEHOLDERS = ("Go on.", "\n\n 7")
-# Where in a conversation a snapshot is taken. The history up to a message of the user stays a
-# prefix of the next request; one inside a tool loop, or after an answer, may still be rewritten.
+# Kinds of boundaries at which a snapshot is taken. The history up to a message of the user stays a
+# prefix of the next request. A template may rewrite the history inside a tool loop or after an
+# answer.
 USER, STEP = "user", "step"
 _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 
 def boundary(body: bytes) -> bytes:
-    """The request without a generation prompt: history only."""
+    """The request without a generation prompt, which renders the history alone."""
     return edit_top_level(body, _NO_GENERATION, ())
 
 
@@ -56,8 +57,8 @@ def next_turns(body: bytes, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
 def snapshot_obstacle(request: ChatRequest) -> str:
     """Why no snapshot is made of a chat request; empty when one can be made.
 
-    A request that continues its last message, or sets the end of its prompt, has no boundary. State
-    made with a request's own adapters is of no use to other requests.
+    A request that continues its last message, or sets the end of its prompt, has no boundary.
+    Other requests cannot use a state that was computed with a request's own adapters.
     """
     prefilled = bool(request.messages) and request.messages[-1].role is Role.ASSISTANT
     continuation_keys = {"add_generation_prompt", "continue_final_message", "prefill_assistant"}

@@ -223,7 +223,7 @@ def _response_item(item: Mapping[str, Any]) -> Message:
 
 
 def _joined(assistant_run: Sequence[Message]) -> Sequence[Message]:
-    """Join successive messages into one; an empty assistant_run stays empty."""
+    """Join successive messages into one; an empty list stays empty."""
     if len(assistant_run) < 2:
         return assistant_run
     joined = replace(

@@ -1,7 +1,7 @@
 """Normalises the start of prompts, so that meaningless changes do not invalidate the KV cache.
 
-This is opt-in, because the model then reads something else than the client sent. There are three
-transformations of the bytes of a chat request; all other bytes stay unchanged.
+Normalising is opt-in, because the model then reads text that the client did not send. Three
+transformations change bytes of a chat request; all other bytes stay unchanged.
 
 * `billing`: removes from the system prompt each `x-anthropic-billing-header:` at the start of a
   line, with its `name=value;` pairs and the line break after them.
@@ -12,7 +12,7 @@ transformations of the bytes of a chat request; all other bytes stay unchanged.
 The system prompt is, in a chat, the leading messages of the role system or developer; in responses,
 `instructions` and such leading items of `input`; in messages, `system`.
 
-`billing` and `dates` apply to the first MOST_TEXTS texts of a system prompt, and there to the first
+`billing` and `dates` apply to the first MAX_TEXTS texts of a system prompt, and there to the first
 and last EDGE_LINES lines within the first and last EDGE_CHARS characters.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 from evoke_proxy.core.request.json_edit import reorder_elements, replaced
 from evoke_proxy.core.tenants.fair_share import first_of_largest
 
-BILLING, DATES, TOOLS = WHAT = ("billing", "dates", "tools")
+BILLING, DATES, TOOLS = NORMALISATIONS = ("billing", "dates", "tools")
 _BILLING = re.compile(r"^x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*\n?", re.M)
 _NAMED = re.compile(
     r"\b(?:(?:mon|tues|wednes|thurs|fri|satur|sun)day|mon|tue|wed|thu|fri|sat|sun"
@@ -39,9 +39,9 @@ _DATED = re.compile(r"\b\d{4}-\d{2}-\d{2}\b|\b\d{1,2}:\d{2}\b")
 _WORD_OF_TIME = re.compile(r"\b(?:date|time|today|now)\b", re.IGNORECASE)
 _DIGIT = re.compile(r"\d")
 _SYSTEM = ("system", "developer")
-_KEPT = 256
+_MAX_PROMPTS = 256
 # Limits of what is searched, so that it blocks the event loop for a few milliseconds at most.
-MOST_TEXTS, EDGE_CHARS, EDGE_LINES = 4, 8192, 200
+MAX_TEXTS, EDGE_CHARS, EDGE_LINES = 4, 8192, 200
 # Characters of a piece when a long text is encoded.
 _PIECE_CHARS = 64 * 1024
 Path = tuple[str | int, ...]
@@ -86,19 +86,20 @@ def edges(text: str) -> tuple[str, str, str]:
 
 
 class DateFreezer:
-    """Keeps the dates in system prompts as they were first seen.
+    """Keeps the dates of a system prompt as they were in its first request.
 
-    It remembers a limited number of prompts; the least recently used one of the tenant that has
-    most is forgotten first.
+    It stores a limited number of prompts. When it is full, the tenant with most prompts loses its
+    least recently used one.
     """
 
     def __init__(self) -> None:
         self._first: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
 
-    def stopped(self, text: str, tenant: str, now: float, hours: float) -> str:
-        """The system prompt with its dated lines as first seen.
+    def freeze(self, text: str, tenant: str, now: float, hours: float) -> str:
+        """Return the system prompt with its dated lines as first seen.
 
-        After `hours` the current dates are taken over.
+        `now` is the current time in seconds of a monotonic clock. After `hours` the current dates
+        replace the stored ones.
         """
         head, middle, tail = edges(text)
         same = _undated(head) + middle + _undated(tail)
@@ -108,7 +109,7 @@ class DateFreezer:
         if now - since >= hours * 3600:
             first, since = text, now
         self._first[tenant, same] = first, since
-        while len(self._first) > _KEPT:
+        while len(self._first) > _MAX_PROMPTS:
             surplus = first_of_largest(self._first, lambda key: key[0])
             if surplus is None:
                 break
@@ -139,10 +140,10 @@ def system_texts(body: Mapping[str, Any], dialect: str) -> Iterator[tuple[Path, 
 
 def with_texts(body: bytes, texts: Mapping[Path, str]) -> bytes:
     """Replace the texts at these paths of a body."""
-    return replaced(body, {path: _spelled(text) for path, text in texts.items()})
+    return replaced(body, {path: _encoded(text) for path, text in texts.items()})
 
 
-def _spelled(text: str) -> str:
+def _encoded(text: str) -> str:
     pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
     return '"' + "".join(json.dumps(piece)[1:-1] for piece in pieces) + '"'
 

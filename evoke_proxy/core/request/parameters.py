@@ -1,7 +1,7 @@
 """Bounds the parameters of a request that size allocations, loops or recursion in llama-server.
 
-Each bound stands for something that was seen in llama-server: a crash, gigabytes of memory, or a
-main loop that is busy for minutes. Everything else is llama-server's own to refuse.
+Each bound prevents an observed failure of llama-server: a crash, gigabytes of memory, or a main
+loop that is busy for minutes. llama-server refuses other invalid parameters itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evoke_proxy.errors import RequestError
 
 # Two buffers of this many entries are allocated for each sampler.
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
-# For every generated token, so many probabilities with their texts are kept.
+# For each generated token, this many probabilities with their texts are kept.
 _PROBABILITIES = ("n_probs", "logprobs", "top_logprobs")
 # Each entry costs a sampler with its buffers, a walk over the vocabulary, or a compiled pattern.
 _COSTLY_LISTS = (
@@ -31,14 +31,14 @@ _LISTS = ("stop", "logit_bias", "preserved_tokens", "response_fields")
 # Each entry is a message of a conversation, or a task of its own.
 _BATCHES = ("messages", "input", "prompt", "content", "documents", "texts", "input_extra", "query")
 _SCHEMAS = ("json_schema", "response_format", "tools", "functions", "text")
-# How often the members of one object may be in all schemas of a request together.
+# All schemas of a request together may have this many times the members of one object.
 _SCHEMA_OBJECTS = 32
-# llama-server reads this one from its own answer to a template, and runs it as a program.
+# llama-server expects this from its own template rendering, and executes it as a program.
 _INTERNAL = ("chat_parser",)
 _TRIGGER_CHARS = 256
 _TRIGGER_PATTERNS = (2, 3)
 _OPENING, _CLOSING = b"("[0], b")"[0]
-# What of a grammar cannot open a group; each alternative also matches what has no end.
+# Parts of a grammar that cannot open a group; each alternative also matches an unterminated part.
 _NOT_NESTING = re.compile(
     rb'"(?:[^"\\]|\\.)*+"?|\[(?:[^\]\\]|\\.)*+\]?|<[^>]*+>?|#[^\n]*+', re.DOTALL
 )
@@ -84,9 +84,9 @@ def check_grammar(grammar: bytes, limits: LimitsConfig) -> None:
 
 
 def nesting(grammar: bytes) -> int:
-    """How deep the parentheses of a grammar are inside each other at most.
+    """Maximum nesting depth of the parentheses of a grammar.
 
-    Those in literals, character classes, names of tokens and comments are not counted. One that
+    Parentheses in literals, character classes, names of tokens and comments do not count. One that
     closes nothing is ignored.
     """
     data = np.frombuffer(_NOT_NESTING.sub(b"", grammar), np.uint8)
@@ -98,30 +98,32 @@ def nesting(grammar: bytes) -> int:
     return int((depths - lowest).max())
 
 
-def _check_number(body: Mapping[str, Any], name: str, most: int, setting: str) -> None:
+def _check_number(body: Mapping[str, Any], name: str, limit: int, setting: str) -> None:
     value = body.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
-    # llama-server cuts whole numbers to 32 bits, so one far below zero may become a large one.
-    if value > most or value < -(2**31):
-        _refuse(f"{name} is {value!s:.40}; {setting} allows at most {most}")
+    # llama-server cuts integers to 32 bits, which may turn a very negative one into a large one.
+    if value > limit or value < -(2**31):
+        _refuse(f"{name} is {value!s:.40}; {setting} allows at most {limit}")
 
 
-def _check_count(body: Mapping[str, Any], name: str, most: int, setting: str) -> None:
+def _check_count(body: Mapping[str, Any], name: str, limit: int, setting: str) -> None:
     value = body.get(name)
-    # A text names one sampler with each of its characters; of the others it is a single entry.
+    # In `samplers`, each character of a text names a sampler. Elsewhere a text is a single entry.
     counted = list | dict | str if name == "samplers" else list | dict
-    if isinstance(value, counted) and len(value) > most:
-        _refuse(f"{name} has {len(value)} entries; {setting} allows {most}")
+    if isinstance(value, counted) and len(value) > limit:
+        _refuse(f"{name} has {len(value)} entries; {setting} allows {limit}")
 
 
-def _check_batch(body: Mapping[str, Any], name: str, most: int) -> None:
+def _check_batch(body: Mapping[str, Any], name: str, limit: int) -> None:
     value = body.get(name)
-    if not isinstance(value, list) or len(value) <= most:
+    if not isinstance(value, list) or len(value) <= limit:
         return
-    count = len(value) - sum(type(entry) is int for entry in value)  # those are tokens of a prompt
-    if count > most:
-        _refuse(f"{name} has {count} entries; limits.messages allows {most}")
+    count = len(value) - sum(
+        type(entry) is int for entry in value
+    )  # integers are tokens of a prompt
+    if count > limit:
+        _refuse(f"{name} has {count} entries; limits.messages allows {limit}")
 
 
 def _check_triggers(triggers: object) -> None:
@@ -129,7 +131,7 @@ def _check_triggers(triggers: object) -> None:
         if not isinstance(trigger, dict):
             continue
         kind, value = trigger.get("type"), trigger.get("value")
-        # llama-server converts any number, and true, to a whole number.
+        # llama-server converts any number, and true, to an integer.
         if isinstance(kind, int | float) and any(n <= kind < n + 1 for n in _TRIGGER_PATTERNS):
             _refuse("grammar_triggers that are patterns are not accepted; name words or tokens")
         if isinstance(value, str) and len(value) > _TRIGGER_CHARS:
@@ -144,7 +146,7 @@ def _check_grammar(grammar: object, limits: LimitsConfig) -> None:
 
 
 def _check_arguments(body: Mapping[str, Any], limits: LimitsConfig) -> None:
-    """Limit the arguments of tool calls, which are JSON inside a text: templates parse them."""
+    """Limit the arguments of tool calls, which are JSON inside a text that templates parse."""
     messages, items = body.get("messages"), body.get("input")
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
@@ -162,7 +164,7 @@ def _check_json_text(text: object, limits: LimitsConfig) -> None:
         return
     if isinstance(text, TruncatedString):
         _refuse(f"arguments of a tool call have more than {HUGE_BYTES} bytes; shorten them")
-    # Most are short and flat: nothing can exceed a limit without so many characters.
+    # Most texts are short and flat: without this many brackets or colons none exceeds a limit.
     if (
         text.count("{") + text.count("[") <= limits.json_depth
         and text.count(":") <= limits.json_keys
@@ -173,10 +175,10 @@ def _check_json_text(text: object, limits: LimitsConfig) -> None:
 
 def _check_schemas(body: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Limit the objects of JSON schemas: their grammars grow with the cube of the properties."""
-    waiting = [body[name] for name in _SCHEMAS if name in body]
+    remaining = [body[name] for name in _SCHEMAS if name in body]
     total = 0
-    while waiting:
-        value = waiting.pop()
+    while remaining:
+        value = remaining.pop()
         if isinstance(value, dict):
             total += len(value)
             if len(value) > limits.schema_keys or total > _SCHEMA_OBJECTS * limits.schema_keys:
@@ -184,9 +186,9 @@ def _check_schemas(body: Mapping[str, Any], limits: LimitsConfig) -> None:
                     "a JSON schema or the tools have more keys than limits.schema_keys allows"
                     f" ({limits.schema_keys} in one object)"
                 )
-            waiting.extend(value.values())
+            remaining.extend(value.values())
         elif isinstance(value, list):
-            waiting.extend(value)
+            remaining.extend(value)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -39,11 +39,11 @@ def check_target(target: str, limit: int = MAX_LINE_BYTES) -> None:
 
 
 def check_headers(
-    headers: Mapping[str, str], limit: int = MAX_LINE_BYTES, most: int = MAX_HEADERS
+    headers: Mapping[str, str], limit: int = MAX_LINE_BYTES, max_headers: int = MAX_HEADERS
 ) -> None:
     """Raise RequestError when there are too many headers, or one is too long or malformed."""
-    if len(headers) > most:
-        raise too_many_headers(most)
+    if len(headers) > max_headers:
+        raise too_many_headers(max_headers)
     if _all_plain(headers, limit):
         return
     for name, value in headers.items():
@@ -60,7 +60,7 @@ def check_head(method: str, target: str, headers: Mapping[str, str], chunked: bo
     check_method(method)
     check_target(target)
     added = 1 + (1 if chunked else 0)  # Host, Transfer-Encoding
-    check_headers(headers, most=MAX_HEADERS - added)
+    check_headers(headers, max_headers=MAX_HEADERS - added)
 
 
 def malformed_header(headers: Mapping[str, str]) -> str | None:
@@ -81,13 +81,15 @@ def header_too_long(limit: int) -> RequestError:
     return RequestError(f"a header line is over {limit} bytes", "headers_too_large", 431)
 
 
-def too_many_headers(most: int) -> RequestError:
-    """The refusal of a request with more than `most` headers."""
-    return RequestError(f"the request has more than {most} headers", "headers_too_large", 431)
+def too_many_headers(max_headers: int) -> RequestError:
+    """The refusal of a request with more than `max_headers` headers."""
+    return RequestError(
+        f"the request has more than {max_headers} headers", "headers_too_large", 431
+    )
 
 
 def _all_plain(headers: Mapping[str, str], limit: int) -> bool:
-    """Whether headers are short, ASCII and well formed: a fast check that most headers pass."""
+    """Whether headers are short, ASCII and well formed: a fast check that most requests pass."""
     names, values = list(headers.keys()), list(headers.values())
     text = "".join(values)
     return (

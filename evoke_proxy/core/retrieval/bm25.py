@@ -1,7 +1,7 @@
 """BM25 over the blocks of one session: terms, an inverted index, and phrases of the query.
 
-Document frequencies are those of the session itself, so that a word that stands in most blocks
-weighs next to nothing.
+Document frequencies are those of the session, so that a word that most blocks contain has almost
+no weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _B = 0.75
 _FUNCTION_WORD_WEIGHT = 0.1
 # A term with a larger document frequency than this share is not expanded to similar terms.
 _MAX_EXPANDED_SHARE = 0.05
-# A term in a larger share of at least so many documents is not informative.
+# In a session of at least _MIN_DOCUMENTS, a term with a larger document frequency is not
+# informative.
 _MAX_INFORMATIVE_SHARE = 0.5
 _MIN_DOCUMENTS = 64
 
@@ -34,8 +35,8 @@ _CAMEL_CASE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Scripts without spaces between words: Thai, kana, Han, Hangul.
 _UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{2,}")
 
-# English words that say how something is asked rather than what is asked for. Their counterparts
-# in other languages are recognized by their document frequency, which takes a longer session.
+# English words that structure a question and do not name its subject. Those of other languages are
+# recognized by their document frequency, which requires a longer session.
 FUNCTION_WORDS = frozenset(
     """
     a about after again all also am an and any are as at be been before being but by can could did
@@ -47,9 +48,9 @@ FUNCTION_WORDS = frozenset(
     """.split()
 )
 
-# Evidence for a block loses this share where none of the query's phrases stands in it. The pairs
-# are the ordered ones of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
-# (2005). They add a tenth; here the scores also compete with recency.
+# The score of a block that contains none of the query's phrases is reduced by this share. Phrases
+# are the ordered pairs of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
+# (2005). Their weight for pairs is a tenth; here the scores also compete with recency.
 _PHRASE_SHARE = 0.35
 WITHOUT_PHRASE = 1.0 - _PHRASE_SHARE
 
@@ -90,7 +91,7 @@ def _camel_case_parts(word: str) -> list[str]:
 def query_phrases(text: str, informative: Collection[str]) -> tuple[str, ...]:
     """Return the pairs of neighbouring words that contain an informative term, in lower case.
 
-    "My street" is not "a street near my house", though both texts have the same words.
+    They distinguish "my street" from "a street near my house", which has the same words.
     """
     words = WORD.findall(text.lower())
     pairs = zip(words, words[1:], strict=False)
@@ -104,14 +105,14 @@ def phrase_text(text: str) -> str:
 
 
 def phrase_weights(counts: FloatArray) -> FloatArray:
-    """Return a factor for each document, given how many of the phrases it has.
+    """Return a factor [n] for each document from the number of phrases in it.
 
-    The factor is 1 for the documents with most phrases, and 1 everywhere when there are none.
+    The factor is 1 for the documents with the most phrases, and 1 for all when none has any.
     """
-    most = counts.max(initial=0.0)
-    if most <= 0:
+    limit = counts.max(initial=0.0)
+    if limit <= 0:
         return np.ones(len(counts))
-    weights: FloatArray = 1.0 - _PHRASE_SHARE * (1.0 - counts / most)
+    weights: FloatArray = 1.0 - _PHRASE_SHARE * (1.0 - counts / limit)
     return weights
 
 
@@ -133,7 +134,7 @@ class Evidence:
 
 
 class InvertedIndex:
-    """InvertedIndex of numbered documents.
+    """An inverted index of numbered documents.
 
     Documents are numbered from 0 in the order they are added and are never removed; `set_active`
     chooses those that searches and statistics see.
@@ -141,7 +142,7 @@ class InvertedIndex:
 
     def __init__(self) -> None:
         self._lengths = array("d")
-        # Of each term: numbers of the documents that contain it, and how often each does.
+        # For each term: numbers of the documents that contain it, and its count in each.
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._fuzzy_terms = FuzzyTerms()
         self._active: Mask = np.zeros(0, np.bool_)
@@ -179,16 +180,16 @@ class InvertedIndex:
         return self._evidence(term, *self._active_postings(term))
 
     def fuzzy_evidence(self, exact: Mapping[str, Evidence]) -> dict[str, Evidence]:
-        """Return the evidence of each term together with the terms that are similar to it.
+        """Return the evidence of each term and its similar terms together.
 
-        Given the exact evidence of the terms; where a term has no similar ones, or is too frequent
-        to be expanded, the result holds the very same object.
+        `exact` is the exact evidence of the terms. For a term without similar terms, or too
+        frequent to be expanded, the result contains the same object.
         """
-        most = max(1.0, _MAX_EXPANDED_SHARE * self._n_active)
+        limit = max(1.0, _MAX_EXPANDED_SHARE * self._n_active)
         rare = [
             term
             for term, evidence in exact.items()
-            if len(evidence.documents) <= most and term not in FUNCTION_WORDS
+            if len(evidence.documents) <= limit and term not in FUNCTION_WORDS
         ]
         expansions = zip(rare, self._fuzzy_terms.similar(rare), strict=True)
         return {
@@ -197,7 +198,7 @@ class InvertedIndex:
         }
 
     def _expanded(self, term: str, similar: Sequence[tuple[str, float]]) -> Evidence:
-        """Return the evidence of a term together with similar ones, given with their similarity."""
+        """Return the evidence of a term and of (term, similarity) pairs."""
         postings = [self._active_postings(term)]
         for other, similarity in similar:
             documents, counts = self._active_postings(other)
@@ -211,7 +212,7 @@ class InvertedIndex:
     def informative_terms(self, text: str) -> list[str]:
         """Return the terms of a text to search for, each once.
 
-        Function words and terms that most documents contain are taken only when there are no
+        Function words and terms that most documents contain are included only when there are no
         others.
         """
         terms = list(dict.fromkeys(terms_of(text)))
@@ -220,14 +221,14 @@ class InvertedIndex:
         return rare or content or terms
 
     def _document_share(self, term: str) -> float:
-        """Return at most which share of the documents has a term; 0 for few documents."""
+        """Return an upper bound of a term's document share; 0 in a session of few documents."""
         postings = self._postings.get(term)
         if not postings or self._n_active < _MIN_DOCUMENTS:
             return 0.0
         return len(postings[0]) / self._n_active
 
     def _active_postings(self, term: str) -> tuple[Positions, FloatArray]:
-        """Return the active documents with a term, and how often each contains it."""
+        """Return the active documents with a term, and its count in each."""
         postings = self._postings.get(term)
         if postings is None:
             return np.zeros(0, np.int64), np.zeros(0)

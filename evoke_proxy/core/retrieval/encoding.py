@@ -1,6 +1,6 @@
-"""How to run a text encoder, and how its output becomes vectors of unit length.
+"""Reads how to run a text encoder, and pools its output to vectors of unit length.
 
-A directory may contain the files of sentence-transformers; the configuration overrides them.
+The directory may contain files of sentence-transformers; the configuration overrides them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Vectors = npt.NDArray[np.float32]
 POOLING_FILE = "1_Pooling/config.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 MODULES_FILE = "modules.json"
-# Files with the key in each that limits the length of a text.
+# The key that limits the length of a text, by file.
 LENGTHS = {
     "sentence_bert_config.json": "max_seq_length",
     "tokenizer_config.json": "model_max_length",
@@ -37,11 +37,11 @@ _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a text becomes a vector.
+    """Settings that convert a text to a vector.
 
     Attributes:
         pooling: `cls` or `mean`.
-        max_tokens: Longer texts are cut.
+        max_tokens: Maximum length of a text; longer texts are cut.
         query_instruction: Text before a query.
         document_instruction: Text before a document.
     """
@@ -53,10 +53,10 @@ class Recipe:
 
 
 def recipe(files: Mapping[str, Any], config: EmbedderConfig) -> Recipe:
-    """Return the recipe that the parsed JSON `files` of a directory, by path, and `config` give.
+    """Return the recipe of an encoder.
 
-    ConfigError when the directory needs a step that the proxy does not run: the vectors would be
-    wrong without any sign of it.
+    `files` maps paths in its directory to parsed JSON; `config` overrides them. ConfigError when
+    the encoder needs a step that the proxy does not run, because its vectors would be wrong.
     """
     _check_modules(files.get(MODULES_FILE))
     pooling = config.pooling or _pooling(_mapping(files, POOLING_FILE))
@@ -96,13 +96,13 @@ def _check_modules(modules: object) -> None:
         kind = str(module.get("type")) if isinstance(module, dict) else ""
         if kind.rsplit(".", 1)[-1] not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
-                f"embedder.directory: {MODULES_FILE} wants {kind} after the encoder, which the"
-                " proxy does not run; take an encoder without it"
+                f"embedder.directory: {MODULES_FILE} needs {kind} after the encoder, which the"
+                " proxy does not run; use an encoder without it"
             )
 
 
 def _pooling(file: Mapping[str, Any]) -> str:
-    """Return the pooling of a file in its old form (a flag each) or its new one (a name)."""
+    """Return the pooling of a file in the old form (flags) or the new form (a name)."""
     flags = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
     named = file.get("pooling_mode")
     wanted = {str(name) for name in (named if isinstance(named, list) else [named]) if name}
@@ -113,14 +113,14 @@ def _pooling(file: Mapping[str, Any]) -> str:
     }
     if not wanted <= set(POOLINGS) or len(wanted) > 1:
         raise ConfigError(
-            f"embedder.directory: {POOLING_FILE} wants pooling {' and '.join(sorted(wanted))};"
+            f"embedder.directory: {POOLING_FILE} needs pooling {' and '.join(sorted(wanted))};"
             f" the proxy has {' or '.join(POOLINGS)} (embedder.pooling overrides the file)"
         )
     return next(iter(wanted), "cls")
 
 
 def _prompts(found: object) -> dict[str, str]:
-    """Return prompts by name, without empty ones, which are written for every model."""
+    """Return prompts by name, without empty ones, which the library writes for every model."""
     pairs = found.items() if isinstance(found, dict) else ()
     return {str(name): text for name, text in pairs if isinstance(text, str) and text}
 

@@ -1,7 +1,7 @@
-"""Finds terms with similar spelling by character n-grams: inflections, typing errors, fragments.
+"""Finds terms of similar spelling by character n-grams: inflections, typing errors, fragments.
 
-The n-grams are those of the distinct terms of a session, not of its blocks: a term that stands in a
-hundred blocks is indexed once.
+The index contains the n-grams of the distinct terms of a session, not of its blocks: a term that a
+hundred blocks contain is indexed once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from evoke_proxy.core.model.block_table import FloatArray, Positions
 
 _MIN_CHARS = 4
 _MAX_CHARS = 40
-# An n-gram that a larger share of the terms contain does not tell them apart; it is not counted
-# once more than _ALWAYS_COUNTED terms contain it.
+# An n-gram that a larger share of the terms contains does not distinguish them. It is ignored when
+# more than _ALWAYS_COUNTED terms contain it.
 _MAX_SHARE = 0.05
 _ALWAYS_COUNTED = 64
 _MAX_CANDIDATES = 10
@@ -36,8 +36,8 @@ class _SharedTrigrams:
     Attributes:
         queries: [p] index of the query term of each pair, ascending.
         terms: [p] number of the indexed term of each pair.
-        shared: [p] how many trigrams the two share.
-        query_sizes: [q] how many trigrams each query term has.
+        shared: [p] number of trigrams that the two share.
+        query_sizes: [q] number of trigrams of each query term.
     """
 
     queries: Positions
@@ -51,7 +51,7 @@ class FuzzyTerms:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        # How many trigrams each term has, and of each trigram the numbers of the terms with it.
+        # The number of trigrams of each term, and the numbers of the terms with each trigram.
         self._sizes = array("q")
         self._postings: dict[str, array[int]] = {}
 
@@ -85,8 +85,8 @@ class FuzzyTerms:
     def _candidates(self, queries: Sequence[str]) -> list[list[str]]:
         """Return for each query term the 10 indexed terms whose trigrams overlap most with its own.
 
-        All queries are ranked in one pass: each array operation costs about as much for one query
-        as for all of them.
+        All queries are ranked in one pass, because an array operation costs about the same for one
+        query as for all.
         """
         pairs = self._shared_trigrams(queries)
         sizes = (
@@ -113,12 +113,12 @@ class FuzzyTerms:
 
         Trigrams that too many terms contain are not counted.
         """
-        most = max(_ALWAYS_COUNTED, int(_MAX_SHARE * len(self._terms)))
+        limit = max(_ALWAYS_COUNTED, int(_MAX_SHARE * len(self._terms)))
         query_sizes, matches, n_matches = [], array("q"), []
         for query in queries:
             before, trigrams = len(matches), _trigrams(query)
             for trigram in trigrams & self._postings.keys():
-                if len(self._postings[trigram]) <= most:
+                if len(self._postings[trigram]) <= limit:
                     matches.extend(self._postings[trigram])
             query_sizes.append(len(trigrams))
             n_matches.append(len(matches) - before)
@@ -135,7 +135,7 @@ class FuzzyTerms:
 
 
 def comparable(term: str) -> bool:
-    """Return whether a similar spelling may mean the same; never for a number."""
+    """Return whether similar spellings of a term may mean the same; false for a number."""
     return _MIN_CHARS <= len(term) <= _MAX_CHARS and term.isalnum() and not term.isdigit()
 
 
@@ -152,7 +152,7 @@ def _trigrams(term: str) -> set[str]:
 def _similarity(query: str, term: str, query_bigrams: set[str]) -> float:
     """Return Dice's coefficient of two terms, at least _CONTAINMENT when one contains the other.
 
-    Codes with digits are similar only by containment: another digit makes another code.
+    Codes with digits are similar only by containment, because another digit is another code.
     """
     dice = 0.0
     if (query + term).isalpha():

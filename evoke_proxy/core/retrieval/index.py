@@ -39,11 +39,11 @@ _HALF_RANK = 24
 _CONTEXT_WEIGHT = 0.5
 # Weight of similar terms beside exact ones.
 _FUZZY_WEIGHT = 0.9
-# Score of a block that the query mentions by name: above everything that terms and vectors reach.
+# Score of a block that the query mentions by name: more than any score of terms and vectors.
 _MENTION = 2.0
-# Share of a block's score that a neighbour gets when a fact is cut in two between them: when a
-# term of the query stands in the block, and when none does.
-_NEIGHBOUR, _NEIGHBOUR_UNSEEN = 0.75, 0.4
+# Share of a block's score that a neighbour gets when a block boundary divides a sentence: when the
+# block contains a term of the query, and when it contains none.
+_NEIGHBOUR, _NEIGHBOUR_WITHOUT_TERM = 0.75, 0.4
 # Only the neighbours of this many best blocks are considered.
 _MAX_NEIGHBOURED = 32
 # A term in a larger share of the blocks does not locate the fact in a block's text.
@@ -54,19 +54,20 @@ _MAX_PHRASE_SEARCHES = 48
 # Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
 # Learning Methods" (2009).
 _RRF_K = 60
-# Ranks below this never fit a budget.
+# Blocks at lower ranks never fit a budget.
 _MAX_RANK = 128
 # Blocks with at least this share of the best evidence compete with it; a budget has room for few.
 _COMPETING_SHARE, _FEW_BLOCKS = 0.75, 4
-# For this share of paraphrased questions the block is among the few that an encoder ranks first
-# (bench.retrieval), so a ranking by meaning alone is never more certain.
+# Upper limit of the confidence in a ranking by vectors alone: the share of paraphrased questions
+# whose block is among the few that an encoder ranks first (bench.retrieval).
 _VECTOR_CERTAINTY = 0.8
 
-# A name of a larger share of the blocks, and of more than so many, is that of a tool in wide use.
+# A name that a larger share of the blocks has, and more than _MIN_NAMED_BLOCKS, is that of a common
+# tool and is ignored.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
 
-# The text of a block reaches this many characters into its neighbours', since the position of a
-# token in the text of its message is only estimated.
+# The text of a block may overlap its neighbours' by this many characters, because the position of a
+# token in the text of its message is an estimate.
 _OVERLAP_CHARS = 80
 _FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
 _SENTENCE_MARKS = ".!?;" + _FULL_WIDTH_MARKS
@@ -75,11 +76,11 @@ _SENTENCE_END = re.compile(r"[.!?;]\s|[\n。！？]")  # noqa: RUF001
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClauseRanking:
-    """How one clause of a query ranks the blocks.
+    """Ranking of the blocks by one clause of a query.
 
     Attributes:
         order: Indexes of the ranked blocks, best first.
-        evidence: [n] evidence for each block; above 1 it counts as 1.
+        evidence: [n] evidence for each block; values above 1 count as 1.
         weight: Factor of the evidence beside that of other clauses.
         lexical: [n] evidence without vectors; None where no vectors contributed.
     """
@@ -105,7 +106,7 @@ class _QueryContext:
         first_new: Index of the first block of the query's own turn.
         max_phrase_searches: How many texts each clause may search for phrases.
         clause_terms: The informative terms of each clause.
-        term_evidence: Of each term its exact evidence, and that together with similar terms.
+        term_evidence: The exact evidence of each term, and that with its similar terms.
     """
 
     first_new: int
@@ -117,8 +118,8 @@ class _QueryContext:
 class Index:
     """The blocks of one session, searchable by terms, similar terms, vectors and names.
 
-    Mutable and owned by its session. A block's label always stands for the same text. `signals`
-    restricts the ranking to some of SIGNALS, to measure what each contributes.
+    Mutable and owned by its session. A label always refers to the same text. `signals` restricts
+    the ranking to some of SIGNALS, to measure the contribution of each.
     """
 
     def __init__(self, signals: Collection[str] = SIGNALS) -> None:
@@ -133,7 +134,7 @@ class Index:
         self._inverted = InvertedIndex()
         # By document number: the text to search for phrases, and whether its end is cut off.
         self._phrase_texts: list[str] = []
-        self._open_ended = array("b")
+        self._ends_inside_sentence = array("b")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -148,9 +149,9 @@ class Index:
     ) -> FloatArray:
         """Return the relevance [n] of each block to a query, in [0, 1]; all 0 without a match.
 
-        Blocks from index `first_new` on belong to the query's own turn and contain all its words:
-        they are ranked among themselves. `model_relevance` [n], in [0, 1], is what the model itself
-        attends to; it counts as one more ranking. The index is first updated to these blocks.
+        Blocks from index `first_new` on belong to the query's own turn and contain all its words,
+        so they are ranked separately. `model_relevance` [n], in [0, 1], is the relevance by the
+        model's attention; it counts as one more ranking. Updates the index to these blocks first.
         """
         self.update(blocks)
         first_new = len(blocks) if first_new is None else first_new
@@ -170,7 +171,7 @@ class Index:
     def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
         """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
 
-        That of the least confident clause; 0 for a query without clauses.
+        The minimum over the clauses; 0 for a query without clauses.
         """
         self.update(blocks)
         context = _QueryContext(first_new, _MAX_PHRASE_SEARCHES // max(1, len(query.clauses)))
@@ -179,7 +180,7 @@ class Index:
         return min((ranking.confidence(first_new) for ranking in rankings), default=0.0)
 
     def named(self, name: str, blocks: BlockTable, first_new: int) -> Positions:
-        """Return the ascending indexes of the blocks before `first_new` that carry a name."""
+        """Return the ascending indexes of the blocks before `first_new` that have a name."""
         self.update(blocks)
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
@@ -221,11 +222,11 @@ class Index:
                 self._vectors.put(document, new[self._blocks[i].label])
 
     def update(self, blocks: BlockTable) -> None:
-        """Make the index contain exactly these blocks; known ones keep their vectors."""
+        """Make the index contain exactly these blocks; indexed blocks keep their vectors."""
         if self._blocks.same_blocks(blocks):
             return
-        n_dead = len(self._inverted) - len(self._blocks)
-        if n_dead > max(_COMPACT_ABOVE, len(self._blocks)):
+        n_removed = len(self._inverted) - len(self._blocks)
+        if n_removed > max(_COMPACT_ABOVE, len(self._blocks)):
             self._compact()
         same = shared_labels(self._blocks, blocks)
         if not same == len(self._blocks) == len(blocks):
@@ -252,7 +253,7 @@ class Index:
         """Add a block as a new document and return the document's number."""
         document = self._inverted.add(block.text)
         self._phrase_texts.append(phrase_text(block.text))
-        self._open_ended.append(not ends_sentence(block.text))
+        self._ends_inside_sentence.append(not ends_sentence(block.text))
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -283,8 +284,8 @@ class Index:
     ) -> ClauseRanking:
         """Fuse the signals of one clause: evidence weighted by its reciprocal rank, summed.
 
-        Ranks alone do not serve: the first of a signal without a match would count as much as the
-        first of a certain one. Terms and similar terms are one opinion, not two.
+        Ranks alone are not enough: the best block of a signal without a match would count as much
+        as that of a certain match. Terms and similar terms count as one signal.
         """
         lexical = self._lexical_scores(text, context)
         mentions = np.zeros(len(lexical))
@@ -318,7 +319,7 @@ class Index:
         """Reduce the scores of blocks without the query's phrases, if any block has one."""
         best = top_ranked(scores, context.max_phrase_searches).tolist()
         best = [i for i in best if i < context.first_new]
-        # A block that stays behind the best one even with all phrases need not be searched.
+        # A block that cannot exceed the best one even with all phrases is not searched.
         best = [i for i in best if scores[i] >= WITHOUT_PHRASE * scores[best[0]]]
         texts = [self._phrase_texts[document] for document in self._documents[best].tolist()]
         counts = [sum(phrase in text for phrase in phrases) for text in texts]
@@ -338,17 +339,18 @@ class Index:
         context.term_evidence.update((term, (exact[term], fuzzy[term])) for term in terms)
 
     def _mentions(self, text: str, first_new: int) -> FloatArray:
-        """Return for each block [n] how late it is among the blocks whose name a text mentions.
+        """Return the rank of each block [n], by age, among the blocks whose name a text mentions.
 
-        0 where the text has none of a block's names, else from 1 up: of several readings of one
-        file, the latest is valid. Blocks from `first_new` on count as the earliest.
+        0 when the text mentions no name of the block, else 1 or more. Later blocks rank higher,
+        because only the latest reading of a file is valid. Blocks from `first_new` on count as the
+        earliest.
         """
-        most = max(_MIN_NAMED_BLOCKS, _MAX_NAMED_SHARE * len(self._documents))
+        limit = max(_MIN_NAMED_BLOCKS, _MAX_NAMED_SHARE * len(self._documents))
         lateness = np.zeros(len(self._documents))
         for name in possible_names(text) & self._named_documents.keys():
-            named = np.array(self._named_documents[name])
-            if len(named) <= most:
-                at = np.flatnonzero(np.isin(self._documents, named))
+            documents_with_name = np.array(self._named_documents[name])
+            if len(documents_with_name) <= limit:
+                at = np.flatnonzero(np.isin(self._documents, documents_with_name))
                 message = np.where(at < first_new, self._blocks.messages[at], -1)
                 _, age = np.unique(-message, return_inverse=True)
                 lateness[at] = np.maximum(lateness[at], 1.0 + len(at) - age)
@@ -367,27 +369,27 @@ class Index:
 
     def _locates(self, evidence: Evidence) -> bool:
         """Return whether a term is rare enough to locate a fact in a text."""
-        most = max(1.0, _MAX_LOCATING_SHARE * len(self._blocks))
-        return 0 < len(evidence.documents) <= most
+        limit = max(1.0, _MAX_LOCATING_SHARE * len(self._blocks))
+        return 0 < len(evidence.documents) <= limit
 
     def _with_neighbours(
         self, scores: FloatArray, best: Sequence[int], terms: Collection[str]
     ) -> FloatArray:
-        """Raise the scores of blocks that hold the rest of a fact found in a neighbour.
+        """Raise the scores of blocks that contain the rest of a neighbour's divided sentence.
 
-        Blocks are cut between sentences and lines where that is possible; whether a sentence is
-        cut in two shows in their texts, which overlap a little.
+        Blocks are cut between sentences and lines where possible. Their texts overlap a little,
+        and show whether a sentence is divided.
         """
-        raised, touching = scores.copy(), self._blocks.adjacent()
-        open_ended = np.array(self._open_ended, np.bool_)[self._documents[touching]]
-        cut = set(touching[open_ended].tolist())
+        raised, adjacent = scores.copy(), self._blocks.adjacent()
+        divided = np.array(self._ends_inside_sentence, np.bool_)[self._documents[adjacent]]
+        cut = set(adjacent[divided].tolist())
         for i in best:
             cut_before, cut_after = i - 1 in cut, i in cut
             if not cut_before and not cut_after:
                 continue
             text = self._blocks[i].text
-            seen = any(map(text.lower().count, terms))
-            share = _NEIGHBOUR if seen else _NEIGHBOUR_UNSEEN
+            has_term = any(map(text.lower().count, terms))
+            share = _NEIGHBOUR if has_term else _NEIGHBOUR_WITHOUT_TERM
             starts_earlier, ends_later = cut_off(text, terms)
             if starts_earlier and cut_before:
                 raised[i - 1] = max(raised[i - 1], share * scores[i])

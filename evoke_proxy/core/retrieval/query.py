@@ -1,4 +1,4 @@
-"""The query of a turn: what its request asks for, split into clauses that are ranked separately."""
+"""Builds the query of a turn from its request, and splits it into clauses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import Vectors
 
-# A long text usually asks at its beginning or its end: this many characters of each are read.
+# A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
 _MAX_CLAUSES = 8
 _CLAUSE_CHARS = 256
-# A turn of at most this many words cannot be understood alone: "and the other one?"
+# A turn of at most this many words needs the previous turn to be understood: "and the other one?"
 _FEW_WORDS = 4
 
 # The gap between two sentences or lines.
@@ -35,18 +35,18 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """What the blocks of one turn are ranked by.
+    """Text, clauses and names that the blocks of one turn are ranked by.
 
     Attributes:
         text: The text of the turn; of a long one, both ends.
-        clauses: The clauses of `text`, each of which may need a block of its own, then clauses of
-            the turn before that are needed to understand it.
+        clauses: The clauses of `text`, each of which may need another block, then clauses of the
+            previous turn that are needed to understand it.
         vectors: One unit vector [d] or None for each clause; empty without an embedder.
         requested: Names of blocks that the client asks to recover, see `blocks_named`.
-        gold: Names or message indexes of the blocks that hold the answer; only benches give them.
-        has_context_clause: Whether the last clause comes from the turn before, which this turn may
-            or may not continue.
-        files: Paths that the tools of this turn were called with.
+        gold: Names or message indexes of the blocks that contain the answer; set only by benches.
+        has_context_clause: Whether the last clause comes from the previous turn, whose topic this
+            turn may have left.
+        files: Paths in the arguments of this turn's tool calls.
     """
 
     text: str = ""
@@ -95,8 +95,8 @@ class Query:
 def query_of(request: ChatRequest) -> Query:
     """Build the query of a request.
 
-    The last user message belongs to the query when only tools have answered since. The turn before
-    belongs to it when this turn has next to no words of its own.
+    The query includes the last user message when only tool results follow it. It includes the
+    previous turn when this turn has only a few words.
     """
     user_texts = _user_texts(request.messages)
     text = request.query
@@ -119,10 +119,10 @@ def query_of(request: ChatRequest) -> Query:
 
 
 def split_clauses(text: str) -> list[str]:
-    """Split a text into at most 8 clauses that each ask for something, in text order.
+    """Split a text into at most 8 clauses that each make one request, in text order.
 
-    A clause is a sentence, or a part of an asking sentence between commas and conjunctions. An
-    entry of a list of short entries gets the words that the first entry begins with. Of more than
+    A clause is a sentence, or a part of a question between commas and conjunctions. A short entry
+    of a list gets the first words of the first entry. Of more than
     8 clauses, the last questions are taken first, then the last other clauses.
     """
     sentences = [part.strip() for part in SENTENCE_GAP.split(text) if _WORD.search(part)]

@@ -1,7 +1,7 @@
 """Vectors of the blocks of a session: similarity search, a bounded cache, and their file format.
 
-A block has one vector for each of its chunks (`chunks_of`): a single vector for the block would
-mostly describe whatever else stands in it. In a ranking a block counts as its best chunk does.
+A block has one vector for each of its chunks (`chunks_of`), because a single vector would mix the
+topics of a block. A block ranks by its best chunk.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from evoke_proxy.core.retrieval.query import SENTENCE_GAP
 _MAX_CHUNKS = 4
 _MIN_CHUNK_CHARS = 24
 _INITIAL_ROWS = 64
-# Up to this many dot products are computed exactly. Beyond it only the documents whose mean vectors
-# are closest are compared chunk by chunk: this many, shared by the vectors of one search.
+# Up to _MAX_PRODUCTS dot products, all chunks are compared. Beyond that only the _MAX_COMPARED
+# documents with the closest mean vectors are; the vectors of one search share this number.
 _MAX_PRODUCTS = 24_000
 _MAX_COMPARED = 600
 # This many rows of 384 numbers stay in the cache of one processor core.
 _ROWS_PER_STEP = 256
-# Standard deviations above the mean cosine of the session: from the first on a block begins to be
-# about the query, at the second it is.
-_OUTLIER_BEGINS, _OUTLIER_FULL = 2.0, 6.0
+# Standard deviations above the mean cosine of the session, at which the score of an outlier rises
+# from 0 and reaches 1.
+_OUTLIER_MIN, _OUTLIER_MAX = 2.0, 6.0
 # A smaller spread of cosines is a rounding error.
 _MIN_SPREAD = 1e-6
 # Bytes of the key, the dictionary entry and the array header of one cached vector.
@@ -53,7 +53,7 @@ def chunks_of(text: str) -> tuple[str, ...]:
 class DocumentVectors:
     """The chunk vectors of numbered documents in one float32 matrix, and the mean of each document.
 
-    Vectors of another length than those stored replace all of them: they come from another encoder.
+    A vector of another length replaces all stored ones, because it comes from another encoder.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class DocumentVectors:
             ends = count.cumsum()
             starts = ends - count
             rows = np.arange(ends[-1]) + np.repeat(first_rows[closest] - starts, count)
-            # All rows exist; with this mode numpy does not check that again.
+            # All rows exist; with this mode numpy does not check the indexes.
             values[closest] = np.maximum.reduceat(
                 self._rows.take(rows, axis=0, mode="clip") @ vector, starts
             )
@@ -154,10 +154,10 @@ def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
 
 
 def outlier_scores(cosines: FloatArray) -> FloatArray:
-    """Return how far each cosine stands out among all of them, in [0, 1]; 0 for NaN.
+    """Return a score in [0, 1] of how far each cosine is above the others; 0 for NaN.
 
-    Encoders differ in the cosine of two unrelated texts: only the blocks of the session say which
-    cosine is high.
+    Encoders differ in the cosine of unrelated texts, so the threshold is relative to the blocks of
+    the session.
     """
     finite, total = cosines, float(cosines.sum())
     if math.isnan(total):
@@ -168,10 +168,10 @@ def outlier_scores(cosines: FloatArray) -> FloatArray:
     spread = math.sqrt(max(0.0, float(finite @ finite) / count - mean * mean))
     scores = np.zeros(len(cosines))
     if spread > _MIN_SPREAD:
-        begins = mean + _OUTLIER_BEGINS * spread
-        above = np.flatnonzero(cosines > begins)  # NaN compares as false
-        width = (_OUTLIER_FULL - _OUTLIER_BEGINS) * spread
-        scores[above] = np.minimum(1.0, (cosines[above] - begins) / width)
+        threshold = mean + _OUTLIER_MIN * spread
+        above = np.flatnonzero(cosines > threshold)  # NaN compares as false
+        width = (_OUTLIER_MAX - _OUTLIER_MIN) * spread
+        scores[above] = np.minimum(1.0, (cosines[above] - threshold) / width)
     return scores
 
 
@@ -187,8 +187,8 @@ def _with_room(rows: Vectors, count: int, size: int) -> Vectors:
 class VectorCache:
     """Vectors [d] by key, bounded in bytes.
 
-    When it is full, the tenant with most bytes loses its least recently used vectors. `tenant_of`
-    returns the tenant of a key.
+    When it is full, the tenant with the most bytes loses its least recently used vectors.
+    `tenant_of` returns the tenant of a key.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class VectorCache:
         return found
 
     def put(self, key: bytes, vector: Vectors) -> None:
-        """Store a read-only copy of a vector, and drop others as far as the limit demands."""
+        """Store a read-only copy of a vector, and evict others to keep the limit."""
         tenant = self._tenant_of(key)
         vectors = self._vectors.setdefault(tenant, OrderedDict())
         previous = vectors.pop(key, None)
@@ -255,14 +255,14 @@ def encode_vectors(encoder_id: bytes, vectors: Iterable[tuple[str, Vectors]]) ->
 
 
 def decode_vectors(data: bytes, encoder_id: bytes) -> Mapping[str, Vectors]:
-    """Decode what `encode_vectors` wrote; nothing when another encoder made the vectors.
+    """Decode what `encode_vectors` wrote; empty when another encoder made the vectors.
 
     Raises ValueError when the data has another form.
     """
     head, _, numbers = data.partition(b"\n")
     try:
-        made_by, shapes = json.loads(head)
-        if made_by != encoder_id.hex():
+        stored_encoder, shapes = json.loads(head)
+        if stored_encoder != encoder_id.hex():
             return {}
         values, at, vectors = np.frombuffer(numbers, "<f4"), 0, {}
         for label, count, size in shapes:

@@ -1,1 +1,1 @@
-"""llama-servers: what one is and can do, who has its slots, which of several takes a request."""
+"""llama-servers: capabilities, assignment of slots, and the choice among several servers."""

@@ -1,9 +1,8 @@
 """Binds conversations to servers before any server has rendered the next request.
 
 A conversation is recognised by the client's id for it, else by its messages: a request continues
-the conversation with which it shares the first user message and most of the rest. This decides only
-where a request goes; which session it belongs to is decided there by its tokens
-(`core.session.identity`).
+the conversation with which it shares the first user message and most of the rest. This only chooses
+the server of a request. There the tokens decide its session (`core.session.identity`).
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.session.identity import MIN_SHARED
 from evoke_proxy.core.tenants.fair_share import first_of_largest
 
-# Bytes of a token of English text, roughly.
-_TOKEN_BYTES = 4
-# Hashes remembered of a conversation, the last ones: clients without an id go back no further.
-_REMEMBERED = 64
+# Approximate number of bytes per token of English text.
+_BYTES_PER_TOKEN = 4
+# Number of hashes stored per conversation, the last ones. A client without an id that goes back
+# further is not recognised.
+_MAX_HASHES = 64
 PrefixHashes = Sequence[bytes]
 _Key = tuple[str, bytes | str]
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Where a conversation's requests go.
+    """The server of one conversation.
 
     Attributes:
         server: index of the server.
@@ -37,7 +37,7 @@ class Route:
         n_messages: messages of its longest request.
         n_active: requests in progress.
         tenant: tenant; empty before the first request.
-        keys: what the conversation is found by.
+        keys: ids and hashes that find the conversation.
     """
 
     server: int
@@ -58,7 +58,7 @@ def prefix_hashes(messages: Iterable[Message]) -> PrefixHashes:
         text = f"{message.role.value}\0{message.printed}\0".encode("utf-8", "surrogatepass")
         digest.update(text)
         n_bytes, has_user = n_bytes + len(text), has_user or message.role is Role.USER
-        if has_user and n_bytes >= MIN_SHARED * _TOKEN_BYTES:
+        if has_user and n_bytes >= MIN_SHARED * _BYTES_PER_TOKEN:
             hashes.append(digest.copy().digest())
     return hashes
 
@@ -66,7 +66,7 @@ def prefix_hashes(messages: Iterable[Message]) -> PrefixHashes:
 class Affinity:
     """Routes of at most `limit` conversations.
 
-    The conversation forgotten first is the least recently used of the tenant that has most.
+    When it is full, the tenant with most conversations loses its least recently used one.
     """
 
     def __init__(self, n_servers: int, limit: int) -> None:
@@ -91,7 +91,7 @@ class Affinity:
         return None
 
     def bind(self, server: int) -> Route:
-        """Make the route of a new conversation; `track_request` registers what it is found by."""
+        """Make the route of a new conversation; `track_request` registers its keys."""
         route = Route(server)
         self.bound[server] += 1
         self._by_use[id(route)] = route
@@ -108,7 +108,7 @@ class Affinity:
     def track_request(
         self, route: Route, tenant: str, name: str | None, hashes: PrefixHashes
     ) -> Iterator[None]:
-        """Context of one request of a conversation."""
+        """Count a request of a conversation while it runs, and register its keys."""
         if id(route) in self._by_use:
             self._by_use.move_to_end(id(route))
             self._register(route, tenant, name, hashes)
@@ -125,7 +125,7 @@ class Affinity:
 
     def _register(self, route: Route, tenant: str, name: str | None, hashes: PrefixHashes) -> None:
         route.tenant = tenant
-        keys: list[_Key] = [(tenant, digest) for digest in hashes[-_REMEMBERED:]]
+        keys: list[_Key] = [(tenant, digest) for digest in hashes[-_MAX_HASHES:]]
         if name is not None:
             keys.append((tenant, name))
         for key in route.keys.difference(keys):

@@ -14,16 +14,18 @@ class ServerInfo:
     """A server's capabilities, from `GET /props`.
 
     Attributes:
-        lacking: why it has no blocks: unreachable, unpatched or unsupported; empty when patched.
-        reason: the same as a sentence; empty when patched.
+        lacking: why it has no block calls: unreachable, unpatched or unsupported; empty
+            when patched.
+        reason: the same reason as a sentence; empty when patched.
         n_slots: number of slots.
         sleeping: whether the model is unloaded until the next request.
-        routes: whether it is a router that has no model and forwards to servers that have one.
+        routes: whether it is a router, which forwards requests to servers with a model.
         build: build id of llama-server.
         adopts: whether saved blocks can be loaded into an emptied slot, so that a session returns
             without decoding.
         spills: whether copies can be written to disk, where they survive a restart.
-        whole: whether copies of blocks lack part of a slot's state (hybrid and iSWA models).
+        needs_full_state: whether copies of blocks lack a part of a slot's state (hybrid and iSWA
+            models).
         capturable: layers whose attention can be captured.
         probes: whether a request can be decoded just to capture its attention.
         n_ctx: most tokens of a slot's context, resident or not; None when unknown.
@@ -38,7 +40,7 @@ class ServerInfo:
     build: str = ""
     adopts: bool = False
     spills: bool = False
-    whole: bool = False
+    needs_full_state: bool = False
     capturable: tuple[int, ...] = ()
     probes: bool = False
     n_ctx: int | None = None
@@ -61,7 +63,7 @@ class ServerInfo:
 
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
-        """Read the answer; missing members get defaults."""
+        """Read the answer of `GET /props`; missing members get defaults."""
         lacking, reason = _lacking(props.get("evoke"))
         return cls(
             lacking=lacking,
@@ -72,7 +74,7 @@ class ServerInfo:
             build=str(props.get("build_info") or ""),
             adopts="adopt" in _features(props.get("evoke")),
             spills="disk" in _features(props.get("evoke")),
-            whole=_memory(props.get("evoke")) in ("hybrid", "iswa"),
+            needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),
             capturable=_capturable(props.get("evoke")),
             probes="probe" in _features(props.get("evoke")),
             n_ctx=_n_ctx(props.get("evoke")),
@@ -80,7 +82,7 @@ class ServerInfo:
         )
 
 
-# Before the first answer, and after the server went away.
+# The value before the first answer, and after the server has become unreachable.
 UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 
 

@@ -1,9 +1,10 @@
 """Chooses among several llama-servers: health, circuit breakers, drains.
 
-Pure bookkeeping: events come in, decisions go out; times are seconds and are passed in. A breaker
+The pool does no I/O: callers report events and get decisions. Times are in seconds; the caller
+passes them. A breaker
 is *closed* while its server is healthy, *open* after several failures in a row, and *half open*
-while one trial check runs. Only our own checks open a breaker: a request may fail because of what
-its client sent, so a failed request only brings the next check forward.
+while one trial check runs. Only our own checks open a breaker: a request may fail because of its
+own content, so a failed request only brings the next check forward.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from evoke_proxy.config import PoolConfig
 
 CLOSED, HALF_OPEN, OPEN = "closed", "half_open", "open"
-# Best first, as a gauge shows them.
+# From best to worst; the index is the value of the gauge.
 BREAKER = (CLOSED, HALF_OPEN, OPEN)
-_NONE: Mapping[int, int] = {}
+_NONE_TRIED: Mapping[int, int] = {}
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Member:
 
 
 class ServerPool:
-    """The servers by their index; every breaker starts half open."""
+    """The servers of a pool, by index; every breaker starts half open."""
 
     def __init__(self, names: Sequence[str], rules: PoolConfig) -> None:
         self.members = tuple(Member(name) for name in names)
@@ -73,7 +74,7 @@ class ServerPool:
         return f"<ServerPool {' '.join(states)}>"
 
     def choose(
-        self, home: int | None, bound: Sequence[int], tried: Mapping[int, int] = _NONE
+        self, home: int | None, bound: Sequence[int], tried: Mapping[int, int] = _NONE_TRIED
     ) -> int | None:
         """Choose the server of a request; None when no server can take it.
 
@@ -162,7 +163,7 @@ class ServerPool:
         if member.unconfirmed:  # requests that failed after the check began
             member.check_at = now
         member.n_slots, member.model = n_slots, model or member.model
-        self._compare()
+        self._choose_model()
         return closed
 
     def check_failed(self, at: int, now: float) -> bool:
@@ -172,7 +173,7 @@ class ServerPool:
         if member.breaker == HALF_OPEN:
             doubled = min(2 * member.backoff_s, self.rules.backoff_max_s)
             self._open(member, max(doubled, self.rules.backoff_s), now)
-            self._compare()
+            self._choose_model()
             return True
         member.check_at = now + self.rules.health_interval_s
         member.failures += 1 + member.unconfirmed
@@ -187,7 +188,7 @@ class ServerPool:
         tries = [m.check_at - now for m in self.members if m.breaker != CLOSED]
         return max(1.0, min(tries, default=self.rules.backoff_max_s))
 
-    def _compare(self) -> None:
+    def _choose_model(self) -> None:
         """Choose the pool's model, once every server has been checked."""
         unknown = not all(self.is_checked(at) for at in range(len(self.members)))
         if unknown or any(m.model == self._model for m in self.members if m.model):

@@ -1,6 +1,6 @@
 """Assigns slots of llama-server to sessions, and queues the requests that wait for one.
 
-Pure bookkeeping: every call returns what to do. The *holder* of a slot is the session whose rows
+The pool does no I/O: calls return decisions. The *holder* of a slot is the session whose rows
 are in it. A slot is *busy* while a request or background work uses it. An *ephemeral* request runs
 in a slot without becoming its holder.
 
@@ -24,13 +24,13 @@ class Grant:
     Attributes:
         slot: number of the slot.
         victim: session whose rows are in the slot; locked until `vacated`.
-        left: slot that the session has moved from; reserved until `vacated`.
+        previous: slot that the session has moved from; reserved until `vacated`.
         changed_at: when the latest request or decoding in the slot ended.
     """
 
     slot: int
     victim: str | None = None
-    left: int | None = None
+    previous: int | None = None
     changed_at: float = field(default=0.0, compare=False)
 
 
@@ -72,8 +72,8 @@ class _Slot:
         reserved: whether it is kept for the session that moved away, until its rows are saved.
         session: session of the running request; None for ephemeral requests and background work.
         victim: session that the running request keeps locked.
-        left: slot that the running request keeps reserved.
-        used: when the holder last used it.
+        previous: slot that the running request keeps reserved.
+        last_used: when the holder last used it.
         changed_at: when the latest request or decoding ended.
     """
 
@@ -84,8 +84,8 @@ class _Slot:
     reserved: bool = False
     session: str | None = None
     victim: str | None = None
-    left: int | None = None
-    used: float = 0.0
+    previous: int | None = None
+    last_used: float = 0.0
     changed_at: float = 0.0
 
 
@@ -106,7 +106,7 @@ class SlotPool:
         self._queues: dict[str, deque[_Waiter]] = {}
         self._next_ticket = 0
         self._locks: Counter[str] = Counter()
-        self._short_locks = 0  # those of them that do not last as long as a request
+        self._short_locks = 0  # number of locks that are shorter than a request
         self._removed: dict[int, _Slot] = {}
         self.changed_at = 0.0  # when the latest request or decoding in any slot ended
 
@@ -171,8 +171,8 @@ class SlotPool:
         return Wait(waiter.ticket, displaced)
 
     def vacated(self, slot: int, now: float) -> list[tuple[int, Grant]]:
-        """The request in this slot has saved the rows of others: unlock the victim, free the slot
-        left. Returns the tickets that this grants a slot.
+        """The request in this slot has saved the rows of others: unlock the victim and free the
+        previous slot. Returns the tickets that this grants a slot.
         """
         self._vacate(self._at(slot), now)
         return list(self._serve(now))
@@ -181,7 +181,7 @@ class SlotPool:
         """End the request in this slot. Returns the tickets that this grants a slot."""
         released = self._at(slot)
         self._vacate(released, now)
-        released.used = released.used if released.ephemeral else now
+        released.last_used = released.last_used if released.ephemeral else now
         released.changed_at = self.changed_at = now
         if released.session is not None:
             self._unlock(released.session)
@@ -202,7 +202,7 @@ class SlotPool:
         target.busy, target.ephemeral, target.session = True, source.ephemeral, source.session
         if source.session is not None:
             self.forget(source.session)
-            target.holder, target.used = source.session, now
+            target.holder, target.last_used = source.session, now
         self._vacate(source, now)
         source.busy = source.ephemeral = False
         source.session, source.changed_at = None, now
@@ -225,7 +225,7 @@ class SlotPool:
         chosen = [self._slots[slot] for slot in slots]
         if any(slot.busy for slot in chosen) or (alone and not self.idle()):
             return False
-        if session is not None and not self.hold(session):
+        if session is not None and not self.lock(session):
             return False
         for slot in chosen:
             slot.busy = slot.background = True
@@ -244,9 +244,9 @@ class SlotPool:
             if changed:
                 taken.changed_at = self.changed_at = now
             self._removed.pop(slot, None)
-        return self.let_go(session, now) if session is not None else list(self._serve(now))
+        return self.unlock(session, now) if session is not None else list(self._serve(now))
 
-    def hold(self, session: str) -> bool:
+    def lock(self, session: str) -> bool:
         """Lock a session without a slot; returns False when it is locked."""
         if self._locks[session]:
             return False
@@ -254,13 +254,13 @@ class SlotPool:
         self._short_locks += 1
         return True
 
-    def let_go(self, session: str, now: float) -> list[tuple[int, Grant]]:
-        """Undo `hold`. Returns the tickets that this grants a slot."""
+    def unlock(self, session: str, now: float) -> list[tuple[int, Grant]]:
+        """Undo `lock`. Returns the tickets that this grants a slot."""
         self._short_locks -= 1
         self._unlock(session)
         return list(self._serve(now))
 
-    def moved(self, session: str, slot: int) -> None:
+    def record_move(self, session: str, slot: int) -> None:
         """Record that llama-server put the session into another slot than it was granted."""
         self.forget(session)
         self._slots[slot].holder = session
@@ -344,12 +344,12 @@ class SlotPool:
         if slot.victim is not None:
             self._short_locks -= 1
             self._unlock(slot.victim)
-        if slot.left is not None:
-            left = self._at(slot.left)
-            left.busy = left.reserved = False
-            left.changed_at = now
-            self._removed.pop(slot.left, None)
-        slot.victim = slot.left = None
+        if slot.previous is not None:
+            previous = self._at(slot.previous)
+            previous.busy = previous.reserved = False
+            previous.changed_at = now
+            self._removed.pop(slot.previous, None)
+        slot.victim = slot.previous = None
 
     def _serve(self, now: float) -> Iterator[tuple[int, Grant]]:
         while (served := self._serve_one(now)) is not None:
@@ -390,7 +390,9 @@ class SlotPool:
             idle = [own]
         if not idle:
             return None
-        best = min(idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].used, i))
+        best = min(
+            idle, key=lambda i: (self._slots[i].holder is not None, self._slots[i].last_used, i)
+        )
         return self._take(best, waiter.session, waiter.ephemeral, now)
 
     def _take(self, index: int, session: str, ephemeral: bool, now: float) -> Grant:
@@ -405,14 +407,14 @@ class SlotPool:
             slot.session = session
             self._locks[session] += 1
             if own is not None and own != index and not self._slots[own].busy:
-                slot.left = own
+                slot.previous = own
                 self._slots[own].busy = self._slots[own].reserved = True
             self.forget(session)
-            slot.holder, slot.used = session, now
-        return Grant(index, victim, slot.left, slot.changed_at)
+            slot.holder, slot.last_used = session, now
+        return Grant(index, victim, slot.previous, slot.changed_at)
 
 
-def taken_by(n_answers: int, n_slots: int, first: int) -> tuple[int, ...]:
+def slots_for_answers(n_answers: int, n_slots: int, first: int) -> tuple[int, ...]:
     """The slots that a request for several answers uses; empty when there are too few.
 
     llama-server decodes the prompt in `first` and copies it to the lowest other slots.

@@ -1,1 +1,1 @@
-"""One conversation: its state from turn to turn, its token accounting and its identity."""
+"""One conversation: its state between turns, its token accounting and its identity."""

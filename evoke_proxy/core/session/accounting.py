@@ -1,4 +1,4 @@
-"""Token accounting of a turn: how each prompt token was provided, as planned and as measured.
+"""Computes the token accounting of a turn: how each prompt token was provided.
 
 A prompt token is exactly one of *decoded*, *recovered*, *resident before* and *omitted*.
 """
@@ -19,9 +19,8 @@ from evoke_proxy.core.policy.registry import quotes_evicted
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 
-# How a turn got the tokens before its tail: resident in its slot, some of them recovered into it,
-# all adopted by another slot, restored from a file, found in llama-server's own RAM cache, or
-# decoded.
+# Source of the tokens before a turn's tail: resident in its slot, some of them recovered, all
+# adopted by another slot, restored from a file, found in llama-server's own RAM cache, or decoded.
 PATHS = ("resident", "recovered", "adopted", "restored", "ram", "decoded")
 _STOCK_PATHS = {"live": "resident", "ram": "ram", "restored": "restored"}
 
@@ -40,9 +39,9 @@ class TokenAccounting:
             as decoded.
         n_resident: Rows in the slot when the reply ended.
         n_resident_peak: The most rows that were in the slot.
-        budget: The budget that llama-server held; 0 for none.
+        budget: The budget that llama-server enforced; 0 for none.
         epoch: The epoch of the slot.
-        marker: What llama-server made of the request's marker.
+        marker: llama-server's result for the marker of the request.
         auto_evicted: Ranges that llama-server evicted itself, with the label of their copy; the
             rows of one without a label are lost.
     """
@@ -120,7 +119,7 @@ def forecast(view: PolicyView, plan: Plan) -> TokenAccounting:
 
 
 def agrees(forecast: TokenAccounting, measured: TokenAccounting, is_exact: bool) -> bool:
-    """Return whether what a plan kept or recovered was there; automatic eviction is allowed.
+    """Return whether the measured accounting agrees with a forecast; automatic eviction may differ.
 
     With attention windows and recurrent states, llama-server may have to continue from an earlier
     position than rows alone require: then `is_exact` is false.
@@ -145,8 +144,8 @@ class TurnRecord:
     Attributes:
         number: The number of the turn.
         at: When it ended, seconds since the epoch.
-        path: How it got the tokens before its tail, one of PATHS.
-        decision: The decision that the log gives for it.
+        path: Source of the tokens before its tail, one of PATHS.
+        decision: The decision in the log line of the turn.
         ttft_s: Seconds to the first byte; None without an answer.
         prompt: Tokens of the prompt, the sum of the next four.
         decoded: Tokens decoded.
@@ -197,7 +196,7 @@ def moved_spans(
 
 
 def path_of(plan: Plan, accounting: TokenAccounting) -> str:
-    """Return how a budgeted turn got the tokens before its tail."""
+    """Return the source of the tokens before a budgeted turn's tail, one of PATHS."""
     if plan.adopt is not None:
         return "adopted"
     if accounting.recovered:
@@ -206,16 +205,16 @@ def path_of(plan: Plan, accounting: TokenAccounting) -> str:
 
 
 def stock_path(decision: str, n_cached: int) -> str:
-    """Return how a turn of an unpatched server got the tokens before its tail."""
+    """Return the source of the tokens before an unpatched server's tail, one of PATHS."""
     return _STOCK_PATHS.get(decision, "resident") if n_cached else "decoded"
 
 
 def usage_outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]:
-    """Return what `usage.evoke` reports beside the accounting.
+    """Return the fields that `usage.evoke` has besides the accounting.
 
-    `as_text`, when the turn recovers by text: the number of quoted blocks, and of the tokens they
-    have at their own positions. `recover`, when the request names blocks: names that match no block
-    of the conversation, and names of blocks that are not complete when the answer begins.
+    `as_text`, when the turn recovers by text: numbers of quoted blocks and of their tokens.
+    `recover`, when the request names blocks: names that match no block of the conversation, and
+    names of blocks that are not completely visible to the model when the answer begins.
     """
     outcome: dict[str, Any] = {}
     if quotes_evicted(turn.config):
@@ -232,7 +231,7 @@ def usage_outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str
 
 
 def _visible_blocks(turn: Turn, plan: Plan, quoted: Collection[Block]) -> Mask:
-    """Return the blocks that the model sees: resident after the plan, decoded or quoted."""
+    """Return the blocks that the model sees: those resident after the plan, decoded or quoted."""
     view, start = turn.view, turn.view.n_past
     if plan.adopt is not None:
         resident, start = np.zeros(len(view.blocks), np.bool_), plan.adopt.n_tokens

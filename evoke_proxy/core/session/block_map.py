@@ -1,7 +1,7 @@
-"""The map of a conversation's blocks that operators see: where each block is, without its text.
+"""Describes a conversation's blocks for operators: state and score of each, without its text.
 
-Only this module decides what the page, the admin API and the events contain of a conversation: the
-role of a range of tokens, where it is and its score. Names of blocks are included only where
+Only this module decides which data of a conversation the page, the admin API and the events
+contain: role, position, state and score of ranges of tokens. Names of blocks are included only when
 `page.names` is set.
 """
 
@@ -20,14 +20,14 @@ STATES = (RESIDENT, SAVED_RAM, SAVED_DISK, OMITTED)
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """Where the rows of a session are; spans are ascending and disjoint.
+class RowLocations:
+    """Positions of a session's rows and copies; spans are ascending and disjoint.
 
     Attributes:
         resident: Rows in its slot.
         ram: Copies in host memory.
         disk: Copies on disk.
-        n_tokens: Length of the slot's text; 0 when the session is in no slot.
+        n_tokens: Number of tokens in the slot; 0 when the session is in no slot.
     """
 
     resident: tuple[Span, ...] = ()
@@ -42,7 +42,7 @@ class Whereabouts:
         labels: Collection[str],
         resident: Sequence[Span],
         n_tokens: int,
-    ) -> Whereabouts:
+    ) -> RowLocations:
         """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count."""
         found: dict[str, list[Span]] = {"ram": [], "disk": []}
         for copy in answer.get("blocks", ()):
@@ -52,7 +52,7 @@ class Whereabouts:
         return cls(tuple(resident), merged(found["ram"]), merged(found["disk"]), n_tokens)
 
     def state(self, span: Span) -> str:
-        """Return the state of a range: that of its least available part."""
+        """Return the state of a range, which is that of its least available part."""
         missing = without([span], clipped(self.resident, span))
         if not missing:
             return RESIDENT
@@ -63,22 +63,29 @@ class Whereabouts:
 
 
 def block_map(
-    layout: Layout, where: Whereabouts, scores: FloatArray | None, pins: Sequence[Span], names: bool
+    layout: Layout,
+    locations: RowLocations,
+    scores: FloatArray | None,
+    pins: Sequence[Span],
+    names: bool,
 ) -> list[dict[str, Any]]:
     """Return every block as a JSON object, in prompt order; `score` is null when it is unknown.
 
-    The answer comes last as one object: it is cut into blocks when the next prompt contains it.
+    The answer is the last object. It is cut into blocks when the next prompt contains it.
     """
     pinned = layout.blocks.pinned | layout.blocks.within(pins)
-    worth = scores if scores is not None and len(scores) == len(layout.blocks) else None
+    usable_scores = scores if scores is not None and len(scores) == len(layout.blocks) else None
     found = [
-        _block_value(block, where, names)
-        | {"pinned": bool(pinned[i]), "score": None if worth is None else round(float(worth[i]), 4)}
+        _block_value(block, locations, names)
+        | {
+            "pinned": bool(pinned[i]),
+            "score": None if usable_scores is None else round(float(usable_scores[i]), 4),
+        }
         for i, block in enumerate(layout.blocks)
     ]
-    answer = Span(layout.generation, max(layout.generation, where.n_tokens))
+    answer = Span(layout.generation, max(layout.generation, locations.n_tokens))
     if len(answer):
-        found.append(_range(answer, where) | {"role": "answer", "pinned": False, "score": None})
+        found.append(_range(answer, locations) | {"role": "answer", "pinned": False, "score": None})
     return found
 
 
@@ -95,11 +102,11 @@ def spans(found: Iterable[Span]) -> list[list[int]]:
     return [[span.start, span.end] for span in merged(found)]
 
 
-def _block_value(block: Block, where: Whereabouts, names: bool) -> dict[str, Any]:
-    value = _range(block.span, where) | {"role": block.role.value, "turn": block.turn}
+def _block_value(block: Block, locations: RowLocations, names: bool) -> dict[str, Any]:
+    value = _range(block.span, locations) | {"role": block.role.value, "turn": block.turn}
     return value | {"message": block.message} | ({"name": block.display_name} if names else {})
 
 
-def _range(span: Span, where: Whereabouts) -> dict[str, Any]:
-    rows = count(clipped(where.resident, span))
-    return {"p0": span.start, "p1": span.end, "state": where.state(span), "resident": rows}
+def _range(span: Span, locations: RowLocations) -> dict[str, Any]:
+    rows = count(clipped(locations.resident, span))
+    return {"p0": span.start, "p1": span.end, "state": locations.state(span), "resident": rows}

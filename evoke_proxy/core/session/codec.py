@@ -1,8 +1,8 @@
-"""Encodes a budgeted session, so that it continues after a restart as if there had been none.
+"""Encodes budgeted sessions as records, from which they continue after a restart.
 
-A record holds the blocks of the session, the labels of their copies, and the rows its slot had. It
-does not hold what the model attended to, which is measured anew, nor vectors, which have files of
-their own. Version 2 names every value; version 1, which used lists, is still read.
+A record contains the blocks of the session, the labels of their copies, and the resident rows of
+its slot. It does not contain attention, which is measured again, nor vectors, which are stored
+separately. Version 2 names every value; version 1, which used lists, is still read.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SessionState:
     Attributes:
         id: The id of the session.
         tenant: The tenant it belongs to.
-        turns: How many turns it has had.
+        turns: Number of its finished turns.
         layout: The layout of its latest prompt.
-        resident: The rows its slot had when the session was recorded.
+        resident: The resident rows of its slot when the session was recorded.
         task: The task of its latest turn.
-        marks: Of turns that the client has marked whether they are pinned, and their priority.
+        marks: (pinned, priority) of the turns that the client has marked, by turn number.
         recovered: The turn in which a block was last recovered, by label.
     """
 
@@ -68,7 +68,7 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class OperatorOverrides:
-    """What an operator has set for a session.
+    """Settings of an operator for one session.
 
     Attributes:
         pinned: Whether the session is never removed.
@@ -85,16 +85,16 @@ class OperatorOverrides:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SessionRecord:
-    """A session, and what is needed to find it and its rows.
+    """A session, and the data to find it and its rows.
 
     Attributes:
         session: The session.
-        hint: What its client calls it.
+        hint: The client's name for it.
         edges: Its `head`, `last_user_end` and `n_users`, see `identity.SessionPrompt`.
-        slot: The slot its rows were left in.
+        slot: Number of the slot that contains its rows.
         epoch: The epoch of that slot.
         home: The URL of the server with that slot; empty in records of earlier versions.
-        overrides: What an operator has set for it.
+        overrides: Settings of an operator for it.
     """
 
     session: SessionState
@@ -107,7 +107,7 @@ class SessionRecord:
 
 
 def encode(record: SessionRecord) -> bytes:
-    """Encode a record as JSON; it contains everything that was said in the session."""
+    """Encode a record as JSON; it contains the complete text of the session."""
     session, layout, hint = record.session, record.session.layout, record.hint
     head, last_user_end, n_users = record.edges
     focus = session.task.focus
@@ -127,7 +127,7 @@ def encode(record: SessionRecord) -> bytes:
         "resident": [_pair(span) for span in session.resident],
         "task": {
             "focus": None if focus is None else _pack(focus.astype("<f4")),
-            "begins": session.task.begins,
+            "begins": session.task.start,
         },
         "marks": [
             {"turn": turn, "pinned": pinned, "priority": priority}
@@ -143,7 +143,7 @@ def encode(record: SessionRecord) -> bytes:
 
 
 def decode(data: bytes) -> SessionRecord:
-    """Decode what `encode` wrote, or an earlier version; ValueError when it is anything else."""
+    """Decode a record of this or an earlier version; ValueError for other data."""
     try:
         value = json.loads(data)
         version = value["version"]

@@ -1,6 +1,6 @@
 """Finds where a request differs from the previous one, and the likely cause of the cache miss.
 
-Compares what the client sent, message by message; never stores or returns any of its text.
+Compares the bodies message by message; stores and returns none of their text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DATED = re.compile(
     r"|\b(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*day\b",
     re.IGNORECASE,
 )
-_THOUGHT = ("reasoning_content", "reasoning", "thinking")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Drift:
 
 
 def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
-    """Return why a chat body does not continue an earlier one of its conversation; None if it does.
+    """Return how a chat body departs from its conversation's previous one; None if it continues it.
 
-    Only the body is compared: one that continues and still diverges in tokens was rewritten by the
-    template.
+    Only bodies are compared. If the body continues and the tokens still diverge, the template has
+    rewritten the prompt.
     """
     tools = _tools_changed(before.get("tools"), now.get("tools"))
     if tools:
@@ -70,7 +70,7 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
 
 
 def opening(body: Mapping[str, Any]) -> bytes:
-    """Return the first user message; empty while there is only one, as in any conversation."""
+    """Return the first user message; empty while the body has fewer than two user messages."""
     messages = _messages(body)
     said = (item for item in messages if _role(item) == "user")
     first = next(said, None)
@@ -85,7 +85,9 @@ def _cause(old: Sequence[Any], new: Sequence[Any], at: int, start: int, end: int
         if _BILLING.search(line):
             return "billing_line"
         return "date_line" if _DATED.search(line) else _at_front(old, new, now)
-    if _role(was) == _role(now) == "assistant" and _thoughtless(was) == _thoughtless(now):
+    if _role(was) == _role(now) == "assistant" and _without_reasoning(was) == _without_reasoning(
+        now
+    ):
         return "thinking_dropped"
     if len(new) < len(old) - 1:
         return "compacted"
@@ -118,8 +120,8 @@ def _role(message: Any) -> str:
     return str(message.get("role")) if isinstance(message, Mapping) else ""
 
 
-def _thoughtless(message: Any) -> dict[str, Any]:
-    return {key: message[key] for key in message if key not in _THOUGHT}
+def _without_reasoning(message: Any) -> dict[str, Any]:
+    return {key: message[key] for key in message if key not in _REASONING_KEYS}
 
 
 def _text(message: Any) -> str:

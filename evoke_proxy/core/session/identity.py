@@ -1,4 +1,4 @@
-"""Identifies the session of a request: what the client says is a hint, the tokens decide."""
+"""Identifies the session of a request by its tokens; the client's name for it is a hint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
-# With fewer shared tokens two prompts have only a template in common.
+# Prompts that share fewer tokens have only a template in common.
 MIN_SHARED = 64
-# A prompt continues a session when it shares at least this part of its tokens: more than a system
-# prompt.
+# A prompt continues a session only if it shares at least this part of its tokens, which is more
+# than a system prompt.
 _MIN_SHARE = 0.5
-# Text that fits into a header of a response and into a table.
+# Names that fit into a response header and into a table.
 _USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
 
-# Where clients name the conversation of a request; the first that does wins. The last value says
-# whether the name is weak: that of a person or machine, which may have many conversations at once.
+# Fields and headers in which clients name a conversation, in order of precedence. The last value
+# says whether the name is weak: that of a person or machine, which may have several conversations.
 _FIELD, _HEADER = "field", "header"
 SOURCES = (
     (_FIELD, "evoke_session", False),
@@ -44,12 +44,12 @@ SOURCES = (
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a client calls a conversation.
+    """A client's name for a conversation.
 
     Attributes:
         text: The name.
         source: The field or header that contains it.
-        weak: Whether it only decides between sessions that fit equally well.
+        weak: Whether the name only decides between sessions that match equally well.
     """
 
     text: str
@@ -58,22 +58,22 @@ class Hint:
 
     @property
     def ours(self) -> bool:
-        """Whether it is in a field or header of our own: then it names a conversation for sure."""
+        """Whether the name is in a field or header of the proxy, and so names one conversation."""
         return self.source.lower() in ("evoke_session", "x-evoke-session")
 
 
 class SessionPrompt(Protocol):
-    """What identification reads of a session.
+    """Properties of a session that identification reads.
 
     Attributes:
         id: The id of the session.
         tenant: The tenant it belongs to.
-        hint: What its client calls it; None when it does not say.
+        hint: The client's name for it; None without a name.
         tokens: The tokens of its latest prompt.
-        head: How many of these reach to the end of the first user message; 0 when that is unknown.
-        last_user_end: How many reach to the end of the last user message.
-        n_users: How many user messages the prompt has; 0 when that is unknown.
-        generation: How many reach to the start of the answer.
+        head: Position of the end of the first user message; 0 when unknown.
+        last_user_end: Position of the end of the last user message.
+        n_users: Number of user messages in the prompt; 0 when unknown.
+        generation: Position where the answer begins.
     """
 
     @property
@@ -95,7 +95,7 @@ class SessionPrompt(Protocol):
 
 
 def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
-    """Return what the client calls this conversation; None when it gives no usable name."""
+    """Return the client's name for the conversation of a request; None without a usable name."""
     lowered = {name.lower(): value for name, value in headers.items()}
     for kind, name, weak in SOURCES:
         given = lowered.get(name.lower()) if kind == _HEADER else body.get(name)
@@ -114,10 +114,10 @@ def find(
 ) -> str | None:
     """Return the id of the session that these tokens continue; None when they begin a new one.
 
-    `n_users` is how many user messages the tokens contain; 0 when that is unknown. Sessions of
-    other tenants are ignored. Sessions with the same hint come first, and may share less. A
-    session with another hint is left to its owner unless these tokens continue it to its end. A
-    hint never joins two different conversations.
+    `n_users` is the number of user messages in the tokens; 0 when unknown. Sessions of other
+    tenants are ignored. Sessions with the same hint have precedence, and may share fewer tokens. A
+    session with another hint matches only if these tokens continue it to its end. A hint alone
+    never joins two different conversations.
     """
     mine = [
         session
@@ -155,9 +155,9 @@ def _continues(
 def _required_tokens(session: SessionPrompt, hint: Hint | None, n_users: int) -> float:
     """Return how many tokens a prompt must share with a session's.
 
-    A prompt with the same name may go back to any earlier point. When the user says something new,
-    templates strip the thinking from everything since the last user message: then it is enough to
-    share everything up to there.
+    A prompt with the same name may go back to any earlier point. After a new user message,
+    templates strip the reasoning since the last user message; then the tokens up to that message
+    suffice.
     """
     if session.head and _has_hint(session, hint):
         return session.head

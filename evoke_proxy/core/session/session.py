@@ -1,8 +1,8 @@
-"""One conversation: where its blocks are, and what its next turn needs.
+"""State of one conversation under a budget: its blocks, its copies, and its turns.
 
 A turn calls `begin`, `plan`, then `applied` (or `failed`, and `begin` again), then `finish`.
-Between turns `plan_save_all` says what to copy before another session gets the slot. Nothing here
-knows the time or how calls are made.
+Between turns `plan_save_all` returns the copies to make before another session gets the slot. The
+session makes no calls and reads no clock.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import TokenAccounting, agrees, forecast
 from evoke_proxy.core.session.codec import SessionState
 
-# For this many turns a recovered block has a higher margin against being evicted.
+# For this many turns a recovered block has a higher margin against eviction.
 _RESIDENCY_TURNS = 1
-# Of a turn whether the client has pinned it, and its priority.
+# Whether the client has pinned a turn, and the priority of the turn.
 _Mark = tuple[bool, float]
 _NO_MARK: _Mark = (False, 1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TurnInputs:
-    """What `begin` computes a turn from.
+    """Inputs from which `begin` computes a turn.
 
     Attributes:
         number: The number of the turn.
         request: The parsed request.
         rendered: Its prompt.
-        slot: The slot as llama-server described it.
-        config: The policy as the request wants it.
-        marks: The marks of all turns, with this one's.
+        slot: The slot as llama-server reports it.
+        config: The policy settings of the request.
+        marks: The marks of all turns, this one included.
     """
 
     number: int
@@ -64,18 +64,18 @@ class Session:
     Attributes:
         id: The id of the session.
         tenant: The tenant it belongs to.
-        turns: How many turns have finished.
-        redecoded: Tokens of the prompt before that the latest turn decoded once more.
+        turns: Number of finished turns.
+        redecoded: Number of tokens of the previous prompt that the latest turn decoded again.
         layout: The layout of the latest prompt.
-        config: The policy of turns whose request does not change it; may be replaced.
+        config: The policy settings of requests that do not override them; may be replaced.
         index: The search index of its blocks.
-        attention: The attention that its blocks got.
-        pins: Ranges that an operator has pinned; may be replaced.
+        attention: The latest attention of its blocks.
+        pins: Ranges that an operator pins; may be replaced.
         decided: The latest turn with a plan; None before the first.
     """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
-        """Create a new session; `adopts` says whether its server adopts blocks, see ServerInfo."""
+        """Create a new session; `adopts` says whether its server can adopt blocks."""
         self.id = id
         self.tenant = tenant
         self.turns = 0
@@ -124,7 +124,7 @@ class Session:
         return session
 
     def state(self, view: SlotView) -> SessionState:
-        """Return what outlives a restart; `view` is the slot as the last reply left it."""
+        """Return the state to record; `view` is the slot as the last reply left it."""
         self._pre_restart_resident = view.resident
         return SessionState(
             id=self.id,
@@ -149,9 +149,9 @@ class Session:
         request: ChatRequest,
         vectors: Mapping[str, Vectors | None] | None = None,
     ) -> Turn:
-        """Return the turn of a rendered request on the slot that `view` shows.
+        """Return the turn of a rendered request on the slot that `view` describes.
 
-        `vectors` are those of the query's clauses, by text. Calling it again for the same request
+        `vectors` are those of the query's clauses, by text. A repeated call for the same request
         begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then changes nothing.
         """
         number = self.turns + 1
@@ -191,13 +191,13 @@ class Session:
         return turn
 
     def plan(self, turn: Turn) -> Plan:
-        """Return what to do before the turn's prompt is decoded; changes nothing."""
+        """Return the plan to run before the turn's prompt is decoded; changes nothing."""
         return decide(turn.view, turn.query, turn.config)
 
     def applied(self, turn: Turn, plan: Plan) -> None:
-        """Take into account that llama-server has run the complete plan."""
+        """Record that llama-server has run the complete plan."""
         self._update_copies(plan)
-        # What is decoded from here on is newer than its copies.
+        # Rows that are decoded from here on are newer than their copies.
         start = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
         blocks = self.layout.blocks
         to_decode = self.layout.in_pool & (blocks.ends > start)
@@ -213,10 +213,10 @@ class Session:
         self._recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:
-        """Take into account that llama-server refused a plan and changed nothing.
+        """Record that llama-server refused a plan and changed nothing.
 
-        It has no copies with the labels in `unknown`, or has them of other tokens. Call `begin`
-        again to plan without them.
+        `unknown` are the labels of copies that it does not have, or has of other tokens. Call
+        `begin` again to plan without them.
         """
         self.layout = self.layout.without_saved(unknown)
 
@@ -248,7 +248,7 @@ class Session:
         self.layout = self.layout.with_saved(added)
 
     def on_server_restart(self, adopts: bool) -> None:
-        """Take into account that llama-server restarted.
+        """Record that llama-server restarted.
 
         All rows are lost, and so are copies that `confirm_copies` does not find.
         """
@@ -263,7 +263,7 @@ class Session:
         self._unconfirmed = {}
 
     def confirm_copies(self, copies: Mapping[str, Span]) -> None:
-        """Keep the possibly lost copies that llama-server reports, by label, with their range."""
+        """Keep the possibly lost copies that llama-server reports with the same range, by label."""
         lost, self._possibly_lost = self._possibly_lost, {}
         self.add_copies((label, span) for label, span in lost.items() if copies.get(label) == span)
 
@@ -280,8 +280,8 @@ class Session:
     def plan_save_all(self, view: SlotView) -> Plan:
         """Return a plan that copies all resident rows without a current copy, generated ones too.
 
-        For when another session gets the slot. `view` is the slot as this session's last reply left
-        it. The plan is empty where a server cannot adopt copies.
+        It runs before another session gets the slot. `view` is the slot as this session's last
+        reply left it. The plan is empty when the server cannot adopt copies.
         """
         if not self._adopts:
             return Plan.EMPTY
@@ -293,7 +293,7 @@ class Session:
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 
     def saved(self, plan: Plan) -> None:
-        """Take into account that llama-server has run a plan of saves."""
+        """Record that llama-server has run a plan of saves."""
         self._update_copies(plan)
 
     def add_vectors(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
@@ -324,11 +324,11 @@ class Session:
 
         view, n_tokens = inputs.slot, len(inputs.rendered.tokens)
         n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
-        # Adopting pays only when the copies reach at least one block further than the slot does.
-        reaches_further = self.layout.copies_end >= n_past + block_tokens
-        if self._adopts and reaches_further and saves_evicted(inputs.config):
-            # On a slot of another session a few tokens may agree by chance: blocks are not split
-            # there when their copies are to be adopted.
+        # Adopting pays only when the copies extend at least one block beyond the rows of the slot.
+        copies_extend_slot = self.layout.copies_end >= n_past + block_tokens
+        if self._adopts and copies_extend_slot and saves_evicted(inputs.config):
+            # On a slot of another session a few tokens may agree by chance. Blocks must not be
+            # split there, because their copies are adopted.
             adopting = layout_on(replace(view, n_common=0, resident=()))
             adopt_to = adopting.saved_end(n_tokens - 1)
             if adopt_to >= n_past + block_tokens:
@@ -336,7 +336,7 @@ class Session:
         return self._with_unconfirmed(layout_on(view)), 0
 
     def _with_unconfirmed(self, layout: Layout) -> Layout:
-        """Return the layout with copies of the blocks that llama-server was to save and evict."""
+        """Return the layout with copies of the blocks that the decode budget may have saved."""
         if not self._unconfirmed:
             return layout
         is_out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
@@ -368,7 +368,7 @@ class Session:
         )
 
     def _generated_spans(self, view: SlotView, start: int) -> list[Span]:
-        """Return resident rows behind the last block in spans of a block, without saved ones."""
+        """Return unsaved resident rows after the last block, in spans of the size of a block."""
         saved = {item.span for item in self.layout.ranges}
         size = self.config.block_tokens
         spans = [
@@ -380,7 +380,7 @@ class Session:
 
 
 def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
-    """Return where a new task begins: with the first user message of its request; None: nowhere."""
+    """Return the start of a new task, the request's first new user message; None without one."""
     if not inputs.request.options.task_boundary:
         return None
     blocks = layout.blocks

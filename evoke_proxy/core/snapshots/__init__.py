@@ -1,1 +1,1 @@
-"""Saved states of slots: what one belongs to, what it is worth, what is in its file."""
+"""Snapshots of slots: fingerprints, selection, worth, placement and file format."""

@@ -1,4 +1,4 @@
-"""Measured costs of decoding, saving and restoring, and which of them is worth its time."""
+"""Measures the costs of decoding, saving and restoring, and decides which of them pays."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from evoke_proxy.core.model.counts import Rate, is_count, token_count
 
 # Seconds for two calls and a look-up in the index.
 _OVERHEAD_S = 0.02
-# Shares of `min_gain` that a save has to gain: how often it will be restored is not known. The
-# second one is for a save that a request waits for.
+# Shares of `min_gain` that a save must gain, because the number of its restores is unknown. The
+# second applies to a save that a request waits for.
 _SAVE_SHARE, _WAITED_SHARE = 0.05, 0.5
-# A shorter prefill shows overheads and not speed.
+# A shorter prefill measures overheads, not speed.
 _MIN_MEASURED_TOKENS = 64
 
 
@@ -23,7 +23,7 @@ class Costs:
 
     # Greatest share of the time for which saves may keep the server from decoding.
     stall_share: float
-    # A restore has to save so many times what it costs; 0: any gain is worth it.
+    # A restore must save this many times its cost; 0 accepts any gain.
     min_gain: float = 2.0
     # Tokens per second.
     prefill: Rate = field(default_factory=Rate)
@@ -35,7 +35,7 @@ class Costs:
     next_save_at: float = 0.0
 
     def prefilled(self, n_tokens: int, seconds: float) -> None:
-        """Record that so many tokens of a prompt were decoded in this time."""
+        """Record that `n_tokens` of a prompt were decoded in this time."""
         if n_tokens >= _MIN_MEASURED_TOKENS:
             self.prefill.note(n_tokens, seconds)
 
@@ -46,9 +46,9 @@ class Costs:
         self.next_save_at = now + seconds * (1.0 / self.stall_share - 1.0)
 
     def worth_restoring(self, gain: int, n_bytes: int) -> bool:
-        """Return whether decoding `gain` tokens less pays for reading so many bytes.
+        """Return whether decoding `gain` tokens less pays for reading `n_bytes`.
 
-        True before the speeds were measured, so that they are.
+        True before the first measurement of the speeds, so that they are measured.
         """
         if not self.prefill.value or not self.restore.value:
             return True
@@ -70,9 +70,9 @@ class Costs:
 
 
 def cost_of(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the tokens that a reply states as cached, decoded and generated, in any dialect.
+    """Return the numbers of cached, decoded and generated tokens in a reply of any dialect.
 
-    A value that is no count is 0.
+    A value that is not a count becomes 0.
     """
     cached, decoded, generated = (token_count(value) for value in _stated(timings, usage))
     if not timings and "input_tokens_details" in usage:
@@ -88,7 +88,7 @@ def is_odd(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> bool:
 
 
 def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[object, object, object]:
-    """What a reply states as cached, decoded (Responses: all of the prompt) and generated."""
+    """Values for cached, decoded (in Responses: the complete prompt) and generated tokens."""
     if timings:
         return timings.get("cache_n"), timings.get("prompt_n"), timings.get("predicted_n")
     if "input_tokens_details" in usage:
@@ -104,22 +104,22 @@ def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[objec
 
 @dataclass(slots=True)
 class SuccessTracker:
-    """Counts how often one way to save decoding did, and gives it up when it mostly did not."""
+    """Counts successes and failures of one method that saves decoding."""
 
     useful: int = 0
     wasted: int = 0
 
-    def record(self, promised: int, kept: int) -> bool:
-        """Record how many tokens were promised not to be decoded, and how many were not.
+    def record(self, predicted: int, actual: int) -> bool:
+        """Record the predicted and the actual number of tokens that need no decoding.
 
-        Returns whether that was useful. Half of the promise counts as kept: at the edges of a
-        prompt some tokens are always decoded.
+        Returns whether the actual number is at least half of the prediction; some tokens at the
+        edges of a prompt are always decoded.
         """
-        useful = 2 * kept >= promised
+        useful = 2 * actual >= predicted
         self.useful, self.wasted = self.useful + useful, self.wasted + (not useful)
         return useful
 
     @property
     def is_trusted(self) -> bool:
-        """False once three promises were broken, and more than were kept."""
+        """False after at least three failures that outnumber the successes."""
         return self.wasted < 3 or self.useful >= self.wasted

@@ -1,4 +1,4 @@
-"""How snapshots and records are written to disk: as they are, or encrypted."""
+"""Encodes snapshots and records for the disk; a subclass encrypts them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _DIGEST_BYTES = 16
 
 
 class DiskFormat:
-    """Writes data as it is; rows get a digest of themselves and of their associated data.
+    """Stores data unencrypted; a row gets a digest of its data and its associated data.
 
-    Associated data (`aad`) says what a row or file belongs to. It is not stored, and decoding fails
-    when it is not the same.
+    Associated data (`aad`) identifies the owner of a row or file. It is not stored; decoding fails
+    with other associated data.
     """
 
     # Identifies the key without revealing it; the index states with which key it was written.
     key_id = 0
-    # What `key_id` was in the format of earlier versions, whose files are not read any more.
+    # The `key_id` of the same key in the format of earlier versions, which is no longer read.
     former_key_id: int | None = None
 
     def encode_row(self, data: bytes, aad: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Fingerprints of servers: llama-server restores a file of another model without an error."""
+"""Computes fingerprints of servers; llama-server restores files of other models without error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from evoke_proxy.core.snapshots.state_file import Cache
 
-# Of `GET /v1/models`: what does not change from one start to the next.
+# Members of `GET /v1/models` that stay the same after a restart.
 _META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "ftype")
 
 
@@ -24,7 +24,7 @@ class ModelFile:
     sample: str
 
 
-# What decides how a state is laid out: names of properties, and options of the command line.
+# Settings that decide the layout of a state: names of properties, and command-line options.
 _LAYOUT = {
     "cache_type_k": ("-ctk", "--cache-type-k"),
     "cache_type_v": ("-ctv", "--cache-type-v"),
@@ -40,7 +40,7 @@ def fingerprint(
     adapters: Sequence[Mapping[str, Any]],
     file: ModelFile | None,
 ) -> str:
-    """Return a digest that differs whenever a state of one server could be wrong in the other.
+    """Return a digest; servers with the same digest can restore each other's states.
 
     Made from `GET /props`, `GET /v1/models`, `GET /lora-adapters`, and the file of the model where
     it is readable. KV types, flash attention and the layout of the cache are included where they

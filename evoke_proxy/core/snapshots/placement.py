@@ -1,4 +1,4 @@
-"""Decides what one request of a conversation uses: its slot, the RAM cache, or a snapshot."""
+"""Decides what a request reuses: its slot, the server's RAM cache, or a snapshot."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from evoke_proxy.core.snapshots.snapshots import Match
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What is known when a request has its slot."""
+    """Inputs of the decision, after a request has leased its slot."""
 
     prompt: Tokens
-    # What the conversation left behind by its latest request.
+    # Contents that the conversation's latest request left in a slot.
     contents: SlotContents | None
-    # The slots now; None where the server does not show them.
+    # Current status of the slots; None when the server does not list them.
     slots: Sequence[SlotStatus] | None
     # The slot that was leased.
     leased: int
@@ -26,7 +26,7 @@ class Situation:
     # The server empties idle slots when another one starts.
     clears_idle_slots: bool
     behaviour: ServerBehaviour
-    # A restore has to save as many tokens from being decoded.
+    # A restore must avoid decoding at least this many tokens.
     min_gain_tokens: int
 
     @property
@@ -37,14 +37,14 @@ class Situation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What is to be done before the request is forwarded."""
+    """Actions before the request is forwarded, and the expected reuse."""
 
     # "live": its slot has the beginning of the prompt. "ram": the server's RAM cache may have it.
     # "new": nothing is known to have it. A restore that succeeds replaces any of them.
     source: str
-    # What is in the conversation's slot now; None when nothing of it is.
+    # Contents of the conversation in its slot; None when there are none.
     live: SlotContents | None = None
-    # What left its slot, and may be in the RAM cache.
+    # Contents that have left their slot, and may be in the RAM cache.
     in_ram: SlotContents | None = None
     # Tokens of the prompt that the RAM cache is predicted to have.
     predicted_tokens: int = 0
@@ -58,7 +58,7 @@ class Placement:
 
 
 def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement:
-    """Choose between what a slot has, the RAM cache, and the best snapshot (`match`)."""
+    """Choose between the slot's contents, the RAM cache, and the best snapshot (`match`)."""
     contents, erased = situation.contents, None
     live = _live(situation)
     if live is not None and not live.can_continue(situation.prompt):
@@ -97,7 +97,7 @@ def slot_to_name(situation: Situation, in_ram: SlotContents | None) -> int | Non
 
 
 def _live(situation: Situation) -> SlotContents | None:
-    """What the conversation left, if it is still there and its lease can use it."""
+    """Contents of the conversation, if they are still in a slot that its lease can use."""
     contents = situation.contents
     if contents is None or not contents.is_unchanged(situation.slots):
         return None

@@ -1,4 +1,4 @@
-"""What the slots of an unpatched server hold, and how it behaves, inferred from outside."""
+"""Contents of an unpatched server's slots, and its behaviour, inferred from its replies."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class SlotContents:
     exact: bool
     # When they were left, in seconds of the monotonic clock.
     at: float
-    # The slot as it was then; None when the server did not show it.
+    # Status of the slot at that time; None when the server did not list it.
     status: SlotStatus | None = None
-    # Decoding more of the same was cut off, and may have gone on.
+    # A decoding that would have extended these tokens was cancelled, and may have continued.
     was_cut_off: bool = False
     # Index of the first token that was decoded ahead of the client's next request.
     ahead_from: int | None = None
-    # The slot cannot go back to fewer tokens: its windows were restored, and see on only from here.
+    # The slot cannot go back to fewer tokens, because restored windows contain only later ones.
     min_prefix: int = 0
 
     def can_continue(self, tokens: Tokens) -> bool:
@@ -69,32 +69,61 @@ class SlotContents:
         return self.was_cut_off or unchanged
 
 
+@dataclass(frozen=True, slots=True)
+class SentRequest:
+    """A chat request as it was sent, to which the next one is compared."""
+
+    # The body, as a chat.
+    body: bytes
+    # The tokens that the next request is expected to begin with.
+    boundary: Tokens
+    # The first user message; empty while the conversation has fewer than two.
+    opening: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotState:
+    """State of a conversation at an unpatched server between two turns.
+
+    Only the snapshot strategy makes values other than the default.
+    """
+
+    # Tokens that the latest turn left in a slot; None when there are none, or they are unknown.
+    contents: SlotContents | None = None
+    # The latest request; None after its body was dropped.
+    sent: SentRequest | None = None
+    # The branch of snapshots that the conversation continues; empty for a separate branch.
+    branch: str = ""
+    # `Drift.summary` of the latest request; None when it continues the previous one.
+    drift: Mapping[str, Any] | None = None
+
+
 @dataclass(slots=True)
 class ServerBehaviour:
-    """What one server was found to do: which of its promises it keeps, and what memory it has."""
+    """Observed behaviour of one server: what saves decoding, and the kind of its memory."""
 
     # Whether a restored slot saves decoding.
     restore: SuccessTracker = field(default_factory=SuccessTracker)
-    # Whether it does where the prompt continues only a part of the snapshot.
+    # Whether a restored slot saves decoding when the prompt continues only a part of the snapshot.
     partial_restore: SuccessTracker = field(default_factory=SuccessTracker)
     # Whether a slot can go back to fewer tokens without a restore.
     rollback: SuccessTracker = field(default_factory=SuccessTracker)
-    # Whether the next request begins with what was decoded ahead of it.
+    # Whether the next request begins with the tokens that were decoded ahead of it.
     lookahead: SuccessTracker = field(default_factory=SuccessTracker)
-    # A slot was seen that the server had emptied, presumably into its RAM cache.
+    # The server has emptied a slot, presumably into its RAM cache.
     empties_slots: bool = False
-    # How often the server's RAM cache had what was left in a slot, and how often it had not.
+    # How often the RAM cache had the contents of an emptied slot, and how often it did not.
     ram_hits: int = 0
     ram_misses: int = 0
-    # The RAM cache is first in, first out: contents left before this time are gone from it.
+    # The RAM cache is first in, first out: it no longer has contents from before this time.
     ram_valid_since: float = float("-inf")
     # Every layer keeps every token. A guess until `is_detected`.
     is_dense: bool = True
     # Some layers keep a window of the latest tokens. A guess until `is_detected`.
     has_windows: bool = False
-    # A file that the server wrote has shown `is_dense` and `has_windows`.
+    # `is_dense` and `has_windows` were read from a file that the server wrote.
     is_detected: bool = False
-    # A snapshot of no more tokens is useless: all of it lies within the windows.
+    # A snapshot of at most this many tokens is useless, because it lies within the windows.
     window_tokens: int = 0
 
     @property
@@ -103,14 +132,14 @@ class ServerBehaviour:
         return self.partial_restore.is_trusted and self.is_dense
 
     def note_prompt(self, contents: SlotContents, tokens: Tokens) -> None:
-        """Record whether a prompt begins with what was decoded ahead of it."""
+        """Record whether a prompt begins with the tokens that were decoded ahead of it."""
         if contents.ahead_from is not None:
             promised = len(contents.tokens) - contents.ahead_from
             kept = common_prefix(contents.tokens, tokens) - contents.ahead_from
             self.lookahead.record(promised, kept)
 
     def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
-        """Record whether the server has emptied the slot that held these contents."""
+        """Record whether the server has emptied the slot of these contents."""
         if contents is None:
             return
         now = next((status for status in slots or () if status.id == contents.slot), None)

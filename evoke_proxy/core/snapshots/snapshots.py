@@ -1,4 +1,4 @@
-"""Chooses among snapshots: which one fits a prompt, what each is worth, which are deleted."""
+"""Selects snapshots: the best match of a prompt, the worth of each, and which to delete."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Snapshot:
     hits: float = 0.0
     # Never deleted for room, age or a newer snapshot.
     pinned: bool = False
-    # A restore of it began and did not end well.
+    # A restore of it began and did not succeed.
     suspect: bool = False
     tokens: Tokens = field(compare=False, kw_only=True)
 
@@ -54,7 +54,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """What has changed in an index since an earlier version."""
+    """Changes of an index since an earlier version."""
 
     # The version of the index that the changes lead to.
     version: int
@@ -87,7 +87,7 @@ class Bounds:
     max_count: int
     # Seconds without use after which a snapshot is deleted.
     max_age_s: float
-    # Room that the disk keeps for others.
+    # Free bytes to leave on the disk.
     min_free_bytes: int
     # Limit of one tenant; 0 for no separate limit.
     tenant_bytes: int
@@ -138,8 +138,8 @@ def worth(snapshot: Snapshot, now: float, half_life_s: float) -> float:
 def best(snapshots: Iterable[Snapshot], tokens: Tokens, partial: bool) -> Match | None:
     """Return the snapshot that saves most of decoding `tokens`; None when none saves anything.
 
-    With `partial` it may hold more than the prompt begins with: dense memories can be cut back,
-    recurrent ones cannot. Of two that save the same, the smaller one.
+    With `partial` the prompt may continue only a part of it: a dense memory can be cut back, a
+    recurrent one cannot. Of two that save the same, the smaller one.
     """
     fitting = [match for match in _matches(snapshots, tokens) if partial or match.extends]
     rank = lambda match: (match.shared, -match.snapshot.n_bytes)  # noqa: E731
@@ -171,7 +171,7 @@ def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
 def surplus(
     snapshots: Collection[Snapshot], bounds: Bounds, free_bytes: int, now: float
 ) -> list[tuple[Snapshot, str]]:
-    """Return what is to be deleted to keep the limits, each with the limit that it breaks.
+    """Return the snapshots to delete to keep the limits, each with the exceeded limit.
 
     `free_bytes` is the room on the disk. Snapshots that are too old come first, then the least
     valuable ones of the tenant that has most. Pinned ones are never returned.
@@ -211,7 +211,7 @@ def _over_room(
 ) -> list[tuple[Snapshot, str]]:
     """The least valuable snapshots of the tenant that has most, until the limits are kept.
 
-    So a tenant cannot have snapshots of another one deleted that has no more than itself.
+    A tenant therefore cannot cause the deletion of snapshots of a tenant that has fewer.
     `deletable` ascends in worth.
     """
     counts = Counter(item.tenant for item in snapshots)

@@ -1,4 +1,4 @@
-"""Reads the files that llama-server writes of slots, and adds a row that sliding windows lack.
+"""Reads slot files of llama-server, and adds a row that models with sliding windows need.
 
 For a layer that sees the last w tokens, a file of n tokens has the rows from n - w on. The next
 token sees the rows from n - w + 1 on. But llama-server continues a restored slot only when its
@@ -26,17 +26,17 @@ from typing import Any
 
 import numpy as np
 
-# Reads as many bytes of a file from an offset on; fewer where it ends.
+# Reads `n_bytes` of a file at an offset; fewer at its end.
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
 _MAGIC = 0x67677371
-# The versions that are read; from the second on, streams state the rotations of their rows.
+# The supported versions; from the second on, streams state the rotations of their rows.
 _VERSIONS, _ROTATIONS_SINCE = (3, 4), 4
-# What llama-server appends to the state: a head, then of each checkpoint how many tokens it is of,
-# its lowest and highest position, and three states by their length.
+# llama-server appends checkpoints to the state: a head, then for each checkpoint its number of
+# tokens, its lowest and highest position, and three states, each after its length.
 _APPENDIX, _APPENDIX_MAGIC, _APPENDIX_VERSION = struct.Struct("<III"), 0x504B4353, 1
 _CHECKPOINT = struct.Struct("<qii")
-# Of enum ggml_type what a cache may be of.
+# Names of the values of enum ggml_type that a cache may have.
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0"}
 _TYPES |= {20: "iq4_nl", 30: "bf16"}
 _BEGIN, _END = [("position", "<i4"), ("n_seq", "<u4")], [("seq", "<i4")]
@@ -95,30 +95,30 @@ class Insertion:
 
     at: int
     put: bytes
-    # They replace as many bytes instead.
+    # The bytes replace existing ones instead.
     over: bool = False
 
 
 def caches(read: Read, size: int) -> tuple[Cache, ...]:
-    """Return the caches in a file of `size` bytes; none when it has other contents, too."""
+    """Return the caches in a file of `size` bytes; none when it has any other contents."""
     found = list(_caches(_Cursor(read, size)))
     return tuple(cache for cache in found if cache is not None) if None not in found else ()
 
 
 def first_cache(read: Read, size: int) -> Cache | None:
-    """Return the first cache with rows, whatever follows it; None without."""
+    """Return the first cache with rows, whatever follows it; None when there is none."""
     found = _caches(_Cursor(read, size))
     return next((cache for cache in found if cache is None or cache.types), None)
 
 
 def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
-    """Yield the caches in order; None, and nothing after it, for what is no cache."""
+    """Yield the caches in order; None, as the last value, for data that is not a cache."""
     try:
         magic, version, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
         if magic != _MAGIC or version not in _VERSIONS:
             raise ValueError("another file")
         cursor.skip(4 * n_tokens)
-        while not cursor.over and not _skip_checkpoints(cursor, version):
+        while not cursor.at_end and not _skip_checkpoints(cursor, version):
             yield _cache(cursor, version)
     except ValueError:
         yield None
@@ -135,23 +135,23 @@ def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
         cursor.skip(_CHECKPOINT.size)
         for _ in range(3):
             cursor.skip(cursor.number("<Q"))
-    if not cursor.over:
+    if not cursor.at_end:
         raise ValueError("more than checkpoints")
     return True
 
 
 def has_windows(found: Sequence[Cache]) -> bool:
-    """Return whether some layers keep a window only: those have a cache of their own."""
+    """Return whether some layers keep only a window; these have a separate cache."""
     return len(found) > 1
 
 
 def in_window(found: Sequence[Cache]) -> bool:
-    """Return whether all of the text lies within its windows: a restore is useless then."""
+    """Return whether the complete text lies within its windows, so that a restore is useless."""
     return has_windows(found) and found[-1].lowest == 0
 
 
 def missing(found: Sequence[Cache], read: Read) -> list[Insertion]:
-    """Return what a file of these caches lacks for its windows, by offset; empty when nothing."""
+    """Return the bytes that a file with these caches lacks, by offset; empty when complete."""
     last = found[-1] if has_windows(found) else None
     if last is None or not last.lowest:
         return []
@@ -172,7 +172,7 @@ class _Cursor:
         self.at = 0
 
     @property
-    def over(self) -> bool:
+    def at_end(self) -> bool:
         """Whether the cursor is at the end."""
         return self.at >= self._size
 
@@ -184,10 +184,10 @@ class _Cursor:
     def skip(self, n_bytes: int) -> None:
         self.at += n_bytes
         if self.at > self._size:
-            raise ValueError("no caches of rows")
+            raise ValueError("not caches of rows")
 
     def peek(self) -> int | None:
-        """The next number, which stays; None where none is left."""
+        """The next number, without moving the cursor; None at the end."""
         at = self.at
         try:
             return self.number()
@@ -204,11 +204,11 @@ def _cache(cursor: _Cursor, version: int) -> Cache:
     """The cache that begins here; one of its streams at most has cells."""
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
-        raise ValueError("no caches of rows")
+        raise ValueError("not caches of rows")
     found = [_stream(cursor, version) for _ in range(n_streams)]
     filled = [cache for cache in found if cache.n_cells]
     if len(filled) > 1:
-        raise ValueError("no caches of rows")
+        raise ValueError("not caches of rows")
     return filled[0] if filled else found[0]
 
 
@@ -237,7 +237,7 @@ def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
         cells = np.frombuffer(cursor.take(kind.itemsize * n_cells), kind)
         if (cells["n_seq"] == 1).all() and (cells["position"] >= 0).all():
             return cells
-    raise ValueError("no caches of rows")
+    raise ValueError("not caches of rows")
 
 
 def _rows(cursor: _Cursor, n_cells: int) -> Rows:
@@ -249,8 +249,8 @@ def _rows(cursor: _Cursor, n_cells: int) -> Rows:
 
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
     type, size, count = cursor.number(), cursor.number(), cursor.number()
-    if not size:  # otherwise a file could claim any number of them
-        raise ValueError("no caches of rows")
+    if not size:  # otherwise a file could state any number of columns
+        raise ValueError("not caches of rows")
     rows = Rows(type, cursor.at, size, count, size * n_cells)
     cursor.skip(size * n_cells * count)
     return rows

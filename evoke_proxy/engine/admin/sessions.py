@@ -18,7 +18,7 @@ from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy.pins import change_pins, check_least_budget
 from evoke_proxy.core.policy.registry import block_scores
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.session.block_map import Whereabouts, block_map, spans, totals
+from evoke_proxy.core.session.block_map import RowLocations, block_map, spans, totals
 from evoke_proxy.core.snapshots.snapshots import (
     Snapshot,
     branch_summary,
@@ -94,7 +94,7 @@ class SessionAdmin:
         self._blocks = BlockApi(context.client)
         self._copies = CopyLists(self._blocks)
         # Where the blocks of a session were when llama-server last said so.
-        self._last_seen: dict[str, Whereabouts] = {}
+        self._last_seen: dict[str, RowLocations] = {}
 
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
@@ -249,7 +249,7 @@ class SessionAdmin:
         }
 
     async def _block_map(
-        self, conversation: Conversation, where: Whereabouts, names: bool
+        self, conversation: Conversation, where: RowLocations, names: bool
     ) -> list[dict[str, Any]]:
         """The blocks of a session.
 
@@ -267,7 +267,7 @@ class SessionAdmin:
         is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS
         return await conversation.computed(make, is_long)
 
-    async def _locate(self, conversation: Conversation) -> tuple[Whereabouts, bool]:
+    async def _locate(self, conversation: Conversation) -> tuple[RowLocations, bool]:
         """Where the rows and copies of a session are, and whether that holds now.
 
         When llama-server does not answer in time it is what it last said.
@@ -275,7 +275,7 @@ class SessionAdmin:
         context = self.context
         server, slot = context.monitor.server, context.slots.pool.slot_of(conversation.id)
         if not server.patched or server.sleeping:
-            return Whereabouts(), not server.sleeping
+            return RowLocations(), not server.sleeping
         try:
             async with asyncio.timeout(_VIEW_TIMEOUT_S):
                 answer = await self._copies.slot(slot or 0, conversation.tenant)
@@ -284,12 +284,12 @@ class SessionAdmin:
             _log.info(
                 "session %s cannot be shown as it is now: %s", conversation.id, error or "busy"
             )
-            return self._last_seen.get(conversation.id, Whereabouts()), False
+            return self._last_seen.get(conversation.id, RowLocations()), False
         is_admin_address = slot is not None and (
             conversation.in_use or conversation.budgeted.epoch == view.epoch
         )
         rows, n_tokens = (view.resident, view.n_tokens) if is_admin_address else ((), 0)
-        where = Whereabouts.parse(answer, conversation.labels, rows, n_tokens)
+        where = RowLocations.parse(answer, conversation.labels, rows, n_tokens)
         live = {item.id for item in context.conversations}
         self._last_seen = {id: seen for id, seen in self._last_seen.items() if id in live}
         self._last_seen[conversation.id] = where

@@ -13,7 +13,7 @@ from evoke_proxy.core.request.large_json import HUGE_BYTES
 from evoke_proxy.core.request.normalise import (
     BILLING,
     DATES,
-    MOST_TEXTS,
+    MAX_TEXTS,
     TOOLS,
     DateFreezer,
     Path,
@@ -58,13 +58,13 @@ class Normalizer:
         self, parsed: Mapping[str, Any], dialect: str, tenant: str
     ) -> Iterator[tuple[Path, str]]:
         """Paths and new contents of the system prompt's texts that change."""
-        for path, text in islice(system_texts(parsed, dialect), MOST_TEXTS):
+        for path, text in islice(system_texts(parsed, dialect), MAX_TEXTS):
             unbilled = without_billing(text) if self.config.billing else text
             if unbilled != text:
                 self._metrics.normalised.labels(what=BILLING).inc()
             result = unbilled
             if self.config.dates_h:
-                result = self._clock.stopped(unbilled, tenant, uptime_s(), self.config.dates_h)
+                result = self._clock.freeze(unbilled, tenant, uptime_s(), self.config.dates_h)
             if result != unbilled:
                 self._metrics.normalised.labels(what=DATES).inc()
             if result != text:

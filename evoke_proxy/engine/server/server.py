@@ -161,7 +161,7 @@ class Server:
         self.slots.restart(n_slots)
         for id, slot in self.conversations.server_restarted(server.adopts).items():
             if slot < len(self.slots.pool):
-                self.slots.pool.moved(id, slot)
+                self.slots.pool.record_move(id, slot)
         for strategy in self.strategies.each():
             strategy.server_started(server)
         self.resources.feed.publish("server", patched=server.patched, slots=server.n_slots)

@@ -105,11 +105,11 @@ class SlotLease:
     def __init__(self, queue: SlotQueue, grant: Grant, waited: bool) -> None:
         self.slot = grant.slot
         self.victim = grant.victim
-        self.left = grant.left
+        self.previous = grant.previous
         self.waited = waited
         self._changed_at = grant.changed_at
         self._queue = queue
-        self._is_vacated = grant.victim is None and grant.left is None
+        self._is_vacated = grant.victim is None and grant.previous is None
         self.is_released = False
 
     def __repr__(self) -> str:
@@ -401,7 +401,7 @@ class SlotQueue:
     @asynccontextmanager
     async def locked(self, session: str) -> AsyncIterator[None]:
         """Lock a session in this context; waits for its request, preempts its background work."""
-        while not self._pool.hold(session):
+        while not self._pool.lock(session):
             for lease in list(self._background):
                 if lease.session == session:
                     lease.preempt(_GRACE_S)
@@ -410,7 +410,7 @@ class SlotQueue:
         try:
             yield
         finally:
-            self._wake(self._pool.let_go(session, self._now()))
+            self._wake(self._pool.unlock(session, self._now()))
 
     def release(self, lease: SlotLease) -> None:
         """Release a lease and wake the next request."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evoke_proxy.adapters.snapshot_files import WHOLE
+from evoke_proxy.adapters.snapshot_files import SEALED
 from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.snapshots.snapshots import Snapshot, snapshot_fields
 
@@ -28,7 +28,7 @@ def archive(
     manifest = {"version": 1, **(about or {}), "snapshots": listed}
     yield from _entry("manifest.json", json.dumps(manifest).encode())
     for item in snapshots:
-        yield from _file(directory / (item.id + WHOLE))
+        yield from _file(directory / (item.id + SEALED))
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 

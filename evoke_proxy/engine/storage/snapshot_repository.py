@@ -15,7 +15,7 @@ from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.secret_files import read_token
-from evoke_proxy.adapters.snapshot_files import INDEX, PART, WHOLE, Sealed, SnapshotFiles
+from evoke_proxy.adapters.snapshot_files import INDEX, PART, SEALED, Sealed, SnapshotFiles
 from evoke_proxy.adapters.snapshot_index import Owner, Record, SnapshotIndex, pack
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens
@@ -134,7 +134,7 @@ class SnapshotRepository:
         self._index_thread.close()
         if self._opened is not None:
             self._index.close()
-        self.files.free()
+        self.files.unlock()
 
     def adjust(self, config: SnapshotsConfig) -> None:
         """Apply other limits at once; the directory stays the same."""
@@ -206,7 +206,7 @@ class SnapshotRepository:
         id, now = part.removesuffix(PART), self.clock.now()
 
         def seal() -> tuple[Sealed, bytes]:
-            return self.files.seal(part, id + WHOLE, n_bytes, tokens), pack(tokens)
+            return self.files.seal(part, id + SEALED, n_bytes, tokens), pack(tokens)
 
         sealed, packed = await asyncio.to_thread(seal)
         new = Snapshot(
@@ -416,4 +416,4 @@ class SnapshotRepository:
 
 
 def _file_name(snapshot: Snapshot) -> str:
-    return snapshot.id + WHOLE
+    return snapshot.id + SEALED

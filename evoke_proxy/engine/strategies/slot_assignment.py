@@ -9,7 +9,7 @@ import orjson
 
 from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
 from evoke_proxy.core.prompt.rendered import SlotView
-from evoke_proxy.core.servers.slot_pool import taken_by
+from evoke_proxy.core.servers.slot_pool import slots_for_answers
 from evoke_proxy.engine.gateway import ForwardedBody
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
@@ -71,7 +71,7 @@ class SlotAssignment:
             return (named,)
         if request.is_batch:  # llama-server chooses the slots of its prompts
             return range(n_slots)
-        return taken_by(request.chat.n, n_slots, named or 0)
+        return slots_for_answers(request.chat.n, n_slots, named or 0)
 
     async def until_idle(
         self, slot: int, tenant: str, headers: Mapping[str, str], give_up: Callable[[], bool]

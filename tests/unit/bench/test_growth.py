@@ -6,6 +6,8 @@ import asyncio
 import http.client
 import json
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from bench import agent, growth, lines, long, recall, watched
 from bench.agent_rows import MAGIC, Witness, rows
+from bench.growth_server import cpu_s
 from bench.listening import Quiet, listening
 from bench.scripted import Relay, relayed
 from evoke_proxy.demo.client import events
@@ -160,3 +163,16 @@ def test_a_long_session_asks_for_every_fact_once() -> None:
     for section in planned:
         assert section.probe is None or section.probe.fact.statement in text
         text += "" if section.probe else section.said
+
+
+def test_the_clock_counts_worker_threads() -> None:
+    def work() -> None:
+        ends = time.thread_time() + 0.02
+        while time.thread_time() < ends:
+            pass
+
+    began = cpu_s()
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert cpu_s() - began >= 0.02

@@ -119,6 +119,10 @@ def test_environment_reads_each_type() -> None:
         ("policy: {budgte: 3}", "policy.budgte: unknown key; did you mean policy.budget?"),
         ("budget: 3", "budget: unknown key; did you mean policy.budget?"),
         ("policy: {zzz: 3}", "policy.zzz: unknown key; known: name, budget"),
+        (
+            "security.keys_file: /keys",
+            "security.keys_file: unknown key; write keys_file as a key of the mapping security",
+        ),
         ("policy: {budget: many}", "policy.budget: must be a whole number, not 'many'"),
         ("policy: {budget: true}", "policy.budget: must be a whole number, not True"),
         ("policy: {budget: 1.5}", "policy.budget: must be a whole number, not 1.5"),

@@ -122,7 +122,7 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "cut": _cut,
     "dated": normalise.is_dated,
     "billing": normalise.without_billing,
-    "clock": lambda text: normalise.DateFreezer().stopped(text + "date 1", "", 0.0, 1.0),
+    "clock": lambda text: normalise.DateFreezer().freeze(text + "date 1", "", 0.0, 1.0),
     "side": lambda text: is_side_request(parse_chat("chat", _chat(text)), 10, True, True),
     "hint": lambda text: hint_of({"X-Session-Id": text}, {"metadata": {"user_id": text}}),
     "drift": lambda text: drift(_chat(text + "a" + text), _chat(text + "b" + text)),

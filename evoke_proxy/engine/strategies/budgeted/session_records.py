@@ -294,7 +294,7 @@ class SessionPersistence:
 
         It is needed where whole slots are saved.
         """
-        if self._records is None or not self._server.whole:
+        if self._records is None or not self._server.needs_full_state:
             return None
         if dialect not in ("chat", "messages"):
             return None
@@ -349,7 +349,7 @@ class SessionPersistence:
             await self._spill.write(conversation, answer, headers, lease)
         if self._conversations.get(conversation.id) is not conversation:
             return  # it was deleted, and must not be written again
-        if self._server.whole and self._slot_snapshots is not None:
+        if self._server.needs_full_state and self._slot_snapshots is not None:
             lease.check()
             await self._slot_snapshots.save(view.id, conversation, headers)
         lease.end()
@@ -386,7 +386,7 @@ class SessionPersistence:
 
         Returns False when no snapshot reaches further in a prompt of these tokens than the slot.
         """
-        if self._slot_snapshots is None or not self._server.whole:
+        if self._slot_snapshots is None or not self._server.needs_full_state:
             return False
         await self._slot_snapshots.repository.refresh()
         n_past = view.n_past(len(tokens))

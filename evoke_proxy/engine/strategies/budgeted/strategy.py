@@ -149,9 +149,9 @@ class BudgetedStrategy(CacheStrategy):
             turn = await self._rendered_anew(turn)
         if turn.view.busy:
             turn = await self._rendered_when_idle(turn, scope)
-        if lease.left is not None:
-            left = slot_in(turn.rendered, lease.left)
-            await self._slots.save_rows(turn.conversation, left, turn.headers)
+        if lease.previous is not None:
+            previous = slot_in(turn.rendered, lease.previous)
+            await self._slots.save_rows(turn.conversation, previous, turn.headers)
         victim = self._server.conversations.get(lease.victim)
         await self._slots.save_rows(victim, turn.view, turn.headers)
         return turn

@@ -283,7 +283,7 @@ class SlotPlacement:
         set_contents(conversation, left)
         pool = self._slots.pool
         if len(pool) > 1 and status is not None and pool.slot_of(conversation.id) != status.id:
-            pool.moved(conversation.id, status.id)
+            pool.record_move(conversation.id, status.id)
 
     async def until_idle(
         self, turn: SnapshotTurn, headers: Headers, is_stopping: Callable[[], bool]

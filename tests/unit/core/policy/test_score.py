@@ -108,8 +108,8 @@ def test_attention_counts_once_it_is_there_and_as_much_as_configured() -> None:
 
 def test_what_came_before_a_boundary_is_old_at_once_and_keeps_its_order() -> None:
     weights = KeepWeights(recency=1.0, focus=0.0)
-    before, after = placed(weights), placed(weights, task=Task(begins=69_000))
+    before, after = placed(weights), placed(weights, task=Task(start=69_000))
     assert after[2] == before[2]
     assert 0 < after[0] < before[0] and 0 < after[1] < before[1] and after[0] < after[1]
-    near = placed(weights, task=Task(begins=N_TOKENS))
+    near = placed(weights, task=Task(start=N_TOKENS))
     assert near[2] <= 512 / (9 * 512)

@@ -19,14 +19,14 @@ def test_the_focus_moves_by_three_tenths_and_stays_a_unit_vector() -> None:
 def test_another_task_and_a_boundary_snap() -> None:
     assert Task(EAST).after(NORTH, None).focus is NORTH
     snapped = Task(EAST).after(BETWEEN, 70)
-    assert snapped.focus is BETWEEN and snapped.begins == 70
+    assert snapped.focus is BETWEEN and snapped.start == 70
 
 
 def test_without_a_topic_the_focus_stays_but_not_across_a_boundary() -> None:
     assert Task(EAST, 5).after(None, None).focus is EAST
     gone = Task(EAST, 5).after(None, 90)
-    assert gone.focus is None and gone.begins == 90
-    assert Task(EAST, 5).after(EAST, None).begins == 5
+    assert gone.focus is None and gone.start == 90
+    assert Task(EAST, 5).after(EAST, None).start == 5
 
 
 def test_a_vector_of_another_encoder_begins_anew() -> None:

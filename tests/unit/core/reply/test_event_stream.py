@@ -276,4 +276,4 @@ def test_lines_keep_every_byte_of_a_stream_however_it_is_cut(
     lines = [line for chunk in chunks for line in reader.feed(chunk)] + reader.close()
     assert b"".join(line.data for line in lines) == stream
     whole = [line for line in stream.splitlines(keepends=True) if len(line) <= 16]
-    assert [line.data for line in lines if line.is_whole] == whole
+    assert [line.data for line in lines if line.is_complete] == whole

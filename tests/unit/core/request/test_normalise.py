@@ -63,14 +63,14 @@ def test_a_clock_is_stopped_for_some_hours_for_everyone_with_that_system_prompt(
     clock = DateFreezer()
     at = "You help with 3 tools.\nToday is {}.".format
     first = at("Monday, 2026-11-23, 12:34")
-    assert clock.stopped(first, "t", 0.0, 2.0) == first
-    assert clock.stopped(at("Tuesday, 2026-11-24, 01:02"), "t", 7199.0, 2.0) == first
+    assert clock.freeze(first, "t", 0.0, 2.0) == first
+    assert clock.freeze(at("Tuesday, 2026-11-24, 01:02"), "t", 7199.0, 2.0) == first
     later = at("Tuesday, 2026-11-24, 03:04")
-    assert clock.stopped(later, "t", 7200.0, 2.0) == later
-    assert clock.stopped(first, "t", 7300.0, 2.0) == later
-    assert clock.stopped(first, "u", 7300.0, 2.0) == first
+    assert clock.freeze(later, "t", 7200.0, 2.0) == later
+    assert clock.freeze(first, "t", 7300.0, 2.0) == later
+    assert clock.freeze(first, "u", 7300.0, 2.0) == first
     other = later.replace("3 tools", "4 tools")
-    assert clock.stopped(other, "t", 7300.0, 2.0) == other
+    assert clock.freeze(other, "t", 7300.0, 2.0) == other
 
 
 BODIES = {
@@ -135,11 +135,11 @@ def test_what_is_no_list_of_tools_is_left() -> None:
 def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
     clock, dated = DateFreezer(), "You are {name}.\nToday is {date}."
     first = dated.format(name="a helper", date="2026-01-02")
-    assert clock.stopped(first, "quiet", 0.0, 24.0) == first
+    assert clock.freeze(first, "quiet", 0.0, 24.0) == first
     for number in range(600):
-        clock.stopped(dated.format(name=f"number {number}", date="2026-01-02"), "loud", 1.0, 24.0)
+        clock.freeze(dated.format(name=f"number {number}", date="2026-01-02"), "loud", 1.0, 24.0)
     later = dated.format(name="a helper", date="2026-03-04")
-    assert clock.stopped(later, "quiet", 2.0, 24.0) == first
+    assert clock.freeze(later, "quiet", 2.0, 24.0) == first
 
 
 @pytest.mark.parametrize("break_every", [3, 60, 5000, 10**9])
@@ -161,11 +161,11 @@ def test_dates_at_both_ends_of_a_long_system_prompt_are_stopped_and_no_others() 
         return f"Today is {begins}.\n{filler}Date: {middle}\n{filler}Date: {ends}\nGo on."
 
     first = prompt("Monday, 9:30", "2026-11-23", "2026-11-23")
-    assert clock.stopped(first, "t", 0.0, 2.0) == first
+    assert clock.freeze(first, "t", 0.0, 2.0) == first
     later = prompt("Tuesday, 10:31", "2026-11-23", "2026-11-24")
-    assert clock.stopped(later, "t", 1.0, 2.0) == first
+    assert clock.freeze(later, "t", 1.0, 2.0) == first
     another = prompt("Tuesday, 10:31", "2026-11-24", "2026-11-24")
-    assert clock.stopped(another, "t", 1.0, 2.0) == another
+    assert clock.freeze(another, "t", 1.0, 2.0) == another
 
 
 PROMPTS = {

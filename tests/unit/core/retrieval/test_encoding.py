@@ -81,14 +81,14 @@ def test_length(files: dict[str, Any], configured: int | None, tokens: int) -> N
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({POOLING: {"pooling_mode_max_tokens": True}}, "wants pooling max_tokens; the proxy has"),
-        ({POOLING: {"pooling_mode": "lasttoken"}}, "wants pooling lasttoken; the proxy has"),
+        ({POOLING: {"pooling_mode_max_tokens": True}}, "needs pooling max_tokens; the proxy has"),
+        ({POOLING: {"pooling_mode": "lasttoken"}}, "needs pooling lasttoken; the proxy has"),
         ({POOLING: {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
-         "wants pooling cls and mean; the proxy has cls or mean (embedder.pooling overrides"),
+         "needs pooling cls and mean; the proxy has cls or mean (embedder.pooling overrides"),
         ({"modules.json": [{"type": "sentence_transformers.models.Transformer"},
                            {"type": "sentence_transformers.models.Dense"}]},
-         "modules.json wants sentence_transformers.models.Dense after the encoder"),
-        ({"modules.json": ["?"]}, "modules.json wants"),
+         "modules.json needs sentence_transformers.models.Dense after the encoder"),
+        ({"modules.json": ["?"]}, "modules.json needs"),
     ],
 )  # fmt: skip
 def test_what_would_give_wrong_vectors_is_refused(files: dict[str, Any], message: str) -> None:

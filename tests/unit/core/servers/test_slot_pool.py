@@ -151,15 +151,15 @@ def test_no_slot_or_session_is_given_twice_and_nobody_is_lost(
         elif kind == "b" and works:
             slots, session = works.pop()
             it.served(pool.end_background(slots, session, now))
-        elif kind == "h" and pool.hold(f"r{who}"):
+        elif kind == "h" and pool.lock(f"r{who}"):
             assert f"r{who}" not in it.running.values()
             held.append(f"r{who}")
         elif kind == "h" and held:
-            it.served(pool.let_go(held.pop(), now))
+            it.served(pool.unlock(held.pop(), now))
     for slots, session in works:
         it.served(pool.end_background(slots, session, 999))
     for session in held:
-        it.served(pool.let_go(session, 999))
+        it.served(pool.unlock(session, 999))
     while it.running:
         slot, _ = it.running.popitem()
         it.served(pool.release(slot, 1000))
@@ -252,7 +252,7 @@ def test_the_slot_that_a_session_moves_from_is_nobodys_until_its_rows_are_saved(
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.release(0, 1)
-    assert pool.request("a", "", 2, slot=1) == Grant(1, left=0)
+    assert pool.request("a", "", 2, slot=1) == Grant(1, previous=0)
     assert pool.request("b", "", 3) == Wait(1)
     assert pool.vacated(1, 4) == [(1, Grant(0))]
 
@@ -337,7 +337,7 @@ def test_a_session_that_names_a_slot_moves_there() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("a", "", 1, slot=1) == Wait(1)  # its own request runs
-    assert pool.release(0, 2) == [(1, Grant(1, left=0))]
+    assert pool.release(0, 2) == [(1, Grant(1, previous=0))]
     assert (pool.slot_of("a"), pool.holder(0)) == (1, None)
 
 
@@ -345,7 +345,7 @@ def test_a_session_moved_to_a_busy_slot_does_not_free_the_session_that_runs_ther
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.request("b", "", 1)
-    pool.moved("a", 1)  # llama-server has put it there
+    pool.record_move("a", 1)  # llama-server has put it there
     assert pool.request("b", "", 2) == Wait(1), "its first request still runs"
     assert pool.release(0, 3) == []
     assert pool.release(1, 4) == [(1, Grant(0))]
@@ -381,7 +381,7 @@ def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) 
         elif kind == "s":
             served(pool.restart(who % 3 + 1, now))
         elif kind == "m":
-            pool.moved(session, who % len(pool))
+            pool.record_move(session, who % len(pool))
     for step in range(200):
         if not running:
             break

@@ -12,7 +12,7 @@ from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy import pins
 from evoke_proxy.core.prompt.layout import Layout
-from evoke_proxy.core.session.block_map import Whereabouts, block_map, totals
+from evoke_proxy.core.session.block_map import RowLocations, block_map, totals
 from evoke_proxy.errors import PinBudgetExceeded
 
 SECRET = "what was said"
@@ -41,7 +41,7 @@ def test_each_block_is_where_the_furthest_part_of_it_is() -> None:
         *(_copy("d", 30, 35), _copy("other", 35, 40), _copy("a", 35, 40, stale=True)),
     ]
     resident = (Span(0, 12), Span(40, 46))
-    where = Whereabouts.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
+    where = RowLocations.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
     shown = block_map(_layout(), where, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False)
     assert [(b["state"], b["resident"]) for b in shown] == [
         *(("resident", 10), ("saved_disk", 2), ("saved_ram", 0), ("omitted", 0)),
@@ -55,14 +55,14 @@ def test_each_block_is_where_the_furthest_part_of_it_is() -> None:
 
 @pytest.mark.parametrize("names", [False, True])
 def test_nothing_that_was_said_is_told(names: bool) -> None:
-    shown = block_map(_layout(), Whereabouts(), None, (), names)
+    shown = block_map(_layout(), RowLocations(), None, (), names)
     assert (SECRET in repr(shown)) is names
     assert all(b["score"] is None and b["state"] == "omitted" for b in shown)
     assert len(shown) == 4
 
 
 def test_scores_of_other_blocks_are_none() -> None:
-    shown = block_map(_layout(), Whereabouts(), np.array([1.0]), (), False)
+    shown = block_map(_layout(), RowLocations(), np.array([1.0]), (), False)
     assert {b["score"] for b in shown} == {None}
 
 

@@ -31,7 +31,7 @@ def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
     for name in ("session", "generation", "blocks", "ranges", "stale", "numbers", "saved"):
         assert getattr(new.layout, name) == getattr(old.layout, name)
     assert (new.layout.tokens == old.layout.tokens).all() and new.layout.tokens.dtype == np.int32
-    assert new.task.begins == 4
+    assert new.task.start == 4
     assert np.array_equal(new.task.focus, old.task.focus) or new.task.focus is old.task.focus
 
 

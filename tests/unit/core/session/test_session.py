@@ -513,11 +513,11 @@ def test_a_task_begins_with_the_first_message_of_the_user_in_its_request() -> No
     talk.say(Role.USER, words(3, 90))
     turn = house.begin(talk)
     first = next(b.span.start for b in turn.view.blocks if b.turn == 2 and b.role is Role.USER)
-    assert turn.task.begins == first > before[-1].span.end
+    assert turn.task.start == first > before[-1].span.end
     house.turn(talk, words(4, 10))
     talk.tags = {}
     talk.say(Role.USER, words(5, 20))
-    assert house.begin(talk).task.begins == first
+    assert house.begin(talk).task.start == first
 
 
 def test_a_task_without_a_message_of_the_user_begins_with_the_answer() -> None:
@@ -527,7 +527,7 @@ def test_a_task_without_a_message_of_the_user_begins_with_the_answer() -> None:
     talk.tags = {"evoke_task_boundary": True}
     talk.say(Role.TOOL, words(2, 40))
     turn = house.begin(talk)
-    assert turn.task.begins == turn.rendered.generation
+    assert turn.task.start == turn.rendered.generation
 
 
 def test_save_all_copies_each_resident_row_once() -> None:

@@ -144,7 +144,7 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
         source.monitor.server = ServerInfo("", "", adopts=True)
         source.conversations.recall(seated())
         (conversation,) = source.conversations
-        source.server.slots.pool.moved(conversation.id, 0)
+        source.server.slots.pool.record_move(conversation.id, 0)
         labels = sorted(conversation.labels)
         assert await migrate_conversation(conversation.id, source, target, source_answers=True)
         assert done == ["saved", ("block-drop", labels, conversation.tenant)] and labels

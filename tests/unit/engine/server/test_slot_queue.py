@@ -470,8 +470,8 @@ class ActiveRequests:
                 with ExitStack() as theirs:
                     if lease.victim is not None:
                         theirs.enter_context(self.having((), lease.victim))
-                    if lease.left is not None:
-                        theirs.enter_context(self.having([lease.left], None))
+                    if lease.previous is not None:
+                        theirs.enter_context(self.having([lease.previous], None))
                     await asyncio.sleep(self.how.random())
                 lease.vacated()
                 await asyncio.sleep(self.how.random() * 2)

@@ -1,4 +1,4 @@
-"""Bodies that no block call expects, and what must come of them."""
+"""Invalid bodies for block calls, and the errors they must get."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from typing import Any
 
-from llama import Llama, story
+from llama import Llama, sample_text
 
 ACTIONS = [
     "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan",
@@ -112,7 +112,7 @@ def broken(chance: random.Random, raw: bytes) -> bytes:
     ])  # fmt: skip
 
 
-def checked(status: int, answer: bytes, asked: object) -> Any:
+def checked_answer(status: int, answer: bytes, asked: object) -> Any:
     """The parsed answer; every one is JSON, and says in its own words why it is not 200."""
     assert status == 200 or 400 <= status < 600, (asked, status)
     parsed = json.loads(answer)
@@ -121,12 +121,12 @@ def checked(status: int, answer: bytes, asked: object) -> Any:
     return parsed
 
 
-def torment(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, int]]:
+def send_invalid_calls(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, int]]:
     """So many calls of every kind, by (action, status); the server answers all and goes on."""
     chance, seen = random.Random(seed), Counter[tuple[str, int]]()
     server.erase(0)
     server.erase(1)
-    prompt = server.tokens(story(220))
+    prompt = server.tokens(sample_text(220))
     for i in range(requests):
         if i % 50 == 0:
             server.erase(0)
@@ -150,7 +150,7 @@ def one(server: Llama, chance: random.Random) -> tuple[str, int]:
             ranges = chance.choice(["", "0-64", "5-1", "0-1,", "x", "9" * 30 + "-1", "%00"])
             path = f"/slots/{chance.choice(SLOTS)}/attention?per_head=1&ranges={ranges}"
         status, answer = server.raw("GET", path)
-        checked(status, answer, path)
+        checked_answer(status, answer, path)
         return "blocks", status
     if luck < 0.15:
         return "render", rendered(server, chance)
@@ -160,7 +160,7 @@ def one(server: Llama, chance: random.Random) -> tuple[str, int]:
         raw = broken(chance, raw)
     slot = chance.choice(SLOTS)
     status, answer = server.raw("POST", f"/slots/{slot}?action={action}", raw)
-    checked(status, answer, (action, slot, raw[:500]))
+    checked_answer(status, answer, (action, slot, raw[:500]))
     return action, status
 
 

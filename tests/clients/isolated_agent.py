@@ -1,4 +1,4 @@
-"""Two turns of a coding agent through a proxy, where there is no network but the loopback.
+"""Runs two turns of a coding agent through a proxy, in a network with only the loopback.
 
 Run in a network namespace of its own: what the agent asks of anybody else goes nowhere. Prints a
 JSON object: what it said, the books, statuses and sessions the proxy has of it, what it has sent.
@@ -110,25 +110,25 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
             **settings,
         }
         said = [_turn(turn, work, env) for turn in turns]
-        sessions = _asked("sessions")["sessions"]
-        blocks = _asked(f"sessions/{sessions[0]['id']}")["blocks"]
+        sessions = _admin_get("sessions")["sessions"]
+        blocks = _admin_get(f"sessions/{sessions[0]['id']}")["blocks"]
         log = proxy.log.read_text(encoding="utf-8", errors="replace")
     statuses = sorted(set(re.findall(r" (?:GET|POST|HEAD) \S+ (\d{3}) ", log)))
     seen = {"blocks": [block.get("name") for block in blocks], "sent": sent, "faults": relay.faults}
     return seen | {
         "said": said,
-        "books": _booked(log, path),
+        "books": _accounted(log, path),
         "statuses": statuses,
         "sessions": sessions,
     }
 
 
-def _asked(path: str) -> Any:
+def _admin_get(path: str) -> Any:
     with urllib.request.urlopen(f"http://{ADMIN}/evoke/{path}", timeout=10) as answer:
         return json.load(answer)
 
 
-def _booked(log: str, path: str) -> list[dict[str, int]]:
+def _accounted(log: str, path: str) -> list[dict[str, int]]:
     """The books of every request to this path."""
     lines = [line for line in log.splitlines() if f"POST {path} " in line]
     return [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
