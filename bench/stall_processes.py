@@ -59,8 +59,13 @@ class Delays:
         return due
 
     def row(self) -> dict[str, float]:
-        """Milliseconds: median, 99 and 99.9 percent, the worst."""
-        ms = np.asarray(self._delays) * 1000 if self._delays else np.zeros(1)
+        """Milliseconds: median, 99 and 99.9 percent, the worst.
+
+        Raises ValueError when nothing was recorded: no delays are not short ones.
+        """
+        if not self._delays:
+            raise ValueError("no delay was recorded: the probe does not run")
+        ms = np.array(self._delays.tolist()) * 1000  # an export would block appending meanwhile
         p50, p99, p999 = np.percentile(ms, [50, 99, 99.9])
         return {
             "p50": float(p50),
@@ -125,8 +130,10 @@ class LoopProbe:
             self._collecting_s = max(self._collecting_s, taken)
 
     def _tick(self) -> None:
-        self._due = self._lags.late(self._due, self._loop.time())
-        self._loop.call_at(self._due, self._tick)
+        try:
+            self._due = self._lags.late(self._due, self._loop.time())
+        finally:
+            self._loop.call_at(self._due, self._tick)
 
     def _watch(self) -> None:
         while True:
