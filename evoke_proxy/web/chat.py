@@ -9,6 +9,7 @@ from aiohttp import web
 
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_budget import COPIES
+from evoke_proxy.engine.parsing.body_parsing import LARGE_BYTES
 from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError
@@ -29,7 +30,7 @@ async def answer_chat(
     FACTS.set({"decision": "refused"})
     async with read_body(request, gateway.config, COPIES) as body:
         response = await _exchange(request, gateway, _incoming(request, dialect, body))
-        await asyncio.sleep(0)  # to free the body in a step of its own, see _exchange
+        await _pause_to_free(body)
         return response
 
 
@@ -58,8 +59,7 @@ async def _exchange(
             response = await relay.send(request, exchange.reply, options)
             if isinstance(response, relay.Relayed) and response.broken is not None:
                 response.broken.counted |= trace.has_counted_failure
-        # Freeing each copy of a large body takes milliseconds: other tasks run in between.
-        await asyncio.sleep(0)
+        await _pause_to_free(incoming.body)
         return response
     except (EvokeError, ConnectionResetError) as error:
         if keepalive.response is None:
@@ -68,6 +68,12 @@ async def _exchange(
     finally:
         if trace.facts:
             FACTS.set(trace.facts)
+
+
+async def _pause_to_free(body: bytes) -> None:
+    """Let other tasks run before the next copy of a large body is freed: each takes milliseconds."""
+    if len(body) > LARGE_BYTES:
+        await asyncio.sleep(0)
 
 
 async def answer_count(
