@@ -71,7 +71,7 @@ async def _exchange(
 
 
 async def _pause_to_free(body: bytes) -> None:
-    """Let other tasks run before the next copy of a large body is freed: each takes milliseconds."""
+    """Let other tasks run before the next copy of a large body is freed: each takes some ms."""
     if len(body) > LARGE_BYTES:
         await asyncio.sleep(0)
 
