@@ -8,9 +8,9 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
 
-BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler fact_kinds kv_types placement demo_seeds quality evidence session restart soak growth agent long opencode
+BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler unseen fact_kinds kv_types placement demo_seeds quality evidence tasks session restart soak growth agent long opencode
 
-.PHONY: demo test check bench fuzz patches-check test-matrix help venv build tools clean
+.PHONY: demo test check docs bench fuzz patches-check test-matrix help venv build tools clean
 
 demo: venv
 	@$(BIN)/evoke-proxy demo
@@ -62,8 +62,9 @@ test-matrix: venv .venv/clients
 help:
 	@echo "make demo            a planted fact under four policies; report in out/demo/report.html"
 	@echo "make test            all tests; TESTS=tests/unit for some of them"
-	@echo "make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, pins"
+	@echo "make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, macos, pins"
 	@echo "make check           style, types, structure"
+	@echo "make docs            the documentation as a site, in out/site"
 	@echo "make build           the patched llama-server and the stock one"
 	@echo "make bench-latency   save, load and evict a block, compared with decoding it"
 	@echo "make bench-capture   time that capturing attention adds to a generated token"
@@ -76,11 +77,13 @@ help:
 	@echo "make bench-embedding time to embed a question or a block"
 	@echo "make bench-retrieval how often the block with the answer is found, and how fast"
 	@echo "make bench-ceiling   recall of the bundled model without eviction"
+	@echo "make bench-unseen    the same, and recall by the model, of questions that it was not trained on"
 	@echo "make bench-kv_types  recall with a quantized KV cache"
 	@echo "make bench-placement recall by position of a recovered block, by distance"
 	@echo "make bench-support   memory types and what they support: writes patches/SUPPORT.md"
 	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
 	@echo "make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget"
+	@echo "make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache"
 	@echo "make bench-recall    layers of a model that find the block in question"
 	@echo "make bench-session   time that a budget costs: a long conversation, and sixteen at once"
 	@echo "make bench-growth    time of a turn in the proxy with 100 to 100,000 saved blocks"
@@ -113,6 +116,12 @@ venv: .venv/stamp
 .venv/clients: .venv/stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export]'
 	@touch $@
+
+# The documentation as a site in out/site. Broken links are errors.
+docs: venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
+	@echo "written: out/site/index.html"
 
 # Reports missing programs before a long build, and how to install them.
 tools:

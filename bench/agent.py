@@ -277,7 +277,7 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
         "unbalanced": sum(
             sum(turn[kind] for kind in TOKEN_KINDS) != turn["n_prompt"] for turn in turns
         ),
-        "refused": proxy_log.count("plan refused"),
+        "refused": proxy_log.count("refused a plan"),
     }
     if arm == "evoke":
         row |= {

@@ -1,8 +1,9 @@
 """What does the vector of a question, or of a block, cost?
 
 Times a question until its vector is there (ms), alone and while blocks are embedded, and blocks
-from submission to the last vector (blocks per second). The encoder is all-MiniLM-L6-v2 unless a
-directory is given, on the CPU. No text occurs twice, so the vector cache has no effect."""
+from submission to the last vector (blocks per second). First the built-in word vectors, also called
+directly without the service, then all-MiniLM-L6-v2 or the encoder in a directory. No text occurs
+twice, so the vector cache has no effect."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from bench import record
 from bench.export_minilm import ensure
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.engine.embedding.service import EmbeddingService
@@ -27,7 +29,7 @@ _WORDS = (
     "the service wrote its log into a file and the pool of workers waited for the next request to"
     " come in before it went on with the other part of the work that was left over"
 ).split()
-_COLUMNS = ("what", "tokens", "n", "median_ms", "p95_ms", "min_ms", "max_ms", "per_s")
+_COLUMNS = ("encoder", "what", "tokens", "n", "median_ms", "p95_ms", "min_ms", "max_ms", "per_s")
 
 
 class Texts:
@@ -75,6 +77,8 @@ async def measure(
     async with front:
         for tokens in sizes:
             rows.append(_row("question", tokens, await questions(front, texts, tokens, repeats)))
+        if front.is_immediate:
+            return rows + [_at_once(front, texts, tokens, repeats) for tokens in sizes]
         for tokens in sizes:
             taken = await blocks(front, texts, tokens, repeats)
             rows.append({"what": "block", "tokens": tokens, "n": repeats, "per_s": repeats / taken})
@@ -82,6 +86,30 @@ async def measure(
             _hand_in(front, [texts.of(64) for _ in range(repeats * 4)])
             beside = await questions(front, texts, tokens, repeats)
             rows.append(_row("question beside blocks", tokens, beside))
+    return rows
+
+
+def _at_once(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> dict[str, Any]:
+    """The row of n blocks that are embedded in one call, as before a plan."""
+    drawn = [texts.of(tokens) for _ in range(n)]
+    began = time.perf_counter()
+    front.embed_blocks(drawn)
+    per_s = n / (time.perf_counter() - began)
+    return {"what": "block", "tokens": tokens, "n": n, "per_s": per_s}
+
+
+def directly(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """A row for each size of question, embedded by the word vectors without the service."""
+    table, texts, rows = WordVectorEmbedder(), Texts(2), []
+    for tokens in sizes:
+        times = []
+        for _ in range(repeats):
+            # The built-in pieces have no marks at the ends.
+            text = texts.of(tokens + 2)
+            began = time.perf_counter()
+            table.queries([text])
+            times.append((time.perf_counter() - began) * 1e3)
+        rows.append(_row("question directly", tokens, times))
     return rows
 
 
@@ -96,7 +124,7 @@ def summed(rows: Sequence[record.Row]) -> dict[str, Any]:
     """The figures to quote: medians of questions, blocks a second."""
     figures: dict[str, Any] = {}
     for row in rows:
-        name = f"{row['what'].replace(' ', '_')}_{row['tokens']}"
+        name = f"{row['encoder']}_{row['what'].replace(' ', '_')}_{row['tokens']}"
         key = "per_s" if row["what"] == "block" else "median_ms"
         figures[f"{name}_{key.removeprefix('median_')}"] = row[key]
     return figures
@@ -106,22 +134,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write `out/bench/embedding.json`."""
     parser = record.parser("embedding", __doc__, "--sizes 16 --repeats 20")
     parser.add_argument("--directory", type=Path, help="another encoder")
+    parser.add_argument("--built-in", action="store_true", help="the built-in vectors alone")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64], help="tokens")
     parser.add_argument("--repeats", type=int, default=100)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
-    directory = args.directory or ensure()
-    config = EmbedderConfig(
-        directory=str(directory), device=args.device, threads=args.threads, timeout_ms=60_000
-    )
-    front = EmbeddingService(config, Metrics())
-    rows = asyncio.run(measure(front, args.sizes, args.repeats))
-    encoder = front.describe().replace(str(directory), directory.name)
-    summary = summed(rows) | {"encoder": encoder, "threads": args.threads}
+    rows = [{"encoder": "built-in"} | row for row in directly(args.sizes, 10 * args.repeats)]
+    encoders = {"built-in": EmbedderConfig(model="built-in", timeout_ms=60_000)}
+    if not args.built_in:
+        directory = args.directory or ensure()
+        # The name of the exported directory ends with its recipe.
+        name = directory.name if args.directory else directory.name.rpartition("-")[0]
+        encoders[name] = EmbedderConfig(
+            directory=str(directory), device=args.device, threads=args.threads, timeout_ms=60_000
+        )
+    for name, chosen in encoders.items():
+        front = EmbeddingService(chosen, Metrics())
+        measured = asyncio.run(measure(front, args.sizes, args.repeats))
+        rows += [{"encoder": name} | row for row in measured]
+    summary = summed(rows) | {"encoders": list(encoders), "threads": args.threads}
     print(record.table(rows, _COLUMNS))
-    print(f"{summary['encoder']}, {args.threads} threads; {record.machine()}")
+    print(f"{args.threads} threads; {record.machine()}")
     print(f"written to {record.write('embedding', rows, summary, args.out)}")
     return 0
 

@@ -23,6 +23,7 @@ import math
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from typing import Any
 
 from bench import record
 from bench.llama import Llama, running
+from bench.metrics import samples
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
@@ -50,7 +52,7 @@ QUICK_CONVERSATIONS, QUICK_SHARES, QUICK_QUESTIONS = (
 )
 # How much fewer questions, of 100, the quick form may find than recorded.
 GUARD_POINTS = 8.0
-_LEAST_BUDGET, _BLOCK = 256, 64
+_LEAST_BUDGET, _BLOCK, _SETTLE_S = 256, 64, 60.0
 _COLUMNS = ("conversation", "share", "budget", "tokens", "questions", "arm", "whole", "half")
 _EXAMPLES = """examples:
   python -m bench.evidence --quick
@@ -185,6 +187,14 @@ class World:
             raise RuntimeError(f"the proxy did not plan this turn: {reply}")
         answer = self._llama.call("GET", "/slots/0/blocks")
         return [(start, end) for start, end in answer["resident"]]
+
+    def settle(self) -> None:
+        """Wait until every block has its vector, as during a user's pause; TimeoutError if not."""
+        until = time.monotonic() + _SETTLE_S
+        while samples(self._proxy).get("evoke_embed_waiting", 0.0) > 0:
+            if time.monotonic() > until:
+                raise TimeoutError(f"blocks without vectors after {_SETTLE_S:.0f} s")
+            time.sleep(0.02)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server", type=Path, help="a patched llama-server built with CUDA")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     args = parser.parse_args(argv)
-    server = args.server or ensure_server(options=BuildOptions(cuda=True))
+    server = args.server or ensure_server(options=BuildOptions(backend="cuda"))
     rows = [row for model in args.models for row in run(server, model, args)]
     print(record.table(rows, _COLUMNS))
     summary = {"models": args.models, "bar": BAR, "missed": sum(map(missed, rows))}

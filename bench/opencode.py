@@ -151,7 +151,7 @@ def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> d
         raise RuntimeError(f"{len(relay.calls)} calls were never made: {relay.faults}")
     found = _row(arm, budget, watch.turns)
     found |= {"calls": relay.made}
-    found |= {"mismatches": log.count("plan refused") + log.count("differs from the plan")}
+    found |= {"mismatches": log.count("refused a plan") + log.count("differs from the plan")}
     if arm == "evoke":
         seen = watch.witness
         found |= {

@@ -2,7 +2,7 @@
 
 There is no server and no budget: a haystack of blocks, some with one fact each, six kinds of
 questions, and the rank of the block with the fact. Questions with other words than the fact use a
-trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches."""
+trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches, or the built-in vectors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from bench import record
 from bench import retrieval_texts as texts
 from bench.ceiling import wilson
 from bench.export_minilm import ensure
-from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.vectors import chunks_of
@@ -157,7 +158,7 @@ def _sentence(rng: random.Random) -> str:
     return f"{' '.join(parts)}."
 
 
-def find(stack: Haystack, encoder: Embedder | None) -> list[dict[str, Any]]:
+def find(stack: Haystack, encoder: Encoder | None) -> list[dict[str, Any]]:
     """A row for each arm and each fact asked for: the place of its block, from 1; 0 if none."""
     vectors = _vectors(stack.blocks, encoder) if encoder is not None else ()
     rows = []
@@ -176,13 +177,13 @@ def find(stack: Haystack, encoder: Embedder | None) -> list[dict[str, Any]]:
     return rows
 
 
-def _vectors(blocks: BlockTable, encoder: Embedder) -> list[tuple[str, Vectors]]:
+def _vectors(blocks: BlockTable, encoder: Encoder) -> list[tuple[str, Vectors]]:
     given = [(block.label, chunks_of(block.text)) for block in blocks]
     flat = iter(encoder.documents([piece for _, parts in given for piece in parts]))
     return [(label, np.stack(list(islice(flat, len(parts))))) for label, parts in given]
 
 
-def _embedded(question: Query, encoder: Embedder | None) -> Query:
+def _embedded(question: Query, encoder: Encoder | None) -> Query:
     if encoder is None:
         return question
     return question.embedded(list(encoder.queries(question.clauses)))
@@ -265,16 +266,25 @@ def _random_query(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the JSON."""
     args = _parser().parse_args(argv)
-    encoder = None if args.lexical else Embedder(EmbedderConfig(directory=str(ensure())))
+    encoder = _encoder(args)
     seeds = range(args.first, args.first + args.seeds)
     rows = [row for seed in seeds for row in find(haystack(seed, args.blocks), encoder)]
     found = recall(rows)
     times = [row for size in args.sizes for row in speed(size, args.turns)]
     print(record.table(found, ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%")))
-    print(record.table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
+    if times:
+        print(record.table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
     summary = {"blocks": args.blocks, "seeds": list(seeds), "times": times}
     print(record.write("retrieval", found, summary, args.out))
     return 0
+
+
+def _encoder(args: argparse.Namespace) -> Encoder | None:
+    if args.lexical:
+        return None
+    if args.built_in:
+        return WordVectorEmbedder()
+    return Embedder(EmbedderConfig(directory=str(ensure())))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -283,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
     parser.add_argument("--blocks", type=int, default=512, help="blocks a haystack (512)")
     parser.add_argument("--lexical", action="store_true", help="without an encoder")
+    parser.add_argument("--built-in", action="store_true", help="with the built-in word vectors")
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000],
                         help="saved blocks to time with (10000 100000)")  # fmt: skip
     parser.add_argument("--turns", type=int, default=20, help="turns timed of each (20)")

@@ -151,6 +151,8 @@ class LoopProbe:
 class NoEncoder:
     """Takes a while for the same vector of anything, and lets the others run meanwhile."""
 
+    name = "none"
+    is_immediate = False
     fingerprint = bytes(32)
 
     def __init__(self, _: EmbedderConfig) -> None:

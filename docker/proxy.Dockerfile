@@ -1,4 +1,4 @@
-# evoke-proxy, and the image that downloads the embedder. Build context: the top of the checkout.
+# evoke-proxy, which also downloads the text encoder. Build context: the top of the checkout.
 
 # For EXTRA=gpu an image with the CUDA and cuDNN versions that onnxruntime-gpu requires.
 ARG BASE_IMAGE=debian:12-slim
@@ -19,21 +19,16 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && python3 -m venv /opt/evoke-proxy \
     && /opt/evoke-proxy/bin/python -m pip install --disable-pip-version-check ".[$EXTRA]"
 
-FROM python:3.12-slim-bookworm AS fetch-embedder
-COPY docker/fetch_embedder.py /
-# A new volume gets the owner of the directory that it is mounted on.
-RUN install -d -o 10001 -g 10001 /embedder
-USER 10001:10001
-ENTRYPOINT ["python", "/fetch_embedder.py", "/embedder"]
-
 FROM ${BASE_IMAGE} AS proxy
+# A new volume gets the owner of the directory that it is mounted on.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --no-create-home --home-dir /nonexistent evoke \
-    && install -d -o 10001 -g 10001 /embedder
+    && install -d -o 10001 -g 10001 /embedder \
+    && install -d -m 0700 -o 10001 -g 10001 /slots /state
 COPY --from=build /opt/evoke-proxy /opt/evoke-proxy
-ENV PATH=/opt/evoke-proxy/bin:$PATH EVOKE_LISTEN=0.0.0.0:8090
+ENV PATH=/opt/evoke-proxy/bin:$PATH EVOKE_LISTEN=0.0.0.0:8090 EVOKE_EMBEDDER_STORE=/embedder
 USER 10001:10001
 EXPOSE 8090
 ENTRYPOINT ["evoke-proxy"]

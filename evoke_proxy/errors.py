@@ -29,6 +29,7 @@
       IndexUnusable               500 index_unusable         caught in the engine: it is replaced
       EmbedderError               500 embedder_failed        caught in the engine: blocks are ranked
                                                              by their words alone
+      DownloadError               500 download_failed        on the command line: exit code 1
 """
 
 from __future__ import annotations
@@ -296,3 +297,9 @@ class EmbedderError(EvokeError):
     """The embedder failed on these texts; a failure to load it is a ConfigError."""
 
     code = "embedder_failed"
+
+
+class DownloadError(EvokeError):
+    """A file cannot be downloaded, or has another hash; the command line reports it."""
+
+    code = "download_failed"

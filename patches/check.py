@@ -147,7 +147,7 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
     _say(f"compiling {pin.requirement} with the series")
     try:
         server = ensure_server(
-            patched=False, options=BuildOptions(source=tree, flags=_QUICK, cache=cache)
+            patched=False, options=BuildOptions(source=tree, flags=_QUICK, cache=cache, ui=False)
         )
     except BuildError as error:
         return "does not compile: " + _first_error(str(error))
@@ -168,7 +168,7 @@ def _alone(series: Series) -> Iterator[tuple[str, str]]:
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
             own = OWN_TESTS[patch.name[:4]]
             try:
-                server = ensure_server(options=BuildOptions(patches=Path(folder)))
+                server = ensure_server(options=BuildOptions(patches=Path(folder), ui=False))
                 failed = _pytest(server, own) if own else _kv_block(Path(folder), server)
                 yield patch.name, failed or "passed"
             except BuildError as error:
@@ -181,7 +181,8 @@ def _kv_block(patches: Path, server: Path) -> str:
     if not program.exists():
         shutil.rmtree(server.parent)  # build once more: the tree may have other patches by now
         linked = _linked(
-            ensure_server(options=BuildOptions(patches=patches)).with_name(program.name), patches
+            ensure_server(options=BuildOptions(patches=patches, ui=False)).with_name(program.name),
+            patches,
         )
         if linked:
             return linked
@@ -191,13 +192,13 @@ def _kv_block(patches: Path, server: Path) -> str:
 
 def _linked(program: Path, patches: Path) -> str:
     """Links tests/kv_block; returns why it does not link, or ""."""
-    order = build_spec(True, find_toolchain(cuda=False), None, patches, cache_dir())
+    order = build_spec(True, find_toolchain(), None, patches, cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     libraries = sorted(str(path) for path in tree.glob("build/**/lib*.a"))
     includes = [f"-I{tree / 'src' / name}" for name in ("src", "include", "ggml/include")]
     command = ["g++", "-std=c++17", str(TESTS / "kv_block/kv_block.cpp"), *includes]
     command += ["-o", str(program), "-Wl,--start-group", *libraries, "-Wl,--end-group"]
-    command += ["-fopenmp", "-lpthread", "-ldl"]
+    command += ["-fopenmp", "-lpthread", "-ldl", *order.tools.libraries]
     done = subprocess.run(command, capture_output=True, text=True)
     return "" if done.returncode == 0 else "does not link: " + _first_error(done.stderr)
 

@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("EVOKE_")]:
         if name not in _FOR_BUILDS:  # settings of the machine are not those that a test expects
             del os.environ[name]
+    # An encoder that was fetched on this machine is not in use by default.
+    os.environ["XDG_DATA_HOME"] = str(Path(__file__).with_name("no-data"))
     os.environ["TESTED_BY"] = f"{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, str(Path(__file__).with_name("reaper.py"))]
     # In a session of its own: what ends us all does not end it.

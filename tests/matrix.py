@@ -45,6 +45,8 @@ class Target:
     sanitizer: str = ""
     programs: Mapping[str, str] = field(default_factory=dict)
     """Programs the build needs, each with the Debian packages that bring it."""
+    settings: tuple[str, ...] = ()
+    """Variables of cmake that the environment may set."""
     server_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     tests: tuple[str, ...] = ("tests/contract",)
@@ -80,7 +82,9 @@ TARGETS = {
         stock=False,
     ),
     "vulkan": Target(
-        about="K/V in device buffers of the Vulkan backend, on Mesa's software driver",
+        about="K/V in device buffers of the Vulkan backend, on Mesa's software driver"
+        " (headers older than 1.3.275: Vulkan_INCLUDE_DIR names newer ones)",
+        settings=("Vulkan_INCLUDE_DIR",),
         flags=("-DGGML_VULKAN=ON",),
         programs={
             "glslc": "glslc libvulkan-dev spirv-headers mesa-vulkan-drivers",
@@ -97,6 +101,10 @@ TARGETS = {
         tests=BLOCKS,
         rpc=True,
         stock=False,
+    ),
+    "macos": Target(
+        about="our C++ and the upstream files with hooks, compiled for macOS with zig, not linked",
+        command=("tests/macos.py",),
     ),
     "pins": Target(
         about="the series on other releases of llama.cpp: writes patches/APPLIES.md",
@@ -177,7 +185,10 @@ def _run(target: Target, chosen: Sequence[str]) -> Done:
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
         if patched or target.stock:
-            options = BuildOptions(sanitize=target.sanitizer, flags=target.flags)
+            flags = target.flags + tuple(
+                f"-D{name}={os.environ[name]}" for name in target.settings if name in os.environ
+            )
+            options = BuildOptions(sanitize=target.sanitizer, flags=flags, ui=False)
             built = ensure_server(patched=patched, options=options)
             servers[variable] = str(built)
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,9 @@
-"""Makes bfcl_memory.json and mtrag_un.json from the published files; see README.md here.
+"""Makes bfcl_memory.json, mtrag_un.json and mtrag_dialogs.json from the published files; see
+README.md here.
 
-Both become conversations of user messages, and questions with the indexes of the messages that hold
-what answers them. A question whose source text is in no message is left out.
+The first two become conversations of user messages, and questions with the indexes of the messages
+that hold what answers them. A question whose source text is in no message is left out. The third
+has the dialogs themselves, for `bench.tasks`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ SCENARIOS = ("customer", "finance", "healthcare", "student")
 COLLECTIONS = ("clapnq", "fiqa", "govt", "ibmcloud")
 # Of each collection of MTRAG-UN: so many questions, each with at most so many passages.
 MOST_QUESTIONS, MOST_PASSAGES, MOST_BEFORE = 20, 3, 4
+# Of the dialogs of MTRAG-UN: two disjoint sets, each of so many characters; no longer answers.
+SPLITS, MOST_CHARACTERS, LONGEST_ANSWER = ("tuning", "reporting"), 300_000, 1200
 Json = dict[str, Any]
 
 
@@ -90,8 +94,31 @@ def mtrag(file: Path) -> list[Json]:
     return made
 
 
+def dialogs(file: Path) -> Json:
+    """Return for each split a list of dialogs, each a list of [user's text, agent's text]."""
+    longest_first = sorted(lines_of(file), key=lambda row: (-len(row["input"]), row["task_id"]))
+    answers: set[str] = set()
+    made: dict[str, list[Json]] = {split: [] for split in SPLITS}
+    sizes = dict.fromkeys(SPLITS, 0)
+    for number, row in enumerate(longest_first):
+        split = SPLITS[number % len(SPLITS)]
+        pairs: Any = []
+        for asked, said in zip(row["input"], row["input"][1:], strict=False):
+            question, answer = asked["text"].strip(), said["text"].strip()
+            if (asked["speaker"], said["speaker"]) != ("user", "agent") or answer in answers:
+                continue
+            answers.add(answer)
+            if len(answer) <= LONGEST_ANSWER:
+                pairs.append([question, answer])
+        size = sum(len(text) for pair in pairs for text in pair)
+        if pairs and sizes[split] + size <= MOST_CHARACTERS:
+            made[split].append(pairs)
+            sizes[split] += size
+    return made
+
+
 def main() -> None:
-    """Write both."""
+    """Write all three."""
     parser = argparse.ArgumentParser("python bench/data/convert.py", description=__doc__)
     parser.add_argument("bfcl", type=Path, help="bfcl_eval/data of ShishirPatil/gorilla")
     parser.add_argument("mtrag", type=Path, help="reference.jsonl of IBM/mt-rag-benchmark")
@@ -102,6 +129,9 @@ def main() -> None:
         for each in made:
             n_tokens = sum(map(len, each["messages"])) // 4
             print(each["id"], len(each["messages"]), "messages", len(each["questions"]), n_tokens)
+    path = HERE / "mtrag_dialogs.json"
+    text = json.dumps(dialogs(given.mtrag), ensure_ascii=False, indent=0)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

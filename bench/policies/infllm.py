@@ -67,7 +67,7 @@ def _policy(name: str, n_blocks: int) -> Policy:
         saves_evicted=True,
         quotes_evicted=True,
         uses_query=True,
-        probes=True,
+        can_probe=True,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,8 +11,11 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from evoke_proxy import __version__
 from evoke_proxy.core.request.normalise import NORMALISATIONS
@@ -25,6 +29,82 @@ _PLAN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 1
 OTHER_PATHS = ("side", "relay")
 # The kinds of prompt tokens in the token accounting: labels of `evoke_tokens_total`.
 TOKEN_KINDS = ("decoded", "recovered", "resident_before", "omitted")
+# Why blocks leave the KV cache: a plan of the proxy, llama-server itself while it decodes under a
+# budget or finds no free cell, an operator.
+EVICTION_REASONS = ("plan", "decode", "operator")
+# Why blocks come back: a question needs them, their session gets a slot again, as text.
+RECOVERY_REASONS = ("question", "slot", "text")
+
+# Each counter would have a second series with the time of its creation.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStore:
+    """Saved blocks of one llama-server, as it reports them; 0 for a tier that it does not have.
+
+    Attributes:
+        ram_used: Bytes of host memory in use.
+        ram_budget: Bytes of `--evoke-ram`.
+        ram_dropped: Copies given up since its start: neither memory nor disk had room.
+        disk_used: Bytes of the files.
+        disk_budget: Bytes of `--evoke-disk`.
+        disk_files: Number of files.
+        disk_deleted: Files deleted since its start to make room, or because they were damaged.
+        disk_failed: Failed writes since its start.
+    """
+
+    ram_used: int = 0
+    ram_budget: int = 0
+    ram_dropped: int = 0
+    disk_used: int = 0
+    disk_budget: int = 0
+    disk_files: int = 0
+    disk_deleted: int = 0
+    disk_failed: int = 0
+
+
+# Name, description and kind of the metric of each field of `BlockStore`.
+_STORE_METRICS = {
+    "ram_used": ("evoke_ram_used_bytes", "Host memory that saved blocks use.", False),
+    "ram_budget": ("evoke_ram_budget_bytes", "Host memory for saved blocks: --evoke-ram.", False),
+    "ram_dropped": (
+        "evoke_ram_dropped",
+        "Saved blocks that llama-server gave up, for lack of room in memory and on disk.",
+        True,
+    ),
+    "disk_used": ("evoke_disk_used_bytes", "Disk space that saved blocks use.", False),
+    "disk_budget": ("evoke_disk_budget_bytes", "Disk space for saved blocks: --evoke-disk.", False),
+    "disk_files": ("evoke_disk_files", "Files of saved blocks.", False),
+    "disk_deleted": (
+        "evoke_disk_deleted",
+        "Files of saved blocks that llama-server deleted, to make room or as damaged.",
+        True,
+    ),
+    "disk_failed": (
+        "evoke_disk_write_failures",
+        "Saved blocks that llama-server could not write to disk.",
+        True,
+    ),
+}
+assert _STORE_METRICS.keys() == {item.name for item in fields(BlockStore)}
+
+
+class _StoreCollector(Collector):
+    """Exports the block stores of the servers that the latest scrape has asked."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, BlockStore] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each field, with a sample for each server."""
+        stores = self.stores or {"": BlockStore()}
+        for field, (name, about, is_counter) in _STORE_METRICS.items():
+            kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+            family = kind(name, about, labels=["server"])
+            for server, store in stores.items():
+                family.add_metric([server], getattr(store, field))
+            yield family
 
 
 class Metrics:
@@ -38,6 +118,8 @@ class Metrics:
         self._register_embedder()
         self._register_snapshots()
         self._register_servers()
+        self._stores = _StoreCollector()
+        self.registry.register(self._stores)
         ProcessCollector(registry=self.registry)
 
     def _register_load(self) -> None:
@@ -89,6 +171,16 @@ class Metrics:
         self.recovered = self._counter(
             "evoke_blocks_recovered", "Blocks recovered into the KV cache by a copy."
         )
+        self.evictions = self._counter(
+            "evoke_evictions", "Blocks evicted from the KV cache, by reason.", "reason"
+        )
+        for reason in EVICTION_REASONS:
+            self.evictions.labels(reason=reason)
+        self.recoveries = self._counter(
+            "evoke_recoveries", "Blocks recovered into the KV cache, by reason.", "reason"
+        )
+        for reason in RECOVERY_REASONS:
+            self.recoveries.labels(reason=reason)
         self.probes = self._counter("evoke_probes", "Attention probes, by result.", "result")
         self.probe_tokens = self._counter(
             "evoke_probe_tokens", "Tokens decoded by attention probes."
@@ -136,6 +228,11 @@ class Metrics:
         )
         for reason in ("slow_body", "slow_reader", "connections"):
             self.clients_dropped.labels(reason=reason)
+        self.budget_in_force = self._gauge(
+            "evoke_budget_in_force",
+            "0 while a configured budget is not in force, else 1; /evoke/ready has the reason.",
+            "server",
+        )
         self.upstream_up = self._gauge(
             "evoke_upstream_up", "1 when llama-server has answered this scrape."
         )
@@ -149,6 +246,9 @@ class Metrics:
         )
 
     def _register_embedder(self) -> None:
+        self.embedder = self._gauge(
+            "evoke_embedder_info", "1 for the embedder in use, or none.", "embedder"
+        )
         self.embedded = self._counter("evoke_embedded", "Embedded texts.", "kind")
         self.embed_failures = self._counter(
             "evoke_embed_failures",
@@ -256,6 +356,22 @@ class Metrics:
         """Add the token accounting of one reply; missing kinds count as zero."""
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind).inc(counts.get(kind, 0))
+
+    def count_evictions(self, reason: str, count: int) -> None:
+        """Count evicted blocks; `reason` is one of EVICTION_REASONS."""
+        self.evictions.labels(reason=reason).inc(count)
+        if reason != "operator":
+            self.evicted.inc(count)
+
+    def count_recoveries(self, reason: str, count: int) -> None:
+        """Count recovered blocks; `reason` is one of RECOVERY_REASONS."""
+        self.recoveries.labels(reason=reason).inc(count)
+        total = self.as_text if reason == "text" else self.recovered
+        total.inc(count)
+
+    def set_stores(self, stores: Mapping[str, BlockStore]) -> None:
+        """Export these block stores, by the name of their server."""
+        self._stores.stores = dict(stores)
 
     def exposition(self) -> bytes:
         """The registry in Prometheus text format."""

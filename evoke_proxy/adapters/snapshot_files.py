@@ -109,13 +109,13 @@ class SnapshotFiles:
 
     def sizes(self) -> Mapping[str, int]:
         """The sizes of all snapshots by name; deletes the part files of unfinished saves."""
-        found = {}
+        sizes = {}
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
                 path.unlink(missing_ok=True)
             elif path.name.endswith(SEALED):
-                found[path.name] = path.stat().st_size
-        return found
+                sizes[path.name] = path.stat().st_size
+        return sizes
 
     def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> Sealed:
         """Turn a part file of llama-server into the snapshot `name`.
@@ -147,10 +147,10 @@ class SnapshotFiles:
         within the windows.
         """
         with open_regular(self.directory / part, "r+b") as file:
-            found = _caches(file)
-            if state_file.in_window(found):
+            caches = _caches(file)
+            if state_file.in_window(caches):
                 raise SnapshotUnusable("window", f"{part} is of text that is all within windows")
-            return _insert(file, state_file.missing(found, _read_by(file)[0]))
+            return _insert(file, state_file.missing(caches, _read_by(file)[0]))
 
     def caches(self, part: str) -> Sequence[state_file.Cache]:
         """The caches that a part file contains; empty when they cannot be determined."""
@@ -175,9 +175,9 @@ class SnapshotFiles:
             head = b""
         words = np.frombuffer(head[: len(head) // 4 * 4], "<i4")
         for at in np.flatnonzero(words[: _HEADER_BYTES // 4] == n_tokens):
-            found = words[at + 1 : at + 1 + n_tokens]
-            if len(found) == n_tokens and np.array_equal(found[: len(beginning)], beginning):
-                return found.astype(np.int32)
+            tokens = words[at + 1 : at + 1 + n_tokens]
+            if len(tokens) == n_tokens and np.array_equal(tokens[: len(beginning)], beginning):
+                return tokens.astype(np.int32)
         return np.zeros(0, np.int32)
 
     def _encoded(self, source: Path, name: str) -> Path:
@@ -277,11 +277,11 @@ def _checksum(path: Path, sync: bool = False) -> str:
 
 
 def _check_tokens(path: Path, tokens: Tokens) -> None:
-    wanted = tokens.astype("<i4").tobytes()
+    expected = tokens.astype("<i4").tobytes()
     with open_regular(path) as file:
-        head = file.read(_HEADER_BYTES + len(wanted))
+        head = file.read(_HEADER_BYTES + len(expected))
     # The list of tokens begins with their number.
-    if len(tokens).to_bytes(4, "little") + wanted not in head:
+    if len(tokens).to_bytes(4, "little") + expected not in head:
         raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")
 
 

@@ -207,8 +207,8 @@ class SnapshotIndex:
         for id in ids:
             if id not in cached:
                 added += self._read(db, _ONE, id)
-            elif found := db.execute(_MARKS, (id,)).fetchone():
-                marks[id] = (*found[:2], bool(found[2]), bool(found[3]))
+            elif row := db.execute(_MARKS, (id,)).fetchone():
+                marks[id] = (*row[:2], bool(row[2]), bool(row[3]))
         existing = {item.id for item in added} | marks.keys()
         return Changes(version, added, marks, [id for id in ids if id not in existing])
 
@@ -234,16 +234,16 @@ class SnapshotIndex:
 
     def records(self, only: str | None = None) -> list[Record]:
         """All records without damaged ones, the most recently used first, or the one with an id."""
-        wanted = (_ALL_RECORDS,) if only is None else (_ONE_RECORD, (only,))
-        found = []
+        query = (_ALL_RECORDS,) if only is None else (_ONE_RECORD, (only,))
+        records = []
         with self._reading:
-            for id, tenant, used, packed in self._reader.execute(*wanted):
+            for id, tenant, used, packed in self._reader.execute(*query):
                 try:
-                    opened = self._format.decode_row(packed, _fixed_columns((id, tenant)))
+                    data = self._format.decode_row(packed, _fixed_columns((id, tenant)))
                 except (ValueError, TypeError):
                     continue
-                found.append(Record(id, tenant, used, opened))
-        return found
+                records.append(Record(id, tenant, used, data))
+        return records
 
     def owners(self) -> list[Owner]:
         """The owners of all records and parts, without decryption."""
@@ -257,8 +257,8 @@ class SnapshotIndex:
         A single damaged time does not change the median.
         """
         both = "SELECT used FROM snapshots UNION ALL SELECT used FROM records"
-        found = [used for (used,) in self._db.execute(both) if isinstance(used, float)]
-        return median_low([used for used in found if 0.0 <= used < _LATEST] or [0.0])
+        times = [used for (used,) in self._db.execute(both) if isinstance(used, float)]
+        return median_low([used for used in times if 0.0 <= used < _LATEST] or [0.0])
 
     def limit_used(self, now: float) -> None:
         """Set times of use that are later than now to now: the system clock was wrong."""
@@ -293,17 +293,17 @@ class SnapshotIndex:
             raise SnapshotUnusable("disk", f"{self._path} cannot be written: {error}") from error
 
     def _check_version(self) -> None:
-        wanted = _VERSION | self._format.key_id << 8
-        (found,) = self._db.execute("PRAGMA user_version").fetchone()
+        expected = _VERSION | self._format.key_id << 8
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
         former = self._format.former_key_id
-        if former is not None and found == _VERSION | former << 8:
+        if former is not None and version == _VERSION | former << 8:
             raise sqlite3.DatabaseError("it was encrypted in the format of an earlier version")
-        if found and found & 0xFF == _VERSION and found != wanted:
+        if version and version & 0xFF == _VERSION and version != expected:
             cause = "was written with another key, or none: name that, or another directory"
             raise ConfigError(f"snapshots.key_file: {self._path} {cause}")
-        if found not in (0, wanted):
-            raise sqlite3.DatabaseError(f"it is of version {found & 0xFF}, not {_VERSION}")
-        self._db.execute(f"PRAGMA user_version={wanted}")
+        if version not in (0, expected):
+            raise sqlite3.DatabaseError(f"it is of version {version & 0xFF}, not {_VERSION}")
+        self._db.execute(f"PRAGMA user_version={expected}")
 
 
 def _connected(path: Path) -> sqlite3.Connection:

@@ -3,39 +3,106 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.cli import serve
-from evoke_proxy.config import Config
+from evoke_proxy.config import AUTO, Config
+from evoke_proxy.config.risks import risks_of
+from evoke_proxy.core.servers.budget_status import budget_status
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.errors import EvokeError
 
-DESCRIPTION = "Validate the configuration that `serve` would use, and the files that it names."
+DESCRIPTION = """\
+Validate the configuration that `serve` would use, and the files that it names. Asks each
+llama-server whether the budget can be kept there, and prints a warning with the fix if not."""
 
 EXAMPLES = """examples:
   evoke-proxy check-config --config evoke.yaml
-      print the main settings; exit code 2 and the name of the setting when one is wrong"""
+      print the main settings; exit code 2 and the name of the setting when one is wrong
+  evoke-proxy check-config --config evoke.yaml --offline
+      the same without asking llama-server"""
 
-add_arguments = serve.add_arguments
+# Seconds for a connection to llama-server, and for its answer.
+_CONNECT_S, _ANSWER_S = 2.0, 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `serve`, and those of this command."""
+    serve.add_arguments(parser)
+    parser.add_argument("--offline", action="store_true", help="do not ask llama-server")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the main settings; raises ConfigError when one of them cannot be used."""
-    print(_summary(serve.load_config(arguments)))
+    config = serve.load_config(arguments)
+    lines, warnings = _settings(config), list(risks_of(config))
+    if not arguments.offline:
+        for name, (line, warning) in asyncio.run(_servers(config)).items():
+            prefix = f"{name}: " if name else ""
+            lines.append(f"server    {prefix}{line}")
+            warnings += [f"{prefix}{warning}"] if warning else []
+    end = f"the configuration is valid{_count(warnings)}"
+    print("\n".join([*lines, *(f"warning   {warning}" for warning in warnings), end]))
     return 0
 
 
-def _summary(config: Config) -> str:
-    budget = f"{config.policy.budget} tokens" if config.policy.budget else "none (never evicts)"
-    return (
-        f"listen    {', '.join(config.listen)}\n"
-        f"upstream  {_upstreams(config)}\n"
-        f"policy    {config.policy.name}\n"
-        f"budget    {budget}\n"
-        f"embedder  {_embedder(config)}\n"
-        f"snapshots {config.snapshots.directory or 'none'}\n"
-        f"keys      {_keys(config)}\n"
-        f"admin     {_admin(config)}\n"
-        "the configuration is valid"
+def _settings(config: Config) -> list[str]:
+    return [
+        f"listen    {', '.join(config.listen)}",
+        f"upstream  {_upstreams(config)}",
+        f"policy    {config.policy.name}",
+        f"budget    {_budget(config)}",
+        f"embedder  {_embedder(config)}",
+        f"snapshots {config.snapshots.directory or 'none'}",
+        f"keys      {_keys(config)}",
+        f"admin     {_admin(config)}",
+    ]
+
+
+def _budget(config: Config) -> str:
+    budget = config.policy.budget
+    if budget == AUTO:
+        return "auto (what the cells of a slot hold, where the context is longer)"
+    return f"{budget} tokens" if budget else "off (never evicts)"
+
+
+async def _servers(config: Config) -> dict[str, tuple[str, str]]:
+    """By name, a line about each llama-server, and a warning; "" if the budget is in force."""
+    urls = config.pool.servers or {"": config.upstream.url}
+    answers = await asyncio.gather(*[_server(config, url) for url in urls.values()])
+    return dict(zip(urls, answers, strict=True))
+
+
+async def _server(config: Config, url: str) -> tuple[str, str]:
+    upstream = replace(
+        config.upstream, url=url, connect_timeout_s=_CONNECT_S, call_timeout_s=_ANSWER_S
     )
+    try:
+        async with LlamaClient(upstream) as client:
+            info = await client.info()
+    except EvokeError as error:
+        unknown = "; which budget it can keep is unknown" if config.policy.budget else ""
+        return f"{error}{unknown}", ""
+    status = budget_status(config.policy, info)
+    kept = f"; {status.text}" if info.patched else ""
+    return f"{_described(info)}{kept}", status.warning
+
+
+def _described(info: ServerInfo) -> str:
+    if not info.patched:
+        return f"{info.n_slots} slots; {info.reason}"
+    cells = f" of {info.n_cells} cells" if info.n_cells else ""
+    context = f", context {info.n_ctx} tokens" if info.n_ctx else ""
+    return f"patched, {info.n_slots} slots{cells}{context}"
+
+
+def _count(warnings: Sequence[str]) -> str:
+    plural = "s" if len(warnings) > 1 else ""
+    return f", with {len(warnings)} warning{plural}" if warnings else ""
 
 
 def _upstreams(config: Config) -> str:
@@ -66,9 +133,8 @@ def _admin(config: Config) -> str:
 
 
 def _embedder(config: Config) -> str:
-    """The encoder in the embedder's directory; ConfigError when it does not load."""
-    if not config.embedder.directory:
-        return "none (blocks are ranked by words alone)"
-    from evoke_proxy.adapters.embedder import Embedder
+    """The encoder that the proxy would use; ConfigError when it does not load."""
+    from evoke_proxy.adapters.embedders.choice import load_encoder
 
-    return Embedder(config.embedder).describe()
+    encoder = load_encoder(config.embedder)
+    return encoder.describe() if encoder is not None else "none: blocks are ranked by words alone"

@@ -8,26 +8,32 @@ import json
 import os
 import random
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
-from evoke_proxy.config import load
+from evoke_proxy.cli import doctor_eviction
+from evoke_proxy.cli.doctor_eviction import Eviction
+from evoke_proxy.config import Config, load
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import Stability
+from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
 DESCRIPTION = """\
-Test what a running llama-server can reuse, save and restore, and advise on its options.
-Sends a prompt through an idle slot a few times and erases it there. Exit code 1 when something
-should be changed."""
+Check a running llama-server and say what to type to improve it. Checks whether it can evict and
+recover: cells, budget, host memory, disk, embedder, template. Unless its slots are managed by block
+calls, also tests what it can reuse, save and restore: sends a prompt through an idle slot a few
+times and erases it there. Exit code 1 when something should be changed."""
 
 EXAMPLES = """examples:
   evoke-proxy doctor --upstream http://127.0.0.1:8080 --directory /var/lib/llama/slots
@@ -66,24 +72,66 @@ def run(arguments: argparse.Namespace) -> int:
             "doctor: pool.upstreams names several servers; choose one with --upstream"
         )
 
-    async def examine() -> Findings:
-        async with LlamaClient(config.upstream) as client:
-            directory = config.snapshots.directory
-            return await _Examination(client, directory, arguments.tokens).findings()
-
     try:
-        findings = asyncio.run(examine())
+        server, findings = asyncio.run(_examine(config, arguments.tokens))
     except ConfigError:
         raise
     except EvokeError as error:
         raise ConfigError(f"doctor: {error}") from error
-    changes = advice(findings)
+    eviction = server.eviction
+    changes = doctor_eviction.changes(eviction, config)
+    changes += advice(findings) if findings is not None else []
+    hints = doctor_eviction.hints(eviction)
     if arguments.json:
-        summary = {"memory": findings.reuse.memory, "advice": changes}
-        print(json.dumps(asdict(findings) | summary, indent=2))
+        summary = {"memory": findings.reuse.memory} if findings is not None else {}
+        found = asdict(server) | (asdict(findings) if findings is not None else {})
+        print(json.dumps(found | summary | {"advice": changes, "hints": hints}, indent=2))
     else:
-        print("\n".join(_report(findings, changes)))
+        lines = _report(findings) if findings is not None else _header(server)
+        lines += doctor_eviction.report(eviction)
+        lines += [f"change     {text}" for text in changes or ["nothing"]]
+        print("\n".join([*lines, *(f"consider   {text}" for text in hints)]))
     return 1 if changes else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A llama-server, and what it needs for eviction.
+
+    Attributes:
+        build: Build of llama-server.
+        model: Name or path of the model.
+        eviction: What eviction and recovery need, as found.
+    """
+
+    build: str
+    model: str
+    eviction: Eviction
+
+
+async def _examine(config: Config, n_tokens: int) -> tuple[Server, Findings | None]:
+    """Check a server; its slots are tested only where snapshots of them are of use."""
+    async with LlamaClient(config.upstream) as client:
+        props = await client.call("GET", "/props")
+        eviction = await doctor_eviction.examine_eviction(client, config, _context(props))
+        server = Server(_build(props), _model(props), eviction)
+        info = ServerInfo.parse(props)
+        if info.patched and not info.needs_full_state:
+            return server, None
+        directory = config.snapshots.directory
+        return server, await _Examination(client, directory, n_tokens).findings()
+
+
+def _context(props: Mapping[str, Any]) -> int:
+    return int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
+
+
+def _build(props: Mapping[str, Any]) -> str:
+    return str(props.get("build_info"))
+
+
+def _model(props: Mapping[str, Any]) -> str:
+    return str(props.get("model_alias") or props.get("model_path"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +310,7 @@ class _Examination:
     async def findings(self) -> Findings:
         """Run all tests; raises ConfigError when no slot is idle, EvokeError when a call fails."""
         props = await self._client.call("GET", "/props")
-        n_ctx = int((props.get("default_generation_settings") or {}).get("n_ctx") or 0)
+        n_ctx = _context(props)
         slot = await self._idle_slot()
         prompts = await self._prompts(n_ctx)
         try:
@@ -271,12 +319,12 @@ class _Examination:
             clears_idle = await self._clears_idle_slots(slot, prompts)
         finally:
             with suppress(UpstreamRejected):  # refused without --slot-save-path
-                await self._api.erase(slot, None)
-        plain = await probe_template(self._api, False, None) or Stability(False, False)
+                await self._api.erase(slot)
+        plain = await probe_template(self._api, False) or Stability(False, False)
         cache = copies.cache
         return Findings(
-            build=str(props.get("build_info")),
-            model=str(props.get("model_alias") or props.get("model_path")),
+            build=_build(props),
+            model=_model(props),
             n_slots=int(props.get("total_slots") or 1),
             n_ctx=n_ctx,
             media=any((props.get("modalities") or {}).values()),
@@ -285,7 +333,7 @@ class _Examination:
             ram_cache=ram_cache,
             clears_idle=clears_idle,
             plain=plain,
-            tools=await probe_template(self._api, True, None) or plain,
+            tools=await probe_template(self._api, True) or plain,
             reuse=copies.reuse,
             speeds=copies.speeds,
             kv_types=cache.type_names if cache is not None else None,
@@ -293,7 +341,7 @@ class _Examination:
         )
 
     async def _idle_slot(self) -> int:
-        slots = await self._api.list_slots(None)
+        slots = await self._api.list_slots()
         if slots is None:
             raise ConfigError("doctor: the server does not list its slots; start it with --slots")
         idle = [slot for slot in slots if not slot.busy]
@@ -303,7 +351,7 @@ class _Examination:
 
     async def _prompts(self, n_ctx: int) -> _Prompts:
         limit = self._n_tokens
-        first, other = [await self._api.tokenize(self._random_text(), True, None) for _ in range(2)]
+        first, other = [await self._api.tokenize(self._random_text(), True) for _ in range(2)]
         if n_ctx and min(limit, len(first)) + _FREE_TOKENS > n_ctx:
             limit = n_ctx - _FREE_TOKENS
         first, other = first[:limit], other[:limit]
@@ -322,12 +370,12 @@ class _Examination:
 
     async def _cached(self, slot: int, prompt: Tokens) -> int:
         """Decode a prompt in a slot; returns how many of its tokens were reused."""
-        return (await self._api.prefill(prompt, slot, None)).cached
+        return (await self._api.prefill(prompt, slot)).cached
 
     async def _examine_copies(self, slot: int, prompts: _Prompts) -> _CopyFindings:
         """Test reuse within the slot, and after a save and a restore."""
         n_tokens = len(prompts.first)
-        prefill = await self._api.prefill(prompts.first, slot, None)
+        prefill = await self._api.prefill(prompts.first, slot)
         saved, no_saves = await self._save(slot)
         received = self._receive(saved)
         reuse = Reuse(
@@ -344,13 +392,13 @@ class _Examination:
         windows = files is not None and has_windows(files.caches(_FILE_NAME))
         unedited = 0
         if files is not None and windows:
-            await self._api.restore(slot, _FILE_NAME, None)
+            await self._api.restore(slot, _FILE_NAME)
             unedited = await self._cached(slot, prompts.longer)
             with suppress(SnapshotUnusable):  # the whole prompt lies within the windows
                 files.complete(_FILE_NAME)
-        await self._api.restore(slot, _FILE_NAME, None)
+        await self._api.restore(slot, _FILE_NAME)
         restored_extends = await self._cached(slot, prompts.longer)
-        restored = await self._api.restore(slot, _FILE_NAME, None)
+        restored = await self._api.restore(slot, _FILE_NAME)
         restored_edited = await self._cached(slot, prompts.edited)
         if files is not None:
             files.discard(_FILE_NAME)
@@ -377,13 +425,15 @@ class _Examination:
     async def _save(self, slot: int) -> tuple[SlotCopy | None, str]:
         """Save a slot; None and the server's reason when it refuses."""
         try:
-            return await self._api.save(slot, _FILE_NAME, None), ""
+            return await self._api.save(slot, _FILE_NAME), ""
         except UpstreamRejected as error:
             return None, str(error.error.get("message") or error)
 
     def _receive(self, saved: SlotCopy | None) -> _Received:
         """Look for a saved file in the directory and verify it."""
-        if saved is None or not self._directory:
+        if saved is None:
+            return _Received(reason="slots cannot be saved")
+        if not self._directory:
             return _Received(reason="snapshots.directory is not set")
         files, started = SnapshotFiles(Path(self._directory)), time.monotonic()
         try:
@@ -401,17 +451,27 @@ class _Examination:
 
     async def _clears_idle_slots(self, slot: int, prompts: _Prompts) -> bool | None:
         """Whether a slot is emptied when another one starts; None without an empty slot."""
-        slots = await self._api.list_slots(None) or ()
+        slots = await self._api.list_slots() or ()
         empty = [status.id for status in slots if status.id != slot and not status.n_tokens]
         if not empty:
             return None
         await self._cached(slot, prompts.first)
         await self._cached(empty[0], prompts.other[:16])
-        slots = await self._api.list_slots(None) or ()
+        slots = await self._api.list_slots() or ()
         return not next(status.n_tokens for status in slots if status.id == slot)
 
 
-def _report(findings: Findings, changes: list[str]) -> list[str]:
+def _header(server: Server) -> list[str]:
+    found = server.eviction
+    template = _stability(found.template) if found.template is not None else "unknown"
+    return [
+        f"model      {server.model}, {found.n_slots} slots, {found.n_ctx} tokens each",
+        f"build      {server.build}",
+        f"template   {template}",
+    ]
+
+
+def _report(findings: Findings) -> list[str]:
     reuse, speeds = findings.reuse, findings.speeds
     lines = [
         f"model      {findings.model}, {findings.n_slots} slots, {findings.n_ctx} tokens each",
@@ -433,7 +493,7 @@ def _report(findings: Findings, changes: list[str]) -> list[str]:
             f"restore    {(speeds.verify_s + speeds.restore_s) * 1000:.0f} ms, verified; save"
             f" {speeds.save_s * 1000:.0f} ms, {speeds.n_bytes / 2**20:.1f} MiB",
         ]
-    return lines + [f"change     {text}" for text in changes or ["nothing"]]
+    return lines
 
 
 def _stability(stability: Stability) -> str:

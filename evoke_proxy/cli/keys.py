@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--file", type=Path, metavar="FILE", help=f"key file, mode 0600 (default: {_SETTING})"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    parser.add_argument(
+        "--keep", action="store_true", help="token: leave a file that exists already as it is"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _act(arguments: argparse.Namespace, path: Path) -> int:
     if arguments.action == "token":
         if path.exists():
+            if arguments.keep:
+                return 0
             raise ConfigError(f"{path} exists already; delete it first to replace the token")
         write_secret(path, secrets.token_hex(32) + "\n")
         return 0

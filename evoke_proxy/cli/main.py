@@ -20,6 +20,8 @@ A proxy for llama-server that evicts and recovers KV-cache blocks under a token 
 Exit codes: 0 success, 1 failure, 2 wrong arguments or an invalid configuration."""
 
 _EXAMPLES = """examples:
+  evoke-proxy up -m model.gguf
+      start a llama-server and the proxy in front of it
   evoke-proxy serve --upstream http://127.0.0.1:8080
       run the proxy in front of a llama-server
   evoke-proxy demo
@@ -45,12 +47,15 @@ class Command:
 
 
 COMMANDS = (
+    Command("up", "start a llama-server and the proxy in front of it", "evoke_proxy.cli.up"),
+    Command("plan", "show the cells and the memory for a model", "evoke_proxy.cli.plan"),
     Command(
         "serve", "run the proxy in front of one or more llama-servers", "evoke_proxy.cli.serve"
     ),
     Command(
         "check-config", "validate the configuration and print it", "evoke_proxy.cli.check_config"
     ),
+    Command("embedder", "fetch, list or remove text encoders", "evoke_proxy.cli.embedder"),
     Command("demo", "run a test session on the bundled model", "evoke_proxy.demo.cli"),
     Command("build-server", "build the patched llama-server", "evoke_proxy.server_build.cli"),
     Command(

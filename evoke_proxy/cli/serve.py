@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evoke_proxy.config import LOG_FORMATS, LOG_LEVELS, Config, load
+from evoke_proxy.adapters.port_owner import taken_by
+from evoke_proxy.config import AUTO, LOG_FORMATS, LOG_LEVELS, Config, load, parse_listen
 from evoke_proxy.config.policy_names import policy_names
 
 DESCRIPTION = "Run the proxy: forward clients to llama-server and keep sessions within a budget."
@@ -27,6 +28,17 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that override settings."""
+    parser.add_argument(
+        "--upstream",
+        action="append",
+        metavar="[NAME=]URL",
+        help="URL of llama-server; repeat it for several servers that run the same model",
+    )
+    add_proxy_arguments(parser)
+
+
+def add_proxy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that do not depend on where llama-server is."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument(
         "--listen", action="append", metavar="HOST:PORT", help="address for clients; repeatable"
@@ -38,18 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="address for the admin API and the page; repeatable",
     )
     parser.add_argument(
-        "--upstream",
-        action="append",
-        metavar="[NAME=]URL",
-        help="URL of llama-server; repeat it for several servers that run the same model",
-    )
-    parser.add_argument(
-        "--budget", type=int, metavar="N", help="tokens that a session may keep in the KV cache"
+        "--budget",
+        type=_budget,
+        metavar="N",
+        help="tokens that a session may keep in the KV cache; auto (default): what a slot's cells"
+        " hold, off: no limit",
     )
     names = ", ".join(policy_names())
     parser.add_argument("--policy", metavar="NAME", help=f"how blocks to evict are chosen: {names}")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="least severity to log")
     parser.add_argument("--log-format", choices=LOG_FORMATS, help="log lines or JSON objects")
+
+
+def _budget(text: str) -> int | str:
+    return text if text in (AUTO, "off") else int(text)
 
 
 def load_config(arguments: argparse.Namespace) -> Config:
@@ -93,6 +107,11 @@ def serve_until_stopped(configuration: Callable[[], Config]) -> int:
     try:
         asyncio.run(serve(config, configuration))
     except OSError as error:
+        for address in (*config.listen, *config.security.admin_listen):
+            if owner := taken_by(*parse_listen(address)):
+                text = f"{address} is taken by {owner}: stop it, or choose another address"
+                print(f"evoke-proxy: {text}", file=sys.stderr)
+                return 1
         print(f"evoke-proxy: {error}", file=sys.stderr)
         return 1
     return 0

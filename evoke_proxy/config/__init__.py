@@ -1,9 +1,13 @@
-"""Settings: `schema` declares them, `loader` reads, checks and reloads them."""
+"""Settings: `schema` declares them, `loader` reads, checks and reloads them.
+
+`risks` names settings that are valid and probably not meant.
+"""
 
 from __future__ import annotations
 
 from evoke_proxy.config.loader import Reloaded, load, put, reloaded
 from evoke_proxy.config.schema import (
+    AUTO,
     LOG_FORMATS,
     LOG_LEVELS,
     MAX_HEADERS,
@@ -18,6 +22,7 @@ from evoke_proxy.config.schema import (
     NormaliseConfig,
     PageConfig,
     PolicyConfig,
+    PolicySettings,
     PoolConfig,
     SecurityConfig,
     SnapshotsConfig,
@@ -29,9 +34,10 @@ from evoke_proxy.config.schema import (
 )
 
 __all__ = [
-    "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
+    "AUTO", "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
     "POOLINGS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig",
-    "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig", "PoolConfig",
+    "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig",
+    "PolicySettings", "PoolConfig",
     "Reloaded", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load",
     "parse_listen", "put", "reloaded", "value_at",
 ]  # fmt: skip

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import ipaddress
 import os
 import re
 import reprlib
@@ -18,7 +17,7 @@ import typing
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import yaml
@@ -30,12 +29,14 @@ from evoke_proxy.config.schema import (
     Setting,
     all_fields,
     env_name,
+    is_loopback,
     is_url,
     keys,
     parse_listen,
     sections,
     settings,
     value_at,
+    without_api_path,
 )
 from evoke_proxy.errors import ConfigError
 
@@ -334,6 +335,11 @@ def _build(tree: Mapping[str, Any]) -> Config:
 def _converted(item: Setting, value: object) -> object:
     """A value of the setting's type and within its range; ConfigError otherwise."""
     bare, _, meta = _unwrapped(item.type)
+    if words := _words(item.type):
+        if value in words:
+            return value
+        if value == "off" or value is False:  # YAML reads `off` as false
+            return None
     if bare == tuple[str, ...] and isinstance(value, str):
         value = [value]
     if bare is int and isinstance(value, float) and value.is_integer():
@@ -348,7 +354,9 @@ def _refuse_value(item: Setting, bare: Any, meta: msgspec.Meta | None, value: An
     try:
         msgspec.convert(value, bare)
     except msgspec.ValidationError:
-        _refuse(item.key, _TYPE_NAMES[bare], value)
+        words = _words(item.type)
+        wanted = ", ".join((_TYPE_NAMES[bare], *words)) + " or off" * bool(words)
+        _refuse(item.key, wanted, value)
     if meta is None or (meta.le is not None and value > meta.le):
         wanted = f"at most {meta.le}" if meta is not None else _TYPE_NAMES[bare]
     else:
@@ -362,11 +370,21 @@ def _unwrapped(kind: Any) -> tuple[Any, bool, msgspec.Meta | None]:
     """A type without None and without its range; whether it had None; the range."""
     is_optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if is_optional:
-        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+        (kind,) = (
+            part
+            for part in typing.get_args(kind)
+            if part is not types.NoneType and typing.get_origin(part) is not Literal
+        )
     if typing.get_origin(kind) is Annotated:
         bare, meta = typing.get_args(kind)
         return bare, is_optional, meta
     return kind, is_optional, None
+
+
+def _words(kind: Any) -> tuple[str, ...]:
+    """The words that a setting accepts besides a number; such a setting can be `off` too."""
+    parts = typing.get_args(kind)
+    return next((typing.get_args(part) for part in parts if typing.get_origin(part) is Literal), ())
 
 
 def _refuse(key: str, wanted: str, value: object) -> NoReturn:
@@ -385,11 +403,19 @@ def _check(config: Config) -> None:
     url = config.upstream.url
     _require(is_url(url), "upstream.url", f"{url!r} is not http://HOST:PORT")
     pool, servers = config.pool, config.pool.servers  # raises ConfigError for a malformed entry
+    _check_path("upstream.url", url)
+    for server in servers.values():
+        _check_path("pool.upstreams", server)
     is_ordered = pool.backoff_max_s >= pool.backoff_s or not servers
     _require(is_ordered, "pool.backoff_max_s", "must be pool.backoff_s or more")
     _check_choices(config)
     _check_bodies(config)
     _check_budget(config)
+
+
+def _check_path(key: str, url: str) -> None:
+    base = without_api_path(url)
+    _require(base == url, key, f"{url!r} contains a path of the API; write {base}")
 
 
 def _check_texts(config: Config) -> None:
@@ -414,16 +440,8 @@ def _check_admin(config: Config) -> None:
     key = "security.admin_listen" if security.admin_listen else "listen"
     for address in security.admin_listen or config.listen:
         host, _ = parse_listen(address)
-        is_safe = _is_loopback(host) or bool(security.admin_token_file)
+        is_safe = is_loopback(host) or bool(security.admin_token_file)
         _require(is_safe, key, f"{address} is open to others: it needs security.admin_token_file")
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; of all names only localhost counts."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_choices(config: Config) -> None:
@@ -446,7 +464,7 @@ def _check_budget(config: Config) -> None:
     budget, least = config.policy.budget, config.policy.least_budget
     parts = "sink_tokens, recent_tokens and one block of block_tokens"
     message = f"{budget} is too small: {parts} need {least}"
-    _require(budget is None or budget >= least, "policy.budget", message)
+    _require(not isinstance(budget, int) or budget >= least, "policy.budget", message)
 
 
 def _require(holds: bool, key: str, message: str) -> None:

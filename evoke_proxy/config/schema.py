@@ -7,18 +7,20 @@ them, `example` writes config/evoke.example.yaml from them.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from msgspec import Meta
 
 from evoke_proxy.errors import ConfigError
 
+AUTO: Literal["auto"] = "auto"
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 RECALLS = ("text", "model", "fused", "none")
 LOG_FORMATS = ("text", "json")
@@ -217,6 +219,18 @@ class LimitsConfig:
     grammar_depth: Count = setting(
         256, "Deepest nesting of parentheses in a grammar.", reloadable=True
     )
+    grammar_paths: Count = setting(
+        4096,
+        "Most paths through a grammar, or a pattern of a JSON schema, at one point: the parts that"
+        " can come next, times those of them that can be skipped.",
+        reloadable=True,
+    )
+    schema_items: Count = setting(
+        1000,
+        "Most entries of enum, type, anyOf, oneOf and allOf in JSON schemas and tools; 4 times as"
+        " many in a whole request.",
+        reloadable=True,
+    )
     schema_keys: Count = setting(
         512,
         "Most keys of one object in JSON schemas and tools; 32 times as many in a whole request.",
@@ -237,8 +251,8 @@ class LimitsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyConfig:
-    """What a session may keep in the KV cache, and how blocks are chosen."""
+class PolicyOptions:
+    """How blocks are chosen: the settings of `policy` without the budget."""
 
     name: str = setting(
         "evoke",
@@ -246,9 +260,6 @@ class PolicyConfig:
         " evoke, recovers nothing. truncate: drops the oldest messages from the request."
         " no_eviction: only counts. Policies that only serve as a comparison: docs/policies.md.",
         reloadable=True,
-    )
-    budget: Annotated[int, Meta(gt=0, le=_MAX_TOKENS)] | None = setting(
-        None, "Tokens that a session may keep in the KV cache. null: never evict.", reloadable=True
     )
     recovery: str = setting(
         "kv_restore",
@@ -301,13 +312,57 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedderConfig:
-    """The ONNX encoder that makes vectors of questions and blocks."""
+class PolicyConfig(PolicyOptions):
+    """The policy of a session: the options, and the budget that is in force.
 
+    Attributes:
+        budget: Tokens that the session may keep in the KV cache; None: no limit.
+    """
+
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings(PolicyOptions):
+    """What a session may keep in the KV cache, and how blocks are chosen."""
+
+    budget: Annotated[int, Meta(gt=0, le=_MAX_TOKENS)] | Literal["auto"] | None = setting(
+        AUTO,
+        "Tokens that a session may keep in the KV cache. auto: what the cells of a slot hold, less"
+        " reserve_tokens, where llama-server accepts longer conversations (--ctx-logical);"
+        " otherwise no limit. off: no limit, the proxy never evicts.",
+        reloadable=True,
+    )
+
+    def with_budget(self, budget: int | None) -> PolicyConfig:
+        """Return the policy of sessions that may keep `budget` tokens; None: no limit."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(PolicyOptions)}
+        return PolicyConfig(**values, budget=budget)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderConfig:
+    """The encoder that makes vectors of questions and blocks."""
+
+    model: str = setting(
+        "auto",
+        "auto: the encoder in `directory` if one is given, else the one that `evoke-proxy embedder"
+        " fetch` has stored, else built-in. built-in: the table of word vectors that travels with"
+        " the package. none: blocks are ranked by words alone. Or the name of a fetched encoder.",
+    )
     directory: str = setting(
         "",
         "Directory of a BERT-like encoder: model.onnx or onnx/model.onnx, tokenizer.json, and the"
-        " files of sentence-transformers if present. Empty: blocks are ranked by words alone.",
+        " files of sentence-transformers if present. Empty: as `model` says.",
+    )
+    store: str = setting(
+        "",
+        "Directory of the encoders that `evoke-proxy embedder fetch` stores. Empty:"
+        " evoke-proxy/embedders in $XDG_DATA_HOME, by default ~/.local/share.",
+    )
+    mirror: str = setting(
+        "https://huggingface.co",
+        "Base URL that `evoke-proxy embedder fetch` downloads from: the model hub or a copy of it.",
     )
     device: str = setting(
         "auto",
@@ -481,7 +536,7 @@ class Config:
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    policy: PolicySettings = field(default_factory=PolicySettings)
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
     snapshots: SnapshotsConfig = field(default_factory=SnapshotsConfig)
     normalise: NormaliseConfig = field(default_factory=NormaliseConfig)
@@ -600,13 +655,36 @@ def parse_listen(address: str) -> tuple[str, int]:
     return host.strip("[]") or "0.0.0.0", int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; of all names only localhost counts."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# Without white space and control characters, which no URL has, and without query and fragment.
+_URL = re.compile(r"[^\x00-\x20\x7f?#]+")
+
+
 def is_url(text: str) -> bool:
-    """Whether a text is an http or https URL with a host."""
+    """Whether a text is an http or https URL with a host, and without a query or fragment."""
     try:
         url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        has_host = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        return has_host and _URL.fullmatch(text) is not None
     except ValueError:
         return False
+
+
+def without_api_path(url: str) -> str:
+    """The URL of a llama-server, up to a path of its API; a path before that is `--api-prefix`.
+
+    Clients are configured with URLs that end in /v1, so that is a likely mistake for a server.
+    """
+    parts = urlsplit(url)
+    kept, api, _ = f"{parts.path}/".partition("/v1/")
+    return urlunsplit((parts.scheme, parts.netloc, kept, "", "")) if api else url
 
 
 # A server's name is a label of metrics and part of a path.

@@ -17,7 +17,7 @@ from evoke_proxy.demo.processes import stack
 from evoke_proxy.demo.report import Terminal
 from evoke_proxy.demo.runner import ARMS, BUDGET, Start, failures, run_session
 from evoke_proxy.models import bundled_model
-from evoke_proxy.server_build import BuildError, ensure_server
+from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server
 
 DESCRIPTION = """\
 Run a session on the bundled model: a fact is stated, evicted, and asked for at the end, once under
@@ -86,7 +86,7 @@ def _clear(out: Path, keep_logs: bool) -> None:
 
 
 def _starter(out: Path) -> Start:
-    binary, model = ensure_server(patched=True, progress=True), bundled_model()
+    binary, model = ensure_server(options=BuildOptions(ui=False)), bundled_model()
     return lambda seed, arm: stack(binary, model, out, f"{seed}-{arm}")
 
 

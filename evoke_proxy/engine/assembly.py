@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config
 from evoke_proxy.engine.admin.exposition import register_gauges
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
@@ -23,6 +22,7 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import ServerResources, Strategies
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.strategy import BudgetedStrategy
@@ -76,11 +76,10 @@ def build_server(
     monitor = ServerMonitor(client, config, shared.metrics)
     slots = SlotQueue(config.limits)
     resources = ServerResources(
-        client=client,
-        blocks=BlockApi(client),
+        calls=ServerCalls.of(client),
         monitor=monitor,
         slots=slots,
-        conversations=Conversations(config.policy, config.limits.sessions, shared.body_memory),
+        conversations=Conversations(monitor.policy, config.limits.sessions, shared.body_memory),
         background=BackgroundTasks(monitor.report_failure),
         metrics=shared.metrics,
         feed=shared.feed,
@@ -88,14 +87,15 @@ def build_server(
     )
     snapshots = build_snapshots(config, shared, resources)
     records = SessionPersistence(
-        client=client,
+        home=client.url,
         slot_snapshots=None if model else build_slot_snapshots(shared, resources, snapshots),
         conversations=resources.conversations,
         embedding=shared.embedding,
         homes=shared.homes,
+        discovery=SessionDiscovery(resources.conversations, resources.slots),
     )
     strategies = Strategies(
-        budgeted=build_budgeted(config, shared, resources, records),
+        budgeted=build_budgeted(shared, resources, records),
         snapshots=snapshots if snapshots.is_enabled else None,
         passthrough=Passthrough(monitor, shared.metrics),
     )
@@ -109,24 +109,22 @@ def build_server(
 
 
 def build_budgeted(
-    config: Config, shared: Shared, resources: ServerResources, records: SessionPersistence
+    shared: Shared, resources: ServerResources, records: SessionPersistence
 ) -> BudgetedStrategy:
     """The strategy for a patched server."""
-    vectors = BlockVectors(shared.embedding, config.policy, resources.conversations)
+    vectors = BlockVectors(shared.embedding, resources.conversations)
     return BudgetedStrategy(
         server=resources,
         slots=SlotAssignment(resources),
         planner=Planner(resources, vectors, records),
         records=records,
         write_back=WriteBack(
-            client=resources.client,
             metrics=resources.metrics,
             slots=resources.slots,
             tasks=resources.background,
             records=records,
         ),
         vectors=vectors,
-        policy=config.policy,
     )
 
 
@@ -134,7 +132,6 @@ def build_snapshots(config: Config, shared: Shared, resources: ServerResources) 
     """The strategy for an unpatched server; its background work ends before that of others."""
     return SnapshotStrategy(
         config=config.snapshots,
-        api=StockApi(resources.client),
         repository=shared.repository,
         server=resources,
         tasks=BackgroundTasks(),
@@ -148,7 +145,6 @@ def build_slot_snapshots(
     if not snapshots.is_enabled:
         return None
     return SlotSnapshots(
-        api=StockApi(resources.client),
         probe=snapshots.probe,
         transfers=snapshots.transfers,
         repository=shared.repository,

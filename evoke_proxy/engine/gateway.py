@@ -18,6 +18,7 @@ from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.request.json_edit import inserted
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.parsing.request import ParsedRequest
+from evoke_proxy.errors import UpstreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ class RequestTrace:
         self.facts: Mapping[str, Any] = {}
         # The name of the llama-server in a pool; "" without one.
         self.server = ""
-        # Whether a failure of llama-server was counted for this request already.
-        self.has_counted_failure = False
+        # Whether a failure of llama-server has been counted for this request, or will be.
+        self.has_failed = False
         # When the current wait began; None while the request does not wait.
         self.waiting_since: float | None = None
         # Set whenever `waiting_since` changes.
@@ -65,7 +66,12 @@ class RequestTrace:
         self.attempted_at = asyncio.get_running_loop().time()
         self.stage, self.own_s, self.facts = "render", None, {}
         self.waits.clear()
-        self.has_counted_failure = False
+        self.has_failed = False
+
+    def note_failure(self, error: UpstreamError) -> None:
+        """Mark the second and later failures of the request as counted: one request counts once."""
+        error.counted |= self.has_failed
+        self.has_failed = True
 
     def add_wait(self, name: str, seconds: float) -> None:
         """Add seconds of waiting under a name."""
@@ -112,6 +118,8 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)
     # Goes into the reply's `usage.evoke`; None when the client did not ask for it.
     usage_extra: Mapping[str, Any] | None = None
+    # Edits the body of an error reply; None: errors are relayed as they are.
+    edit_error: Callable[[bytes], bytes] | None = None
     # The conversation that the request belongs to; None when it is not remembered.
     session: str | None = None
 

@@ -1,4 +1,4 @@
-"""The bundled recall model: see MODEL_CARD.md."""
+"""Data that travels with the package: the recall model and the word vectors, each with its card."""
 
 from __future__ import annotations
 
@@ -6,5 +6,10 @@ from pathlib import Path
 
 
 def bundled_model() -> Path:
-    """Return the path of the GGUF file that travels with the package."""
+    """Return the path of the GGUF file of the recall model, see MODEL_CARD.md."""
     return Path(__file__).with_name("tiny-recall-f16.gguf")
+
+
+def word_vectors_file() -> Path:
+    """Return the path of the table of word vectors, see WORD_VECTORS.md."""
+    return Path(__file__).with_name("word-vectors.npz")

@@ -6,8 +6,8 @@ that an image without the other dependencies can build the server.
 
 from __future__ import annotations
 
-from .build import BuildOptions, ensure_server
+from .build import BuildOptions, ensure_server, finished_server_path
 from .errors import BuildError
 from .series import patches_dir
 
-__all__ = ["BuildError", "BuildOptions", "ensure_server", "patches_dir"]
+__all__ = ["BuildError", "BuildOptions", "ensure_server", "finished_server_path", "patches_dir"]

@@ -18,6 +18,7 @@ from .errors import BuildError
 from .fetch import Pin, pristine_source, read_pin
 from .series import STOCK, Series, content_hash, make_overlay, mirror, patches_dir, read_series
 from .toolchain import Toolchain, find_toolchain
+from .ui import built_ui, has_ui, should_build_ui, ui_files
 
 _KEY_LENGTH = 20
 _BUILD_CORE_MINUTES = (8, 20)
@@ -28,20 +29,24 @@ class BuildOptions:
     """What to build, besides stock or patched.
 
     Attributes:
-        cuda: Build for NVIDIA GPUs.
+        backend: One of `toolchain.BACKENDS`; empty for the CPU.
         sanitize: "address" or "thread": build our code with that sanitizer; empty for none.
         flags: Further flags of cmake.
         source: A llama.cpp checkout to build instead of the pin.
         patches: Directory of the patch series; None for the one of this package.
         cache: Directory of the cache; None for `cache_dir()`.
+        ui: Embed the web UI if npm can build it. When false, a server that has it is used, too.
+        retry_ui: Try to build the UI although it failed less than an hour ago.
     """
 
-    cuda: bool = False
+    backend: str = ""
     sanitize: str = ""
     flags: tuple[str, ...] = ()
     source: Path | None = None
     patches: Path | None = None
     cache: Path | None = None
+    ui: bool = True
+    retry_ui: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class BuildSpec:
         pin: The pinned llama.cpp.
         source: A checkout to build instead of the pin.
         tools: The compilers and flags.
-        key: Name of the finished server in the cache.
+        key: Name of the finished server in the cache, without the web UI.
         tree_key: Name of the build tree. Stock and patched servers of the same source, flags and
             machine share one.
     """
@@ -66,6 +71,10 @@ class BuildSpec:
     tools: Toolchain
     key: str
     tree_key: str
+
+    def server_key(self, ui: bool) -> str:
+        """Name in the cache of the finished server with the web UI, or without it."""
+        return _key(self.key, "ui") if ui else self.key
 
 
 def ensure_server(
@@ -81,16 +90,36 @@ def ensure_server(
     stderr; nothing is written to stdout. Raises BuildError.
     """
     options = options or BuildOptions()
-    cache = options.cache or cache_dir()
-    tools = find_toolchain(options.cuda, options.sanitize).with_flags(*options.flags)
-    patches = options.patches or patches_dir()
-    spec = build_spec(patched, tools, options.source, patches, cache)
-    server = finished_server(cache, spec.key)
+    spec = _spec_of(patched, options)
+    server = _finished(spec, options)
     if server is not None:
         return server
     with open(os.devnull, "w", encoding="utf-8") as silence:
         stream: TextIO = sys.stderr if progress else silence
-        return _build(spec, cache, jobs or _cores(), Progress(stream))
+        return _build(spec, options, jobs or n_cores(), Progress(stream))
+
+
+def finished_server_path(options: BuildOptions | None = None) -> Path | None:
+    """Return the path of the patched server if it is built, else None; builds nothing.
+
+    Raises BuildError when the build tools are missing, which are a part of a server's key.
+    """
+    options = options or BuildOptions()
+    return _finished(_spec_of(True, options), options)
+
+
+def _spec_of(patched: bool, options: BuildOptions) -> BuildSpec:
+    tools = find_toolchain(options.backend, options.sanitize).with_flags(*options.flags)
+    patches = options.patches or patches_dir()
+    return build_spec(patched, tools, options.source, patches, options.cache or cache_dir())
+
+
+def _finished(spec: BuildSpec, options: BuildOptions) -> Path | None:
+    cache = options.cache or cache_dir()
+    server = finished_server(cache, spec.server_key(ui=True))
+    if server is None and not _wants_ui(spec, options):
+        server = finished_server(cache, spec.server_key(ui=False))
+    return server
 
 
 def build_spec(
@@ -126,29 +155,42 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:_KEY_LENGTH]
 
 
-def _cores() -> int:
+def n_cores() -> int:
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _build(spec: BuildSpec, cache: Path, jobs: int, progress: Progress) -> Path:
+def _build(spec: BuildSpec, options: BuildOptions, jobs: int, progress: Progress) -> Path:
+    cache = options.cache or cache_dir()
+
     def report_wait(pid: str) -> None:
         progress.say(f"another build is running (started by process {pid}): waiting for it")
 
     with locked(cache, report_wait):
-        server = finished_server(cache, spec.key)
+        remove_drafts(cache)
+        source = spec.source or pristine_source(spec.pin, cache, progress.say)
+        ui = built_ui(source, cache, progress) if _wants_ui(spec, options) else None
+        server = finished_server(cache, spec.server_key(ui is not None))
         if server is not None:
             return server
-        remove_drafts(cache)
         started = time.monotonic()
-        source = spec.source or pristine_source(spec.pin, cache, progress.say)
         tree = BuildTree(cache / "trees" / spec.tree_key)
+        for note in spec.tools.notes:
+            progress.say(note)
         if not tree.build.exists():
-            progress.say(first_build_notice(jobs, _cores()))
-        prepare(spec, source, tree)
+            progress.say(first_build_notice(jobs, n_cores()))
+        prepare(spec, source, tree, ui)
         progress.begin(f"building llama-server ({spec.variant}, -j{jobs})")
         built = build_server(tree, spec.tools, jobs, progress)
         _check_starts(built, spec)
-        return store_server(cache, spec.key, built, _stamp(spec, time.monotonic() - started))
+        stamp = _stamp(spec, time.monotonic() - started) | {"ui": ui is not None}
+        return store_server(cache, spec.server_key(ui is not None), built, stamp)
+
+
+def _wants_ui(spec: BuildSpec, options: BuildOptions) -> bool:
+    if not options.ui or not (spec.source is None or has_ui(spec.source)):
+        return False
+    return options.retry_ui or should_build_ui(options.cache or cache_dir())
 
 
 def first_build_notice(jobs: int, cores: int) -> str:
@@ -170,20 +212,24 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def prepare(spec: BuildSpec, source: Path, tree: BuildTree) -> None:
-    """Make the tree equal to the patched source; changes nothing when a patch does not apply."""
+def prepare(spec: BuildSpec, source: Path, tree: BuildTree, ui: Path | None = None) -> None:
+    """Make the tree equal to the patched source; changes nothing when a patch does not apply.
+
+    `ui` is the directory of a finished web UI to add.
+    """
+    added = ui_files(ui) if ui is not None else {}
     tree.root.mkdir(parents=True, exist_ok=True)
     if not spec.series.patches:
-        mirror(source, None, tree.source)
+        mirror(source, None, tree.source, added)
         return
     with tempfile.TemporaryDirectory(dir=tree.root, prefix=".overlay-") as scratch:
         overlay = make_overlay(spec.series, source, Path(scratch), spec.tools.git)
-        mirror(source, overlay, tree.source)
+        mirror(source, overlay, tree.source, added)
 
 
 def _check_starts(server: Path, spec: BuildSpec) -> None:
     """Raise BuildError when the new server cannot print its version."""
-    if "-DGGML_CUDA=ON" in spec.tools.flags:
+    if {"-DGGML_CUDA=ON", "-DGGML_HIP=ON"} & set(spec.tools.flags):
         return  # needs the driver, which a build machine may lack
     done = subprocess.run([server, "--version"], capture_output=True, text=True, errors="replace")
     if done.returncode != 0:

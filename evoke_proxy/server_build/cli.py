@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,19 +16,42 @@ from .toolchain import SANITIZERS
 DESCRIPTION = """\
 Build llama-server from the pinned llama.cpp source with our patches, and print its path.
 A finished server is kept in the cache ($EVOKE_CACHE, by default ~/.cache/evoke-proxy) and reused.
-Needs g++, cmake, make (or ninja) and git."""
+Needs g++, cmake, make (or ninja) and git; npm for the web UI and libssl-dev for HTTPS, without
+which the server is built without them."""
+
+_BACKENDS = {
+    "cuda": "build for NVIDIA GPUs; needs nvcc",
+    "vulkan": "build for GPUs with a Vulkan driver; needs glslc and the Vulkan headers",
+    "hip": "build for AMD GPUs; needs ROCm (not run by us)",
+    "metal": "build for Apple GPUs, on macOS (not run by us)",
+}
 
 EXAMPLES = """examples:
   evoke-proxy build-server
       build the patched server
   $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
-      build it if necessary and run it"""
+      build it if necessary and run it
+  evoke-proxy build-server --vulkan --cmake-arg GGML_NATIVE=OFF
+      build for any GPU with a Vulkan driver and any x86-64 CPU with the default instruction set"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     parser.add_argument("--stock", action="store_true", help="build without our patches")
-    parser.add_argument("--cuda", action="store_true", help="build for NVIDIA GPUs; needs nvcc")
+    backend = parser.add_mutually_exclusive_group()
+    for name, text in _BACKENDS.items():
+        backend.add_argument(
+            f"--{name}", dest="backend", action="store_const", const=name, default="", help=text
+        )
+    parser.add_argument(
+        "--cmake-arg",
+        action="append",
+        default=[],
+        type=_cmake_flag,
+        metavar="NAME=VALUE",
+        help="add a flag of llama.cpp's build, such as GGML_NATIVE=OFF; may be repeated",
+    )
+    parser.add_argument("--no-ui", action="store_true", help="build without the web UI and npm")
     parser.add_argument(
         "--sanitize", nargs="?", const="address", default="", choices=tuple(SANITIZERS),
         help="build our code with a sanitizer: address (default) or thread",
@@ -49,6 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _cmake_flag(text: str) -> str:
+    """A flag of cmake from `NAME=VALUE` or `-DNAME=VALUE`."""
+    flag = text if text.startswith("-D") else f"-D{text}"
+    if not re.fullmatch(r"-D[A-Za-z_][A-Za-z0-9_]*(:[A-Z]+)?=.*", flag):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return flag
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -65,7 +97,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         server = ensure_server(
             patched=not args.stock,
-            options=BuildOptions(cuda=args.cuda, sanitize=args.sanitize, source=args.source),
+            options=BuildOptions(
+                backend=args.backend,
+                sanitize=args.sanitize,
+                flags=tuple(args.cmake_arg),
+                source=args.source,
+                ui=not args.no_ui,
+                retry_ui=True,
+            ),
             jobs=args.jobs,
         )
     except BuildError as error:

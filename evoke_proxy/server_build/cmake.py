@@ -49,6 +49,7 @@ class Progress:
         self._live = stream.isatty()
         self._title = ""
         self._printed_percent = -1
+        self._steps = 0  # the largest number of steps seen: that of the build itself
 
     def say(self, message: str) -> None:
         """Print a message on a separate line."""
@@ -61,10 +62,18 @@ class Progress:
         self._title = title
         self._started = self._clock()
         self._printed_percent = -1
+        self._steps = 0
         self._print(0)
 
     def read_line(self, line: str) -> None:
-        """Read the progress from one line of the build tool's output."""
+        """Read the progress from one line of the build tool's output.
+
+        Lines of a build within the build, which has fewer steps, are ignored.
+        """
+        if match := _NINJA.match(line):
+            self._steps = max(self._steps, int(match[2]))
+            if int(match[2]) < self._steps:
+                return
         percent = percent_of(line)
         if percent is not None and self._title:
             self._print(percent)

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,8 +189,12 @@ def content_hash(root: Path) -> str:
     return digest.hexdigest()
 
 
-def mirror(source: Path, overlay: Overlay | None, tree: Path) -> int:
+def mirror(
+    source: Path, overlay: Overlay | None, tree: Path, added: Mapping[str, Path] | None = None
+) -> int:
     """Make `tree` equal to `source` with `overlay` on top; returns the number of changed files.
+
+    `added` maps paths in the tree to further files.
 
     The first copy keeps modification times, so later comparisons are cheap. After that a written
     file is newer than everything compiled from its predecessor.
@@ -201,6 +205,7 @@ def mirror(source: Path, overlay: Overlay | None, tree: Path) -> int:
         origins |= {name: overlay.directory / name for name in overlay.files}
         for name in overlay.removed:
             origins.pop(name, None)
+    origins |= added or {}
     tree.mkdir(parents=True, exist_ok=True)
     changed = sum(_refresh(origin, tree / name, fresh) for name, origin in origins.items())
     surplus = [name for name in source_files(tree) if name not in origins]

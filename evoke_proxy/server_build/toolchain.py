@@ -23,12 +23,22 @@ _COMMON_FLAGS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_BUILD_UI=OFF",  # it is built before, see `ui`
     "-DLLAMA_USE_PREBUILT_UI=OFF",  # would download it
-    "-DLLAMA_OPENSSL=OFF",
     "-DGGML_NATIVE=ON",
     "-DGGML_CCACHE=OFF",
     "-DLLAMA_BUILD_NUMBER=0",
+)
+
+
+_OPENSSL = """#include <openssl/opensslv.h>
+#if OPENSSL_VERSION_NUMBER < 0x30000000L
+#error llama.cpp needs OpenSSL 3
+#endif
+"""
+_NO_HTTPS = (
+    "the headers of OpenSSL 3 were not found: llama-server will be without HTTPS (-hf fails).\n"
+    "On Debian or Ubuntu:  sudo apt-get install -y libssl-dev"
 )
 
 
@@ -53,6 +63,7 @@ class Toolchain:
         flags: Flags of cmake.
         compiler: Version of the compilers.
         cpu: Instruction set of this machine.
+        notes: What the server will lack on this machine, each with what to install.
     """
 
     cmake: str
@@ -61,28 +72,43 @@ class Toolchain:
     flags: tuple[str, ...]
     compiler: str
     cpu: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Linker flags of the system's libraries that llama.cpp's static libraries need."""
+        return ("-lssl", "-lcrypto") if "-DLLAMA_OPENSSL=ON" in self.flags else ()
 
     def with_flags(self, *flags: str) -> Toolchain:
         """The same tools with more cmake flags."""
         return replace(self, flags=(*self.flags, *flags))
 
 
-def find_toolchain(cuda: bool, sanitize: str = "") -> Toolchain:
+BACKENDS = ("cuda", "vulkan", "hip", "metal")
+
+
+def find_toolchain(backend: str = "", sanitize: str = "") -> Toolchain:
     """Find the tools of this machine; BuildError names the packages to install.
 
+    `backend` is one of BACKENDS, or empty for the CPU (on macOS: for llama.cpp's default, Metal).
     `sanitize` is one of SANITIZERS, or empty for a server without a sanitizer.
     """
     tools = _find_tools()
     flags = [*_COMMON_FLAGS, *_compiler_flags(tools["cc"], tools["c++"])]
     flags += SANITIZERS[sanitize] if sanitize else ()
-    compiler = _first_line([tools["c++"], "--version"])
-    if cuda:
-        nvcc = _find_nvcc()
-        flags += ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", _cuda_architectures()]
-        compiler += "; " + _last_line([nvcc, "--version"])
+    has_https = platform.system() == "Darwin" or compiler_accepts(tools["c++"], (), _OPENSSL)
+    flags.append(f"-DLLAMA_OPENSSL={'ON' if has_https else 'OFF'}")
+    more, version = _BACKEND_FLAGS[backend]() if backend else ((), "")
+    compiler = "; ".join(filter(None, (_first_line([tools["c++"], "--version"]), version)))
     generator = "Ninja" if shutil.which("ninja") else "Unix Makefiles"
     return Toolchain(
-        tools["cmake"], tools["git"], generator, tuple(flags), compiler, cpu_identity()
+        cmake=tools["cmake"],
+        git=tools["git"],
+        generator=generator,
+        flags=(*flags, *more),
+        compiler=compiler,
+        cpu=cpu_identity(),
+        notes=() if has_https else (_NO_HTTPS,),
     )
 
 
@@ -118,10 +144,60 @@ def _compiler_flags(cc: str, cxx: str) -> list[str]:
     return flags
 
 
-def compiler_accepts(compiler: str, flags: tuple[str, ...]) -> bool:
-    """Whether `compiler` accepts `flags`; tries them on an empty input."""
-    command = [compiler, *flags, "-Werror", "-E", "-x", "c++", os.devnull]
-    return subprocess.run(command, capture_output=True).returncode == 0
+def compiler_accepts(compiler: str, flags: tuple[str, ...], source: str = "") -> bool:
+    """Whether `compiler` accepts `flags` and can preprocess `source`, C++ code."""
+    command = [compiler, *flags, "-Werror", "-E", "-x", "c++", "-"]
+    return subprocess.run(command, input=source.encode(), capture_output=True).returncode == 0
+
+
+def _cuda_flags() -> tuple[tuple[str, ...], str]:
+    nvcc = _find_nvcc()
+    flags = ("-DGGML_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}", _cuda_architectures())
+    return flags, _last_line([nvcc, "--version"])
+
+
+def _vulkan_flags() -> tuple[tuple[str, ...], str]:
+    glslc = shutil.which("glslc")
+    if glslc is None:
+        raise BuildError(
+            "--vulkan needs glslc and the Vulkan headers, not found on this machine.\n"
+            "On Debian or Ubuntu:  sudo apt-get install -y glslc libvulkan-dev spirv-headers\n"
+            "llama.cpp needs Vulkan headers 1.3.275 or newer (Debian 13, Ubuntu 24.04); for"
+            " newer ones elsewhere add --cmake-arg Vulkan_INCLUDE_DIR=/path/include."
+        )
+    return ("-DGGML_VULKAN=ON",), _first_line([glslc, "--version"])
+
+
+def _hip_flags() -> tuple[tuple[str, ...], str]:
+    """Flags for AMD GPUs, from docs/build.md of llama.cpp."""
+    hipconfig = shutil.which("hipconfig") or shutil.which("hipconfig", path="/opt/rocm/bin")
+    if hipconfig is None:
+        raise BuildError(
+            "--hip needs ROCm: hipconfig was not found in PATH or /opt/rocm/bin.\n"
+            "Install ROCm with its HIP development files, or build with --vulkan."
+        )
+    targets = os.environ.get("AMDGPU_TARGETS", "")
+    flags = [
+        "-DGGML_HIP=ON",
+        f"-DCMAKE_HIP_COMPILER={_first_line([hipconfig, '--hipclangpath'])}/clang++",
+        f"-DCMAKE_PREFIX_PATH={_first_line([hipconfig, '--path'])}",
+        *([f"-DGPU_TARGETS={targets}"] if targets else ()),
+    ]
+    return tuple(flags), _first_line([hipconfig, "--version"])
+
+
+def _metal_flags() -> tuple[tuple[str, ...], str]:
+    if platform.system() != "Darwin":
+        raise BuildError("--metal builds on macOS only; for other GPUs see build-server --help.")
+    return ("-DGGML_METAL=ON",), ""
+
+
+_BACKEND_FLAGS = {
+    "cuda": _cuda_flags,
+    "vulkan": _vulkan_flags,
+    "hip": _hip_flags,
+    "metal": _metal_flags,
+}
 
 
 def _find_nvcc() -> str:

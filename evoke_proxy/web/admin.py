@@ -1,4 +1,4 @@
-"""The proxy's own paths: health, readiness and metrics for everybody, the rest for operators."""
+"""Serves the proxy's own paths: health, readiness, metrics, the admin API and the admin page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from evoke_proxy.web.operator_access import admit, is_operator
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Checks: TypeAlias = dict[str, dict[str, Any]]
-# Seconds for which clients that are no operators share the result of readiness checks.
+# Seconds for which the result of readiness checks is reused for clients that are no operators.
 _SHARED_CHECKS_S = 1.0
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,7 +43,7 @@ def routes(engine: ProxyGateway) -> list[web.RouteDef]:
     async def refuse(request: web.Request) -> web.StreamResponse:
         allowed = await _methods_of(request)
         if allowed:
-            message = f"{request.method} is not for {request.path}, {' and '.join(allowed)} are"
+            message = f"{request.path} does not accept {request.method}: use {' or '.join(allowed)}"
             raise RequestError(message, "method_not_allowed", 405)
         raise web.HTTPNotFound(text=f"{request.path} is not a path of evoke-proxy")
 
@@ -67,7 +67,7 @@ async def _methods_of(request: web.Request) -> list[str]:
 
 
 def _for_operators(admin: Admin, handler: admin_api.Handler) -> Handler:
-    """The handler behind the checks that only operators pass."""
+    """A handler that runs `handler` for operators, and refuses all other requests."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         require_same_site(request)
@@ -82,10 +82,12 @@ async def _health(_: web.Request) -> web.StreamResponse:
 
 
 class _Readiness:
-    """Answers whether requests can be served.
+    """Reports whether requests can be served.
 
-    Operators get the details, checked at once. Everybody else gets the names of failed checks,
-    which all requests of `_SHARED_CHECKS_S` share: no flood of them reaches llama-server.
+    For operators the checks are made for each request, and the details are reported. For other
+    clients a result is reused for `_SHARED_CHECKS_S`, so that many requests cause few calls of
+    llama-server; they get only the names of failed checks and the codes of degraded ones. A
+    degraded proxy serves requests, so its status is 200.
     """
 
     def __init__(self, engine: ProxyGateway) -> None:
@@ -98,9 +100,13 @@ class _Readiness:
         operator = is_operator(request)
         checks = await (self._engine.checks() if operator else self._shared())
         failed = [name for name, check in checks.items() if not check["ok"]]
+        reasons = {
+            f"{name}:{check['reason']}" for name, check in checks.items() if check.get("reason")
+        }
         answer: dict[str, Any] = {
-            "status": "not_ready" if failed else "ready",
+            "status": "not_ready" if failed else "degraded" if reasons else "ready",
             "failed": failed,
+            "reasons": sorted(reasons),
             "mode": self._engine.mode,
         }
         if operator:

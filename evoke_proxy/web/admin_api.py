@@ -1,4 +1,4 @@
-"""The admin API: what operators can see and change, over HTTP."""
+"""The admin API: shows operators the state of the proxy, and lets them change it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from evoke_proxy.config import AUTO
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web.coalescing import COALESCER
-from evoke_proxy.web.events import listen
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 Handler = Callable[[web.Request, Admin], Awaitable[web.StreamResponse]]
-# Stands in a path for the tenant of requests without a key.
+# In a path: the tenant of requests without a key.
 _NO_TENANT = "-"
 # Rows of the list of sessions that are made before other tasks run.
 _ROWS_PER_STEP = 32
+# A comment is sent after this time without an event, so that no other proxy closes the stream.
+_IDLE_EVENTS_S = 15.0
+_IDLE_COMMENT = b": nothing new\n\n"
+_EVENT_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
 
 
 def json_answer(answer: object, status: int = 200) -> web.Response:
-    """A JSON response that must not be cached; bytes are sent as they are."""
+    """A JSON response that must not be cached; `answer` is an object, or its JSON as bytes."""
     body = answer if isinstance(answer, bytes) else orjson.dumps(answer)
     response = web.Response(status=status, body=body, content_type="application/json")
     response.headers["Cache-Control"] = "no-store"
@@ -32,7 +40,7 @@ def json_answer(answer: object, status: int = 200) -> web.Response:
 
 
 def require_same_site(request: web.Request) -> None:
-    """Raise RequestError (403) for a request that a page of another site has made."""
+    """Raise RequestError (403) when the page of another site has made the request."""
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise RequestError("requests from pages of other sites are refused", "cross_site", 403)
 
@@ -106,11 +114,12 @@ async def _change_blocks(request: web.Request, admin: Admin) -> web.StreamRespon
 
 
 async def _set_default_budget(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Body: `{"budget": tokens | null}`, for every session without a budget of its own."""
+    """Body: `{"budget": tokens | "auto" | null}`, for sessions without a budget of their own."""
     body = await _json_body(request, {"budget"})
     if "budget" not in body:
-        raise RequestError("budget: must be there")
-    admin.set_default_budget(_budget(body["budget"], allows_default=False))
+        raise RequestError("budget: is missing from the request body")
+    wanted = body["budget"]
+    admin.set_default_budget(AUTO if wanted == AUTO else _budget(wanted, allows_default=False))
     return await _get_status(request, admin)
 
 
@@ -136,9 +145,10 @@ async def _next_piece(pieces: Iterator[bytes]) -> bytes | None:
 
 
 async def _json_body(request: web.Request, keys: set[str]) -> dict[str, Any]:
-    """The body, a JSON object with some of these keys.
+    """The body: a JSON object with at least one of these keys, and no others.
 
-    Only `application/json` is accepted: a page of another site cannot send it.
+    Only `application/json` is accepted: the page of another site cannot send that type. Raises
+    RequestError.
     """
     if request.content_type != "application/json":
         raise RequestError("Content-Type must be application/json", status=415)
@@ -160,7 +170,7 @@ def _budget(value: object, allows_default: bool) -> int | None:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise RequestError("budget: must be a number of tokens, or null for no bound")
+    raise RequestError("budget: must be a positive number of tokens, or null for no limit")
 
 
 def _flag(value: object, name: str) -> bool:
@@ -172,14 +182,33 @@ def _flag(value: object, name: str) -> bool:
 def _span(start: object, end: object) -> Span:
     if type(start) is int and type(end) is int and 0 <= start < end:
         return Span(start, end)
-    raise RequestError("p0, p1: must be positions, p0 < p1")
+    raise RequestError("p0, p1: must be prompt positions with 0 <= p0 < p1")
+
+
+async def _listen(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Stream the events from now on, or all events after the one that `Last-Event-ID` names.
+
+    A client that reads too slowly is disconnected. All streams end when the proxy stops.
+    """
+    last_id = request.headers.get("Last-Event-ID", "")
+    response = web.StreamResponse(headers=_EVENT_STREAM_HEADERS)
+    await response.prepare(request)
+    after = int(last_id) if last_id.isdecimal() and len(last_id) < 19 else None
+    guard = request.app[SLOW_CLIENT_GUARD]
+    with admin.feed.subscribe(lambda: guard.drop_slow_reader(request), after) as subscriber:
+        while True:
+            event = await subscriber.next(_IDLE_EVENTS_S)
+            if event is None and subscriber.has_ended:
+                return response
+            chunk = _IDLE_COMMENT if event is None else event.encoded
+            await guard.write(request, response, chunk)
 
 
 _SESSION = "/evoke/sessions/{id}"
-# Method and path of every handler that only operators may reach.
+# The handlers by method and path; only operators may call them.
 ROUTES: tuple[tuple[tuple[str, str], Handler], ...] = (
     (("GET", "/evoke/status"), _get_status),
-    (("GET", "/evoke/events"), listen),
+    (("GET", "/evoke/events"), _listen),
     (("GET", "/evoke/sessions"), _list_sessions),
     (("GET", _SESSION), _get_session),
     (("PATCH", _SESSION), _change_session),

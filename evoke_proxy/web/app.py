@@ -84,7 +84,7 @@ async def _answer(request: web.Request, engine: ProxyGateway) -> web.StreamRespo
 
 
 def _map_errors(engine: ProxyGateway) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """A middleware that maps the errors of handlers to responses; no other place does."""
+    """A middleware that maps the errors of handlers to responses; only this one does."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -147,7 +147,7 @@ def _measure_and_log(engine: ProxyGateway) -> Callable[..., Awaitable[web.Stream
 
 
 def _log_summary(request: web.Request, label: str, status: int, seconds: float) -> None:
-    """Log one line about a request, without any text of its prompt."""
+    """Log one line about a request; it contains no text of the prompt."""
     is_admin_read = request.method == "GET" and label.startswith("/evoke/")
     is_routine = is_admin_read or label in ("/metrics", "/health")
     line = {"method": request.method, "path": label, "status": status}

@@ -1,4 +1,4 @@
-"""Answers chat requests: enters the exchange of each request, and relays its reply."""
+"""Answers chat requests: opens an exchange for each request, and relays the reply."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ async def _exchange(
             else:
                 exchange = await stack.enter_async_context(opening)
             if keepalive.response is not None:
-                await check(exchange.reply)
+                await check(exchange)
             options = relay.RelayOptions(
                 observe=exchange.observe,
                 headers=exchange.headers,
                 usage_extra=exchange.usage_extra,
+                edit_error=exchange.edit_error,
                 stream=keepalive.response,
             )
             response = await relay.send(request, exchange.reply, options)
             if isinstance(response, relay.Relayed) and response.broken is not None:
-                response.broken.counted |= trace.has_counted_failure
+                trace.note_failure(response.broken)
         await _pause_to_free(incoming.body)
         return response
     except (EvokeError, ConnectionResetError) as error:
@@ -71,7 +72,7 @@ async def _exchange(
 
 
 async def _pause_to_free(body: bytes) -> None:
-    """Let other tasks run before the next copy of a large body is freed: each takes some ms."""
+    """Let other tasks run before a copy of a large body is freed, which takes milliseconds."""
     if len(body) > LARGE_BYTES:
         await asyncio.sleep(0)
 

@@ -18,9 +18,9 @@ from evoke_proxy.web.operator_access import OPERATOR_ACCESS, is_own_route
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CREDENTIALS = frozenset(("authorization", "x-api-key"))
-# The headers that are sent on for a client with a key of the proxy; llama-server reads no others
-# but X-Conversation-Id, which would let tenants end each other's streams, and would let a stream
-# go on after its client has disconnected.
+# The headers that are forwarded for a client with a key of the proxy. The only other header that
+# llama-server reads is X-Conversation-Id. It is dropped: it lets tenants end each other's streams,
+# and lets a stream continue after its client has disconnected.
 FORWARDED = frozenset(
     """
     accept accept-encoding accept-language access-control-request-headers
@@ -29,8 +29,8 @@ FORWARDED = frozenset(
     """.split()
 )
 _CALLER = web.RequestKey("caller", Caller)
-# The paths that are open to tenants, compared as they are spelled. llama-server decodes %73lots, so
-# another spelling could reach what tenants share (/slots, /lora-adapters, loading of models).
+# The paths that are open to tenants, compared without decoding. llama-server decodes paths: with
+# decoding, %73lots would reach what tenants share (/slots, /lora-adapters, loading of models).
 _TENANTS = {
     "GET": frozenset(("/props", "/models", "/v1/models")),
     "POST": endpoints.ANSWER_PATHS.keys()
@@ -47,19 +47,19 @@ _TENANTS["OPTIONS"] = _TENANTS["GET"] | _TENANTS["POST"]
 
 
 class Access:
-    """Checks client keys and maps them to tenants; without configured keys it admits everyone."""
+    """Checks client keys and maps them to tenants; without configured keys all are admitted."""
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError when the key file cannot be read."""
-        named = config.security.keys_file
-        self._file = KeyFile(Path(named)) if named else None
+        path = config.security.keys_file
+        self._file = KeyFile(Path(path)) if path else None
         self._api_key = config.upstream.api_key
 
     def check(self, request: web.Request) -> None:
         """Raises Unauthenticated without a valid key, Forbidden on a path closed to clients."""
-        # Own routes are client_access_check by OperatorAccess.
-        is_admin_address = is_own_route(request) and request.raw_path.startswith("/evoke/")
-        if self._file is None or request.raw_path in endpoints.HEALTH_PATHS or is_admin_address:
+        # OperatorAccess checks the requests to the proxy's own paths.
+        is_own_path = is_own_route(request) and request.raw_path.startswith("/evoke/")
+        if self._file is None or request.raw_path in endpoints.HEALTH_PATHS or is_own_path:
             return
         is_open = _is_open_to_tenants(request)
         if request.method == "OPTIONS" and is_open:
@@ -69,27 +69,27 @@ class Access:
             raise Forbidden("this path is not open to keys of clients", "evoke_forbidden")
 
     def forwarded(self, headers: CIMultiDict[str]) -> CIMultiDict[str]:
-        """The headers that are sent on to llama-server.
+        """The headers to forward to llama-server.
 
-        Without configured keys these are all of the client's. With keys they are those in
-        FORWARDED, and the credentials of the proxy.
+        Without configured keys these are all headers of the client. With keys these are the headers
+        in FORWARDED and the proxy's own credentials.
         """
         if self._file is None:
             return headers
-        kept = CIMultiDict((k, v) for k, v in headers.items() if k.lower() in FORWARDED)
-        self._add_credentials(kept)
-        return kept
+        forwarded = CIMultiDict((k, v) for k, v in headers.items() if k.lower() in FORWARDED)
+        self._add_credentials(forwarded)
+        return forwarded
 
     def client(self, request: web.Request) -> Mapping[str, str]:
         """The client's headers for the engine, with the tenant that its key names."""
         caller = request.get(_CALLER)
         if caller is None:
             return request.headers
-        headers = request.headers.items()
-        seen = CIMultiDict((k, v) for k, v in headers if k.lower() not in CREDENTIALS)
-        self._add_credentials(seen)
-        seen[TENANT] = caller.tenant
-        return seen
+        given = request.headers.items()
+        headers = CIMultiDict((k, v) for k, v in given if k.lower() not in CREDENTIALS)
+        self._add_credentials(headers)
+        headers[TENANT] = caller.tenant
+        return headers
 
     def _add_credentials(self, headers: CIMultiDict[str]) -> None:
         if self._api_key:
@@ -101,16 +101,16 @@ ACCESS = web.AppKey("access", Access)
 
 @web.middleware
 async def client_access_check(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware that checks the client's key before anything of the request is processed."""
+    """Middleware that checks the key of a client before the request is processed."""
     if not request.app[OPERATOR_ACCESS].is_admin_address(request):
         request.app[ACCESS].check(request)
     return await handler(request)
 
 
 def _caller(request: web.Request, file: KeyFile) -> Caller:
-    """The caller that a key of the request names; Unauthenticated when none does."""
-    found = (file.keys.caller(key) for key in presented(request.headers))
-    caller = next((caller for caller in found if caller is not None), None)
+    """The caller whose key the request presents; raises Unauthenticated without a valid key."""
+    callers = (file.keys.caller(key) for key in presented(request.headers))
+    caller = next((caller for caller in callers if caller is not None), None)
     if caller is None:
         raise Unauthenticated("Invalid API Key")
     return caller

@@ -1,8 +1,8 @@
 """Coalesces equal requests: one answer is computed for all clients that wait for it.
 
-The computation always begins after the request, so no client gets a stale answer. Before the same
-answer is computed again, a multiple of the time that it took passes. The load therefore does not
-grow with the number of open admin pages.
+A request never gets an answer whose computation began before the request. After a computation,
+the same answer is not computed again before a multiple of the time of the computation has passed.
+The load therefore does not grow with the number of open admin pages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RequestCoalescer:
         self._entries: dict[str, _Entry] = {}
 
     async def get(self, key: str, make: Callable[[], Awaitable[bytes]]) -> bytes:
-        """The result of a call of `make` that begins after this call; raises what it raises."""
+        """The result of a call of `make` that begins after this call; raises what `make` raises."""
         entry = self._entries.get(key)
         if entry is None:
             self._forget_idle()
@@ -71,7 +71,7 @@ class RequestCoalescer:
 
 
 def _consume_error(task: asyncio.Task[bytes]) -> None:
-    """Keep asyncio from logging an error that no client waits for any more."""
+    """Retrieve the error of a task, so that asyncio does not log it when no client waits for it."""
     if not task.cancelled():
         task.exception()
 

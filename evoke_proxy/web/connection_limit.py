@@ -2,8 +2,8 @@
 
 Above the limit a new connection displaces an idle one of the address with the most connections, or
 is answered with status 503 and closed. A connection takes one file descriptor, and a second one
-while a request runs. Without a limit a client that opens thousands of them leaves none for
-llama-server, the snapshots and the admin.
+while a request runs. Without a limit, a client that opens thousands of connections would leave no
+file descriptors for llama-server, snapshots and the admin API.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from evoke_proxy.web.error_responses import error_response
 
 # Descriptors for everything else: idle connections to llama-server, the index, files, logs.
 _OTHER_FILES = 256
-# How many refused connections stay open at a time so that the client can read why, and for how
-# long.
+# Refused connections stay open for some time, so that the client can read the response: how many of
+# them at a time, and how long each.
 _REFUSALS = 64
 _REFUSAL_S = 1.0
 
 
 class ClientSite(web.BaseSite):
-    """Listens on one address for clients, under a limit that all addresses share."""
+    """Listens for clients on one address; all addresses share one limit."""
 
     __slots__ = ("_host", "_limit", "_port")
 
@@ -66,7 +66,7 @@ class ConnectionLimit:
     def refuse(self, transport: asyncio.Transport) -> None:
         """Answer a connection with status 503 and close it.
 
-        It is closed without an answer when too many others are being refused.
+        When `_REFUSALS` others are being refused, it is closed without an answer.
         """
         self._dropped.inc()
         if len(self._refused) >= _REFUSALS:
@@ -81,7 +81,8 @@ class ConnectionLimit:
     def displace(self, connections: list[RequestHandler], newcomer: asyncio.Transport) -> bool:
         """Close the oldest idle connection of the address with the most connections.
 
-        This happens only for a newcomer whose address has fewer. Returns whether one was closed.
+        Closes none when the address of the newcomer has as many connections. Returns whether a
+        connection was closed.
         """
         open_now = [one for one in connections if isinstance(one, ClientConnection)]
         counts = Counter(one.peer for one in open_now)
@@ -100,7 +101,7 @@ class ConnectionLimit:
 
 
 class _Gate(asyncio.Protocol):
-    """Hands a new connection to the HTTP server, or to the limit to be refused."""
+    """Passes a new connection to the HTTP server, or refuses it when the limit is reached."""
 
     def __init__(self, server: web.Server, limit: ConnectionLimit) -> None:
         self._server = server
@@ -124,8 +125,10 @@ class _Gate(asyncio.Protocol):
 
 
 def _refusal(most: int) -> bytes:
-    """The HTTP response to a refused connection, whose request is not read."""
-    error = CapacityError(f"all {most} connections that limits.connections allows are taken")
+    """The HTTP response to a refused connection; the request is not read."""
+    error = CapacityError(
+        f"all {most} connections are in use (limits.connections); try again later"
+    )
     response = error_response("/", error)
     body = response.body
     assert isinstance(body, bytes)
@@ -140,7 +143,7 @@ def _refusal(most: int) -> bytes:
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raise the limit on open files to what this many connections need; returns the limit."""
+    """Raise the limit on open files to what these connections need; returns the new limit."""
     wanted = 2 * connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""Client connections: limits on request heads, and a time limit for every write."""
+"""Client connections, with limits on request heads and a time limit for every write."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from evoke_proxy.web import error_responses
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _REQUEST_LINE = re.compile(rb"([!-~]{1,32}) (/[!-~]{0,64})")
 _SEPARATOR = len(": ")
-# The prefix length of the network that one IPv6 client has to itself.
+# The prefix length of an IPv6 network that belongs to one client.
 _V6_PREFIX = 64
 
 
 def check_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """A middleware that refuses heads above the limits, and ambiguous bytes in them."""
+    """A middleware that refuses request heads above the limits, or with ambiguous bytes."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -39,10 +39,10 @@ def check_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamRespon
 
 def peer_of(transport: asyncio.BaseTransport) -> str:
     """The IPv4 address, or the IPv6 network, of the client; empty when there is none."""
-    found = transport.get_extra_info("peername")
-    if not isinstance(found, tuple):
+    peer = transport.get_extra_info("peername")
+    if not isinstance(peer, tuple):
         return ""
-    address = str(found[0])
+    address = str(peer[0])
     if ":" not in address:
         return address
     network = ipaddress.ip_network(f"{address.partition('%')[0]}/{_V6_PREFIX}", strict=False)
@@ -52,9 +52,9 @@ def peer_of(transport: asyncio.BaseTransport) -> str:
 class ClientConnection(RequestHandler):
     """One connection of a client.
 
-    It is closed when written bytes are not read within `limits.write_timeout_s`. That holds for
-    errors, for what aiohttp itself writes, and while the connection is closing. A request that
-    cannot be parsed is answered with an error in the format of its path.
+    It is closed when the client does not read written bytes within `limits.write_timeout_s`. The
+    limit also applies to errors, to what aiohttp itself writes, and while the connection is
+    closing. A request that cannot be parsed is answered with an error in the format of its path.
     """
 
     def __init__(self, manager: web.Server, limits: LimitsConfig, metrics: Metrics, **options: Any):
@@ -84,7 +84,7 @@ class ClientConnection(RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._socket = transport
-        # Writing is paused, and the deadline runs, as soon as the system does not take everything.
+        # Any bytes that the system does not accept at once pause writing and start the time limit.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
 
@@ -109,15 +109,15 @@ class ClientConnection(RequestHandler):
             if started:
                 self._request_line = (started[1], started[2])
         super().data_received(data)
-        # aiohttp answers bytes that it cannot parse after the current request, as a request of
-        # their own. When they are in the body of the current request, that body never ends.
+        # aiohttp treats bytes that it cannot parse as another request, after the current one. When
+        # they belong to the body of the current request, that body would never end.
         request = self._current_request
         if request is not None and self._messages and isinstance(self._messages[-1][0], _ErrInfo):
             if not request.content.is_eof():
                 request.content.set_exception(RequestError("the request body is malformed"))
                 request.content.feed_eof()
                 self._messages.pop()
-                self.close()  # after the answer to the current one
+                self.close()  # after the answer to the current request
 
     def handle_error(
         self,
@@ -138,7 +138,7 @@ class ClientConnection(RequestHandler):
 
     def _refusal(self, exc: HttpProcessingError) -> RequestError:
         if isinstance(exc, LineTooLong):
-            # The limit in the error tells whether it was the request line: see ClientServer.
+            # The limit in the error shows what is too long, see ClientServer.
             limit = self._limits.header_bytes
             is_target = exc.args[1] == limit
             make = request_head.target_too_long if is_target else request_head.header_too_long
@@ -167,7 +167,7 @@ class ClientServer(web.Server):
     """Makes a ClientConnection for each connection."""
 
     def __init__(self, made: web.Server, limits: LimitsConfig, metrics: Metrics) -> None:
-        """Take over the options of `made`, which has not served yet."""
+        """Use the options of `made`, a server that has served no connection."""
         super().__init__(
             made.request_handler,
             request_factory=made.request_factory,

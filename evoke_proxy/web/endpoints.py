@@ -1,9 +1,9 @@
-"""The paths of llama-server by what the proxy does with their requests."""
+"""The paths of llama-server, by how the proxy handles their requests."""
 
 from __future__ import annotations
 
-# The paths whose requests generate text, and the dialect of each. A raw prompt belongs to no
-# conversation, but takes a slot like every other request.
+# The paths that generate text, and the dialect of each. A raw prompt belongs to no conversation,
+# but takes a slot like every other request.
 ANSWER_PATHS = {
     "/v1/chat/completions": "chat",
     "/chat/completions": "chat",
@@ -15,7 +15,7 @@ ANSWER_PATHS = {
     "/completion": "completions",
     "/infill": "completions",
 }
-# The paths that count the tokens of such a request.
+# The paths that count the tokens of a request to generate text.
 COUNT_PATHS = {
     "/v1/chat/completions/input_tokens": "chat",
     "/v1/responses/input_tokens": "responses",
@@ -32,7 +32,7 @@ JSON_PATHS = frozenset(
 # Paths with forms as bodies.
 FORM_PATHS = frozenset(("/v1/audio/transcriptions", "/audio/transcriptions"))
 
-# Answered by a call of the proxy's own, without a key: load balancers have none.
+# Answered without a client key, which load balancers do not have, by a call of the proxy itself.
 HEALTH_PATHS = frozenset(("/health", "/v1/health"))
 
 _OTHER_PATHS = COUNT_PATHS.keys() | frozenset(

@@ -1,4 +1,4 @@
-"""Errors as clients expect them: in the format of OpenAI or of Anthropic, by path."""
+"""Error responses in the format that the client expects: that of OpenAI or of Anthropic."""
 
 from __future__ import annotations
 

@@ -12,15 +12,16 @@ import gc
 from collections.abc import Callable
 
 # New objects between two collections of the first generation. A turn of a long conversation makes
-# thousands of objects and nearly no cycles: Python's default of 700 costs a twentieth of its time.
+# thousands of objects and hardly any cycles: with Python's default of 700, collections take a
+# twentieth of its time.
 NEW_OBJECTS = 8_000
-# Python's own threshold of full collections, as high as it goes.
+# The highest threshold, which turns off Python's own full collections.
 _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
-# Collections of the second generation since the last full one. From the first number on a full
-# collection runs when no request has run for two intervals; from the second on it runs in any case.
+# Collections of the second generation since the last full one. From `_WORTH_IT` on, a full
+# collection runs when no request has run for two intervals; from `_OVERDUE` on, in any case.
 _WORTH_IT, _OVERDUE = 500, 5000
-# Collections of the first generation before one of the second, which then takes 5 ms at most.
+# Collections of the first generation between two of the second, which then take at most 5 ms.
 _FIRST_FOR_SECOND = 2
 
 
@@ -34,9 +35,9 @@ class DeferredCollection:
         self._was_idle = False
 
     def start(self) -> None:
-        """Turn the interpreter's own full collections off, and exempt all objects that exist now.
+        """Turn the interpreter's own full collections off.
 
-        These are the modules and the sessions recalled at start.
+        The objects that exist now (modules, and the sessions loaded at start) are never collected.
         """
         gc.collect()
         gc.freeze()

@@ -15,13 +15,13 @@ from aiohttp import web
 
 from evoke_proxy.config import LogConfig
 
-# The id of the current task's request, and what the engine reports of it for the log.
+# The id of the request of the current task, and the facts about it for the log.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 FACTS: ContextVar[Mapping[str, Any] | None] = ContextVar("FACTS", default=None)
 _HEADER = "X-Request-Id"
 # Ids of clients that are safe in a log line and in a header.
 _SAFE_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._:+=/@-]{0,127}")
-# The facts that come first in a line about a request, without their names.
+# Facts that are written first in the line about a request, without their names.
 _UNNAMED = ("method", "path", "status")
 _request_log = logging.getLogger("evoke_proxy.request")
 
@@ -38,8 +38,8 @@ def configure_logging(config: LogConfig) -> None:
 
 def identify(request: web.Request) -> None:
     """Set the request's id from its X-Request-Id header, or make a new id."""
-    given = request.headers.get(_HEADER, "")
-    REQUEST_ID.set(given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex[:16])
+    id = request.headers.get(_HEADER, "")
+    REQUEST_ID.set(id if _SAFE_ID.fullmatch(id) else uuid.uuid4().hex[:16])
 
 
 async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
@@ -49,12 +49,12 @@ async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
 
 
 def log_request(level: int, facts: Mapping[str, Any]) -> None:
-    """Log the line about a request; the values are numbers and words, never text of the prompt."""
-    given = {key: value for key, value in facts.items() if value is not None}
+    """Log one line about a request; the values never contain text of the prompt."""
+    present = {key: value for key, value in facts.items() if value is not None}
     text = " ".join(
-        str(value) if key in _UNNAMED else f"{key}={value}" for key, value in given.items()
+        str(value) if key in _UNNAMED else f"{key}={value}" for key, value in present.items()
     )
-    _request_log.log(level, "%s", text, extra={"facts": given})
+    _request_log.log(level, "%s", text, extra={"facts": present})
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:

@@ -23,35 +23,34 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class OperatorAccess:
     """Checks the address and the token of requests to the admin API.
 
-    Until `set_addresses` is called every address counts as an admin address, for an application
-    that is served by a runner of its own.
+    Until `set_addresses` is called, every address counts as an admin address.
     """
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError when the token file cannot be read."""
-        named = config.security.admin_token_file
+        path = config.security.admin_token_file
         setting = "security.admin_token_file"
-        self._token = read_token(Path(named), setting) if named else ""
+        self._token = read_token(Path(path), setting) if path else ""
         self._addresses: frozenset[tuple[str, int]] | None = None
 
     def set_addresses(self, addresses: Iterable[Any]) -> None:
-        """Serve the admin API on these addresses only, and nothing else there."""
+        """Serve the admin API on these addresses only, and only the admin API on them."""
         self._addresses = frozenset((str(host), int(port)) for host, port, *_ in addresses)
 
     def is_admin_address(self, request: web.Request) -> bool:
-        """Whether a request came in on an address that serves the admin API only."""
+        """Whether a request has arrived at an address that serves only the admin API."""
         return bool(self._addresses) and self._is_at_admin_address(request)
 
     def admit(self, request: web.Request) -> None:
-        """Return when the request may operate the proxy.
+        """Return when the request may use the admin API.
 
         Raises Forbidden at another address or for the page of another site, and Unauthenticated
         without the token.
         """
         if self._addresses is not None and not self._is_at_admin_address(request):
             raise Forbidden(
-                "this is served where the proxy is operated (security.admin_listen), which it says"
-                " when it starts"
+                "the admin API is served only at the address that security.admin_listen names; the"
+                " proxy prints that address when it starts"
             )
         if not self._token:
             _refuse_names(request)
@@ -59,24 +58,27 @@ class OperatorAccess:
         # As bytes: compare_digest accepts only ASCII text.
         keys = (key.encode("utf-8", "replace") for key in presented(request.headers))
         if not any([hmac.compare_digest(key, self._token.encode()) for key in keys]):
-            raise Unauthenticated("the token of the admin is missing or wrong")
+            raise Unauthenticated(
+                "the admin token is missing or wrong: send the token of"
+                " security.admin_token_file as Authorization: Bearer"
+            )
 
     def _is_at_admin_address(self, request: web.Request) -> bool:
         addresses = self._addresses or frozenset()
-        found = request.transport.get_extra_info("sockname") if request.transport else None
-        if not isinstance(found, tuple):
+        local = request.transport.get_extra_info("sockname") if request.transport else None
+        if not isinstance(local, tuple):
             return False
-        host, port = str(found[0]), int(found[1])
+        host, port = str(local[0]), int(local[1])
         # A socket bound to all addresses reports the address that the client used.
         wildcards = {("0.0.0.0", port), ("::", port)}
         return (host, port) in addresses or bool(wildcards & addresses)
 
 
-OPERATOR_ACCESS = web.AppKey("door", OperatorAccess)
+OPERATOR_ACCESS = web.AppKey("operator_access", OperatorAccess)
 
 
 def admit(request: web.Request) -> None:
-    """Return when a request may operate the proxy; raises Forbidden or Unauthenticated.
+    """Return when a request may use the admin API; raises Forbidden or Unauthenticated.
 
     After a 401 the admin page asks its user for the token, and sends it as `Authorization: Bearer`.
     """
@@ -84,7 +86,7 @@ def admit(request: web.Request) -> None:
 
 
 def is_operator(request: web.Request) -> bool:
-    """Whether `admit` lets this request pass."""
+    """Whether a request may use the admin API."""
     try:
         admit(request)
     except (Forbidden, Unauthenticated):
@@ -93,7 +95,7 @@ def is_operator(request: web.Request) -> bool:
 
 
 def admit_page(request: web.Request) -> None:
-    """Like `admit`, without a token: for the static files of the page, which hold no secrets."""
+    """Like `admit`, but needs no token: for the static files of the page, which hold no secrets."""
     with suppress(Unauthenticated):
         admit(request)
 
@@ -101,7 +103,8 @@ def admit_page(request: web.Request) -> None:
 def is_own_route(request: web.Request) -> bool:
     """Whether the proxy answers the request itself.
 
-    The matched route decides: an encoded path may begin like one and lead elsewhere.
+    The matched route decides, because an encoded path may begin like an own path and match another
+    route.
     """
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else ""
@@ -110,17 +113,21 @@ def is_own_route(request: web.Request) -> bool:
 
 @web.middleware
 async def admin_only_address(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware that relays nothing from admin addresses, where no client keys are checked."""
+    """Middleware that relays no requests of admin addresses, where client keys are not checked."""
     if request.app[OPERATOR_ACCESS].is_admin_address(request) and not is_own_route(request):
-        raise RequestError("this address is for the admin alone", "not_found", 404)
+        raise RequestError(
+            "this address serves only the admin API; use that of `listen` for other requests",
+            "not_found",
+            404,
+        )
     return await handler(request)
 
 
 def _refuse_names(request: web.Request) -> None:
     """Accept only an IP address or localhost as the Host of a request without a token.
 
-    This prevents DNS rebinding: the page of another site can make a browser send requests here
-    under its own host name, but not under an IP address.
+    This prevents DNS rebinding: the page of another site can make a browser send requests to this
+    address under the host name of that site, but not under an IP address.
     """
     host = ""
     try:
@@ -128,5 +135,7 @@ def _refuse_names(request: web.Request) -> None:
         ipaddress.ip_address(host)
     except ValueError:
         if host != "localhost":
-            message = "without security.admin_token_file, ask by number or as localhost"
+            message = (
+                "without security.admin_token_file the host must be an IP address or localhost"
+            )
             raise Forbidden(message) from None

@@ -1,4 +1,4 @@
-"""The static files of the operators' page, which loads nothing from anywhere else."""
+"""Serves the static files of the admin page, which loads nothing from other sites."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HEADERS = {
 
 
 def routes() -> list[web.RouteDef]:
-    """The routes of the page at /evoke/ and of its files."""
+    """The routes of the admin page at /evoke/ and of its files."""
 
     async def page(request: web.Request) -> web.StreamResponse:
         admit_page(request)

@@ -27,7 +27,7 @@ _HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer"
     " transfer-encoding upgrade".split()
 )
-# Host names the upstream; the proxy has answered Expect with a 100 Continue of its own.
+# Host is that of the proxy; the proxy itself has answered Expect with 100 Continue.
 _REQUEST_ONLY = frozenset(("host", "expect"))
 _FRAMING = frozenset(("content-length", "content-encoding"))
 # Headers that aiohttp adds to a response without them; the relay removes them again.
@@ -63,7 +63,7 @@ async def remove_added_headers(_: web.Request, response: web.StreamResponse) -> 
 def request_headers(
     request: web.Request, dropped: frozenset[str] = frozenset()
 ) -> CIMultiDict[str]:
-    """The client's headers to send on: without those about its connection, and `dropped`."""
+    """The client's headers to forward, without those about its connection and `dropped`."""
     kept = _without(request.headers.copy(), _HOP_BY_HOP | _REQUEST_ONLY | dropped)
     return request.app[ACCESS].forwarded(kept)
 
@@ -76,8 +76,8 @@ def end_to_end_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
 def raw_target(request: web.Request) -> str:
     """Path and query exactly as the client spelled them.
 
-    Raises RequestError when they do not begin with a slash, since appended to the address of the
-    server they would name another one, and when the path has control characters.
+    Raises RequestError when they do not begin with a slash, because appended to the address of the
+    server they would name another server, and when the path has control characters.
     """
     if _CONTROL.search(request.path):
         raise RequestError("the path has control characters")
@@ -106,9 +106,8 @@ def origin_header(request: web.Request) -> dict[str, str]:
 async def health(request: web.Request, upstream: RequestOpener) -> web.StreamResponse:
     """Answer with the health of llama-server, from a call of the proxy's own.
 
-    The request needs no key, so nothing of it is forwarded except a well-formed origin, without
-    which no page could read the answer. Raises MethodRefused for methods other than GET, HEAD and
-    OPTIONS.
+    The request needs no key, so only a well-formed origin is forwarded; without it no page could
+    read the answer. Raises MethodRefused for methods other than GET, HEAD and OPTIONS.
     """
     if request.method not in _HEALTH_METHODS:
         raise MethodRefused(request.method, _HEALTH_METHODS)
@@ -118,7 +117,7 @@ async def health(request: web.Request, upstream: RequestOpener) -> web.StreamRes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayOptions:
-    """What the relay of an answer does besides copying its bytes."""
+    """What relaying an answer does besides copying its bytes."""
 
     # Gets each chunk before the client does.
     observe: Callable[[bytes], None] | None = None
@@ -126,6 +125,8 @@ class RelayOptions:
     headers: Mapping[str, str] = field(default_factory=dict)
     # Goes into the answer's `usage.evoke`, with the token accounting; None leaves the usage as is.
     usage_extra: Mapping[str, Any] | None = None
+    # Edits the body of an error in JSON before it is sent; None leaves it as it is.
+    edit_error: Callable[[bytes], bytes] | None = None
     # An event stream to the client that is open already, which the answer continues.
     stream: Relayed | None = None
 
@@ -138,13 +139,15 @@ async def send(
 ) -> web.StreamResponse:
     """Relay an answer chunk by chunk.
 
-    When llama-server breaks off, the client's connection is closed in a way that shows the answer
-    to be incomplete. Raises UpstreamError when it breaks off before anything is sent.
+    When llama-server breaks off, the client's connection is closed so that the client detects an
+    incomplete answer. Raises UpstreamError when it breaks off before anything is sent.
     """
     response = options.stream or _response_of(reply, options.headers)
     chunks = reply.chunks() if options.observe is None else _observed(reply, options.observe)
     try:
-        if options.usage_extra is not None:
+        if options.edit_error is not None and reply.status >= 400:
+            chunks = await _with_edited_error(chunks, response, options.edit_error)
+        elif options.usage_extra is not None:
             chunks = await _with_accounting(chunks, response, options.usage_extra)
         if options.stream is None:
             await response.prepare(request)
@@ -200,6 +203,20 @@ async def _with_accounting(
     return _pieces(parts)
 
 
+async def _with_edited_error(
+    chunks: AsyncIterator[bytes], response: web.StreamResponse, edit: Callable[[bytes], bytes]
+) -> AsyncIterator[bytes]:
+    """The chunks of an error, edited; unchanged when it is encoded, not JSON, or large."""
+    is_json = response.content_type == "application/json"
+    length = response.content_length
+    is_small = length is not None and length <= MAX_PARSED_BYTES
+    if not is_json or not is_small or "Content-Encoding" in response.headers:
+        return chunks
+    body = edit(b"".join([chunk async for chunk in chunks]))
+    response.content_length = len(body)
+    return _pieces([body] if body else [])
+
+
 def _pop_tail(parts: list[bytes]) -> bytes:
     """Take the last parts out, joined; all of them when they are not large."""
     taken, size = list[bytes](), 0
@@ -223,7 +240,7 @@ async def _edited(chunks: AsyncIterator[bytes], extra: Mapping[str, Any]) -> Asy
 async def _pieces(parts: list[bytes]) -> AsyncIterator[bytes]:
     """The parts in pieces, between which the event loop serves other requests.
 
-    A client that reads as fast as this writes would otherwise get all of it in one callback.
+    Without pieces, a fast client would get the whole body in one callback of the event loop.
     """
     for part in parts:
         for at in range(0, len(part), PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Reads and checks request bodies before anything of them is forwarded."""
+"""Reads and checks request bodies before they are forwarded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def read_body(request: web.Request, config: Config, copies: int = 1) -> As
     """The whole body of a request, counted as memory of its tenant within the block.
 
     The structure of the body is measured while it arrives, so that a body above a limit is not read
-    to its end. A compressed body cannot be checked: it is refused when clients have keys, and
-    otherwise left to llama-server, which reads none.
+    to its end. A compressed body cannot be checked. It is refused when clients have keys; otherwise
+    it is forwarded, and llama-server refuses it.
 
     `copies` is how many times the bytes count against `limits.bodies_mib`. Raises RequestError
     above a limit of the structure, HTTPRequestEntityTooLarge above `limits.body_bytes`, and
@@ -51,7 +51,7 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
         return await _read(request, None, share)
     content_type = _content_type(request)
     if is_form(content_type) and request.path not in endpoints.FORM_PATHS:
-        message = f"send the request body as JSON; {request.path} takes no forms"
+        message = f"send the request body as JSON; {request.path} accepts no forms"
         raise RequestError(message, "invalid_form")
     scan = None if is_form(content_type) else Scan(limits)
     body = await _read(request, scan, share)
@@ -63,8 +63,8 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
 async def measure_parts(request: web.Request, config: Config) -> AsyncIterator[bytes]:
     """The parts of a body as they arrive; raises RequestError when JSON exceeds a limit.
 
-    Bodies of all types but forms are measured when they begin like JSON: llama-server parses the
-    bodies of its paths as JSON, whatever their Content-Type is.
+    All bodies except forms are measured when they begin like JSON, because llama-server parses them
+    as JSON whatever their Content-Type is.
     """
     scan = Scan(config.limits)
     is_json: bool | None = None if not is_form(_content_type(request)) else False

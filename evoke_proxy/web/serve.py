@@ -15,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.loader import reloaded
+from evoke_proxy.config.risks import risks_of
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.server.session_worker import SWITCH_S
@@ -29,14 +30,15 @@ from evoke_proxy.web.operator_access import OPERATOR_ACCESS
 
 _log = logging.getLogger(__name__)
 
-# How long aiohttp waits for handlers whose connections were closed at the end of the drain.
+# Seconds that aiohttp waits for handlers whose connections were closed at the end of the drain.
 _SHUTDOWN_S = 1.0
 
 
 def make_runner(engine: ProxyGateway) -> web.AppRunner:
-    """The runner of the application; it cancels the handler of a client that disconnects.
+    """The runner of the application.
 
-    It decompresses no bodies: they are forwarded as they are.
+    It cancels the handler of a client that disconnects, and does not decompress bodies, which are
+    forwarded unchanged.
     """
     limits = engine.config.limits
     return ClientRunner(
@@ -75,6 +77,7 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
     bound.
     """
     sys.setswitchinterval(SWITCH_S)
+    _warn(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -95,17 +98,17 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
 
 
 async def drain(engine: ProxyGateway, runner: web.AppRunner) -> None:
-    """Refuse new requests, wait for running ones, and write state that is kept to disk.
+    """Refuse new requests, wait for running ones, and save state to disk.
 
     Running requests have `limits.drain_timeout_s` seconds to end.
     """
     engine.shared.draining = True
     engine.feed.publish("stopping")
     limit_s = engine.config.limits.drain_timeout_s
-    _log.info("stopping: answers under way have %g s to end", limit_s)
+    _log.info("stopping: running requests have %g s to end", limit_s)
     count = await runner.app[ACTIVE_REQUESTS].wait_until_idle(limit_s)
     if count:
-        _log.warning("stopping: %d answers are cut off after %g s", count, limit_s)
+        _log.warning("stopping: %d requests are ended after %g s", count, limit_s)
     await engine.keep()
     engine.feed.end()
 
@@ -122,8 +125,15 @@ def _reload(engine: ProxyGateway, read: Callable[[], Config]) -> None:
     engine.metrics.reloads.labels(result="done").inc()
     logs.configure_logging(found.config.log)
     _log.info("settings reloaded; changed: %s", ", ".join(found.applied) or "nothing")
+    _warn(found.config)
     if found.waiting:
         _log.warning("settings that need a restart: %s", ", ".join(found.waiting))
+
+
+def _warn(config: Config) -> None:
+    """Log the settings that are valid and probably not intended."""
+    for risk in risks_of(config):
+        _log.warning("%s", risk)
 
 
 async def listen_for_clients(
@@ -159,19 +169,19 @@ async def _listen_for_admin(
 ) -> None:
     if not config.admin_listen:
         return
-    # A default address that is taken already is no error: several proxies may run on a machine.
-    # An address that the configuration names must be free.
+    # That the default address is in use is no error: several proxies may run on a machine. An
+    # address that the configuration names must be free.
     is_default = config.admin_listen == SecurityConfig().admin_listen
     for address in config.admin_listen:
         if is_default and _port(address) in map(_port, listen):
-            _print(f"is not operated: security.admin_listen, {address}, is among listen")
+            _print(f"serves no admin API: {address} (security.admin_listen) is also in listen")
             continue
         try:
             await web.TCPSite(runner, *parse_listen(address)).start()
         except OSError:
             if not is_default:
                 raise
-            _print(f"is not operated: security.admin_listen, {address}, is taken")
+            _print(f"serves no admin API: {address} (security.admin_listen) is in use")
     runner.app[OPERATOR_ACCESS].set_addresses(runner.addresses)
 
 

@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SlowClientGuard:
-    """Writes answers to clients and times their bodies; disconnects those that are too slow."""
+    """Writes answers to clients and times their bodies; disconnects slow clients."""
 
     def __init__(self, limits: LimitsConfig, metrics: Metrics) -> None:
         self._limits = limits
@@ -27,8 +27,7 @@ class SlowClientGuard:
     async def write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
         """Write a part of an answer.
 
-        Raises ConnectionResetError when the client does not read on within
-        `limits.write_timeout_s`.
+        Raises ConnectionResetError when the client does not read within `limits.write_timeout_s`.
         """
         try:
             async with asyncio.timeout(self._limits.write_timeout_s):
@@ -40,7 +39,7 @@ class SlowClientGuard:
     def time_body(self, request: web.Request) -> Callable[[], None]:
         """Disconnect the client unless its body arrives within `limits.body_timeout_s`.
 
-        The time begins again while the proxy itself does not read, since llama-server does not.
+        The time starts again when the proxy does not read, because llama-server reads too slowly.
         Returns a function that ends the timing.
         """
         timer = _BodyTimer(request, self._limits.body_timeout_s, self._drop)
@@ -100,7 +99,7 @@ class _BodyTimer:
             self._drop(request, "slow_body")
 
 
-SLOW_CLIENT_GUARD = web.AppKey("patience", SlowClientGuard)
+SLOW_CLIENT_GUARD = web.AppKey("slow_client_guard", SlowClientGuard)
 
 
 @web.middleware

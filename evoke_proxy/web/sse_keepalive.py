@@ -1,6 +1,6 @@
-"""Starts event streams before their answer, and sends comments while the request waits.
+"""Sends comments to streaming clients while their request waits, before there is an answer.
 
-Such a stream has status 200, so a later failure is sent as an event of the stream.
+The first comment starts the stream with status 200. A later failure is sent as an event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from aiohttp import web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
 from evoke_proxy.engine.routing.proxy_gateway import RequestOpener
 from evoke_proxy.engine.server.slot_queue import finished
@@ -30,8 +29,8 @@ _WAITING = b": waiting\n\n"
 class KeepaliveStream:
     """Enters an exchange, and sends comments to a streaming client in the meantime.
 
-    `response` is the stream that was started before the answer; None while none was. A comment is
-    sent after each `interval_s` seconds of waiting.
+    `response` is the stream; None until the first comment has started it. A comment is sent after
+    each `interval_s` seconds of waiting.
     """
 
     def __init__(self, request: web.Request, upstream: RequestOpener, interval_s: float) -> None:
@@ -107,11 +106,13 @@ class KeepaliveStream:
         return response
 
 
-async def check(reply: Reply) -> None:
+async def check(exchange: Exchange) -> None:
     """Raise UpstreamRejected when a reply cannot continue an event stream."""
+    reply, edit = exchange.reply, exchange.edit_error
     kind = reply.headers.get("Content-Type", "")
     if reply.status != 200 or not kind.startswith("text/event-stream"):
-        raise UpstreamRejected(reply.status, await reply.read())
+        body = await reply.read()
+        raise UpstreamRejected(reply.status, edit(body) if edit is not None else body)
 
 
 async def _cors_headers(

@@ -20,10 +20,10 @@
 
 namespace {
 
-// one row of attention by position; positions after its end have 0
+// One row of attention by position. Positions after its end have 0.
 using attn_row = std::vector<float>;
 
-// the capture of one sequence
+// The capture of one sequence.
 struct attn_seq {
     llama_attn_params  params;
     std::vector<int32_t> n_head;    // of each layer
@@ -36,7 +36,7 @@ struct attn_seq {
     llama_attn_queries queries;
 };
 
-// the tokens of a ubatch whose rows are captured
+// The tokens of a ubatch whose rows are captured.
 struct attn_want {
     std::vector<int32_t> layers;
     std::vector<int32_t> rows;     // token of each row, as many in each stream
@@ -48,14 +48,14 @@ struct attn_want {
 
     int32_t n_rows() const { return (int32_t) rows.size()/n_stream; }
 
-    // whether the graphs for both are equal
+    // Returns whether the graphs for both are equal.
     bool like(const attn_want & o) const {
         return layers == o.layers && rows.size() == o.rows.size() && n_stream == o.n_stream && all == o.all
             && per_head == o.per_head && queries == o.queries;
     }
 };
 
-// What the compute buffers are large enough for: graphs with these layers and as many rows, or fewer.
+// A size of graphs: compute buffers that are large enough for it are large enough for all smaller graphs.
 struct attn_room {
     std::set<int32_t> layers;
     int32_t n_rows   = 0; // of a stream
@@ -74,7 +74,7 @@ struct attn_state {
     ggml_backend_sched_t   sched = nullptr; // owner of the compute buffers that `reserved` describes
     std::vector<attn_room> reserved;
 
-    // what all sequences together need at most, if one has these parameters
+    // Returns the largest size that graphs can have if `seq` has these parameters.
     attn_room room(const llama_cparams & cparams, llama_seq_id seq, const llama_attn_params & params) const {
         attn_room res;
         const auto add = [&](const llama_attn_params & p) {
@@ -96,7 +96,7 @@ struct attn_state {
         return res;
     }
 
-    // the layers of these sequences together, or of all sequences
+    // Returns the layers of these sequences together, or of all sequences.
     std::vector<int32_t> layers(const std::set<llama_seq_id> * only = nullptr) const {
         std::set<int32_t> res;
         for (const auto & [id, s] : seqs) {
@@ -108,8 +108,8 @@ struct attn_state {
     }
 };
 
-// Not a member of llama_context: the graphs of all models include its header, and the stock and the patched server share
-// their objects.
+// This is not a member of llama_context, because the code of all models includes the header of that class: the stock and
+// the patched server could not share their objects.
 std::mutex                                              attn_states_mutex;
 std::map<const llama_context *, std::unique_ptr<attn_state>> attn_states;
 std::atomic<int>                                        attn_n_states { 0 };
@@ -129,7 +129,7 @@ attn_seq * attn_find(const llama_context * ctx, llama_seq_id seq) {
     return state && it != state->seqs.end() ? &it->second : nullptr;
 }
 
-// selects the last `window` tokens of each captured sequence, stream by stream
+// Selects the last `window` tokens of each captured sequence, stream by stream.
 attn_want attn_wanted(const attn_state & state, const llama_ubatch & ubatch, int32_t n_stream) {
     attn_want res;
     res.n_stream = n_stream;
@@ -171,7 +171,7 @@ attn_want attn_wanted(const attn_state & state, const llama_ubatch & ubatch, int
     return res;
 }
 
-// selects as many rows as a ubatch of this shape can have
+// Selects as many rows as a ubatch of this shape can have at most.
 attn_want attn_largest(const attn_room & room, const llama_ubatch & ubatch, int32_t n_stream) {
     attn_want res;
     const int32_t n_tokens = (int32_t) ubatch.n_tokens/n_stream;
@@ -190,7 +190,7 @@ int32_t attn_n_stream(const llama_cparams & cparams, const llama_ubatch & ubatch
     return cparams.kv_unified ? 1 : (int32_t) ubatch.n_seqs_unq;
 }
 
-// The captured part of a graph: the rows it selects and the tensors they are in afterwards.
+// The captured part of a graph: which rows it selects, and the tensors that contain them after the execution.
 class attn_graph_input : public llm_graph_input_i {
 public:
     struct output {
@@ -233,8 +233,8 @@ attn_graph_input * attn_input_of(const llm_graph_result & res) {
     return nullptr;
 }
 
-thread_local attn_state * attn_current = nullptr; // of the context whose graph is built at the moment
-thread_local const attn_room * attn_reserving = nullptr; // set while the largest graph is built to reserve memory; it is never executed
+thread_local attn_state * attn_current = nullptr; // of the context whose graph is being built
+thread_local const attn_room * attn_reserving = nullptr; // set while the largest graph is built, which only reserves memory
 
 attn_graph_input * attn_input(const llm_graph_context & g) {
     if (!attn_current) {
@@ -248,7 +248,7 @@ attn_graph_input * attn_input(const llm_graph_context & g) {
     return static_cast<attn_graph_input *>(g.res->add_input(std::make_unique<attn_graph_input>(*attn_current, want)));
 }
 
-// With --no-kv-offload the product with the keys is computed on the host, where the keys are, like upstream's attention.
+// With --no-kv-offload the keys are in host memory, and the product with them is computed there as upstream does.
 ggml_tensor * attn_pinned(const llm_graph_context & g, ggml_tensor * t) {
     if (!g.cparams.offload_kqv) {
         ggml_backend_sched_set_tensor_backend(g.sched, t, g.backend_cpu);
@@ -259,7 +259,7 @@ ggml_tensor * attn_pinned(const llm_graph_context & g, ggml_tensor * t) {
 void attn_output(const llm_graph_context & g, attn_graph_input & input, ggml_tensor * kq, int il) {
     const int32_t n_head = (int32_t) kq->ne[2];
     if (!input.want.per_head) {
-        // summed over heads on the device: one row per token is copied to the host
+        // The device sums over heads, so that one row per token is copied to the host.
         kq = attn_pinned(g, ggml_repeat_back(g.ctx0, kq, ggml_new_tensor_4d(g.ctx0, GGML_TYPE_F32, kq->ne[0], kq->ne[1], 1, kq->ne[3])));
     }
     ggml_set_output(kq);
@@ -267,7 +267,7 @@ void attn_output(const llm_graph_context & g, attn_graph_input & input, ggml_ten
     input.outputs.push_back({ il, n_head, kq });
 }
 
-// selects rows of a matrix that has one row per token
+// Selects rows of a matrix that has one row per token.
 ggml_tensor * attn_select(const llm_graph_context & g, attn_graph_input & input, ggml_tensor * rows) {
     if (!input.index) {
         input.index = ggml_new_tensor_1d(g.ctx0, GGML_TYPE_I32, (int64_t) input.want.rows.size());
@@ -306,12 +306,20 @@ void attn_observe(attn_seq & seq, std::vector<attn_row> rows, llama_pos pos) {
     }
 }
 
-// converts the rows of one token, of all outputs, from cells to positions
-std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_want & want, const std::vector<attn_graph_input::output> & outputs,
-                                       const std::vector<const float *> & data, const llama_kv_cells & cells, int32_t index, llama_pos pos) {
-    const int32_t n_rows = want.n_rows();
-    const int32_t stream = index/n_rows;
-    const int32_t r      = index%n_rows;
+// One token of a ubatch whose rows were captured.
+struct attn_token {
+    int32_t   index; // in attn_want::rows
+    llama_pos pos;
+};
+
+// Converts the rows of one token, of all outputs, from cells to positions. `data` has the values of input.outputs.
+std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_graph_input & input, const std::vector<const float *> & data,
+                                       const llama_kv_cells & cells, attn_token token) {
+    const auto &    outputs = input.outputs;
+    const llama_pos pos     = token.pos;
+    const int32_t   n_rows  = input.want.n_rows();
+    const int32_t   stream  = token.index/n_rows;
+    const int32_t   r       = token.index%n_rows;
     std::vector<attn_row> res(seq.n_channel, attn_row(pos + 1, 0.0f));
     std::vector<float> sum;
     int32_t channel = 0;
@@ -348,13 +356,15 @@ std::vector<attn_row> attn_by_position(const attn_seq & seq, const attn_want & w
     return res;
 }
 
-void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std::vector<const float *> & data, size_t index, llama_pos pos) {
+// Appends the query rows of one token to those of the sequence, and drops the first when they are too many. `data` has
+// the values of input.queries.
+void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std::vector<const float *> & data, attn_token token) {
     auto & kept = seq.queries;
-    if (!kept.pos.empty() && kept.pos.back() >= pos) {
+    if (!kept.pos.empty() && kept.pos.back() >= token.pos) {
         kept = {}; // of an earlier prompt
     }
     kept.layers.resize(seq.params.layers.size());
-    kept.pos.push_back(pos);
+    kept.pos.push_back(token.pos);
     const bool full = (int32_t) kept.pos.size() > seq.params.queries;
     if (full) {
         kept.pos.erase(kept.pos.begin());
@@ -367,7 +377,7 @@ void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std
         }
         const size_t n = out.rows->ne[0];
         auto & rows = kept.layers[layer++];
-        rows.insert(rows.end(), data[o] + index*n, data[o] + (index + 1)*n);
+        rows.insert(rows.end(), data[o] + token.index*n, data[o] + (token.index + 1)*n);
         if (full) {
             rows.erase(rows.begin(), rows.begin() + n);
         }
@@ -376,7 +386,7 @@ void attn_keep_queries(attn_seq & seq, const attn_graph_input & input, const std
     }
 }
 
-// Values of tensors: in place where the host can read them, else copied.
+// The values of tensors: in place where the host can read them, else as copies.
 struct attn_values {
     std::vector<std::vector<float>> copies;
     std::vector<const float *>      data;
@@ -434,7 +444,7 @@ size_t llama_attn_capture_device_bytes(const llama_context * ctx, llama_seq_id s
     const auto * state = attn_find(ctx);
     const auto   room  = (state ? *state : attn_state()).room(ctx->get_cparams(), seq, params);
     const auto & cparams = ctx->get_cparams();
-    // the product and its softmax of one layer at a time, and the output of every layer
+    // the product and the softmax of the largest layer, and the outputs of all layers
     size_t n = 0, n_head_max = 0;
     for (const int32_t layer : room.layers) {
         const size_t n_head = llama_attn_capture_n_head(ctx, layer);
@@ -552,7 +562,7 @@ void llama_attn_capture_forget(llama_context * ctx, llama_seq_id seq, llama_pos 
     };
     s->born.resize(p0);
     truncate(s->mass);
-    // rows of removed tokens must not count
+    // drops the rows of removed tokens
     while (!s->last.empty() && (llama_pos) s->last.back().front().size() > p0) {
         s->last.pop_back();
     }
@@ -707,7 +717,7 @@ float attn_product(const float * a, const float * b, size_t n) {
     return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// the offset of the keys of a layer in a copy of n rows
+// Returns the offset of the keys of a layer in a copy of n rows.
 size_t attn_keys_offset(const llama_context * ctx, const llama_kv_cache & kv, int32_t layer, size_t n_rows) {
     size_t res = 0;
     for (const int32_t other : llama_kv_block_layers(ctx)) {
@@ -810,7 +820,7 @@ llama_attn_capture_scope::llama_attn_capture_scope(llama_context * ctx, llm_grap
     : ctx(ctx), res(res) {
     auto * state = attn_find(ctx);
     if (state && !state->seqs.empty() && state->sched != ctx->get_sched()) {
-        // the context has replaced its compute buffers since, for example for another adapter
+        // The context has replaced its compute buffers since, for example because another adapter was chosen.
         const auto room = state->room(ctx->get_cparams(), -1, {});
         state->sched = ctx->get_sched();
         state->reserved = { room };
@@ -844,8 +854,8 @@ bool llama_attn_capture_scope::end_captures(ggml_backend_sched_t sched) {
     return true;
 }
 
-void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b, ggml_tensor * kq_mask,
-                           ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il) {
+void llama_attn_capture_qk(const llm_graph_context & g, const llama_attn_inputs & inputs) {
+    auto [q, k, kq_b, kq_mask, sinks, v_mla, kq_scale, il] = inputs;
     auto * input = attn_input(g);
     if (!input || !input->wants(il) || v_mla || !kq_mask) {
         return;
@@ -869,10 +879,10 @@ void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_te
         input->queries.push_back({ il, (int32_t) n_head, q });
     }
     if (want.all && !(g.cparams.flash_attn && kq_b == nullptr)) {
-        return; // llama_attn_capture_softmax() takes all of it
+        return; // llama_attn_capture_softmax() captures it
     }
     if (kq_b) {
-        return; // a bias per token and cell: only all tokens of upstream's own softmax are supported
+        return; // with a bias only upstream's own softmax, of all tokens, can be captured
     }
     if (!want.all) {
         kq_mask = attn_select(g, *input, ggml_reshape_2d(g.ctx0, kq_mask, kq_mask->ne[0], n_rows > 0 ? kq_mask->ne[1]*kq_mask->ne[3] : 0));
@@ -929,10 +939,10 @@ void llama_attn_capture_fetch(llama_context * ctx, const llm_graph_result & res,
                 continue;
             }
             auto & seq = it->second;
-            const llama_pos pos = ubatch.pos[token];
-            attn_observe(seq, attn_by_position(seq, want, input->outputs, rows.data, kv->get_cells(id), (int32_t) index, pos), pos);
+            const attn_token captured { (int32_t) index, ubatch.pos[token] };
+            attn_observe(seq, attn_by_position(seq, *input, rows.data, kv->get_cells(id), captured), captured.pos);
             if (want.queries && seq.prompt && seq.params.queries > 0) {
-                attn_keep_queries(seq, *input, queries.data, index, pos);
+                attn_keep_queries(seq, *input, queries.data, captured);
             }
         }
     }

@@ -170,11 +170,22 @@ private:
     llm_graph_result    & res;
 };
 
-// The attention of one layer: q [d, head, token], k [d, kv_head, cell, stream], before either is permuted.
-void llama_attn_capture_qk(const llm_graph_context & g, ggml_tensor * q, ggml_tensor * k, ggml_tensor * kq_b, ggml_tensor * kq_mask,
-                           ggml_tensor * sinks, ggml_tensor * v_mla, float kq_scale, int il);
+// What the attention of one layer is computed from, before q and k are permuted.
+struct llama_attn_inputs {
+    ggml_tensor * q;        // [d, head, token]
+    ggml_tensor * k;        // [d, kv_head, cell, stream]
+    ggml_tensor * kq_b;     // bias of each token and cell, or nullptr
+    ggml_tensor * kq_mask;  // or nullptr
+    ggml_tensor * sinks;    // or nullptr
+    ggml_tensor * v_mla;    // not nullptr: multi-head latent attention, which is not captured
+    float         kq_scale;
+    int           il;       // number of the layer
+};
 
-// The softmax that upstream computes without flash attention: [cell, token, head, stream].
+// Adds the tensors that capture the attention of one layer to the graph, where the layer is captured.
+void llama_attn_capture_qk(const llm_graph_context & g, const llama_attn_inputs & inputs);
+
+// Captures the softmax that upstream computes without flash attention: [cell, token, head, stream].
 void llama_attn_capture_softmax(const llm_graph_context & g, ggml_tensor * kq, int il);
 
 // Accumulates the rows of a graph that was executed, by position.

@@ -24,7 +24,7 @@
 
 namespace {
 
-// contiguous cells: rows [row, row + n) of a block live in cells [cell, cell + n)
+// Contiguous cells: rows [row, row + n) of a block are in cells [cell, cell + n).
 struct kv_block_run {
     uint32_t row;
     uint32_t cell;
@@ -49,12 +49,12 @@ uint64_t kv_block_mix(uint64_t h, uint64_t v) {
     return h ^ (h >> 33);
 }
 
-// Copies past the processor's caches. A saved block is not read soon: its lines need not be fetched before they are
+// Copies without the processor's caches. A saved block is not read soon: its lines need not be fetched before they are
 // overwritten, and must not displace what the next decode reads.
 void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     size_t i = 0;
 #if defined(__SSE2__)
-    if (size >= 4096) { // shorter copies fill mostly parts of lines
+    if (size >= 4096) { // a shorter copy fills few whole lines
         i = (16 - (uintptr_t) dst % 16) % 16;
         memcpy(dst, src, i);
         for (; i + 64 <= size; i += 64) {
@@ -74,14 +74,14 @@ void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     memcpy(dst + i, src + i, size - i);
 }
 
-// makes streamed copies visible to other threads
+// Makes copies of kv_block_stream() visible to other threads.
 void kv_block_stream_end() {
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
 }
 
-// copies a few bytes without a function call, as two copies that may overlap
+// Copies a few bytes without a function call, as two copies that may overlap.
 template <typename T> void kv_block_few(uint8_t * dst, const uint8_t * src, size_t size) {
     T a, b;
     memcpy(&a, src, sizeof(T));
@@ -108,15 +108,15 @@ void kv_block_small(uint8_t * dst, const uint8_t * src, size_t size) {
     }
 }
 
-// blocks larger than this are copied past the caches
+// Blocks larger than this are loaded with kv_block_stream().
 constexpr size_t KV_BLOCK_STREAMED = size_t(4) << 20;
 
-// the memory if it is exactly a T: a class derived from T may have rows elsewhere too
+// Returns the memory if it is exactly a T, else nullptr: a class derived from T may have rows elsewhere, too.
 template <typename T> T * kv_block_exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
 }
 
-// the cache of the full-attention layers, or nullptr if this kind of memory is not supported
+// Returns the cache of the full-attention layers, or nullptr if this kind of memory is not supported.
 llama_kv_cache * kv_block_cache(const llama_context * ctx, llama_kv_block_memory & kind) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
     if (auto * dense = kv_block_exactly<llama_kv_cache>(mem)) {
@@ -139,7 +139,7 @@ llama_kv_cache * kv_block_cache(const llama_context * ctx) {
     return kv_block_cache(ctx, kind);
 }
 
-// why a memory without such a cache is not supported
+// Returns why a memory without such a cache is not supported.
 const char * kv_block_no_cache(const llama_context * ctx) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
     if (!mem) {
@@ -158,10 +158,13 @@ const char * kv_block_no_cache(const llama_context * ctx) {
 
 // The only access to private members of llama_kv_cache, which declares it a friend.
 struct llama_kv_block_access {
-    llama_kv_cache & kv;
-    const uint32_t   strm;
+    llama_context *    ctx;
+    llama_kv_cache &   kv;
+    const llama_seq_id seq;
+    const uint32_t     strm;
 
-    llama_kv_block_access(llama_kv_cache & kv, llama_seq_id seq) : kv(kv), strm(kv.seq_to_stream[seq]) {}
+    llama_kv_block_access(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq)
+        : ctx(ctx), kv(kv), seq(seq), strm(kv.seq_to_stream[seq]) {}
 
     llama_kv_cells & cells() { return kv.v_cells[strm]; }
 
@@ -186,7 +189,7 @@ struct llama_kv_block_access {
         return res;
     }
 
-    // The rotation of keys and values of a quantised cache: whether there is one; in later releases its size.
+    // Returns the rotation of keys and values of a quantised cache: whether there is one; in later releases its size.
     template <typename Cache> static auto rotation(const Cache & kv, int) -> decltype(std::make_pair(kv.attn_rot_k, kv.attn_rot_v)) {
         return { kv.attn_rot_k, kv.attn_rot_v };
     }
@@ -218,7 +221,7 @@ struct llama_kv_block_access {
         return layer.v ? ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il)) : 0;
     }
 
-    // the host memory type of the first layer that is not in host memory
+    // Returns the host memory type for the first layer that is not in host memory, nullptr when there is none.
     static ggml_backend_buffer_type_t host_buft(const llama_kv_cache & kv) {
         for (const auto & layer : kv.layers) {
             const auto buft = ggml_backend_buffer_get_type(layer.k->view_src ? layer.k->view_src->buffer : layer.k->buffer);
@@ -238,12 +241,12 @@ struct llama_kv_block_access {
         return size;
     }
 
-    // how one block is copied; set_tensor() fills in what depends on the tensor
+    // How a block is copied. set_tensor() sets the fields that depend on the tensor.
     struct copy_params {
         ggml_backend_sched_t sched;
         bool                 to_host;
-        bool                 streamed; // past the processor's caches
-        ggml_backend_t       backend = nullptr; // of the tensor, nullptr when its memory is the host's or no backend of the graph's
+        bool                 streamed; // with kv_block_stream()
+        ggml_backend_t       backend = nullptr; // of the tensor; nullptr when none of the graph's backends has its memory
         bool                 in_host = true;    // the tensor is in host memory
     };
 
@@ -251,13 +254,14 @@ struct llama_kv_block_access {
         return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
     }
 
-    bool any_host() const {
+    // Waits for the graph where the host copies the rows of some layer itself.
+    void synchronize_host() const {
         for (const auto & layer : kv.layers) {
             if (is_host(layer.k) || (layer.v && is_host(layer.v))) {
-                return true;
+                ctx->synchronize();
+                return;
             }
         }
-        return false;
     }
 
     // Finds the backend whose queue has the graph's work on this tensor: copies in that queue need no fence.
@@ -274,10 +278,11 @@ struct llama_kv_block_access {
     }
 
     // Copies all rows of all layers between the cells and `data`, whose layout does not depend on the cells.
-    void copy(ggml_backend_sched_t sched, std::vector<kv_block_run> runs, uint32_t n_rows, uint8_t * data, bool to_host) {
-        // in the order of the cells: memory is accessed in one direction
+    void copy(std::vector<kv_block_run> runs, uint32_t n_rows, uint8_t * data, bool to_host) {
+        synchronize_host();
+        // in the order of the cells, so that memory is accessed in one direction
         std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
-        copy_params params { sched, to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
+        copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
         for (const auto & layer : kv.layers) {
             const size_t row = k_row(kv, layer);
             set_tensor(params, layer.k_stream[strm]);
@@ -291,7 +296,8 @@ struct llama_kv_block_access {
             const size_t row = v_row(kv, layer);
             set_tensor(params, layer.v_stream[strm]);
             if (kv.v_trans) {
-                copy_columns(params, layer.v_stream[strm], runs, kv.hparams.n_embd_v_gqa(layer.il), n_rows, data);
+                const size_t el = ggml_type_size(layer.v->type);
+                copy_columns(params, layer.v_stream[strm], runs, { kv.hparams.n_embd_v_gqa(layer.il), el, cells().size()*el, n_rows*el }, data);
             } else {
                 copy_rows(params, layer.v_stream[strm], runs, row, data);
             }
@@ -318,41 +324,46 @@ struct llama_kv_block_access {
         }
     }
 
-    // transposed V: one element of each row every kv_size elements -> one strided copy per run
-    void copy_columns(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, uint32_t n_embd, uint32_t n_rows, uint8_t * data) {
-        const size_t el = ggml_type_size(t->type);
-        const size_t stride_t = cells().size()*el;
-        const size_t stride_d = n_rows*el;
+    // Transposed V: a column has one element of each row.
+    struct columns_layout {
+        uint32_t n;        // columns: channels of a row
+        size_t   el;       // bytes of one element
+        size_t   stride_t; // bytes from a column to the next one in the tensor
+        size_t   stride_d; // bytes from a column to the next one in the copy
+    };
+
+    // Copies transposed V with one strided copy for each run.
+    static void copy_columns(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, const columns_layout & layout, uint8_t * data) {
         if (params.in_host) {
-            copy_columns_host(params.to_host, (uint8_t *) t->data, runs, n_embd, el, stride_t, stride_d, data);
+            copy_columns_host(params.to_host, (uint8_t *) t->data, runs, layout, data);
             return;
         }
         for (const auto & r : runs) {
-            const size_t offset = r.cell*el, size = r.n*el;
-            uint8_t * host = data + r.row*el;
+            const size_t offset = r.cell*layout.el, size = r.n*layout.el;
+            uint8_t * host = data + r.row*layout.el;
             if (params.backend && params.to_host) {
-                ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+                ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
             } else if (params.backend) {
-                ggml_backend_tensor_set_2d_async(params.backend, t, host, offset, size, n_embd, stride_t, stride_d);
+                ggml_backend_tensor_set_2d_async(params.backend, t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
             } else if (params.to_host) {
-                ggml_backend_tensor_get_2d(t, host, offset, size, n_embd, stride_t, stride_d);
+                ggml_backend_tensor_get_2d(t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
             } else {
-                ggml_backend_tensor_set_2d(t, host, offset, size, n_embd, stride_t, stride_d);
+                ggml_backend_tensor_set_2d(t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
             }
         }
     }
 
     // Copies column after column: each is read and written in one direction, for any number of runs.
-    static void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_block_run> & runs, uint32_t n_embd, size_t el,
-                                  size_t stride_t, size_t stride_d, uint8_t * data) {
-        for (uint32_t e = 0; e < n_embd; ++e) {
+    static void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_block_run> & runs, const columns_layout & layout, uint8_t * data) {
+        const size_t el = layout.el, stride_t = layout.stride_t; // in registers: the loops store bytes, which could be these fields
+        for (uint32_t e = 0; e < layout.n; ++e) {
             uint8_t * column = columns + e*stride_t;
-            uint8_t * host   = data    + e*stride_d;
+            uint8_t * host   = data    + e*layout.stride_d;
             for (const auto & r : runs) {
                 uint8_t * a = host   + r.row*el;
                 uint8_t * b = column + r.cell*el;
 #if defined(__GNUC__)
-                if (e + 1 < n_embd) { // the next column is in another page, where the hardware does not prefetch
+                if (e + 1 < layout.n) { // the next column is in another page, where the hardware does not prefetch
                     to_host ? __builtin_prefetch(b + stride_t, 0) : __builtin_prefetch(b + stride_t, 1);
                 }
 #endif
@@ -362,7 +373,7 @@ struct llama_kv_block_access {
     }
 
     // Does what llama_kv_cache::seq_rm() does, in as many steps as the range has rows instead of all cells.
-    uint32_t evict(llama_seq_id seq, llama_pos p0, llama_pos p1) {
+    uint32_t evict(llama_pos p0, llama_pos p1) {
         auto & c = cells();
         const auto & rows = c.seq_pos_get(seq);
         std::vector<uint32_t> found;
@@ -426,6 +437,24 @@ struct llama_kv_block_access {
         }
         return lowest;
     }
+
+    // Writes the rows of a block into these cells, each row `shift` positions after the position it was saved from.
+    void write(const llama_kv_block & block, const std::vector<uint32_t> & target, llama_pos shift) {
+        copy(kv_block_runs(target), block.n_rows(), block.data, false);
+        auto & c = cells();
+        for (uint32_t i = 0; i < block.n_rows(); ++i) {
+            c.pos_set(target[i], block.pos[i]);
+            llama_kv_cell_ext ext;
+            ext.x   = block.x[i];
+            ext.y   = block.y[i];
+            ext.tok = block.tok[i];
+            c.ext_set(target[i], ext);
+            c.seq_add(target[i], seq);
+            if (shift != 0) {
+                c.pos_add(target[i], shift);
+            }
+        }
+    }
 };
 
 const char * llama_kv_block_unsupported(const llama_context * ctx) {
@@ -470,7 +499,7 @@ int32_t llama_kv_block_rope_limit(const llama_context * ctx) {
     const auto & model = ctx->get_model();
     const int32_t limit = (int32_t) model.hparams.n_ctx_orig_yarn;
     const bool chosen = std::any_of(model.layers.begin(), model.layers.end(), [](const auto & layer) {
-        return layer.rope_long && !layer.rope_freqs; // see llama_model::get_rope_factors()
+        return layer.rope_long && !layer.rope_freqs; // as llama_model::get_rope_factors() chooses
     });
     return chosen && (int64_t) ctx->get_cparams().n_ctx_seq <= limit ? limit : 0;
 }
@@ -481,7 +510,7 @@ uint64_t llama_kv_block_layout(const llama_context * ctx) {
 }
 
 uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter) {
-    const std::map<std::string, llama_adapter_lora_weight> weights(adapter->ab_map.begin(), adapter->ab_map.end()); // sorted: the hash must not depend on the order of a hash map
+    const std::map<std::string, llama_adapter_lora_weight> weights(adapter->ab_map.begin(), adapter->ab_map.end()); // sorted, because the hash must not depend on the order of a hash map
     uint32_t alpha;
     memcpy(&alpha, &adapter->alpha, sizeof(alpha));
     uint64_t h = kv_block_mix(weights.size(), alpha);
@@ -592,15 +621,16 @@ static void kv_block_apply_shift(llama_context * ctx, const llama_kv_cache & kv)
     }
 }
 
-bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out) {
+bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range range, uint8_t * data, llama_kv_block & out) {
     auto * kv = kv_block_cache(ctx);
     if (!kv) {
         return false;
     }
     kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(*kv, seq);
+    llama_kv_block_access access(ctx, *kv, seq);
     const auto & cells = access.cells();
     const auto & rows  = cells.seq_pos_get(seq);
+    const auto [p0, p1] = range;
 
     llama_kv_block block;
     for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
@@ -620,12 +650,9 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, ll
     block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
     block.data   = data;
 
-    if (access.any_host()) {
-        ctx->synchronize();
-    }
     const auto runs = kv_block_runs(block.cells);
     block.n_runs = (uint32_t) runs.size();
-    access.copy(ctx->get_sched(), runs, block.n_rows(), block.data, true);
+    access.copy(runs, block.n_rows(), block.data, true);
     out = std::move(block);
     return true;
 }
@@ -635,30 +662,7 @@ uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p
     if (!kv) {
         return 0;
     }
-    return llama_kv_block_access(*kv, seq).evict(seq, p0, p1);
-}
-
-// Writes the rows into these cells, each `shift` positions after the one it was saved from.
-static void kv_block_write(llama_context * ctx, llama_kv_block_access & access, llama_seq_id seq, const llama_kv_block & block,
-                           const std::vector<uint32_t> & target, llama_pos shift) {
-    if (access.any_host()) {
-        ctx->synchronize();
-    }
-    access.copy(ctx->get_sched(), kv_block_runs(target), block.n_rows(), block.data, false);
-
-    auto & cells = access.cells();
-    for (uint32_t i = 0; i < block.n_rows(); ++i) {
-        cells.pos_set(target[i], block.pos[i]);
-        llama_kv_cell_ext ext;
-        ext.x   = block.x[i];
-        ext.y   = block.y[i];
-        ext.tok = block.tok[i];
-        cells.ext_set(target[i], ext);
-        cells.seq_add(target[i], seq);
-        if (shift != 0) {
-            cells.pos_add(target[i], shift);
-        }
-    }
+    return llama_kv_block_access(ctx, *kv, seq).evict(p0, p1);
 }
 
 int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
@@ -667,13 +671,13 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
         return -1;
     }
     kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(*kv, seq);
+    llama_kv_block_access access(ctx, *kv, seq);
     int32_t n_same = 0;
     const auto target = access.place(block, same, n_same);
     if (target.empty()) {
         return -1;
     }
-    kv_block_write(ctx, access, seq, block, target, 0);
+    access.write(block, target, 0);
     return n_same;
 }
 
@@ -706,14 +710,14 @@ int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama
         return -1;
     }
     kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(*kv, seq);
+    llama_kv_block_access access(ctx, *kv, seq);
     int32_t n_same = 0;
     const auto target = access.place(block, true, n_same);
     if (target.empty()) {
         return -1;
     }
     kv->seq_add(seq, at, -1, block.p1 - block.p0);
-    kv_block_write(ctx, access, seq, block, target, at - block.p0);
+    access.write(block, target, at - block.p0);
     return n_same;
 }
 

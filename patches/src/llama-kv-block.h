@@ -15,8 +15,11 @@
 #include <utility>
 #include <vector>
 
-// [p0, p1) ranges of positions, ascending, disjoint, never touching
-using llama_kv_ranges = std::vector<std::pair<llama_pos, llama_pos>>;
+// Positions from `first` to before `second`.
+using llama_kv_range = std::pair<llama_pos, llama_pos>;
+
+// A set of positions: ascending ranges that neither overlap nor touch.
+using llama_kv_ranges = std::vector<llama_kv_range>;
 
 struct llama_kv_block {
     llama_pos p0 = 0;
@@ -28,7 +31,7 @@ struct llama_kv_block {
     std::vector<llama_pos>   x, y;  // its position in an image (M-RoPE), 0 for text
 
     uint64_t layout = 0; // llama_kv_block_layout() of the cache the rows came from
-    uint32_t n_runs = 0; // contiguous runs of cells copied by the save
+    uint32_t n_runs = 0; // how many contiguous runs of cells the save has copied
 
     size_t    size = 0;       // bytes in data: n_rows * llama_kv_block_row_size()
     uint8_t * data = nullptr; // the caller's memory: K of each layer [row][k_row], then V of each layer
@@ -94,23 +97,23 @@ LLAMA_API bool llama_kv_block_can_shift(const llama_context * ctx);
 // decode or save. Returns the number of rows that moved.
 LLAMA_API uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq);
 
-// Copies the rows of [p0, p1), all of which must be resident, to `data`, which must have (p1 - p0) *
-// llama_kv_block_row_size() bytes and stays the caller's. Returns false, with `out` unchanged, when rows are missing.
+// Copies the rows of `range`, all of which must be resident, to `data`. That memory must have llama_kv_block_row_size()
+// bytes for each row and stays the caller's. Returns false, with `out` unchanged, when rows are missing.
 // The host must not read `data` before llama_kv_block_fence(); evicting, decoding and loading need no fence.
-LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1, uint8_t * data, llama_kv_block & out);
+LLAMA_API bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range range, uint8_t * data, llama_kv_block & out);
 
 // Frees the cells of [p0, p1); every other position stays where it is. Returns the number of rows freed.
 LLAMA_API uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 
-// Writes the rows back at their positions. With `same` each row goes to the cell it came from when that cell is empty
-// (then attention is bit-identical); the others go to the lowest contiguous run that has room for them, or else to the
-// lowest empty cells. No position of the block may be resident. Returns the number of rows that got their old cell, or -1
-// (nothing changed) if there are too few cells or the layout differs. `data` must not change before
-// llama_kv_block_fence().
+// Writes the rows to their positions. With `same` each row is written to the cell from which it was saved, when that cell
+// is empty; when this holds for all rows, attention is bit-identical. The others are written to the first contiguous run
+// of empty cells that is long enough, or else to the lowest empty cells. No position of the block may be resident. Returns
+// the number of rows that are in their old cell, or -1 (nothing changed) if there are too few cells or the layout differs.
+// `data` must not change before llama_kv_block_fence().
 LLAMA_API int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same);
 
-// Does the same at positions from `at` on: rows at and after `at` move up first; keys are rotated before the next decode
-// or save. Only where llama_kv_block_can_shift().
+// Writes the rows to positions from `at` on. Rows at and after `at` move up first; keys are rotated before the next decode
+// or save. Returns as llama_kv_block_load() does, and -1 where llama_kv_block_can_shift() is false.
 LLAMA_API int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, llama_pos at);
 
 // Waits for all copies.

@@ -12,13 +12,12 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
-#else // only AddressSanitizer checks accesses to bytes that are not allocated
+#else // without AddressSanitizer nothing checks accesses to bytes that are not allocated
 #define ASAN_POISON_MEMORY_REGION(p, size)   ((void) (p), (void) (size))
 #define ASAN_UNPOISON_MEMORY_REGION(p, size) ((void) (p), (void) (size))
 #endif
 
 static constexpr size_t ALIGNMENT = 64;
-static constexpr size_t STEP      = size_t(16) << 20;
 
 static size_t aligned(size_t size) {
     return (std::max<size_t>(size, 1) + ALIGNMENT - 1)/ALIGNMENT*ALIGNMENT;
@@ -64,7 +63,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
     total = 0;
     if (size > 0 && host_buft) {
         buffer = ggml_backend_buft_alloc_buffer(host_buft, size);
-        if (buffer && ggml_backend_buffer_get_type(buffer) != host_buft) { // the device had none and returned ordinary memory
+        if (buffer && ggml_backend_buffer_get_type(buffer) != host_buft) { // the device refused and returned ordinary memory
             ggml_backend_buffer_free(buffer);
             buffer = nullptr;
         }
@@ -80,6 +79,7 @@ bool server_blocks_arena::reset(size_t size, ggml_backend_buffer_type_t host_buf
         return true; // pinned pages are present
     }
 #if defined(__linux__)
+    static constexpr size_t STEP = size_t(16) << 20;
     prefault_thread = std::thread([this]() {
         for (size_t at = 0; at < total && !stop; at += STEP) {
             // Safe while others write: pages become present, bytes do not change. An older kernel returns EINVAL.
@@ -112,7 +112,7 @@ uint8_t * server_blocks_arena::allocate(size_t size) {
 }
 
 bool server_blocks_arena::fits(const std::vector<size_t> & sizes, const std::set<const uint8_t *> & freeable) const {
-    std::vector<size_t> room; // bytes of each gap that would be there, by offset
+    std::vector<size_t> room; // bytes of each gap after the releases, by offset
     size_t at = 0;
     for (const auto & [offset, bytes] : allocations) {
         if (!freeable.count(base + offset)) {

@@ -2,9 +2,9 @@
 
 // Host memory for saved blocks: one region of fixed size, divided by a first-fit allocator.
 //
-// Owns: the region, the table of its gaps and allocations, and a thread that makes its pages present ahead of use
-//       (a save into fresh pages takes many times as long as the copy itself, because each page faults first).
-//       Where a device copies faster to host memory of its own kind (pinned memory), the region is of that kind.
+// Owns: the region, the table of its gaps and allocations, and a thread that makes its pages present ahead of use: a save
+//       into fresh pages takes many times as long as the copy itself, because each page faults first. Where a device
+//       copies faster to host memory of its own kind (pinned memory), the region is of that kind.
 // Threads: all calls come from one thread, the main loop. Any thread may read and write allocated bytes.
 // Invariants: gaps and allocations are disjoint, cover the region, and two gaps never touch. Under AddressSanitizer
 //             bytes that are not allocated are poisoned.

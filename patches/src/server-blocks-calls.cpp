@@ -8,8 +8,8 @@
 #include <random>
 #include <set>
 
-static constexpr int MAX_WAITS = 4;     // how often a call may wait for the disk
-static constexpr int SPILL_MS  = 60000; // how long a call waits for its writes
+static constexpr int MAX_WAITS = 4;     // how many times a call may wait for the disk
+static constexpr int SPILL_MS  = 60000; // how long a call waits for its writes each time
 
 const std::string & server_blocks_calls::instance() {
     static const std::string id = [] {
@@ -25,7 +25,7 @@ const std::string & server_blocks_calls::instance() {
 
 bool server_blocks_calls::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
-        "block-save", "block-evict", "block-load", "block-adopt", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
+        "block-save", "block-evict", "block-load", "block-adopt", "block-find", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
         "attn-capture", "attention", "block-rows",
     };
     return actions.count(action) > 0;
@@ -75,6 +75,7 @@ json server_blocks_calls::dispatch(server_blocks_call & call, const std::vector<
     }
     if (call.action == "block-spill")   { return spill(call); }
     if (call.action == "block-drop")    { return drop(call.body); }
+    if (call.action == "block-find")    { return find(call.body, slot); }
     if (call.action == "block-adopt")   { return adopt(call.body, slot); }
     if (call.action == "block-rows")    { return row_sums(call.body, slot); }
     if (call.action == "block-compact") { return compact(call.body, slot); }
@@ -102,10 +103,12 @@ json server_blocks_calls::slot_json(const server_blocks_slot & slot) const {
         {"n_free",        state.n_free()},
         {"is_processing", slot.busy},
         {"reserved",      state.is_reserved()},
+        {"tenant",        state.owner().tenant},
+        {"session",       state.owner().session},
     };
 }
 
-// for a rendered prompt: how much of it each slot has
+// Returns for a rendered prompt how many of its tokens each slot has.
 json server_blocks_calls::view(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
     json res = json::array();
     const server_tokens tokens(call.tokens, false);
@@ -117,10 +120,7 @@ json server_blocks_calls::view(const server_blocks_call & call, const std::vecto
     return json { {"slots", res}, {"instance", instance()} };
 }
 
-json server_blocks_calls::copies_json(const std::string & tenant, const server_blocks_slot & slot, uint64_t after) const {
-    const auto & state = state_of(slot);
-    const server_blocks_text text(*slot.prompt, state);
-    const auto resident = state.resident();
+json server_blocks_calls::copies_json(const std::string & tenant, const server_blocks_text & text, const llama_kv_ranges & resident, uint64_t after) const {
     json res = json::array();
     parts.store.for_each(tenant, [&](const server_blocks_key & key, const server_blocks_copy & copy) {
         if (copy.changed_in <= after) {
@@ -146,28 +146,44 @@ json server_blocks_calls::info(const json & body, const server_blocks_slot & slo
     const uint64_t    version = parts.store.update_versions(tenant);
     const std::string since   = json_value(body, "since", std::string());
     if (since.find_first_not_of("0123456789") != std::string::npos && since != "latest") {
-        fail_request("\"since\" must be a version, or latest");
+        fail_request("\"since\" must be the \"version\" of an earlier reply, or \"latest\"");
     }
     uint64_t after = since.empty() ? 0 : since == "latest" ? version : std::strtoull(since.c_str(), nullptr, 10);
-    after = after > version ? 0 : after; // a version of another server
+    after = after > version ? 0 : after; // another server has given this version
 
     const auto & state  = state_of(slot);
     const auto & budget = state.budget();
     json res = slot_json(slot);
     res["n_ctx_logical"] = slot.n_ctx;
     res["n_cells"]       = llama_kv_block_n_cells(parts.context.ctx, slot.id);
-    res["tokens_hash"]   = hex(server_blocks_text(*slot.prompt, state).hashes.back());
+    const server_blocks_text text(*slot.prompt, state);
+    res["tokens_hash"]   = hex(text.hashes.back());
     res["stream"]        = json { {"budget", budget.n_rows}, {"sink", budget.sink}, {"recent", budget.recent}, {"block", budget.block},
         {"protect", ranges_json(budget.protect)} };
-    res["ram"]           = json { {"used", parts.store.used()}, {"budget", parts.store.budget()} };
+    res["ram"]           = json { {"used", parts.store.used()}, {"budget", parts.store.budget()}, {"n_dropped", parts.store.dropped()} };
     res["disk"]          = parts.store.disk_json();
     res["row_bytes"]     = parts.store.row_bytes();
     res["version"]       = version;
-    res["blocks"]        = copies_json(tenant, slot, after);
+    res["blocks"]        = copies_json(tenant, text, state.resident(), after);
     return res;
 }
 
-// a checksum of each row of a range, for tests that compare what is loaded with what was saved
+// Returns the copies of one session that fit a text, whatever the slot holds.
+json server_blocks_calls::find(const json & body, const server_blocks_slot & slot) {
+    const server_blocks_text text(adopted_tokens(body, slot), state_of(slot).adapters());
+    const std::string tenant  = get_tenant(body);
+    const std::string session = get_session(body);
+    parts.store.update_versions(tenant); // a copy without a version is new, and not listed
+    json res = json::array();
+    for (const auto & copy : copies_json(tenant, text, {}, 0)) {
+        if (copy.at("session") == session && !copy.at("stale").get<bool>()) {
+            res.push_back(copy);
+        }
+    }
+    return json { {"blocks", res} };
+}
+
+// Returns a checksum of each row of a range, for tests that compare loaded rows with saved ones.
 json server_blocks_calls::row_sums(const json & body, const server_blocks_slot & slot) const {
     if (!getenv("LLAMA_EVOKE_ROW_SUMS")) {
         fail(501, "not_supported_error", "row checksums are for tests: start the server with LLAMA_EVOKE_ROW_SUMS=1 in its environment");
@@ -180,7 +196,7 @@ json server_blocks_calls::row_sums(const json & body, const server_blocks_slot &
     json sums = json::array();
     for (llama_pos p = p0; p < p1; ++p) {
         llama_kv_block row;
-        if (!state_of(slot).is_resident(p) || !llama_kv_block_save(ctx, slot.id, p, p + 1, data.data(), row)) {
+        if (!state_of(slot).is_resident(p) || !llama_kv_block_save(ctx, slot.id, { p, p + 1 }, data.data(), row)) {
             sums.push_back(nullptr);
             continue;
         }
@@ -206,7 +222,7 @@ json server_blocks_calls::plan(const json & body, const server_blocks_slot & slo
     return server_blocks_plan(parts, slot, body).run(ops);
 }
 
-// an action that is one op of a plan
+// Executes an action that is one op of a plan.
 json server_blocks_calls::single_op(const server_blocks_call & call, const server_blocks_slot & slot) {
     std::vector<server_blocks_op> ops;
     server_blocks_op::expand(call.action.rfind("block-", 0) == 0 ? call.action.substr(6) : call.action, call.body, 0, ops);
@@ -243,20 +259,20 @@ server_blocks_key_set server_blocks_calls::spilled_keys(const json & body) const
     return res;
 }
 
-// writes copies to disk and waits for it
+// Writes copies to disk and waits for the writes.
 json server_blocks_calls::spill(server_blocks_call & call) {
     auto & store = parts.store;
     if (!store.disk().is_open()) {
-        fail(501, "not_supported_error", "there is no --evoke-disk" + (store.disk_error().empty() ? "" : ": " + store.disk_error()));
+        fail(501, "not_supported_error", store.disk_error().empty() ? "the server has no folder for blocks: start it with --evoke-disk" : "--evoke-disk cannot be used: " + store.disk_error());
     }
     const auto keys = spilled_keys(call.body);
     for (const auto & write : call.writes) {
         if (store.disk().state(*write) == server_blocks_write::FAILED) {
-            fail(503, "unavailable_error", "the disk did not take a block: " + write->error);
+            fail(503, "unavailable_error", "a block could not be written to disk: " + write->error);
         }
     }
     call.writes.clear();
-    if (call.n_waits < MAX_WAITS) { // more than once where a write in progress had other names
+    if (call.n_waits < MAX_WAITS) { // once more where the file that was being written has older names
         for (const auto & key : keys) {
             if (auto write = store.begin_write(key, true)) {
                 call.writes.push_back(std::move(write));
@@ -280,7 +296,7 @@ json server_blocks_calls::spill(server_blocks_call & call) {
     return json { {"n_spilled", n_spilled}, {"n_bytes", n_bytes} };
 }
 
-// the names whose rows a call is about to load
+// Returns the names of the blocks that a call is about to load.
 static std::vector<std::string> loaded_names(const server_blocks_call & call) {
     std::vector<std::string> res;
     const auto add = [&](const json & op) {
@@ -306,11 +322,12 @@ static std::vector<std::string> loaded_names(const server_blocks_call & call) {
     return res;
 }
 
+// Fails unless every read of the call has succeeded.
 static void check_reads(const server_blocks_call & call) {
     for (const auto & [name, read] : call.reads) {
         const std::lock_guard<std::mutex> lock(read->mutex);
         if (read->state == server_blocks_read::FAILED) {
-            fail(503, "unavailable_error", "the block cannot be read now: " + read->error, json { {"name", name} });
+            fail(503, "unavailable_error", "the block cannot be read from disk now: " + read->error, json { {"name", name} });
         }
         if (read->state != server_blocks_read::DONE) {
             const char * reason = read->state == server_blocks_read::MISSING ? "file_gone" : "file_damaged";
@@ -346,7 +363,7 @@ bool server_blocks_calls::prepare_reads(server_blocks_call & call) {
         if (auto read = parts.store.begin_read(key, keep, no_memory)) {
             call.reads.push_back({ name, std::move(read) });
         } else if (no_memory) {
-            fail(413, "ram_budget", "host memory has no room for what is to come from disk",
+            fail(413, "ram_budget", "host memory has no room for the block that must be read from disk: start the server with a larger --evoke-ram",
                 json { {"needed", parts.store.rows_bytes(key.p0, key.p1)}, {"budget", parts.store.budget()} });
         }
     }
@@ -367,7 +384,7 @@ void server_blocks_calls::do_disk_work(server_blocks_call & call) {
 }
 
 //
-// adopt: gives an idle slot a text, and the rows of saved blocks of it, the last one included
+// adopt: gives an idle slot a text and the saved rows of it, at least those of the block that ends with the text
 //
 
 llama_tokens server_blocks_calls::adopted_tokens(const json & body, const server_blocks_slot & slot) const {
@@ -383,7 +400,7 @@ llama_tokens server_blocks_calls::adopted_tokens(const json & body, const server
     for (const auto & value : values) {
         const int64_t token = value.is_number_integer() ? value.get<int64_t>() : -1;
         if (token < 0 || token >= n_vocab) {
-            fail_request("\"tokens\" must be token ids; " + value.dump() + " is not one of the vocabulary");
+            fail_request("\"tokens\" must be token ids; " + value.dump() + " is not in the vocabulary");
         }
         res.push_back((llama_token) token);
     }
@@ -400,7 +417,7 @@ std::map<llama_pos, server_blocks_key> server_blocks_calls::adopted_copies(const
         const auto   key  = require_in_ram(parts.store, tenant, name);
         const auto & copy = *parts.store.find(key);
         if (!matches(copy, text, json_value(body, "force", false))) {
-            fail(409, "stale_block", "the block was made of other tokens", json { {"name", name} });
+            fail(409, "stale_block", "the block was saved from other tokens than these", json { {"name", name} });
         }
         check_visibility(body, copy, name, session);
         if (!copy.is_complete()) {
@@ -414,7 +431,7 @@ std::map<llama_pos, server_blocks_key> server_blocks_calls::adopted_copies(const
         server_ranges_add(covered, key.p0, key.p1);
     }
     if (covered.back().second != (llama_pos) text.tokens.size()) {
-        fail_request("the block that ends at the last token must be among \"names\": decoding goes on from its last row");
+        fail_request("\"names\" must contain the block that ends at the last token, because decoding continues after its last row");
     }
     return res;
 }
@@ -424,12 +441,12 @@ int32_t server_blocks_calls::load_adopted(const server_blocks_slot & slot, const
     int32_t n_same = 0;
     for (const auto & [p0, key] : copies) {
         const int32_t n = parts.transfer.load(slot.id, key, text.hashes[p0], true);
-        if (n < 0) { // checked before; an empty slot is better than one with a part of its text
+        if (n < 0) { // the checks exclude it; an empty slot is better than one with a part of its text
             parts.transfer.wait();
             llama_memory_seq_rm(llama_get_memory(parts.context.ctx), slot.id, -1, -1);
             slot.prompt->clear();
             state_of(slot).on_clear();
-            fail(503, "no_free_cells", "a block could not be put back: the slot is empty now");
+            fail(503, "no_free_cells", "a block could not be loaded, and the slot is empty now: decode the text again");
         }
         n_same += n;
     }
@@ -441,11 +458,9 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
     auto * ctx   = parts.context.ctx;
     auto & state = state_of(slot);
     if (!parts.context.is_dense()) {
-        fail(501, "not_supported_error", string_format("blocks hold only a part of a sequence in this memory (%s)", parts.context.memory.name));
+        fail(501, "not_supported_error", string_format("blocks are only a part of the state of a sequence in this kind of memory (%s), so that a text cannot be adopted", parts.context.memory.name));
     }
-    if (slot.busy) {
-        fail(503, "unavailable_error", "the slot is busy");
-    }
+    check_idle(slot);
     if (body.contains("epoch")) {
         check_epoch(body, state);
     }
@@ -456,7 +471,7 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
     for (const auto & item : copies) {
         n_needed += item.second.p1 - item.second.p0;
     }
-    const int32_t n_shared = server_ranges_count(llama_kv_block_shared_ranges(ctx, slot.id), 0, slot.n_ctx); // stay when the slot is emptied
+    const int32_t n_shared = server_ranges_count(llama_kv_block_shared_ranges(ctx, slot.id), 0, slot.n_ctx); // these cells stay in use when the slot is emptied
     const int32_t room     = state.n_free() + state.n_rows() - n_shared;
     if (n_needed > room) {
         fail(503, "no_free_cells", "not enough cells", json { {"needed", n_needed}, {"free", room} });
@@ -466,6 +481,7 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
     slot.prompt->clear();
     slot.prompt->tokens.insert(text.tokens);
     state.on_adopt();
+    state.set_owner({ get_tenant(body), get_session(body) });
     const int32_t n_same = load_adopted(slot, text, copies);
     state.update_peak();
     return json {
@@ -480,23 +496,21 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
 }
 
 //
-// shifts: rows move to other positions, in an idle slot of a memory whose keys can be rotated
+// shifts: rows of an idle slot move to other positions, and their keys are rotated
 //
 
 void server_blocks_calls::check_shift(const json & body, const server_blocks_slot & slot) const {
     if (!llama_kv_block_can_shift(parts.context.ctx)) {
         fail(501, "not_supported_error", string_format("positions of this model cannot be shifted (memory: %s)", parts.context.memory.name));
     }
-    if (slot.busy) {
-        fail(503, "unavailable_error", "the slot is busy");
-    }
+    check_idle(slot);
     check_epoch(body, state_of(slot));
     if (llama_kv_block_shared(parts.context.ctx, slot.id, 0, std::numeric_limits<llama_pos>::max())) {
-        fail(409, "shared_cells", "rows of this slot belong to another sequence too");
+        fail(409, "shared_cells", "rows of this slot belong to another slot too");
     }
 }
 
-// removes all tokens that are not resident from the slot's text
+// Removes all tokens that are not resident from the slot's text.
 json server_blocks_calls::compact(const json & body, const server_blocks_slot & slot) {
     check_shift(body, slot);
     auto & state = state_of(slot);
@@ -522,7 +536,7 @@ json server_blocks_calls::compact(const json & body, const server_blocks_slot & 
     };
 }
 
-// loads a block at other positions than it was saved from: its tokens are inserted into the slot's text there
+// Loads a block at other positions than those it was saved from, and inserts its tokens into the slot's text there.
 json server_blocks_calls::insert(const json & body, const server_blocks_slot & slot) {
     check_shift(body, slot);
     auto & state = state_of(slot);
@@ -530,7 +544,7 @@ json server_blocks_calls::insert(const json & body, const server_blocks_slot & s
     const llama_pos at     = get_int(body, "at", 0, (int32_t) tokens.size());
     const auto      names  = get_block_names(body);
     if (names.size() != 1) {
-        fail_request("one block at a time can be loaded at another place");
+        fail_request("\"names\" must have one block when \"at\" is given");
     }
     const auto   key  = require_in_ram(parts.store, get_tenant(body), names[0]);
     const auto & copy = *parts.store.find(key);

@@ -1,6 +1,6 @@
 #pragma once
 
-// The block calls: what arrives by HTTP, checked completely before anything changes.
+// The block calls: checks each HTTP call completely, then executes it.
 //
 // Owns: nothing; a call owns what it waits for.
 // Threads: run() is for the main loop, between two decodes; do_disk_work() and is_action() for the thread of a call.
@@ -23,7 +23,7 @@ struct server_blocks_call {
 
     // disk work that the thread of the call does before run() is called once more
     bool waits   = false;
-    int  n_waits = 0;     // how often it has done so
+    int  n_waits = 0;     // how many times it has done so
     bool scan    = false; // search the folder for files that other processes wrote
     std::vector<std::pair<std::string, std::shared_ptr<server_blocks_read>>> reads; // block name, read
     std::vector<std::shared_ptr<server_blocks_write>> writes; // to wait for
@@ -33,7 +33,8 @@ class server_blocks_calls {
 public:
     explicit server_blocks_calls(const server_blocks_parts & parts) : parts(parts) {}
 
-    // Executes a call. Returns the reply, or {"error": {...}}; nothing of use while `call.waits` is set.
+    // Executes a call. Returns the reply, or {"error": {...}}. When it sets `call.waits`, the result is not a reply: the
+    // caller executes do_disk_work() in the thread of the call, then run() once more.
     json run(server_blocks_call & call, const std::vector<server_blocks_slot> & slots);
 
     // Does the disk work of a call, in the thread of the call.
@@ -54,12 +55,13 @@ private:
     json adopt    (const json & body, const server_blocks_slot & slot);
     json insert   (const json & body, const server_blocks_slot & slot);
     json compact  (const json & body, const server_blocks_slot & slot);
+    json find     (const json & body, const server_blocks_slot & slot);
     json drop     (const json & body);
     json spill    (server_blocks_call & call);
     json row_sums (const json & body, const server_blocks_slot & slot) const;
 
     json slot_json(const server_blocks_slot & slot) const;
-    json copies_json(const std::string & tenant, const server_blocks_slot & slot, uint64_t after) const;
+    json copies_json(const std::string & tenant, const server_blocks_text & text, const llama_kv_ranges & resident, uint64_t after) const;
     server_blocks_slot_state & state_of(const server_blocks_slot & slot) const { return parts.context.slots[slot.id]; }
     llama_tokens adopted_tokens(const json & body, const server_blocks_slot & slot) const;
     std::map<llama_pos, server_blocks_key> adopted_copies(const json & body, const server_blocks_text & text, json & incomplete) const;

@@ -12,17 +12,17 @@
 
 namespace {
 
-// Limits of memory: of the host for one slot, and of the device for all slots together.
+// Limits of memory: host memory for one slot, device memory for all slots together.
 constexpr size_t MAX_CAPTURE_BYTES        = size_t(512)*1024*1024;
 constexpr size_t MAX_CAPTURE_DEVICE_BYTES = size_t(1024)*1024*1024;
 
-// how many times the ranges of one call may cover the slot's tokens
+// How many times the ranges of one call may cover the slot's tokens.
 constexpr int64_t OVERLAP = 16;
 
-// values that one call may compute: comparisons of keys, and products of keys with query rows
+// How many values one call may compute: comparisons of keys, and products of keys with query rows.
 constexpr int64_t MAX_WORK = int64_t(1) << 28;
 
-// masses in one reply, of all heads together
+// How many masses one reply may have, of all heads together.
 constexpr int64_t MAX_MASSES = int64_t(1) << 18;
 
 const char * mode_names[] = { "ewma", "sum", "snapkv" };
@@ -59,7 +59,7 @@ std::vector<int32_t> get_layers(const json & op, const std::vector<int32_t> & po
     for (const auto & value : op.at("layers")) {
         const int64_t layer = value.is_number_integer() ? value.get<int64_t>() : -1;
         if (std::find(possible.begin(), possible.end(), layer) == possible.end()) {
-            fail_request("\"layers\": " + value.dump() + " is not a layer that can be captured; /props has those that can");
+            fail_request("\"layers\": " + value.dump() + " is not a layer that can be captured; /props lists those that can be");
         }
         res.push_back((int32_t) layer);
     }
@@ -105,7 +105,7 @@ std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const
         }
         n_left -= 1 + std::max<int64_t>(0, std::min<int64_t>(p1, n_tokens) - p0);
         if (n_left < 0) {
-            fail_request(string_format("\"%s\" are too many, or overlap too much", key));
+            fail_request(string_format("\"%s\" has too many ranges, or ranges that overlap too much: ask for fewer in one call", key));
         }
         res.push_back({ (llama_pos) p0, (llama_pos) p1 });
     };
@@ -138,7 +138,7 @@ std::vector<std::pair<llama_pos, llama_pos>> get_ranges(const json & body, const
 
 void check_limit(const char * key, int64_t needed, int64_t allowed, const char * advice) {
     if (needed > allowed) {
-        fail(400, "too_much_work", string_format("\"%s\" need %" PRId64 " values in one call, %" PRId64 " are allowed: %s",
+        fail(400, "too_much_work", string_format("\"%s\" needs %" PRId64 " values, and one call may compute %" PRId64 ": %s",
             key, needed, allowed, advice), json { {"needed", needed}, {"allowed", allowed} });
     }
 }
@@ -177,7 +177,7 @@ json server_blocks_capture::run_op(const json & op, const server_blocks_slot & s
     fit(params, slot.id);
     const size_t bytes = llama_attn_capture_bytes(context.ctx, params, slot.n_ctx);
     if (bytes > MAX_CAPTURE_BYTES) {
-        fail_request(string_format("this would take %zu MiB of host memory, %zu are allowed: fewer layers, no per_head, or a smaller window",
+        fail_request(string_format("this capture needs %zu MiB of host memory, and %zu are allowed: choose fewer layers, no per_head, or a smaller window",
             bytes >> 20, MAX_CAPTURE_BYTES >> 20));
     }
     if (!dry) {
@@ -195,8 +195,7 @@ json server_blocks_capture::run_op(const json & op, const server_blocks_slot & s
     }
     const auto * present = llama_attn_capture_get(context.ctx, slot.id);
     if (!(present && *present == params) && !llama_attn_capture_reserve(context.ctx, slot.id, params)) {
-        fail(503, "no_memory", "there is no memory for the attention where the model is computed: fewer layers, "
-            "no per_head, or a smaller window", json { {"needed", llama_attn_capture_device_bytes(context.ctx, slot.id, params)} });
+        fail(503, "no_memory", "the device has no memory for this capture: choose fewer layers, no per_head, or a smaller window", json { {"needed", llama_attn_capture_device_bytes(context.ctx, slot.id, params)} });
     }
     return {};
 }
@@ -209,11 +208,11 @@ bool server_blocks_capture::start(int id, llama_attn_params params) const {
     return llama_attn_capture_reserve(context.ctx, id, params) && llama_attn_capture_set(context.ctx, id, params);
 }
 
-// Reduces the rows of `params` until they fit the limit of device memory; the same for the same slots.
+// Reduces the rows of `params` until they fit the limit of device memory. Fails when even one row does not.
 void server_blocks_capture::fit(llama_attn_params & params, int id) const {
     while (!params.layers.empty() && llama_attn_capture_device_bytes(context.ctx, id, params) > MAX_CAPTURE_DEVICE_BYTES) {
         if (params.window <= 1 && params.queries <= 1) {
-            fail_request(string_format("this would take %zu MiB where the model is computed, %zu are allowed: fewer layers, or no per_head",
+            fail_request(string_format("this capture needs %zu MiB of device memory, and %zu are allowed: choose fewer layers, or no per_head",
                 llama_attn_capture_device_bytes(context.ctx, id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
         }
         params.window  = std::max(1, params.window/2);
@@ -230,7 +229,7 @@ json server_blocks_capture::report(const json & body, const server_blocks_slot &
     const auto * params = llama_attn_capture_get(context.ctx, slot.id);
     const bool per_head = get_flag(body, "per_head");
     if (per_head && params && !params->per_head) {
-        fail_request("\"per_head\" was not asked for when capturing began");
+        fail_request("the capture of this slot has no heads: start it with \"per_head\"");
     }
     const auto masses = [&](const llama_attn_sums & sums, json & to, bool with_life) {
         json mass = json::array();
@@ -252,7 +251,7 @@ json server_blocks_capture::report(const json & body, const server_blocks_slot &
     for (size_t i = 0; per_head && params && i < params->layers.size(); ++i) {
         n_heads += llama_attn_capture_n_head(context.ctx, params->layers[i]);
     }
-    check_limit("ranges", (n_heads + 2)*(int64_t) ranges.size(), MAX_MASSES, "fewer ranges in one call, or no per_head");
+    check_limit("ranges", (n_heads + 2)*(int64_t) ranges.size(), MAX_MASSES, "ask for fewer ranges in one call, or without per_head");
     check_work(body, slot);
     json res = params_json(params ? *params : llama_attn_params());
     res["id"]    = slot.id;
@@ -260,7 +259,7 @@ json server_blocks_capture::report(const json & body, const server_blocks_slot &
     llama_attn_sums all;
     if (n_heads == 0) {
         all = llama_attn_capture_sums(context.ctx, slot.id);
-    } else { // each value is read once: the total is the mean of the heads
+    } else { // the mean of the heads is computed from their sums, so that each value is read once
         json heads = json::array();
         int32_t channel = 0;
         for (const int32_t layer : params->layers) {
@@ -327,12 +326,12 @@ server_blocks_text server_blocks_capture::text_of(const server_blocks_slot & slo
     return server_blocks_text(*slot.prompt, context.slots[slot.id]);
 }
 
-// the latest copy of exactly this range of the slot's text, or nullptr
+// Returns the latest copy of exactly this range of the slot's text, or nullptr.
 const server_blocks_copy * server_blocks_capture::find_copy(const std::string & tenant, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
     return p1 < (llama_pos) text.hashes.size() ? store.find_latest(tenant, text.hashes[p1], p0, p1) : nullptr;
 }
 
-// bounds of resident ranges from their rows, of others from the copy that was saved with them
+// Returns the bounds of ranges: of resident ranges from their rows, of others from their copy.
 json server_blocks_capture::bounds_json(const json & body, const server_blocks_slot & slot) const {
     const auto * params = llama_attn_capture_get(context.ctx, slot.id);
     const auto   layers = params ? params->layers : std::vector<int32_t>();
@@ -356,7 +355,7 @@ json server_blocks_capture::bounds_json(const json & body, const server_blocks_s
     return json { {"layers", layers}, {"n_key", n_key}, {"known", available}, {"data", encoded(all)} };
 }
 
-// the greatest product of each query row with the keys of each range, of resident rows and of copies in host memory
+// Returns the greatest product of each query row with a key of each range. Reads resident rows and copies in host memory.
 json server_blocks_capture::products_json(const json & body, const server_blocks_slot & slot) const {
     const auto ranges = get_ranges(body, "products", slot.prompt->n_tokens());
     const auto text   = text_of(slot);

@@ -33,8 +33,8 @@ public:
     // Starts a capture unless the slot has one. Returns whether the slot has one.
     bool start(int id, llama_attn_params params) const;
 
-    // Returns the bounds of the resident keys of [p0, p1), empty unless query rows are captured in the slot. Kept with a
-    // copy, so that a block can be scored while it is not resident.
+    // Returns the bounds of the resident keys of [p0, p1), or nothing unless query rows are captured in the slot. A copy
+    // contains them, so that a client can score a block that is not resident.
     server_blocks_bounds key_bounds(int id, llama_pos p0, llama_pos p1) const;
 
     // Returns the bytes of key_bounds() of one block.

@@ -16,7 +16,7 @@ server_blocks_key require_in_ram(const server_blocks_store & store, const std::s
         fail_unknown_block(store, tenant, name);
     }
     if (!store.find(*key)->in_ram()) {
-        fail(503, "unavailable_error", "the block was read from disk, but others needed its memory", json { {"name", name} });
+        fail(503, "unavailable_error", "the block was read from disk, but another block has needed its memory since: repeat the call", json { {"name", name} });
     }
     return *key;
 }
@@ -26,10 +26,10 @@ void check_visibility(const json & body, const server_blocks_copy & copy, const 
         return;
     }
     if (json_value(body, "whole", false)) {
-        fail(409, "not_whole", "the block was decoded while text before it was missing, and the call asks for whole ones", json { {"name", name} });
+        fail(409, "not_whole", "the block was decoded while text before it was missing, and the call asks for whole blocks only", json { {"name", name} });
     }
     if (copy.labels.at(name) != session) {
-        fail(409, "not_whole", "the block was decoded while text before it was missing: only the session that saved it may load it; "
+        fail(409, "not_whole", "the block was decoded while text before it was missing, so that only the session that saved it may load it: "
             "decode the text again", json { {"name", name} });
     }
 }
@@ -40,9 +40,15 @@ void check_layout(const server_blocks_context & context, const server_blocks_cop
     }
 }
 
+void check_idle(const server_blocks_slot & slot) {
+    if (slot.busy) {
+        fail(503, "unavailable_error", "the slot decodes a request: repeat the call after its reply");
+    }
+}
+
 void check_epoch(const json & body, const server_blocks_slot_state & slot) {
     if (!body.contains("epoch") || !body.at("epoch").is_number_integer()) {
-        fail_request("\"epoch\" is missing: take it from /evoke/render or GET /slots/{id}/blocks");
+        fail_request("\"epoch\" must be the epoch of the slot, as /evoke/render and GET /slots/{id}/blocks return it");
     }
     if (body.at("epoch").get<int64_t>() != slot.epoch()) {
         fail(409, "stale_epoch", "another request or call has used the slot since", json { {"epoch", slot.epoch()} });

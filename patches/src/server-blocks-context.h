@@ -2,7 +2,7 @@
 
 // What all parts of server_blocks share: the context, its kind of memory, and the state of its slots.
 //
-// Owned by server_blocks; set by its init(), constant until the next init() except for the slots' state.
+// Owned by server_blocks, whose init() sets it. Between two calls of init() only the state of the slots changes.
 // Threads: the main loop only.
 
 #include "llama-kv-block.h"
@@ -46,8 +46,16 @@ struct server_blocks_text {
     llama_tokens          tokens;
     std::vector<uint64_t> hashes; // server_blocks_prefix_hashes() of the tokens
 
-    // the present text of a slot
+    // The present text of a slot.
     server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot);
 
     server_blocks_text(llama_tokens tokens, uint64_t adapters);
+};
+
+// The positions [p0, p1) of a slot that holds `text`. Lives as long as the text.
+struct server_blocks_range {
+    int                        id; // of the slot
+    const server_blocks_text & text;
+    llama_pos                  p0;
+    llama_pos                  p1;
 };

@@ -35,7 +35,7 @@ struct server_blocks_key {
 
 using server_blocks_key_set = std::set<server_blocks_key>;
 
-// who saves a block, and under what name
+// Who saves a block, and the name of the block.
 struct server_blocks_owner {
     const std::string & tenant;
     const std::string & session;

@@ -12,7 +12,7 @@
 
 #if defined(_WIN32)
 
-std::string server_blocks_disk::open(const std::string &, uint64_t, uint64_t) { return "not on this system"; }
+std::string server_blocks_disk::open(const std::string &, uint64_t, uint64_t) { return "it is not supported on this system"; }
 void server_blocks_disk::close() {}
 void server_blocks_disk::scan() {}
 void server_blocks_disk::refresh() {}
@@ -41,8 +41,8 @@ json server_blocks_disk::stats() const { return json(); }
 static constexpr size_t  DEFAULT_MIB = 4096;
 static constexpr int64_t RESCAN_MS   = 5000; // other servers may write into the folder
 
-static constexpr const char * OLDER = "written in an earlier version of the file format, which does not record the origin of rows; "
-    "the text is decoded and saved again, and these files are deleted when the folder is full";
+static constexpr const char * OLDER = "an earlier version of the file format does not record the origin of rows; "
+    "the server decodes and saves the text again, and deletes these files when the folder is full";
 
 static bool ends_with(const std::string & s, const char * end) {
     const size_t n = strlen(end);
@@ -55,7 +55,8 @@ static bool is_block_file(const std::string & file, const char * end) {
 
 static std::atomic<uint64_t> latest_used { 0 };
 
-// Returns the present time, later than that of every file in the table: the system's clock may have been set back.
+// Returns the present time, or a later time where the system's clock has been set back: always later than the last use of
+// every file in the table.
 static uint64_t now_ns() {
     using namespace std::chrono;
     const uint64_t wall = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
@@ -77,18 +78,18 @@ std::string server_blocks_disk::open(const std::string & option, uint64_t model,
         mib = std::stoull(option.substr(colon + 1));
     }
     if (dir.empty() || mib == 0) {
-        return "--evoke-disk wants DIR or DIR:MiB";
+        return "the option must be DIR or DIR:MiB, with a MiB of at least 1";
     }
     if (model == 0) {
-        return "the model's file cannot be read again, to tell it from others";
+        return "the file of the model cannot be read, and blocks are stored for one model only";
     }
     mkdir(dir.c_str(), 0700);
     struct stat st;
     if (stat(dir.c_str(), &st) != 0 || !S_ISDIR(st.st_mode)) {
-        return std::string("the folder cannot be made or is something else: ") + dir;
+        return "the folder does not exist and cannot be created, or the path is not a folder: " + dir;
     }
     if (st.st_uid != geteuid() || (st.st_mode & 077) != 0) {
-        return "the folder must be its owner's alone (chmod 700): it will hold what was said";
+        return "the folder will contain text of conversations, and others than the user of the server have access to it: run chmod 700 " + dir + " as that user";
     }
     this->model  = model;
     this->layout = layout;
@@ -231,7 +232,7 @@ void server_blocks_disk::scan() {
     }
     const std::lock_guard<std::mutex> lock(table_mutex);
     if (n_older > n_older_logged) {
-        LOG_WRN("evoke: %zu block files are not used: %s\n", n_older, OLDER);
+        LOG_WRN("evoke: %zu block files cannot be used: %s\n", n_older, OLDER);
         n_older_logged = n_older;
     }
     scanned_ms = ggml_time_ms();
@@ -271,7 +272,7 @@ void server_blocks_disk::scan_file(const std::string & file) {
             }
         } catch (const server_blocks_file_error & error) {
             if (error.kind == server_blocks_file_error::DAMAGED) {
-                LOG_WRN("evoke: %s is quarantined: %s\n", file.c_str(), error.what());
+                LOG_WRN("evoke: %s is damaged and gets the suffix .bad: %s\n", file.c_str(), error.what());
                 quarantine(file);
             }
             if (error.kind != server_blocks_file_error::OTHER_VERSION) {
@@ -282,7 +283,7 @@ void server_blocks_disk::scan_file(const std::string & file) {
     }
     const std::lock_guard<std::mutex> lock(table_mutex);
     if (files.count(file) || access(path(file).c_str(), F_OK) != 0) {
-        return; // another thread has added or deleted it meanwhile: both happen under this lock
+        return; // another thread, which held this lock, has added or deleted it meanwhile
     }
     n_older += e.unusable == OLDER ? 1 : 0;
     if (head.model == model && e.unusable.empty() && e.used > 0) {
@@ -375,7 +376,7 @@ void server_blocks_disk::read(server_blocks_read & job) {
         job.error = e.what();
         job.state = server_blocks_read::FAILED;
     }
-    LOG_WRN("evoke: %s is not used: %s\n", job.file.c_str(), job.error.c_str());
+    LOG_WRN("evoke: %s could not be read: %s\n", job.file.c_str(), job.error.c_str());
     if (job.state == server_blocks_read::DAMAGED) {
         quarantine(job.file);
     }
@@ -441,7 +442,7 @@ void server_blocks_disk::remove(const std::string & file) {
 }
 
 void server_blocks_disk::run_queue() {
-    sigset_t signals; // SIGXFSZ of a write beyond a file size limit would end the process
+    sigset_t signals; // without this a write beyond a file size limit ends the process with SIGXFSZ
     sigemptyset(&signals);
     sigaddset(&signals, SIGXFSZ);
     pthread_sigmask(SIG_BLOCK, &signals, nullptr);
@@ -486,7 +487,7 @@ void server_blocks_disk::update_used(const std::string & file, uint64_t used) {
     }
 }
 
-// Applies uses that are still queued, so that they count when a file to delete is chosen.
+// Applies the queued updates of times of use, because next_to_delete() goes by these times.
 void server_blocks_disk::apply_queued_uses() {
     const std::lock_guard<std::mutex> lock(queue_mutex);
     for (const auto & item : queue) {
@@ -516,7 +517,7 @@ void server_blocks_disk::run_write(server_blocks_write & job) {
         done = true;
     } catch (const std::exception & e) {
         error = e.what();
-        if (!job.data && access(path(file).c_str(), F_OK) != 0) { // its labels were to be replaced, but the file is missing
+        if (!job.data && access(path(file).c_str(), F_OK) != 0) { // the file whose labels were to be replaced is missing
             const std::lock_guard<std::mutex> lock(table_mutex);
             remove_entry(file);
             report_lost(file);
@@ -528,7 +529,7 @@ void server_blocks_disk::run_write(server_blocks_write & job) {
             n_written++;
         } else {
             if (last_error != error) {
-                LOG_WRN("evoke: a block stays in host memory: %s\n", error.c_str());
+                LOG_WRN("evoke: a block could not be written to disk and stays in host memory: %s\n", error.c_str());
             }
             n_failed++;
             last_error = job.error = error;
@@ -578,7 +579,8 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     queue.push_back({ nullptr, file, files[file].used }); // sets the file's modification time
 }
 
-// Deletes old files of as many bytes as are needed, because the disk is full. Returns false if too few may be deleted.
+// Called when the disk is full: deletes old files with at least as many bytes as the requested file has. Returns false if
+// not so many may be deleted.
 bool server_blocks_disk::free_bytes(const room_request & request) {
     const size_t before = n_used;
     while (n_used + request.bytes > before) {
@@ -602,7 +604,7 @@ void server_blocks_disk::make_room(const room_request & request, std::unique_loc
     while (n_used + request.bytes > max_bytes && delete_one(request)) {
     }
     if (n_used - (request.replaces ? 0 : own) + request.bytes > max_bytes) {
-        throw std::runtime_error("the tenant's share of --evoke-disk has no room for the block beside the files of other tenants");
+        throw std::runtime_error("--evoke-disk is full: files of other tenants stay until this tenant has fewer bytes than they have");
     }
     if (n_used + request.bytes > max_bytes && own > 0) {
         delete_file(request.file);
@@ -638,8 +640,8 @@ server_blocks_disk::file_table::iterator server_blocks_disk::next_to_delete(cons
 }
 
 bool server_blocks_disk::delete_one(const room_request & request) {
-    if (access(folder.c_str(), W_OK) != 0 && errno == EROFS) { // the file would stay while its block were forgotten
-        throw std::runtime_error(string_format("an old file cannot be deleted: %s", strerror(EROFS)));
+    if (access(folder.c_str(), W_OK) != 0 && errno == EROFS) { // else the entry would be removed while the file stays
+        throw std::runtime_error(string_format("an old file cannot be deleted to make room: %s", strerror(EROFS)));
     }
     const auto next = next_to_delete(request);
     if (next == files.end()) {

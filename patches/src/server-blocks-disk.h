@@ -3,7 +3,7 @@
 // The folder of --evoke-disk: block files under a size limit, written by a thread of this class.
 //
 // Owns: the table of the files in the folder, the queue of writes, and the thread that executes it. Several servers may
-//       share a folder: files appear and disappear at any time.
+//       share a folder, so that files appear and disappear at any time.
 // Threads: open() and close() are for the main loop. scan(), refresh() and read() access the file system and are for any
 //          thread except the main loop. All other calls are for any thread and return without waiting for the file
 //          system; only wait() waits, until its timeout.
@@ -96,13 +96,13 @@ public:
     // Cancels a write. Returns false if it is running at the moment.
     bool cancel(server_blocks_write & job);
 
-    // Waits until all `jobs` are over or the time is. Returns whether all are over.
+    // Waits until all `jobs` are over, for `timeout_ms` at most. Returns whether all are over.
     bool wait(const std::vector<std::shared_ptr<server_blocks_write>> & jobs, int timeout_ms);
 
     server_blocks_write::state_t state(const server_blocks_write & job) const;
 
-    // Reads and verifies a block in the calling thread; only the first call for a job does. A damaged file is
-    // quarantined (renamed to .bad).
+    // Reads and verifies a block in the calling thread. Does nothing for a job that has been executed. Renames a damaged
+    // file to .bad.
     void read(server_blocks_read & job);
 
     // Queues an update of the file's time of last use, by which the oldest files are deleted first.
@@ -111,12 +111,13 @@ public:
     // Queues the deletion of a file.
     void remove(const std::string & file);
 
+    // Returns the counters of the folder for replies.
     json stats() const;
 
 private:
     struct entry {
         size_t      bytes = 0;
-        uint64_t    used  = 0; // last use in ns of the wall clock, the file's modification time; 0: quarantined
+        uint64_t    used  = 0; // last use in ns of the wall clock, the file's modification time; 0: damaged (.bad)
         std::string tenant;
         std::string unusable;  // why the file cannot be loaded here, or ""
         std::set<std::pair<std::string, std::string>> names; // (tenant, label), of unusable files only
@@ -134,20 +135,20 @@ private:
         const std::string & file;
         const std::string & tenant;
         size_t              bytes;
-        bool                replaces; // its rows are read from the file that it replaces
+        bool                replaces; // it replaces a file of the same name, from which its rows are read
     };
 
     using file_table = std::map<std::string, entry>;
 
     std::string path(const std::string & file) const { return folder + "/" + file; }
 
-    // the thread
+    // executed by the thread
     void run_queue();
     void run_write(server_blocks_write & job);
     void write_file(const server_blocks_write & job, const std::string & file);
     void update_used(const std::string & file, uint64_t used);
 
-    // these need table_mutex, except scan_file() and quarantine(), which lock it
+    // The caller of these holds table_mutex, except of scan_file(), quarantine() and folder_time().
     void apply_queued_uses();
     void make_room(const room_request & request, std::unique_lock<std::mutex> & lock);
     bool free_bytes(const room_request & request);

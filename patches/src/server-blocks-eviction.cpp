@@ -11,10 +11,10 @@
 #include <limits>
 #include <stdexcept>
 
-// layers whose attention --kv-eviction 3 uses: bench/results/capture.json has the cost of each per decoded token
+// How many layers --kv-eviction 3 captures. bench/results/capture.json has the cost of a layer per decoded token.
 static constexpr size_t N_ATTENTION_LAYERS = 4;
 
-// how long one call evicts from a slot while others decode
+// How long one call may evict from a slot while others decode.
 static constexpr int64_t MAX_EVICTION_MS = 20;
 
 //
@@ -31,11 +31,11 @@ bool server_blocks_eviction::set_modes(const common_params & params, int32_t n_c
     const bool  enabled = context.n_slots() > 0;
     try {
         if (flags.evicts() && !enabled) {
-            throw std::invalid_argument(unsupported ? unsupported : "--ctx-logical and --kv-eviction save what they evict: they need --evoke-ram");
+            throw std::invalid_argument(unsupported ? unsupported : "--ctx-logical and --kv-eviction save what they evict, and need memory for it: add --evoke-ram MiB");
         }
         const char * no_attention = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION ? llama_attn_capture_unsupported(context.ctx) : nullptr;
         if (no_attention) {
-            throw std::invalid_argument(string_format("--kv-eviction 3 needs attention, which cannot be captured: %s", no_attention));
+            throw std::invalid_argument(string_format("--kv-eviction 3 needs the attention of the model, which cannot be captured: %s", no_attention));
         }
         const int32_t n_cells = enabled ? (int32_t) llama_kv_block_n_cells(context.ctx, 0) : 0;
         const int32_t n_rows  = params.kv_unified_per_slot > 0 ? std::min(n_cells, params.kv_unified_per_slot) : n_cells;
@@ -43,14 +43,14 @@ bool server_blocks_eviction::set_modes(const common_params & params, int32_t n_c
         options = server_blocks_modes::read(params, llama_get_model(context.ctx), n_ctx, n_rows);
         const int32_t rope_limit = options.on() ? llama_kv_block_rope_limit(context.ctx) : 0;
         if (rope_limit > 0 && options.n_ctx > rope_limit) {
-            throw std::invalid_argument(string_format("a context of %d tokens needs the model's RoPE factors for long texts, which are "
-                "chosen only where a slot has more than %d cells (-c): give it more, or --ctx-logical %d or less", options.n_ctx, rope_limit, rope_limit));
+            throw std::invalid_argument(string_format("a context of %d tokens needs the model's RoPE factors for long texts, which the "
+                "server uses only where a slot has more than %d cells: choose a larger -c, or --ctx-logical %d or less", options.n_ctx, rope_limit, rope_limit));
         }
         for (int id = 0; id < context.n_slots(); ++id) {
             context.slots[id].set_records(options.mode == SERVER_BLOCKS_MODE_SCORED, options.on());
             if (!start_capture(id)) {
-                throw std::invalid_argument("--kv-eviction 3: there is no memory for the attention of all slots where the model is computed: "
-                    "fewer cells (-c) or slots (-np), or another mode");
+                throw std::invalid_argument("--kv-eviction 3: the device has no memory for the attention of all slots: "
+                    "choose a smaller -c, fewer slots (-np), or another mode");
             }
         }
     } catch (const std::exception & e) {
@@ -61,10 +61,19 @@ bool server_blocks_eviction::set_modes(const common_params & params, int32_t n_c
         return false;
     }
     if (options.on()) {
-        LOG_INF("evoke: a slot has a context of %d tokens in %d cells; first %d and last %d stay, blocks of %d leave\n",
+        LOG_INF("evoke: each slot has a context of %d tokens in %d cells; the first %d and the last %d are never evicted, the others in blocks of %d\n",
             options.n_ctx, options.n_rows, options.first, options.n_recent(options.n_rows), options.block);
     }
     return true;
+}
+
+int32_t server_blocks_eviction::n_slot_cells() const {
+    if (context.n_slots() == 0) {
+        return 0;
+    }
+    const int32_t n_cells = (int32_t) llama_kv_block_n_cells(context.ctx, 0);
+    const int32_t n_share = unified ? n_cells/context.n_slots() : n_cells;
+    return options.n_rows > 0 ? std::min(options.n_rows, n_share) : n_share;
 }
 
 // Starts the capture that --kv-eviction 3 needs, unless the slot has one. Returns false if there is no memory for it.
@@ -94,7 +103,7 @@ int32_t server_blocks_eviction::limit(int id) const {
     return options.max_rows(slot.is_generating());
 }
 
-// cells that are free and that no token of the batch in preparation will take
+// Returns how many cells are free and will not be taken by tokens of the batch that is being prepared.
 int32_t server_blocks_eviction::n_free_cells(int id) const {
     int32_t n = context.slots[id].n_free();
     for (int other = 0; other < context.n_slots(); ++other) {
@@ -138,7 +147,7 @@ int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, 
 // which rows
 //
 
-// A checkpoint has the recurrent state only: decoding from it continues after the row before it.
+// A checkpoint has only the recurrent state, so that decoding from it needs the row before it.
 llama_kv_ranges server_blocks_eviction::checkpoint_rows(const server_prompt & prompt) const {
     llama_kv_ranges res;
     for (const auto & checkpoint : prompt.checkpoints) {
@@ -149,7 +158,7 @@ llama_kv_ranges server_blocks_eviction::checkpoint_rows(const server_prompt & pr
     return res;
 }
 
-// the slot's budget, or the options where it has none
+// Returns the slot's budget, or the options as a budget where the slot has none.
 server_blocks_budget server_blocks_eviction::rules(int id) const {
     const auto & slot = context.slots[id];
     if (slot.budget().n_rows > 0) {
@@ -163,6 +172,7 @@ server_blocks_budget server_blocks_eviction::rules(int id) const {
     return res;
 }
 
+// Collects what may be evicted from a slot.
 server_blocks_eviction::candidates server_blocks_eviction::collect(int id) const {
     const auto & slot = context.slots[id];
     candidates res { rules(id), { *prompts[id], slot }, slot.resident(), {}, 0, -1, {}, 0 };
@@ -178,14 +188,15 @@ server_blocks_eviction::candidates server_blocks_eviction::collect(int id) const
     return res;
 }
 
-// first of the recent rows that stay; the last row stays in any case
+// Returns the first of the recent rows, which are never evicted. The last row is one of them in any case.
 llama_pos server_blocks_eviction::recent_start(int id, const server_blocks_budget & rules) const {
     const auto & slot = context.slots[id];
     const int32_t n_recent = slot.budget().n_rows > 0 ? rules.recent : options.n_recent(slot.n_rows());
     return slot.end() - std::max(1, n_recent);
 }
 
-// Returns in `out` what leaves next: the given order first, then blocks by mode, then the rest of an incomplete block.
+// Sets `out` to the block to evict next: first those of the budget's order, then blocks by their score, last the block that
+// the recent rows cut short. Returns false when there is none.
 bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out) const {
     const llama_pos recent = recent_start(id, from.rules);
     const auto & order = from.rules.order;
@@ -207,6 +218,7 @@ bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budge
     return true;
 }
 
+// Lists the blocks of the evictable ranges in the order of their scores.
 void server_blocks_eviction::list_blocks(int id, candidates & from) const {
     std::vector<std::pair<double, server_blocks_budget::entry>> scored;
     const auto & rules = from.rules;
@@ -228,24 +240,25 @@ void server_blocks_eviction::list_blocks(int id, candidates & from) const {
     }
 }
 
-// value of keeping a block; of equal ones the older leaves first
+// Returns how much a block is worth. The least is evicted first; of equal ones the older.
 double server_blocks_eviction::score(int id, const candidates & from, llama_pos p0, llama_pos p1) const {
     if (options.mode == SERVER_BLOCKS_MODE_ATTENTION) {
-        // mean attention of these rows: since the slot's text began, or per token that could attend to them
+        // the attention of these rows: per row, or per row and token that could attend to it
         const auto got = from.attention.of(p0, p1);
         return from.attention.mass.empty() ? p0 : got.mass/(options.norm_sum ? std::max(1.0, got.life) : p1 - p0);
     }
     return options.mode == SERVER_BLOCKS_MODE_SCORED ? (double) context.slots[id].used_at(p0, p1) : p0;
 }
 
-// by content, and by visibility where text was missing: the same rows evicted once more get the same name
-std::string server_blocks_eviction::block_name(int id, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
-    const auto & session    = context.slots[id].budget().session;
-    const auto   visibility = transfer.key_of("", id, text, p0, p1).visibility;
-    const auto   hash       = text.hashes[p1];
+// Returns a name derived from the text, and from visibility and session where text was missing: the same rows get the same
+// name again.
+std::string server_blocks_eviction::block_name(const server_blocks_range & range) const {
+    const auto & session    = context.slots[range.id].budget().session;
+    const auto   visibility = transfer.key_of("", range).visibility;
+    const auto   hash       = range.text.hashes[range.p1];
     const auto   h = visibility == 0 ? hash
         : server_blocks_mix(server_blocks_mix(hash, visibility), server_blocks_checksum(session.data(), session.size()));
-    return string_format("auto/%016" PRIx64 "/%d-%d", h, p0, p1);
+    return string_format("auto/%016" PRIx64 "/%d-%d", h, range.p0, range.p1);
 }
 
 // Saves and evicts one block of the slot. Returns false if there is none.
@@ -264,17 +277,18 @@ bool server_blocks_eviction::evict_one(int id, candidate_map & found) {
     auto & slot = context.slots[id];
     server_ranges_remove(from.evictable, out.p0, out.p1);
     if (out.p1 > (llama_pos) from.text.tokens.size()) {
-        return slot.evict(out.p0, out.p1) > 0; // of a text that was abandoned: the next request empties the slot
+        return slot.evict(out.p0, out.p1) > 0; // rows after the end of the text: nobody will ask for them
     }
+    const server_blocks_range range { id, from.text, out.p0, out.p1 };
     if (out.name.empty()) {
-        out.name = block_name(id, from.text, out.p0, out.p1);
+        out.name = block_name(range);
     }
-    const bool saved = transfer.save({ slot.budget().tenant, slot.budget().session, out.name }, id, from.text, out.p0, out.p1);
+    const bool saved = transfer.save({ slot.budget().tenant, slot.budget().session, out.name }, range);
     slot.on_auto_evicted(out.p0, out.p1, saved ? json(out.name) : json());
     return slot.evict(out.p0, out.p1) > 0;
 }
 
-// the same for the slot that has most rows, where slots share the cells
+// Saves and evicts one block: of the slot itself, or where slots share the cells, of the slot that has most rows.
 bool server_blocks_eviction::evict_one_anywhere(int id, candidate_map & found) {
     std::vector<int> ids = { id };
     for (int other = 0; unified && other < context.n_slots(); ++other) {
@@ -296,7 +310,8 @@ void server_blocks_eviction::save_rows(int id, const server_prompt & prompt) {
     for (const auto & r : slot.resident()) {
         for (llama_pos p0 = r.first, p1; p0 < std::min(r.second, n_tokens); p0 = p1) {
             p1 = std::min({ r.second, (p0/size + 1)*size, n_tokens });
-            transfer.save({ budget.tenant, budget.session, block_name(id, text, p0, p1) }, id, text, p0, p1);
+            const server_blocks_range range { id, text, p0, p1 };
+            transfer.save({ budget.tenant, budget.session, block_name(range) }, range);
         }
     }
     transfer.wait();

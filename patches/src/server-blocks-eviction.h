@@ -28,14 +28,17 @@ public:
     // false, with the reason in the log, when they cannot work.
     bool set_modes(const common_params & params, int32_t n_ctx, const char * unsupported);
 
-    // Evicts nothing until set_modes() is called again.
+    // Turns eviction off until set_modes() is called again.
     void reset();
 
     const server_blocks_modes & modes() const { return options; }
 
+    // Returns the cells that every slot can fill while all others are full: its share where slots share cells.
+    int32_t n_slot_cells() const;
+
     // Returns how many of n_wanted tokens of a slot may be decoded now, at least 1; evicts where the budget or the cells
-    // require it. While others decode, a slot that is far beyond its limit gives up its rows in several calls: -1 means
-    // that it must decode nothing now, and call again after the others' decode.
+    // require it. While others decode, a slot that is far beyond its limit gives up its rows in several calls. Then this
+    // returns -1: the slot decodes nothing now, and calls again after the others' decode.
     int32_t make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode);
 
     // Records which blocks got attention in the last decode.
@@ -53,10 +56,10 @@ private:
         server_blocks_budget rules;
         server_blocks_text   text;
         llama_kv_ranges      evictable;         // resident and not excluded
-        llama_attn_sums      attention;         // empty unless blocks leave by it
+        llama_attn_sums      attention;         // empty unless blocks are evicted by attention
         size_t               next_in_order = 0; // index in rules.order
         llama_pos            recent_start  = -1; // first recent row when `blocks` was made
-        std::vector<server_blocks_budget::entry> blocks; // in the order in which they leave
+        std::vector<server_blocks_budget::entry> blocks; // in the order in which they are evicted
         size_t               next_block = 0;    // index in `blocks`
     };
     using candidate_map = std::map<int, candidates>; // by slot
@@ -72,7 +75,7 @@ private:
     bool       evict_one(int id, candidate_map & found);
     bool       evict_one_anywhere(int id, candidate_map & found);
     bool       start_capture(int id) const;
-    std::string block_name(int id, const server_blocks_text & text, llama_pos p0, llama_pos p1) const;
+    std::string block_name(const server_blocks_range & range) const;
 
     server_blocks_context       & context;
     server_blocks_store         & store;
@@ -80,5 +83,5 @@ private:
     const server_blocks_capture & capture;
     server_blocks_modes           options;
     bool                          unified = false; // all slots share the cells
-    std::vector<const server_prompt *> prompts;    // by slot, since tokens were first added to it; else nullptr
+    std::vector<const server_prompt *> prompts;    // by slot: its text; nullptr before its first request
 };

@@ -25,7 +25,7 @@ static constexpr size_t   HEAD_MAX = size_t(64) << 20;
 
 namespace {
 
-// the first bytes of every file, in the layout of this machine
+// The first bytes of every file, in the layout of this machine.
 struct fixed_head {
     char     magic[8];
     uint32_t version;
@@ -48,7 +48,7 @@ size_t aligned(size_t n) {
     return (n + ALIGN - 1)/ALIGN*ALIGN;
 }
 
-// serialises numbers, strings and lists, one after the other
+// Serialises numbers, strings and lists, one after the other.
 struct packer {
     std::vector<uint8_t> bytes;
 
@@ -69,7 +69,7 @@ struct packer {
     }
 };
 
-// reads what packer wrote; throws DAMAGED when the bytes end early
+// Reads what packer wrote. Throws DAMAGED when the bytes end early.
 struct unpacker {
     const uint8_t * at;
     const uint8_t * end;
@@ -90,11 +90,11 @@ struct unpacker {
         return value;
     }
 
-    // reads a number of items of `size` bytes; never returns more than the remaining bytes hold
+    // Reads a number of items of `size` bytes each. Throws when the remaining bytes are too few for them.
     size_t count(size_t size) {
         const uint64_t n = number<uint64_t>();
         if (n > (uint64_t) (end - at)/size) {
-            damaged("the head announces more items than it has");
+            damaged("the head is shorter than the lists it announces");
         }
         return n;
     }
@@ -195,7 +195,7 @@ server_blocks_head unpacked(std::vector<uint8_t> bytes, fixed_head fixed) {
         valid = valid && other == n;
     }
     for (size_t i = 0; valid && i < n; ++i) {
-        // a model may find rows by token; 0 in rows that come from a slot file, which does not have tokens
+        // Some models find rows by their token. Rows from a slot file, which has no tokens, have 0.
         const bool same = head.kv.tok[i] == head.tokens[i] || head.kv.tok[i] == LLAMA_TOKEN_NULL || head.kv.tok[i] == 0;
         valid = head.kv.pos[i] == head.kv.p0 + (llama_pos) i && same;
     }
@@ -295,7 +295,7 @@ server_blocks_head peek(int fd, fixed_head & fixed) {
     return unpacked(std::move(bytes), fixed);
 }
 
-// checksum of n bytes of the file, or of those before its end
+// Returns the checksum of n bytes of the file, or of fewer where the file ends.
 uint64_t checksum_of(int fd, size_t offset, size_t n, uint64_t seed) {
     std::vector<uint8_t> bytes(n);
     const ssize_t done = pread(fd, bytes.data(), n, offset);
@@ -389,7 +389,7 @@ size_t server_blocks_file_size(const server_blocks_head & head) {
 
 #if defined(_WIN32)
 
-// --evoke-disk is refused on this system
+// Not supported on this system: server_blocks_disk::open() refuses.
 uint64_t server_blocks_model_id(const common_params &) { return 0; }
 void server_blocks_file_remove_abandoned(const std::string &) {}
 server_blocks_head server_blocks_file_peek(const std::string &) { damaged("not on this system"); }
@@ -411,7 +411,7 @@ uint64_t server_blocks_model_id(const common_params & params) {
     packer p;
     for (const auto & item : params.kv_overrides) {
         const std::string key(item.key, strnlen(item.key, sizeof(item.key)));
-        if (key.empty()) { // ends the list
+        if (key.empty()) { // the end of the list
             continue;
         }
         p.text(key);
@@ -438,8 +438,8 @@ uint64_t server_blocks_model_id(const common_params & params) {
 
 namespace {
 
-// Creates and locks a temporary file for `path`. A scan for abandoned files may delete the file before it is locked:
-// then its link count is 0 and another one is created.
+// Creates and locks a temporary file for `path`; sets `temp` to its path. A scan for abandoned files may delete the file
+// before it is locked. Then its link count is 0, and another file is created.
 std::unique_ptr<descriptor> locked_file(const std::string & path, std::string & temp) {
     for (int attempt = 0; ; ++attempt) {
         temp = path + "." + std::to_string(getpid()) + "-" + std::to_string(ggml_time_us()) + "-" + std::to_string(attempt) + ".tmp";
@@ -453,7 +453,7 @@ std::unique_ptr<descriptor> locked_file(const std::string & path, std::string & 
     }
 }
 
-// copies n bytes of rows from one file to another
+// Copies n bytes of rows from one file to another.
 void copy_rows(int from, size_t offset, int to, size_t n) {
     std::vector<uint8_t> part(std::min(n, size_t(1) << 20));
     while (n > 0) {
@@ -470,7 +470,7 @@ void copy_rows(int from, size_t offset, int to, size_t n) {
 void server_blocks_file_write(const std::string & folder, const server_blocks_head & head, const uint8_t * data) {
     const std::string path = folder + "/" + server_blocks_file_name(head);
     fixed_head before {};
-    std::unique_ptr<descriptor> rows; // the file that is replaced, when there is no data
+    std::unique_ptr<descriptor> rows; // without data: the file that is replaced
     if (!data) {
         rows = std::make_unique<descriptor>(path, O_RDONLY);
         const auto found = peek(rows->fd, before);

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// the least and the greatest value of each channel of a block's keys, of some layers (llama_attn_capture_bounds)
+// The least and the greatest value of each channel of a block's keys, for some layers: llama_attn_capture_bounds().
 struct server_blocks_bounds {
     std::vector<int32_t> layers;
     std::vector<float>   values; // of each layer the least values, then the greatest
@@ -24,13 +24,13 @@ struct server_blocks_bounds {
     size_t size() const { return layers.size()*sizeof(int32_t) + values.size()*sizeof(float); }
 };
 
-// a name of a block, and the session that saved the block under it
+// A name of a block, and the session that saved the block under this name.
 struct server_blocks_label {
     std::string name;
     std::string session;
 };
 
-// everything but the rows
+// Everything that the file of a block has beside the rows.
 struct server_blocks_head {
     uint32_t    version = 0;     // of the format; set by peek and read
     uint64_t    model   = 0;     // server_blocks_model_id() of the server that wrote it
@@ -61,10 +61,10 @@ struct server_blocks_file_error : std::runtime_error {
 // read. LoRA adapters differ by request: the hashes of the tokens contain them.
 uint64_t server_blocks_model_id(const common_params & params);
 
-// the first version of the format that records the origin of rows; files of earlier versions are not used
+// The first version of the format that records the origin of rows. Files of earlier versions are not used.
 constexpr uint32_t SERVER_BLOCKS_FILE_FIRST_USED = 3;
 
-// Returns 64 bits over n bytes.
+// Returns a 64-bit checksum of n bytes.
 uint64_t server_blocks_checksum(const void * data, size_t n, uint64_t seed = 0);
 
 // Returns the name of the file of a block, the same for every server that would accept the file.

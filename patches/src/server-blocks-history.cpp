@@ -7,7 +7,7 @@
 
 namespace {
 
-// a number that no other decode of any process has
+// Returns a number that no other decode of any process has.
 uint64_t next_decode() {
     static uint64_t seed = []() {
         std::random_device device;
@@ -17,22 +17,25 @@ uint64_t next_decode() {
     return server_blocks_mix(seed, ++count);
 }
 
+// Makes a hash a visibility of the kind "partial": even and not 0.
 server_blocks_visibility partial(uint64_t h) {
     h &= ~uint64_t(1);
     return h == 0 ? 2 : h;
 }
 
+// Makes a hash a visibility of the kind "unknown": odd.
 server_blocks_visibility unknown(uint64_t h) {
     return h | 1;
 }
 
-// a range of rows of one visibility, of one or several decodes
+// A range of rows that have one visibility, from one or several decodes.
 struct visible_range {
     llama_pos p0;
     llama_pos p1;
     server_blocks_visibility visibility;
 };
 
+// Joins neighbours of one visibility, up to position `end`.
 std::vector<visible_range> visible_ranges(const server_blocks_row_list & rows, llama_pos end) {
     std::vector<visible_range> res;
     for (const auto & r : rows) {
@@ -49,7 +52,7 @@ std::vector<visible_range> visible_ranges(const server_blocks_row_list & rows, l
     return res;
 }
 
-// the visibility of a row at `pos` that is decoded after the first n of these ranges
+// Returns the visibility that a row at `pos` has if it is decoded after the first n of these ranges.
 server_blocks_visibility visibility_after(const std::vector<visible_range> & ranges, size_t n, llama_pos pos) {
     bool      complete = true;
     bool      no_partial = true;
@@ -69,6 +72,7 @@ server_blocks_visibility visibility_after(const std::vector<visible_range> & ran
     return complete ? 0 : no_partial ? unknown(h) : partial(h);
 }
 
+// Appends rows; joins them with the last entry where both are of one decode.
 void append(server_blocks_row_list & list, const server_blocks_rows & rows) {
     if (rows.p0 >= rows.p1) {
         return;
@@ -104,7 +108,7 @@ server_blocks_row_list server_blocks_rows_displaced(server_blocks_row_list rows,
 server_blocks_visibility server_blocks_history::visibility_at(llama_pos pos) const {
     const auto ranges = visible_ranges(rows, pos);
     const size_t n = ranges.size();
-    // rows that continue rows of one visibility see those rows and what they saw: their visibility is the same
+    // A row that continues rows of one visibility sees those rows and what they saw, so its visibility is the same.
     if (n > 0 && ranges[n - 1].p1 == pos && ranges[n - 1].visibility != 0
             && ranges[n - 1].visibility == visibility_after(ranges, n - 1, ranges[n - 1].p0)) {
         return ranges[n - 1].visibility;
@@ -124,7 +128,7 @@ void server_blocks_history::on_decoded(llama_pos end, bool opaque) {
     const uint64_t decode = next_decode();
     auto visibility = opaque ? unknown(decode) : visibility_at(begin);
     if (has_state && state_partial <= begin && !server_blocks_is_partial(visibility)) {
-        visibility = partial(server_blocks_mix(visibility, (uint32_t) state_partial)); // a load of complete rows does not replace the state
+        visibility = partial(server_blocks_mix(visibility, (uint32_t) state_partial)); // the state has missed rows, even if all rows are complete now
     }
     if (server_blocks_is_partial(visibility)) {
         state_partial = std::min(state_partial, begin);

@@ -37,11 +37,11 @@ server_blocks_modes server_blocks_modes::read(const common_params & params, cons
     }
     const int64_t trained = n_trained_positions(params, model);
     if (flags.ctx_logical > trained) {
-        throw std::invalid_argument(string_format("--ctx-logical %d is more than the %" PRId64 " tokens the model was trained for; "
-            "more needs RoPE scaling (--rope-scaling, --rope-scale)", flags.ctx_logical, trained));
+        throw std::invalid_argument(string_format("--ctx-logical %d is more than the %" PRId64 " tokens that the model was trained for: "
+            "choose a smaller context, or add RoPE scaling (--rope-scaling, --rope-scale)", flags.ctx_logical, trained));
     }
     if (params.embedding) {
-        throw std::invalid_argument("an embedding needs all of its text: --ctx-logical and --kv-eviction have nothing to evict");
+        throw std::invalid_argument("--ctx-logical and --kv-eviction cannot be used with --embedding, because an embedding needs all of its text");
     }
     const bool attention = flags.eviction == SERVER_BLOCKS_MODE_ATTENTION;
     res.mode      = flags.eviction > 0 ? (server_blocks_mode) flags.eviction : SERVER_BLOCKS_MODE_STREAMING;

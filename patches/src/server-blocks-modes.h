@@ -2,7 +2,7 @@
 
 // The options --ctx-logical and --kv-eviction as values: what the engine evicts from a slot without a budget.
 //
-// Values only; they may be read on any thread while nobody changes them.
+// Threads: any may read them; the main loop sets them when a model is loaded.
 
 #include "llama.h"
 #include "server-common.h"
@@ -13,9 +13,9 @@ struct common_params;
 
 enum server_blocks_mode {
     SERVER_BLOCKS_MODE_OFF,
-    SERVER_BLOCKS_MODE_STREAMING, // the oldest blocks leave first
-    SERVER_BLOCKS_MODE_SCORED,    // those whose last use (decode, load, attention) is longest ago leave first
-    SERVER_BLOCKS_MODE_ATTENTION, // those that got least attention leave first
+    SERVER_BLOCKS_MODE_STREAMING, // evicts the oldest blocks first
+    SERVER_BLOCKS_MODE_SCORED,    // evicts those first whose last use (decode, load, attention) is longest ago
+    SERVER_BLOCKS_MODE_ATTENTION, // evicts those first that got least attention
 };
 
 struct server_blocks_modes {
@@ -24,7 +24,7 @@ struct server_blocks_modes {
     int32_t n_ctx     = 0;  // tokens of a slot, resident or not
     int32_t n_rows    = 0;  // most rows of one slot
     int32_t first     = 0;  // first tokens, never evicted
-    int32_t evictable = 0;  // most rows between the first and the recent ones while generating, 0 = what n_rows leaves
+    int32_t evictable = 0;  // most rows between the first and the recent ones while generating, 0 = no limit but n_rows
     int32_t recent    = 0;  // last rows, never evicted; 0 = a part of the resident ones
     int32_t block     = 64; // tokens that are evicted together
     bool    norm_sum  = false; // attention divided by the time a row was resident, instead of its sum
@@ -37,8 +37,8 @@ struct server_blocks_modes {
     // Returns how many rows a slot may have.
     int32_t max_rows(bool generating) const;
 
-    // Returns for how many tokens of a prompt room is made at once: more in one batch is faster, fewer evict less of
-    // the prompt before the reply begins.
+    // Returns for how many tokens of a prompt room is made at once. With more, a prompt is decoded faster; with fewer, less
+    // of it is evicted before the reply begins.
     int32_t batch(int32_t n_ubatch) const;
 
     json to_json() const;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-// how many times the ops of one plan may cover the slot's tokens
+// How many times the ops of one plan may cover the slot's tokens.
 static constexpr int64_t MAX_COVERAGE = 16;
 
 static constexpr int32_t MAX_COUNT = 1 << 30;
@@ -45,7 +45,7 @@ void server_blocks_plan::check_expectations(const json & body) const {
     const bool same = json_value(expect, "n_tokens", n_tokens) == n_tokens
         && json_value(expect, "tokens_hash", hex(text.hashes.back())) == hex(text.hashes.back());
     if (!same) {
-        fail(409, "stale_epoch", "the slot holds other tokens than expected", json { {"n_tokens", n_tokens} });
+        fail(409, "stale_epoch", "the slot has other tokens than the call expects", json { {"n_tokens", n_tokens} });
     }
 }
 
@@ -72,13 +72,14 @@ void server_blocks_plan::reserve() {
         row_sizes.push_back((key.p1 - key.p0)*parts.store.row_bytes());
     }
     if (!parts.store.reserve(tenant, row_sizes, new_bytes, needed)) {
-        fail(413, "ram_budget", "the blocks to save do not fit --evoke-ram beside what other tenants have a right to",
+        fail(413, "ram_budget", "--evoke-ram has no room for the new blocks beside the shares of other tenants: save fewer, or start the server with more",
             json { {"needed", new_bytes}, {"budget", parts.store.budget()} });
     }
 }
 
 json server_blocks_plan::execute(const std::vector<server_blocks_op> & ops) {
     dry = false;
+    state.set_owner({ tenant, session });
     std::vector<json> results(ops.size());
     for (const bool saves : { true, false }) {
         for (size_t i = 0; i < ops.size(); ++i) {
@@ -108,7 +109,7 @@ json server_blocks_plan::execute(const std::vector<server_blocks_op> & ops) {
     };
 }
 
-// checks the op while `dry`, else executes it
+// Checks the op while `dry`, else executes it.
 json server_blocks_plan::run_op(const server_blocks_op & op) {
     const json & fields = *op.fields;
     if (op.kind == "save")         { return save(fields, *op.name); }
@@ -122,7 +123,7 @@ json server_blocks_plan::run_op(const server_blocks_op & op) {
     fail_request("unknown op \"" + op.kind + "\": save, evict, load, drop, stream, reuse, probe, attn-capture");
 }
 
-// counts tokens that the main loop is about to process
+// Counts tokens that the main loop is about to process. Fails when they are too many.
 void server_blocks_plan::count_tokens(int64_t n) {
     tokens_left -= n;
     if (tokens_left < 0) {
@@ -130,10 +131,11 @@ void server_blocks_plan::count_tokens(int64_t n) {
     }
 }
 
-// Saves run before everything else: a name that another block gets by a save would mean two blocks in one plan.
+// Records which block a name means in this plan. Fails when it would mean two: saves are executed first, so that an op
+// before a save would get the new block.
 void server_blocks_plan::bind_name(const std::string & name, const server_blocks_key & key) {
     if (names.emplace(name, key).first->second != key) {
-        fail(400, "invalid_request_error", "two blocks have this name in one plan", json { {"name", name} });
+        fail(400, "invalid_request_error", "the name means two blocks in this plan: use two plans", json { {"name", name} });
     }
 }
 
@@ -148,23 +150,24 @@ json server_blocks_plan::save(const json & op, const json & label) {
     if (dry) {
         count_tokens(p1 - p0);
     }
-    const auto key = parts.transfer.key_of(tenant, slot.id, text, p0, p1);
+    const server_blocks_range range { slot.id, text, p0, p1 };
+    const auto key = parts.transfer.key_of(tenant, range);
     if (dry) {
         if (!server_ranges_contain(resident_before, p0, p1)) {
-            fail_request(string_format("[%d, %d) is not wholly resident", p0, p1));
+            fail_request(string_format("some rows of [%d, %d) are not resident", p0, p1));
         }
         if (dropped.count(name)) {
-            fail(400, "invalid_request_error", "saves run first: an op before this one drops the name, and would drop it after the save", json { {"name", name} });
+            fail(400, "invalid_request_error", "an op before this one drops the name; saves are executed first, so that it would drop the new block: use two plans", json { {"name", name} });
         }
         bind_name(name, key);
         needed.insert(key);
         if (parts.transfer.needs_copy(slot.id, key) && new_keys.insert(key).second) {
-            new_bytes += parts.transfer.bytes_of(slot.id, p0, p1);
+            new_bytes += parts.transfer.bytes_of(range);
         }
         return {};
     }
-    if (!parts.transfer.save({ tenant, session, name }, slot.id, text, p0, p1, needed)) { // reserve() excludes it
-        fail(413, "ram_budget", "the host has no memory for this block", json { {"name", name} });
+    if (!parts.transfer.save({ tenant, session, name }, range, needed)) { // reserve() excludes it
+        fail(413, "ram_budget", "there is no host memory for this block", json { {"name", name} });
     }
     const auto & copy = *parts.store.find(key);
     return json {
@@ -174,7 +177,7 @@ json server_blocks_plan::save(const json & op, const json & label) {
     };
 }
 
-// the ranges that an op names, by blocks or by positions
+// Returns the ranges that an op evicts, given as blocks or as positions.
 llama_kv_ranges server_blocks_plan::evicted_ranges(const json & op) {
     if (!op.contains("names")) {
         const int32_t n_tokens = (int32_t) text.tokens.size();
@@ -194,7 +197,7 @@ llama_kv_ranges server_blocks_plan::evicted_ranges(const json & op) {
             }
             count_tokens(key->p1 - key->p0);
             if (!matches(*parts.store.find(*key), text, false)) {
-                fail(409, "stale_block", "the slot holds other tokens at this block's place", json { {"name", name} });
+                fail(409, "stale_block", "the slot has other tokens at the positions of this block", json { {"name", name} });
             }
             bind_name(name, *key);
         }
@@ -209,10 +212,10 @@ void server_blocks_plan::check_eviction(const llama_kv_ranges & ranges) {
     for (const auto & r : ranges) {
         count_tokens(r.second - r.first);
         if (!resident.empty() && r.first < resident.back().second && resident.back().second <= r.second) {
-            fail_request(string_format("[%d, %d) holds the last resident row: the next token could not be decoded", r.first, r.second));
+            fail_request(string_format("[%d, %d) contains the last resident row, without which the next token cannot be decoded", r.first, r.second));
         }
         if (llama_kv_block_shared(parts.context.ctx, slot.id, r.first, r.second)) {
-            fail(409, "shared_cells", "rows of this range belong to another sequence too");
+            fail(409, "shared_cells", "rows of this range belong to another slot too");
         }
         for (const auto & c : checkpoints) {
             if (std::max(c.first, r.first) < std::min(c.second, r.second)) {
@@ -243,12 +246,12 @@ void server_blocks_plan::check_load(const json & op, const std::string & name, c
     const auto & copy = *parts.store.find(key);
     count_tokens(key.p1 - key.p0);
     if (!matches(copy, text, json_value(op, "force", false))) {
-        fail(409, "stale_block", "the slot holds other tokens before or at this block's place", json { {"name", name} });
+        fail(409, "stale_block", "the slot has other tokens before or at the positions of this block", json { {"name", name} });
     }
     check_layout(parts.context, copy, name);
     check_visibility(op, copy, name, session);
     if (server_ranges_overlap(resident, key.p0, key.p1)) {
-        fail(409, "already_resident", "rows of this block are resident", json { {"name", name} });
+        fail(409, "already_resident", "some rows of this block are resident already", json { {"name", name} });
     }
     const int32_t n    = key.p1 - key.p0;
     const int32_t room = max_rows > 0 ? std::min(n_free, max_rows - n_resident) : n_free;
@@ -281,7 +284,7 @@ json server_blocks_plan::load(const json & op) {
         }
         const int32_t n = parts.transfer.load(slot.id, key, text.hashes[key.p0], place == "same");
         if (n < 0) { // check_load() excludes it
-            fail(503, "no_free_cells", "the block could not be put back", json { {"name", name} });
+            fail(503, "no_free_cells", "the block could not be loaded", json { {"name", name} });
         }
         n_same   += n;
         n_loaded += key.p1 - key.p0;
@@ -312,12 +315,12 @@ json server_blocks_plan::set_budget(const json & op) {
         }
         budget.order.push_back({ get_block_name(e.at("name")), get_int(e, "p0", 0, MAX_COUNT), get_int(e, "p1", 0, MAX_COUNT) });
         if (budget.order.back().p0 >= budget.order.back().p1) {
-            fail_request("\"order\" must be blocks with p0 < p1");
+            fail_request("each block of \"order\" must have p0 < p1");
         }
     }
     const int64_t n_required = (int64_t) budget.sink + budget.recent + server_ranges_count(budget.protect, 0, MAX_COUNT) + budget.block;
     if (budget.n_rows > 0 && n_required > budget.n_rows) {
-        fail_request(string_format("a budget of %d cannot hold sink + recent + protect + one block = %d tokens", budget.n_rows, (int) n_required));
+        fail_request(string_format("the budget of %d tokens is less than sink + recent + protect + one block = %d tokens", budget.n_rows, (int) n_required));
     }
     max_rows = budget.n_rows;
     json res { {"budget", budget.n_rows}, {"sink", budget.sink}, {"recent", budget.recent}, {"block", budget.block} };
@@ -327,7 +330,8 @@ json server_blocks_plan::set_budget(const json & op) {
     return res;
 }
 
-// For a client whose slot has a prefix of its text, with missing rows that another client made.
+// Limits how much of the slot's text the next marked request reuses: for a client whose prompt has a prefix in common with
+// the slot, of which another client has evicted rows.
 json server_blocks_plan::limit_reuse(const json & op) {
     const int32_t n = get_int(op, "n_tokens", 0, (int32_t) text.tokens.size());
     if (!dry) {
@@ -336,10 +340,10 @@ json server_blocks_plan::limit_reuse(const json & op) {
     return json { {"n_tokens", n} };
 }
 
-// The slot's next marked request only shows what the model attends to: its rows are removed afterwards.
+// Makes the next marked request a probe: it shows what the model attends to, and its rows are removed afterwards.
 json server_blocks_plan::probe() {
     if (!parts.context.is_dense()) {
-        fail(501, "not_supported_error", string_format("what was decoded cannot be taken back exactly (memory: %s)", parts.context.memory.name));
+        fail(501, "not_supported_error", string_format("the effects of a probe on this kind of memory (%s) cannot be undone", parts.context.memory.name));
     }
     if (!dry) {
         state.expect_probe();

@@ -15,12 +15,12 @@
 #include <string>
 #include <vector>
 
-// One op: what it does, its fields, and its index in the body. "Save, then evict" in one op becomes two of these.
+// One op of a plan. An op of the body that saves and evicts becomes two of these.
 struct server_blocks_op {
-    std::string  kind;
-    const json * fields;
-    const json * name;   // of a save
-    size_t       source; // index in the body
+    std::string  kind;   // "save", "evict", ...
+    const json * fields; // the op of the body
+    const json * name;   // of a save: the name of the new block
+    size_t       source; // index of the op in the body
 
     // Appends the ops that one op of the body stands for.
     static void expand(const std::string & kind, const json & op, size_t source, std::vector<server_blocks_op> & out);

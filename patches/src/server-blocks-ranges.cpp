@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-// the first range that ends after a position
+// Returns the first range that ends after a position.
 static llama_kv_ranges::const_iterator first_ending_after(const llama_kv_ranges & set, llama_pos pos) {
     return std::upper_bound(set.begin(), set.end(), pos, [](llama_pos p, const auto & r) { return p < r.second; });
 }

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t MAX_EDGES      = 64; // of a request
 constexpr size_t MAX_SENT_EDGES = 8;  // of a reply
 
-// the texts that a template may print for a message, in the order in which it would
+// Returns the texts that a template may print for a message, in the order in which it prints them.
 std::vector<std::string> message_texts(const json & message) {
     std::vector<std::string> res;
     const auto add = [&](const json & value) {
@@ -54,7 +54,7 @@ std::string base64_of(const std::vector<uint8_t> & bytes) {
     return res;
 }
 
-// whether the character before `end` ends a sentence in a script without white space
+// Returns whether the character before `end` ends a sentence in a script without white space.
 bool ends_full_width(const std::string & text, size_t end) {
     for (const std::string mark : { "\u3002", "\uff01", "\uff1f" }) {
         if (end >= mark.size() && text.compare(end - mark.size(), mark.size(), mark) == 0) {
@@ -75,12 +75,13 @@ server_blocks_render::server_blocks_render(const llama_vocab * vocab, llama_toke
     }
 }
 
-// the token that contains a character
+// Returns the token that contains the character at `pos`.
 int32_t server_blocks_render::token_at(size_t pos) const {
     return (int32_t) (std::upper_bound(starts.begin(), starts.end(), pos) - starts.begin()) - 1;
 }
 
-// the first token of a message whose text begins in token `at`: the control token that opens it, or `at`
+// Returns the first token of a message whose text begins in token `at`: the control token that opens it, or `at`. Does not
+// search before token `from`.
 int32_t server_blocks_render::first_token_of(int32_t from, int32_t at) const {
     int32_t res = at;
     for (int32_t i = at - 1; i >= from; --i) {
@@ -94,10 +95,10 @@ int32_t server_blocks_render::first_token_of(int32_t from, int32_t at) const {
     return res;
 }
 
-// tokens that begin a sentence or a line, except the first of each range of characters
+// Returns the tokens that begin a sentence or a line, except the first of each range of characters.
 std::vector<int32_t> server_blocks_render::sentence_starts_in(const char_ranges & ranges) const {
     std::vector<int32_t> res;
-    size_t i = 0; // the token that contains a character
+    size_t i = 0; // the token that contains the character at `pos`
     for (const auto & [first, last] : ranges) {
         bool ended = false; // a sentence or a line has ended since the last visible character
         bool mark  = false; // that character ends a sentence if white space follows
@@ -110,7 +111,8 @@ std::vector<int32_t> server_blocks_render::sentence_starts_in(const char_ranges 
                 ended = ended || mark || c == '\n';
                 continue;
             }
-            // white space may precede the sentence in its token; one that begins later in a token cannot be cut there
+            // White space may precede the sentence in its token. A sentence that begins after other text of a token is left
+            // out, because a block cannot begin there.
             if (ended && text.find_first_not_of(" \t\r\n", starts[i]) == pos) {
                 res.push_back((int32_t) i);
             }
@@ -178,7 +180,7 @@ json server_blocks_render::expanded(json reply) const {
     return reply;
 }
 
-// Clients send these hashes back: they must not change.
+// Clients send these hashes back to later versions of the server: they must not change.
 server_blocks_edges server_blocks_render::edges() const {
     server_blocks_edges res;
     uint64_t h  = 0x65646765ull;
@@ -207,7 +209,7 @@ server_blocks_edges server_blocks_render::parse_edges(const json & value) {
     }
     for (const auto & edge : value) {
         if (!edge.is_array() || edge.size() != 2 || !edge[0].is_number_integer() || !edge[1].is_string()) {
-            throw std::invalid_argument("each of \"known\" must be [end, hash], as a reply has it in \"edges\"");
+            throw std::invalid_argument("each of \"known\" must be [end, hash], as in the \"edges\" of an earlier reply");
         }
         const auto end = edge[0].get<int64_t>();
         if (end < 0 || end > std::numeric_limits<int32_t>::max()) {

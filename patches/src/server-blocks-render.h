@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-// ends of messages, each with a hash of everything that a compact reply says up to there
+// Ends of messages in tokens, each with a hash of everything that a compact reply contains up to there.
 using server_blocks_edges = std::vector<std::pair<int32_t, std::string>>;
 
 class server_blocks_render {
@@ -29,8 +29,8 @@ public:
     json expanded(json reply) const;
 
     // Returns `reply` as text, with the spans as columns, the tokens as base64 of little-endian int32, and the sentence
-    // starts as base64 of one bit per token, the lowest bit first. Leaves out what ends at or before the last edge of
-    // `previous` that this prompt has, too.
+    // starts as base64 of one bit per token, the lowest bit first. Leaves out everything up to the last edge that this
+    // prompt and `previous` have in common.
     std::string compact(json reply, const server_blocks_edges & previous) const;
 
     // Returns the edges of a request, [[end, hash], ...]. Throws std::invalid_argument when the value is not like that.

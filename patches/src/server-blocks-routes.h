@@ -1,8 +1,8 @@
-// The HTTP side of the block calls. Included once, by server-context.cpp, after server_res_generator is defined.
+// The HTTP routes of the block calls. server-context.cpp includes this file once, after server_res_generator is defined.
 
 #pragma once
 
-// Adds what /props says of blocks. Called once, before the first request.
+// Adds the part of /props that describes block calls. Called once, before the first request.
 void server_routes::update_blocks() {
     server_context_meta with_blocks = *meta;
     with_blocks.evoke = ctx_server.blocks.props();
@@ -13,7 +13,7 @@ void server_routes::update_blocks() {
 std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_http_req & req, server_blocks_call call) {
     auto res = create_response();
     if (!ctx_server.blocks.enabled()) {
-        const std::string reason = meta->evoke.is_null() ? ". Start it with `--evoke-ram N`" : ": " + json_value(meta->evoke, "unsupported", std::string());
+        const std::string reason = meta->evoke.is_null() ? ". Start it with `--evoke-ram MiB`" : ": " + json_value(meta->evoke, "unsupported", std::string());
         res->error(format_error_response("This server does not support block calls" + reason, ERROR_TYPE_NOT_SUPPORTED));
         return res;
     }
@@ -28,7 +28,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
     const auto shared = std::make_shared<server_blocks_call>(std::move(call));
     json data;
     do {
-        const auto round = create_response(); // a reader of results serves one task
+        const auto round = create_response(); // its reader of results serves one task only
         server_task task(SERVER_TASK_TYPE_EVOKE);
         task.id    = round->rd.get_new_id();
         task.evoke = shared;
@@ -74,8 +74,8 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
     return handle_blocks(req, std::move(call));
 }
 
-// Returns the tokens and message spans of a request, exactly as this server would decode it, and how much of it each
-// slot has.
+// Returns the tokens and message spans of a request, exactly as this server would decode it, and how many of these tokens
+// each slot has.
 std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
     const auto awake = create_response(); // wakes a sleeping server: it has no vocabulary
     const json request = server_blocks_parse(req.body);
@@ -98,7 +98,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     std::vector<raw_buffer> files;
     const json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
     if (!files.empty()) {
-        throw std::invalid_argument("media cannot be rendered to tokens");
+        throw std::invalid_argument("a request with images or audio cannot be rendered to tokens");
     }
     auto inputs = tokenize_input_prompts(ctx_server.vocab, nullptr, parsed.at("prompt"), true, true, ctx_server.init_opt);
     if (inputs.size() != 1) {

@@ -20,7 +20,7 @@ public:
 
     struct share {
         std::map<uint64_t, server_blocks_key> by_age[2]; // of each tier, the oldest first
-        size_t bytes[2] = { 0, 0 };                           // of each tier
+        size_t bytes[2] = { 0, 0 };                      // of each tier
 
         size_t total() const { return bytes[DISK_ONLY] + bytes[IN_RAM]; }
     };
@@ -47,7 +47,7 @@ public:
     std::vector<const share *> largest_first(tier of) const;
 
     // Returns the shares from which copies may be given up when a tenant needs `bytes` more: first those that have more
-    // than the tenant would have, the largest first, then its own. No tenant takes from one that has less.
+    // than the tenant would have, the largest first, then its own. So no tenant takes memory from one that has less.
     std::vector<const share *> donors(const std::string & tenant, size_t bytes) const;
 
 private:

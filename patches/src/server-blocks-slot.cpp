@@ -34,6 +34,7 @@ void server_blocks_slot_state::renew_epoch() {
     current_epoch = ++*last_epoch;
     reserved      = false;
     budget_rules  = {};
+    slot_owner    = {};
     reuse_limit   = UNLIMITED;
     probe_expected = probing = probed = false;
     llama_attn_capture_set(ctx, id, {});
@@ -66,17 +67,17 @@ int32_t server_blocks_slot_state::begin_turn(const server_blocks_turn & request)
     reuse_limit    = UNLIMITED;
     probing        = probe_expected && marker == VALID_MARKER;
     probe_expected = false;
-    // One token at least is decoded. What is reused ends before it, also for windows and checkpoints.
+    // At least one token is decoded, so that windows and checkpoints, too, are reused up to before that token only.
     const int32_t reusable = std::min(turn.n_common, turn.n_tokens - 1);
     if (marker == VALID_MARKER) {
         reserved = true;
         return clip(reusable);
     }
-    // The request does not expect missing rows. The slot becomes its own, and only a prefix is reused that has no missing
-    // rows and no row that was decoded after missing ones.
+    // The request does not expect missing rows. It gets the slot with a new epoch, and reuses only a prefix without missing
+    // rows and without rows that were decoded after missing ones.
     renew_epoch();
     if (turn.oversized) {
-        return clip(reusable); // decoded once more, the prefix would have missing rows as well
+        return clip(reusable); // the prefix would have missing rows as well if it were decoded once more
     }
     reconcile();
     return std::min(turn.n_common, rows.complete_end());
@@ -92,7 +93,7 @@ int32_t server_blocks_slot_state::on_decode_start(int32_t n_past) {
     peak   = std::max(peak - n_cut, n_present);
     this->n_past = n_past;
     if (probing) {
-        reuse_limit = n_past; // for the next request, whether the probe ends or breaks off
+        reuse_limit = n_past; // so that the next request removes the rows of the probe, even if the probe is cancelled
     }
     server_ranges_remove(recovered, n_past, END);
     rows.reconcile(present);
@@ -174,7 +175,7 @@ void server_blocks_slot_state::update_peak() {
 
 void server_blocks_slot_state::on_loaded(const server_blocks_copy & copy, uint64_t prefix_hash) {
     server_ranges_add(recovered, copy.kv.p0, copy.kv.p1);
-    // after other text than the rows were decoded after, they are not what that text would make
+    // Rows that were decoded after other text differ from the rows that the present text would give.
     rows.on_loaded(copy.prefix_hash == prefix_hash ? copy.rows : server_blocks_rows_displaced(copy.rows, copy.prefix_hash));
     mark_used(copy.kv.p0, copy.kv.p1);
 }
@@ -190,7 +191,7 @@ void server_blocks_slot_state::on_clear() {
     renew_epoch();
     last_uses.clear();
     rows.clear();
-    reconcile(); // a slot file leaves rows
+    reconcile(); // rows from a slot file may be there
 }
 
 void server_blocks_slot_state::on_copy(const server_blocks_slot_state & from) {
@@ -251,11 +252,11 @@ void server_blocks_slot_state::mark_attended(int32_t block) {
         for (llama_pos p0 = r.first, p1; p0 < r.second; p0 = p1) {
             p1 = std::min(r.second, (p0/block + 1)*block);
             double mass = sums.of(p0, p1).mass;
-            if (params->mode == LLAMA_ATTN_SUM) { // the mean of what was added since
+            if (params->mode == LLAMA_ATTN_SUM) { // the mean per token since the last time
                 present[p0] = mass;
                 mass = (mass - attention[p0])/(n - n_observed);
             }
-            if (mass >= (p1 - p0)/n_present) { // at least what it would have if all rows got the same
+            if (mass >= (p1 - p0)/n_present) { // at least as much as if all rows got the same
                 mark_used(p0, p1);
             }
         }

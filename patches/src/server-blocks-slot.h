@@ -1,6 +1,6 @@
 #pragma once
 
-// State of one slot: the epoch of its rows, where they came from, its budget, and the turn in progress.
+// State of one slot: the epoch of its rows, their origin, its budget, and the turn in progress.
 //
 // Owns: the history of the slot's rows, the budget, and the token accounting of the turn. It reads residency from the
 //       cells of the context, and frees cells in evict(); it owns neither.
@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-// How many rows of a slot stay resident, and which leave first.
+// How many rows of a slot may be resident, and which are evicted first.
 struct server_blocks_budget {
     struct entry {
         std::string name; // "" = derived from the content
@@ -34,21 +34,27 @@ struct server_blocks_budget {
     int32_t sink   = 0;  // first tokens, never evicted
     int32_t recent = 0;  // last tokens, never evicted
     int32_t block  = 64; // tokens that are evicted together
-    int32_t align  = 0;  // position from which blocks are counted
+    int32_t align  = 0;  // position at which a block begins; the others begin at multiples of `block` from there
     std::string        tenant;
-    std::string        session; // for which copies are saved
+    std::string        session; // copies are saved for this session
     llama_kv_ranges    protect; // never evicted
-    std::vector<entry> order;   // evicted first to last; after them as --kv-eviction says, or the oldest first
+    std::vector<entry> order;   // evicted first, in this order; then others as --kv-eviction says, or the oldest first
 };
 
-// What a request brings when its prompt begins.
+// What is known of a request when its prompt begins.
 struct server_blocks_turn {
     int64_t  epoch      = -1;    // of its marker, -1: it has none
     int32_t  n_tokens   = 0;     // of its prompt
     int32_t  n_common   = 0;     // of these the first that equal the slot's text
     uint64_t adapters   = 0;     // server_blocks_adapters::hash_of(), 0: none
-    bool     opaque     = false; // an adapter is active in a part of the text that is not recorded
+    bool     opaque     = false; // an adapter is active in a part of the text only, and nothing records in which
     bool     oversized  = false; // the prompt does not fit the cells: the engine evicts some of it in any case
+};
+
+// For whom a slot has its rows.
+struct server_blocks_slot_owner {
+    std::string tenant;
+    std::string session;
 };
 
 class server_blocks_slot_state {
@@ -87,6 +93,10 @@ public:
     // Gives the slot a new epoch: calls that name the old one are refused. Ends reservation, budget and capture.
     void renew_epoch();
 
+    // Names who ran the latest plan or adopt of this epoch; empty before the first.
+    const server_blocks_slot_owner & owner() const { return slot_owner; }
+    void set_owner(server_blocks_slot_owner owner) { slot_owner = std::move(owner); }
+
     // A reserved slot has rows that a client comes back for: other requests get another slot where there is one.
     bool is_reserved() const { return reserved; }
     void reserve() { reserved = true; }
@@ -99,7 +109,7 @@ public:
     const server_blocks_budget & budget() const { return budget_rules; }
     void set_budget(server_blocks_budget budget);
 
-    // Limits how many tokens the next marked request reuses; the limit of that request is also its limit of view().
+    // Limits how many tokens the next marked request reuses, and how many of them /evoke/render reports until then.
     void limit_reuse(int32_t n_tokens) { reuse_limit = n_tokens; }
     int32_t reuse() const { return reuse_limit; }
 
@@ -109,7 +119,7 @@ public:
 
     // ---- turn
 
-    // Begins a turn. Returns how many tokens are reused, as far as the rows that the request may use go.
+    // Begins a turn. Returns how many tokens of the prompt are reused.
     int32_t begin_turn(const server_blocks_turn & request);
 
     // Records that decoding starts at n_past. Returns how many of the tokens before it are resident.
@@ -134,7 +144,7 @@ public:
     // Records that the engine evicted a range, saved under `name` (null: it is not saved).
     void on_auto_evicted(llama_pos p0, llama_pos p1, const json & name);
 
-    // Records that a token was decoded although the budget had no room for it.
+    // Records that a token was decoded although the budget or the cells had no room for it.
     void on_breach() { n_breaches++; }
 
     // Records that the cells were emptied or replaced by others.
@@ -143,7 +153,7 @@ public:
     // Records that the rows of another slot are about to be copied into this one.
     void on_copy(const server_blocks_slot_state & from);
 
-    // Prepares for a text that block-adopt puts in place of the slot's: no row is left.
+    // Records that block-adopt has removed all rows and is about to load those of another text.
     void on_adopt();
 
     // Records that rows from `pos` on are about to move to other positions, and that they have.
@@ -161,11 +171,11 @@ public:
     // Records that rows were decoded, loaded or attended to now.
     void mark_used(llama_pos p0, llama_pos p1);
 
-    // Returns when a row of [p0, p1) was last used, in steps of this slot; 0: never.
+    // Returns when a row of [p0, p1) was last used, as a count of the uses in this slot; 0: never.
     uint64_t used_at(llama_pos p0, llama_pos p1) const;
 
-    // Where attention is captured: marks the blocks of `block` positions as used that got their share of it since the
-    // last call. Does nothing until `block` tokens were observed since.
+    // Where attention is captured: marks those blocks of `block` positions as used that got at least the mean attention
+    // since the last time. Does nothing until the attention of `block` more tokens was captured.
     void mark_attended(int32_t block);
 
 private:
@@ -180,10 +190,11 @@ private:
     bool            reserved = false;
     server_blocks_history rows;
     server_blocks_budget  budget_rules;
+    server_blocks_slot_owner slot_owner;
     bool            record_uses      = false;
     bool            report_all_turns = false;
 
-    // the turn: everything since the last reply
+    // the turn: everything since the reply before it
     enum { NO_MARKER, STALE_MARKER, VALID_MARKER } marker = NO_MARKER;
     server_blocks_turn turn;
     int32_t n_past      = 0;         // tokens that decoding started after
@@ -194,7 +205,7 @@ private:
     bool    first_token    = false;  // the reply has begun
     bool    probe_expected = false;  // the next marked request is a probe
     bool    probing        = false;  // the present request is one
-    bool    probed         = false;  // the last one was: the turn continues
+    bool    probed         = false;  // the request before this one was a probe: its turn continues
     llama_kv_ranges recovered;       // rows loaded
     json    auto_evicted = json::array();
     json    accounting;              // object, from the first output token on

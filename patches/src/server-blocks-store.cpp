@@ -1,4 +1,4 @@
-// the store: copies by key, their names, and which of them are given up when memory is short
+// The store: copies by key, their names, and which of them are given up when memory is short.
 
 #include "server-blocks-store.h"
 
@@ -62,13 +62,13 @@ size_t server_blocks_store::drop(const std::string & tenant, const std::string &
     return 1;
 }
 
-// the file of the copy must get its new names
+// Has the new names written into the file of the copy.
 void server_blocks_store::on_labels_changed(copy_it it) {
     auto & copy = it->second;
     copy.labels_stale  = true;
     copy.reported_tier = -1;
     if (copy.on_disk && !copy.in_ram()) {
-        stale_on_disk.insert(it->first);
+        files.mark_outdated(it->first);
         write(it);
     }
 }
@@ -101,7 +101,7 @@ bool server_blocks_store::has_rows(const server_blocks_key & key, const server_b
 
 bool server_blocks_store::is_file_missing(const server_blocks_key & key) const {
     const auto * copy = find(key);
-    return copy && !copy->in_ram() && !copy->reading && !folder.contains(file_of(key, *copy));
+    return copy && files.is_missing(key, *copy);
 }
 
 void server_blocks_store::erase_if_file_missing(const server_blocks_key & key) {
@@ -113,9 +113,7 @@ void server_blocks_store::erase_if_file_missing(const server_blocks_key & key) {
 void server_blocks_store::mark_used(const server_blocks_key & key) {
     auto & copy = copies.at(key);
     shares.mark_used(key, copy, ++clock);
-    if (copy.on_disk) {
-        folder.mark_used(file_of(key, copy));
-    }
+    files.mark_used(key, copy);
 }
 
 void server_blocks_store::insert(const server_blocks_owner & owner, const server_blocks_key & key, server_blocks_copy copy) {
@@ -139,7 +137,7 @@ void server_blocks_store::insert(const server_blocks_owner & owner, const server
 
 void server_blocks_store::set_bounds(const server_blocks_key & key, server_blocks_bounds bounds) {
     auto & copy = copies.at(key);
-    if (used() + reserved_bytes - copy.bounds.size() + bounds.size() > config.ram_bytes) {
+    if (used() + memory.reserved_bytes() - copy.bounds.size() + bounds.size() > config.ram_bytes) {
         return;
     }
     shares.remove(key, copy);
@@ -162,46 +160,36 @@ uint64_t server_blocks_store::update_versions(const std::string & tenant) {
     return version;
 }
 
-// The rows are no longer needed, and the copy leaves its tenant's share. Memory that the disk still uses counts as
-// pending. A file stays.
+// Removes the copy from its tenant's share and releases the memory of its rows, as soon as the disk no longer uses it.
+// The file stays.
 void server_blocks_store::discard_rows(copy_it it) {
     fence.wait();
-    poll_write(it);
-    auto & copy = it->second;
-    shares.remove(it->first, copy);
-    const bool running = copy.writing && !folder.cancel(*copy.writing);
-    if (copy.writing && !running) {
-        poll_write(it);
+    const auto & key  = it->first;
+    auto &       copy = it->second;
+    files.poll_write(key, copy);
+    shares.remove(key, copy);
+    if (copy.reading) {
+        auto read = files.end_read(key, copy);
+        uint8_t * data = read->data;
+        memory.remove_pending(rows_bytes(copy.kv)); // begin_read() has counted it
+        memory.release_after(std::move(read), data, rows_bytes(copy.kv));
     }
-    if (copy.reading) { // pending_bytes contains its memory already
-        pending.push_back({ nullptr, copy.reading, copy.reading->data, rows_bytes(copy.kv) });
-    }
-    if (running) {
-        const size_t bytes = copy.in_ram() ? rows_bytes(copy.kv) : 0;
-        pending.push_back({ copy.writing, nullptr, copy.kv.data, bytes });
-        pending_bytes += bytes;
+    if (auto running = files.cancel_write(key, copy)) {
+        memory.release_after(std::move(running), copy.kv.data, copy.in_ram() ? rows_bytes(copy.kv) : 0);
     } else if (copy.in_ram()) {
-        arena.release(copy.kv.data);
+        memory.release(copy.kv.data);
     }
     copy.kv.data = nullptr;
-    copy.writing.reset();
-    copy.reading.reset();
-    busy.erase(it->first);
 }
 
-// removes the copy, its names and its file
+// Removes the copy, its names and its file.
 void server_blocks_store::erase(copy_it it) {
     auto & copy = it->second;
     for (const auto & label : copy.labels) {
         keys.erase({ it->first.tenant, label.first });
     }
     discard_rows(it);
-    if (copy.on_disk) {
-        const auto file = file_of(it->first, copy);
-        files.erase(file);
-        folder.remove(file);
-    }
-    stale_on_disk.erase(it->first);
+    files.remove(it->first, copy);
     copies.erase(it);
 }
 
@@ -221,28 +209,23 @@ bool server_blocks_store::reserve(const std::string & tenant, const std::vector<
     if (!may_fit(tenant, row_sizes, bytes, keep) || !make_space(tenant, bytes, keep)) {
         return false;
     }
+    std::vector<std::pair<size_t, uint8_t *>> parts;
     for (const size_t size : row_sizes) {
         uint8_t * data = allocate_rows(tenant, size, keep);
         if (!data) {
-            cancel_reservation();
+            for (const auto & part : parts) {
+                memory.release(part.second);
+            }
             return false;
         }
-        reserved.insert({ size, data });
+        parts.push_back({ size, data });
     }
-    reserved_bytes = bytes;
+    memory.reserve(parts, bytes);
     return true;
 }
 
-void server_blocks_store::cancel_reservation() {
-    for (const auto & item : reserved) {
-        arena.release(item.second);
-    }
-    reserved.clear();
-    reserved_bytes = 0;
-}
-
-// Returns whether the arena would have contiguous memory for these rows if every copy that may be given up were
-// released: if not, none is given up in vain.
+// Returns whether there would be contiguous memory for these rows if every copy that may be given up were released. If
+// not, giving up copies would be in vain.
 bool server_blocks_store::may_fit(const std::string & tenant, const std::vector<size_t> & row_sizes, size_t bytes, const server_blocks_key_set & keep) const {
     if (row_sizes.empty()) {
         return true;
@@ -256,13 +239,13 @@ bool server_blocks_store::may_fit(const std::string & tenant, const std::vector<
             }
         }
     }
-    return arena.fits(row_sizes, freeable);
+    return memory.fits(row_sizes, freeable);
 }
 
 // Gives up copies of donors(), the least recently used first, until `bytes` fit the budget. Returns false if they never
 // will (then nothing has changed), or if they do not because the disk still uses memory that would have to be freed.
 bool server_blocks_store::make_space(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
-    if (!reserved.empty()) {
+    if (memory.has_reservation()) {
         return true; // the reservation contains these bytes
     }
     poll_disk();
@@ -271,8 +254,8 @@ bool server_blocks_store::make_space(const std::string & tenant, size_t bytes, c
         const auto * copy = find(key);
         kept_bytes += copy ? copy->bytes : 0;
     }
-    // available are the free bytes, those the tenant has and does not need now, and those others have beyond what the
-    // tenant would have
+    // Available are the free bytes, the tenant's own bytes except those of `keep`, and of each larger share the bytes by
+    // which it exceeds what the tenant would have.
     const size_t own = shares.bytes_of(tenant);
     size_t possible  = free_bytes() + own - std::min(own, kept_bytes);
     for (const auto * share : shares.donors(tenant, bytes)) {
@@ -289,7 +272,7 @@ bool server_blocks_store::make_space(const std::string & tenant, size_t bytes, c
     return true;
 }
 
-// Frees the memory of one copy: of one that is on disk too, else of one that the disk takes now, else of one that is
+// Frees the memory of one copy: of one that is on disk too, else of one that is written to disk now, else of one that is
 // given up. Returns false if there is none.
 bool server_blocks_store::free_one(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
     const auto donors = shares.donors(tenant, bytes);
@@ -309,17 +292,11 @@ bool server_blocks_store::free_one(const std::string & tenant, size_t bytes, con
     return false;
 }
 
-// contiguous memory, of the reservation or at the cost of old copies; nullptr if that is not enough
+// Returns contiguous memory, and gives up old copies until there is some. Returns nullptr if that is not enough.
 uint8_t * server_blocks_store::allocate_rows(const std::string & tenant, size_t bytes, const server_blocks_key_set & keep) {
-    const auto it = reserved.find(bytes);
-    if (it != reserved.end() && reserved_bytes > 0) {
-        uint8_t * data = it->second;
-        reserved.erase(it);
-        return data;
-    }
-    uint8_t * data = arena.allocate(bytes);
+    uint8_t * data = memory.allocate(bytes);
     while (!data && free_one(tenant, bytes, keep)) {
-        data = arena.allocate(bytes);
+        data = memory.allocate(bytes);
     }
     return data;
 }

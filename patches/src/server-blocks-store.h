@@ -2,20 +2,21 @@
 
 // The store of saved copies: in host memory, on disk, or both.
 //
-// Owns: the copies with their names, the host memory (arena), the folder (disk), the accounting by tenant (shares), and
-//       the reads and writes that are in progress.
+// Owns: the copies and their names; through its parts the host memory (memory), the files (copy-files) and the
+//       accounting by tenant (shares).
 // Threads: the main loop only, except refresh_disk() and disk(), which are for any thread. The main loop never accesses
 //          the file system: it allocates memory for a block and lets the thread of a call read into it; it queues
 //          writes, and poll_disk() applies their results.
 // Invariants: every copy has a name, and every name has a copy. All host memory counts against the budget: rows,
-//             entries, and memory that a read or a write still needs (`pending_bytes`). Between two calls the sum does
-//             not exceed the budget, except for memory that the disk has not released yet. A copy whose file another
-//             process deletes is erased unless it is in host memory.
+//             entries, and memory that a read or a write still uses. Between two calls the sum does not exceed the
+//             budget, except for memory that the disk has not released yet. A copy whose file another process deletes
+//             is erased unless it is in host memory.
 
-#include "server-blocks-arena.h"
+#include "server-blocks-copy-files.h"
 #include "server-blocks-copy.h"
 #include "server-blocks-disk.h"
 #include "server-blocks-fence.h"
+#include "server-blocks-memory.h"
 #include "server-blocks-shares.h"
 
 #include <algorithm>
@@ -34,12 +35,12 @@ public:
         uint64_t    model  = 0;    // server_blocks_model_id(), 0: not available
         uint64_t    layout = 0;    // llama_kv_block_layout()
         ggml_backend_buffer_type_t host_buft = nullptr; // pinned memory of the device, or nullptr
-        std::map<int32_t, int32_t> key_channels; // layer -> channels of its keys, for checking bounds of files
+        std::map<int32_t, int32_t> key_channels; // layer -> channels of its keys; files with other bounds are refused
         std::string disk;          // --evoke-disk, "" = none
     };
 
-    // `fence`: of the copies that the rows take part in; must outlive the store.
-    explicit server_blocks_store(server_blocks_fence & fence) : fence(fence) {}
+    // `fence`: of the copies between cells and host memory; must outlive the store.
+    explicit server_blocks_store(server_blocks_fence & fence) : fence(fence), files(fence) {}
 
     // Writes what is not on disk yet, for a few seconds at most. The context may be gone.
     ~server_blocks_store();
@@ -85,7 +86,7 @@ public:
     // Returns whether the copy of a key is only on disk and another process has deleted its file.
     bool is_file_missing(const server_blocks_key & key) const;
 
-    // Erases such a copy.
+    // Erases the copy of a key if its file is missing.
     void erase_if_file_missing(const server_blocks_key & key);
 
     // Makes a copy the most recently used one.
@@ -110,43 +111,48 @@ public:
     // Allows the calls below to wait for the disk: for 100 ms from now.
     void begin_call();
 
-    // Returns `row_bytes` of memory for a copy of `tenant` that takes `bytes` in all, or nullptr. Gives up copies of
-    // donors() for it, the least recently used first, but none of `keep`.
+    // Returns `row_bytes` of memory for a copy of `tenant` that takes `bytes` in all, or nullptr. Gives up copies for it,
+    // the least recently used first of each of shares.donors(), but none of `keep`.
     uint8_t * allocate(const std::string & tenant, size_t row_bytes, size_t bytes, const server_blocks_key_set & keep);
 
-    // Returns memory of allocate() that is not needed.
-    void release(uint8_t * data) { arena.release(data); }
+    // Takes back memory of allocate() that no copy was made in.
+    void release(uint8_t * data) { memory.release(data); }
 
     // Reserves memory for the copies of a plan, all or none: `row_sizes` are the bytes of the rows of each, `bytes` what
-    // all take. allocate() hands the memory out until cancel_reservation(). Returns false, and gives up no copy where
-    // it can tell that in advance, when there is not enough.
+    // all take. allocate() hands the memory out until cancel_reservation(). Returns false when there is not enough, and
+    // then gives up no copy if it can tell so in advance.
     bool reserve(const std::string & tenant, const std::vector<size_t> & row_sizes, size_t bytes, const server_blocks_key_set & keep);
-    void cancel_reservation();
+    void cancel_reservation() { memory.cancel_reservation(); }
 
-    size_t used()   const { return shares.bytes() + pending_bytes; }
+    size_t used()   const { return shares.bytes() + memory.pending_bytes(); }
     size_t budget() const { return config.ram_bytes; }
-    bool   pinned() const { return arena.pinned(); }
+
+    // Returns how many copies were given up since the process started because there was no room for them.
+    uint64_t dropped() const { return n_dropped; }
+
+    bool   pinned() const { return memory.pinned(); }
 
     // ---- disk
 
     // Applies what the disk has done since the last call: writes, reads, files that appeared or disappeared.
     void poll_disk();
 
-    // Any thread, except the main loop: takes notice of files that other processes wrote or deleted.
+    // Any thread, except the main loop: finds files that other processes wrote or deleted.
     void refresh_disk();
 
     // Any thread: the folder. For reads, waits and scans that a call executes in its own thread.
-    server_blocks_disk & disk() { return folder; }
-    const server_blocks_disk & disk() const { return folder; }
+    server_blocks_disk & disk() { return files.disk(); }
+    const server_blocks_disk & disk() const { return files.disk(); }
 
     // Returns why there is no disk although --evoke-disk names one, or "".
-    const std::string & disk_error() const { return folder_error; }
+    const std::string & disk_error() const { return files.error(); }
 
     // Returns the state of the disk for replies, null without --evoke-disk.
     json disk_json() const;
 
     // Returns the pending read of a copy that is only on disk, which the caller's thread must execute. Starts one if
-    // there is none. nullptr if the copy needs none or its file is gone; sets `no_memory` if host memory has no room.
+    // there is none. Returns nullptr if the copy needs none or its file is missing, and sets `no_memory` if host memory
+    // has no room.
     std::shared_ptr<server_blocks_read> begin_read(const server_blocks_key & key, const server_blocks_key_set & keep, bool & no_memory);
 
     // Queues a write of a copy whose file is missing or stale, and returns the write in progress, or nullptr.
@@ -165,14 +171,6 @@ private:
     using copy_it  = copy_map::iterator;
     using share    = server_blocks_shares::share;
 
-    // memory of an erased copy that the disk still reads or writes
-    struct pending_memory {
-        std::shared_ptr<server_blocks_write> write;
-        std::shared_ptr<server_blocks_read>  read;
-        uint8_t * data;
-        size_t    bytes;
-    };
-
     // server-blocks-store.cpp
     void   erase(copy_it it);
     void   discard_rows(copy_it it);
@@ -187,39 +185,28 @@ private:
     // server-blocks-tiers.cpp
     void open_disk();
     void forget_all();
-    void poll_write(copy_it it);
     void poll_read(copy_it it);
-    void poll_pending_memory();
+    void poll_lost_files();
+    void poll_memory();
     void add_new_files();
     void add_new_file(const server_blocks_head & head, uint64_t last_used);
     bool is_valid(const server_blocks_head & head) const;
     bool are_valid(const server_blocks_bounds & bounds) const;
-    void write(copy_it it, bool insist = false);
+    void write(copy_it it, bool insist = false) { files.write(it->first, it->second, insist); }
     void write_ahead();
     void release_rows(copy_it it);
     bool release_one(const std::vector<const share *> & from, const server_blocks_key_set & keep);
     bool wait_for_write(const std::vector<const share *> & from, const server_blocks_key_set & keep);
-    server_blocks_head head_of(const server_blocks_key & key, const server_blocks_copy & copy) const;
-    std::string file_of(const server_blocks_key & key, const server_blocks_copy & copy) const;
 
-    server_blocks_fence & fence;
-    options               config;
-    server_blocks_arena   arena;
-    server_blocks_disk    folder;
-    std::string           folder_error;
-    server_blocks_shares  shares;
-    copy_map              copies;
+    server_blocks_fence    & fence;
+    options                  config;
+    server_blocks_memory     memory;
+    server_blocks_copy_files files;
+    server_blocks_shares     shares;
+    copy_map                 copies;
     std::map<std::pair<std::string, std::string>, server_blocks_key> keys; // (tenant, name) -> key
-    std::map<std::string, server_blocks_key> files; // file name -> key of the copy it belongs to
-    server_blocks_key_set busy;           // copies that are written or read
-    server_blocks_key_set stale_on_disk;  // copies only on disk whose file has other names
-    std::vector<pending_memory> pending;
-    size_t   pending_bytes = 0;           // memory of reads in progress and of `pending`
-    std::multimap<size_t, uint8_t *> reserved; // memory of reserve(), by size
-    size_t   reserved_bytes = 0;
     uint64_t clock     = 0; // last value of last_used
     uint64_t version   = 0; // of the reports of copies
     uint64_t n_dropped = 0; // copies given up because memory was short
     int64_t  deadline_ms = 0; // until when a call may wait for the disk
-    int64_t  retry_ms    = 0; // no write before this time: the disk has failed
 };

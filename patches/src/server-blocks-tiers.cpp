@@ -1,7 +1,4 @@
-// the store: which copies are in host memory and which on disk
-//
-// The main loop never reads or writes a file. It allocates memory for a block and lets the thread of a call read into
-// it; it queues writes and applies their results later. All of that memory counts against the budget meanwhile.
+// The store: which copies are in host memory and which on disk.
 
 #include "server-blocks-hash.h"
 #include "server-blocks-store.h"
@@ -10,17 +7,16 @@
 
 #include <algorithm>
 
-static constexpr int64_t RETRY_MS     = 2000; // pause after a failed write
-static constexpr int     FLUSH_MS     = 5000; // time for copies that are not on disk yet when the server stops
-static constexpr size_t  INDEX_PART   = 4;    // 1/4 of the budget at most is for entries of copies that are only on disk
-static constexpr size_t  AHEAD_PART   = 4;    // 1/4 of the budget is kept free or on disk
+static constexpr int    FLUSH_MS   = 5000; // how long a server that stops may write copies that are not on disk yet
+static constexpr size_t INDEX_PART = 4;    // 1/4 of the budget at most is for entries of copies that are only on disk
+static constexpr size_t AHEAD_PART = 4;    // 1/4 of the budget is kept free or has copies that are on disk too
 
 bool server_blocks_store::configure(const options & options) {
     if (options.model != config.model || options.model == 0) { // after a sleep the file may be another one
         forget_all();
     }
     config = options;
-    if (arena.size() != config.ram_bytes && !arena.reset(config.ram_bytes, config.host_buft)) {
+    if (memory.size() != config.ram_bytes && !memory.reset(config.ram_bytes, config.host_buft)) {
         return false;
     }
     open_disk();
@@ -28,21 +24,18 @@ bool server_blocks_store::configure(const options & options) {
 }
 
 void server_blocks_store::open_disk() {
-    if (config.disk.empty() || folder.is_open()) {
+    if (config.disk.empty() || files.is_open()) {
         return;
     }
     const int64_t t_start = ggml_time_ms();
-    folder_error = folder.open(config.disk, config.model, config.layout);
-    if (!folder_error.empty()) {
-        LOG_WRN("evoke: saved blocks stay in host memory, --evoke-disk: %s\n", folder_error.c_str());
-        return;
+    if (files.open(config.disk, config.model, config.layout)) {
+        poll_disk();
+        LOG_INF("evoke: found %zu saved blocks on disk in %d ms\n", files.size(), (int) (ggml_time_ms() - t_start));
     }
-    poll_disk();
-    LOG_INF("evoke: %zu blocks found on disk, %d ms\n", files.size(), (int) (ggml_time_ms() - t_start));
 }
 
 server_blocks_store::~server_blocks_store() {
-    if (!folder.is_open()) {
+    if (!files.is_open()) {
         return;
     }
     fence.reset(nullptr);
@@ -51,10 +44,10 @@ server_blocks_store::~server_blocks_store() {
         by_age[it->second.last_used] = it;
     }
     const int64_t until = ggml_time_ms() + FLUSH_MS;
-    for (;;) { // twice where a copy got a name while its file was written
+    for (;;) { // a second time for copies that got a name while their file was written
         std::vector<std::shared_ptr<server_blocks_write>> writes;
         for (auto it = by_age.rbegin(); it != by_age.rend(); ++it) { // the newest first: time may be short
-            poll_write(it->second);
+            files.poll_write(it->second->first, it->second->second);
             write(it->second);
             if (it->second->second.writing) {
                 writes.push_back(it->second->second.writing);
@@ -64,65 +57,35 @@ server_blocks_store::~server_blocks_store() {
         if (writes.empty() || left <= 0) {
             break;
         }
-        folder.wait(writes, (int) left);
+        files.disk().wait(writes, (int) left);
     }
-    folder.close();
+    files.close();
 }
 
-// forgets every copy: another model is loaded; files stay for servers of the earlier one
+// Forgets every copy because another model is loaded. The files stay for servers of the earlier model.
 void server_blocks_store::forget_all() {
-    folder.close(); // ends every write: none sets on_disk again below
+    files.close(); // ends every write: none sets on_disk again below
     while (!copies.empty()) {
         const auto first = copies.begin();
-        poll_write(first);
-        first->second.on_disk = false;
+        files.poll_write(first->first, first->second);
+        first->second.on_disk = false; // or erase() would delete the file
         erase(first);
     }
     files.clear();
 }
 
-server_blocks_head server_blocks_store::head_of(const server_blocks_key & key, const server_blocks_copy & copy) const {
-    server_blocks_head head;
-    head.model  = config.model;
-    head.tenant = key.tenant;
-    for (const auto & [name, session] : copy.labels) {
-        head.labels.push_back({ name, session });
-    }
-    head.rows   = copy.rows;
-    head.prefix_hash = copy.prefix_hash;
-    head.hash   = copy.hash;
-    head.tokens = copy.tokens;
-    head.kv     = copy.kv;
-    head.kv.data = nullptr;
-    head.bounds = copy.bounds;
-    return head;
-}
-
-// the name of the file of a copy
-std::string server_blocks_store::file_of(const server_blocks_key & key, const server_blocks_copy & copy) const {
-    server_blocks_head head;
-    head.model  = config.model;
-    head.tenant = key.tenant;
-    head.rows   = copy.rows;
-    head.hash   = copy.hash;
-    head.kv.layout = copy.kv.layout;
-    head.kv.p0  = copy.kv.p0;
-    head.kv.p1  = copy.kv.p1;
-    return server_blocks_file_name(head);
-}
-
 void server_blocks_store::refresh_disk() {
-    if (folder.is_open()) {
-        folder.refresh();
+    if (files.is_open()) {
+        files.disk().refresh();
     }
 }
 
 json server_blocks_store::disk_json() const {
-    if (!folder.is_open()) {
-        return folder_error.empty() ? json() : json { {"unusable", folder_error} };
+    if (!files.is_open()) {
+        return files.error().empty() ? json() : json { {"unusable", files.error()} };
     }
-    json res = folder.stats();
-    res["n_unnamed"] = stale_on_disk.size();
+    json res = files.disk().stats();
+    res["n_unnamed"] = files.outdated().size();
     res["n_dropped"] = n_dropped;
     return res;
 }
@@ -132,82 +95,57 @@ json server_blocks_store::disk_json() const {
 //
 
 void server_blocks_store::poll_disk() {
-    if (!folder.is_open()) {
+    if (!files.is_open()) {
         return;
     }
-    const std::vector<server_blocks_key> in_progress(busy.begin(), busy.end());
-    for (const auto & key : in_progress) {
+    for (const auto & key : files.in_progress()) {
         const auto it = copies.find(key);
-        poll_write(it);
-        const auto & copy = it->second;
-        if (copy.reading) {
-            poll_read(it);
-        } else if (!copy.writing) {
-            busy.erase(key);
-        }
+        files.poll_write(key, it->second);
+        poll_read(it);
     }
-    const std::vector<server_blocks_key> stale(stale_on_disk.begin(), stale_on_disk.end());
-    for (const auto & key : stale) {
+    for (const auto & key : files.outdated()) {
         const auto it = copies.find(key);
         if (it == copies.end() || it->second.in_ram() || !it->second.labels_stale) {
-            stale_on_disk.erase(key);
+            files.unmark_outdated(key);
         } else {
             write(it);
         }
     }
-    poll_pending_memory();
-    for (const auto & file : folder.take_lost_files()) {
-        const auto entry = files.find(file);
-        if (entry == files.end() || folder.contains(file)) { // written once more since
+    poll_memory();
+    poll_lost_files();
+    add_new_files();
+}
+
+// Applies that files have disappeared; erases copies that were only there.
+void server_blocks_store::poll_lost_files() {
+    for (const auto & file : files.disk().take_lost_files()) {
+        const auto * key = files.owner_of(file);
+        if (!key || files.disk().contains(file)) { // another write has replaced it meanwhile
             continue;
         }
-        const auto it = copies.find(entry->second);
-        files.erase(entry);
-        it->second.on_disk = false;
+        const auto it = copies.find(*key);
+        files.forget(it->second, file);
         if (!it->second.in_ram() && !it->second.reading) {
             erase(it);
         }
     }
-    add_new_files();
 }
 
-void server_blocks_store::poll_write(copy_it it) {
-    auto & copy = it->second;
-    if (!copy.writing) {
-        return;
-    }
-    const auto state = folder.state(*copy.writing);
-    if (state == server_blocks_write::DONE) {
-        const auto & head = copy.writing->head;
-        std::map<std::string, std::string> names;
-        for (const auto & label : head.labels) {
-            names[label.name] = label.session;
-        }
-        copy.on_disk      = true;
-        copy.labels_stale = copy.labels != names || copy.bounds.layers != head.bounds.layers;
-        copy.rows_stale   = !(copy.rows == head.rows);
-        files[server_blocks_file_name(copy.writing->head)] = it->first;
-    } else if (state == server_blocks_write::FAILED) {
-        retry_ms = copy.retry_ms = ggml_time_ms() + RETRY_MS;
-    }
-    if (state != server_blocks_write::QUEUED && state != server_blocks_write::RUNNING) {
-        copy.writing.reset();
-    }
-}
-
-// applies a read that is over; may erase the copy, if its file is missing or damaged
+// Applies a read that is over, if there is one. Erases the copy if its file is missing or damaged.
 void server_blocks_store::poll_read(copy_it it) {
     auto & copy = it->second;
+    if (!copy.reading) {
+        return;
+    }
     const auto read = copy.reading;
     const std::unique_lock<std::mutex> lock(read->mutex, std::try_to_lock);
     const bool abandoned = read.use_count() == 2; // `read` and `copy.reading`: no call waits for it
     if (!lock.owns_lock() || (read->state == server_blocks_read::PENDING && !abandoned)) {
         return;
     }
-    copy.reading.reset();
-    busy.erase(it->first);
+    files.end_read(it->first, copy);
     const size_t bytes = rows_bytes(copy.kv);
-    pending_bytes -= bytes;
+    memory.remove_pending(bytes);
     if (read->state == server_blocks_read::DONE) {
         shares.remove(it->first, copy);
         copy.kv        = read->head.kv;
@@ -217,51 +155,30 @@ void server_blocks_store::poll_read(copy_it it) {
         copy.bytes     = bytes + copy.index_bytes();
         copy.last_used = ++clock;
         shares.add(it->first, copy);
-        folder.mark_used(read->file);
+        files.disk().mark_used(read->file);
         return;
     }
-    arena.release(read->data);
+    memory.release(read->data);
     if (read->state == server_blocks_read::MISSING || read->state == server_blocks_read::DAMAGED) {
-        copy.on_disk = false;
-        files.erase(read->file);
+        files.forget(copy, read->file);
         erase(it);
     }
 }
 
-// releases memory of erased copies that the disk no longer uses
-void server_blocks_store::poll_pending_memory() {
-    for (size_t i = 0; i < pending.size(); ) {
-        auto & item = pending[i];
-        bool over = true;
-        if (item.write) {
-            const auto state = folder.state(*item.write);
-            over = state != server_blocks_write::QUEUED && state != server_blocks_write::RUNNING;
-            const auto & head  = item.write->head;
-            const auto * owner = find({ head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) });
-            if (state == server_blocks_write::DONE && (!owner || (!owner->on_disk && !owner->writing))) {
-                folder.remove(server_blocks_file_name(head)); // of a copy that was erased meanwhile
-            }
+// Releases memory of erased copies that the disk no longer uses, and deletes files that were written for such copies.
+void server_blocks_store::poll_memory() {
+    for (const auto & head : memory.poll(files.disk())) {
+        const auto * owner = find({ head.tenant, head.hash, head.kv.p0, head.kv.p1, server_blocks_visibility_of(head.rows) });
+        if (!owner || (!owner->on_disk && !owner->writing)) {
+            files.disk().remove(server_blocks_file_name(head));
         }
-        if (item.read) {
-            const std::unique_lock<std::mutex> lock(item.read->mutex, std::try_to_lock);
-            over = over && lock.owns_lock() && (item.read->state != server_blocks_read::PENDING || item.read.use_count() == 1);
-        }
-        if (!over) {
-            ++i;
-            continue;
-        }
-        if (item.data) {
-            arena.release(item.data);
-        }
-        pending_bytes -= item.bytes;
-        pending.erase(pending.begin() + i);
     }
 }
 
-// Adds copies for files of this model that another process has written, or an earlier one. There may be no room for all:
-// the newest of each tenant come first.
+// Adds copies for files of this model that another or an earlier process has written. There may be no room for all: the
+// newest of each tenant come first.
 void server_blocks_store::add_new_files() {
-    const auto heads = folder.take_new_heads(); // the newest first: of two files with one name it gets the name
+    const auto heads = files.disk().take_new_heads(); // the newest first: of two files with one name it gets the name
     std::map<std::string, size_t> n_of_tenant;
     std::vector<std::pair<size_t, size_t>> order; // rank within the tenant, index
     for (size_t i = 0; i < heads.size(); ++i) {
@@ -330,7 +247,7 @@ void server_blocks_store::add_new_file(const server_blocks_head & head, uint64_t
         shares.add(key, it->second);
     }
     auto & copy = it->second;
-    copy.on_disk    = true;
+    files.add(key, copy, server_blocks_file_name(head));
     copy.rows_stale = !(copy.rows == head.rows);
     if (copy.rows_stale && !copy.in_ram()) { // another server has replaced the file
         shares.remove(key, copy);
@@ -339,7 +256,6 @@ void server_blocks_store::add_new_file(const server_blocks_head & head, uint64_t
         copy.rows_stale = false;
         shares.add(key, copy);
     }
-    files[server_blocks_file_name(head)] = key;
     for (const auto & [name, session] : names) {
         keys[{ head.tenant, name }] = key;
         copy.labels[name]  = session;
@@ -363,23 +279,10 @@ std::shared_ptr<server_blocks_write> server_blocks_store::begin_write(const serv
     return it->second.writing;
 }
 
-// queues a write, unless one is queued, the file is current, there is nothing to write, or the disk has just failed
-void server_blocks_store::write(copy_it it, bool insist) {
-    auto & copy = it->second;
-    const bool paused = !insist && ggml_time_ms() < std::max(retry_ms, copy.retry_ms);
-    const bool absent = !copy.in_ram() && (!copy.on_disk || copy.reading); // of a copy on disk the names can be written
-    if (!folder.is_open() || paused || copy.writing || copy.is_file_current() || absent) {
-        return;
-    }
-    fence.wait();
-    copy.writing = folder.write(head_of(it->first, copy), copy.kv.data);
-    busy.insert(it->first);
-}
-
-// writes the oldest copies before their memory is needed
+// Queues writes of the oldest copies, so that their memory can be released at once when it is needed.
 void server_blocks_store::write_ahead() {
     size_t available = free_bytes(); // free, or on disk too
-    if (!folder.is_open() || available >= config.ram_bytes/AHEAD_PART) {
+    if (!files.is_open() || available >= config.ram_bytes/AHEAD_PART) {
         return;
     }
     for (const auto * share : shares.largest_first(server_blocks_shares::IN_RAM)) {
@@ -403,12 +306,12 @@ void server_blocks_store::release_rows(const server_blocks_key_set & keys) {
     }
 }
 
-// releases the memory of a copy; its file stays
+// Releases the memory of the rows of a copy that has a file.
 void server_blocks_store::release_rows(copy_it it) {
     fence.wait();
     auto & copy = it->second;
     shares.remove(it->first, copy);
-    arena.release(copy.kv.data);
+    memory.release(copy.kv.data);
     llama_kv_block kv;
     kv.p0     = copy.kv.p0;
     kv.p1     = copy.kv.p1;
@@ -419,11 +322,11 @@ void server_blocks_store::release_rows(copy_it it) {
     copy.bytes = copy.index_bytes();
     shares.add(it->first, copy);
     if (copy.labels_stale) {
-        stale_on_disk.insert(it->first);
+        files.mark_outdated(it->first);
     }
 }
 
-// releases the memory of the oldest copy whose file has its rows; false if there is none
+// Releases the memory of the oldest copy whose file has its rows. Returns false if there is none.
 bool server_blocks_store::release_one(const std::vector<const share *> & from, const server_blocks_key_set & keep) {
     for (const auto * share : from) {
         for (const auto & item : share->by_age[server_blocks_shares::IN_RAM]) {
@@ -432,13 +335,13 @@ bool server_blocks_store::release_one(const std::vector<const share *> & from, c
             if (!copy.on_disk || copy.rows_stale || copy.writing || keep.count(it->first)) {
                 continue; // a write, of names too, reads this memory
             }
-            if (folder.contains(file_of(it->first, copy))) {
+            const auto file = files.name_of(it->first, copy);
+            if (files.disk().contains(file)) {
                 release_rows(it);
                 trim_index();
                 return true;
             }
-            files.erase(file_of(it->first, copy));
-            copy.on_disk = false;
+            files.forget(copy, file);
         }
     }
     return false;
@@ -474,10 +377,11 @@ void server_blocks_store::trim_index() {
     }
 }
 
-// waits until the oldest copy that is not on disk is written, as long as the main loop may wait
+// Writes the oldest copy that is not on disk and waits for the write, as long as the call may. Returns whether the copy's
+// memory can be released now.
 bool server_blocks_store::wait_for_write(const std::vector<const share *> & from, const server_blocks_key_set & keep) {
     const int64_t left_ms = deadline_ms - ggml_time_ms();
-    if (!folder.is_open() || left_ms <= 0) {
+    if (!files.is_open() || left_ms <= 0) {
         return false;
     }
     for (const auto * share : from) {
@@ -488,8 +392,8 @@ bool server_blocks_store::wait_for_write(const std::vector<const share *> & from
             const auto it = copies.find(item.second);
             write(it);
             if (it->second.writing) {
-                const bool over = folder.wait({ it->second.writing }, (int) left_ms);
-                poll_write(it);
+                const bool over = files.disk().wait({ it->second.writing }, (int) left_ms);
+                files.poll_write(it->first, it->second);
                 return over && it->second.on_disk && !it->second.rows_stale;
             }
         }
@@ -515,15 +419,10 @@ std::shared_ptr<server_blocks_read> server_blocks_store::begin_read(const server
     }
     const auto it = copies.find(key);
     if (it == copies.end()) { // allocate() has noticed that its file is missing
-        arena.release(data);
+        memory.release(data);
         return nullptr;
     }
-    auto & reading = it->second.reading;
-    reading = std::make_shared<server_blocks_read>();
-    reading->head = head_of(key, it->second);
-    reading->file = server_blocks_file_name(reading->head);
-    reading->data = data;
-    pending_bytes += bytes;
-    busy.insert(key);
-    return reading;
+    memory.add_pending(bytes);
+    files.begin_read(key, it->second, data);
+    return it->second.reading;
 }

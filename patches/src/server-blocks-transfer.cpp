@@ -8,23 +8,24 @@ server_blocks_text::server_blocks_text(const server_prompt & prompt, const serve
 server_blocks_text::server_blocks_text(llama_tokens tokens, uint64_t adapters)
     : tokens(std::move(tokens)), hashes(server_blocks_prefix_hashes(this->tokens, adapters)) {}
 
-server_blocks_key server_blocks_transfer::key_of(const std::string & tenant, int id, const server_blocks_text & text, llama_pos p0, llama_pos p1) const {
-    return { tenant, text.hashes[p1], p0, p1, server_blocks_visibility_of(context.slots[id].history().of(p0, p1)) };
+server_blocks_key server_blocks_transfer::key_of(const std::string & tenant, const server_blocks_range & range) const {
+    const auto rows = context.slots[range.id].history().of(range.p0, range.p1);
+    return { tenant, range.text.hashes[range.p1], range.p0, range.p1, server_blocks_visibility_of(rows) };
 }
 
-size_t server_blocks_transfer::bytes_of(int id, llama_pos p0, llama_pos p1) const {
+size_t server_blocks_transfer::bytes_of(const server_blocks_range & range) const {
     server_blocks_copy copy;
-    copy.rows = context.slots[id].history().of(p0, p1);
-    return store.rows_bytes(p0, p1) + capture.key_bounds_bytes(id) + copy.index_bytes();
+    copy.rows = context.slots[range.id].history().of(range.p0, range.p1);
+    return store.rows_bytes(range.p0, range.p1) + capture.key_bounds_bytes(range.id) + copy.index_bytes();
 }
 
 bool server_blocks_transfer::needs_copy(int id, const server_blocks_key & key) const {
     return !store.has_rows(key, context.slots[id].history().of(key.p0, key.p1)) || store.is_file_missing(key);
 }
 
-bool server_blocks_transfer::save(const server_blocks_owner & owner, int id, const server_blocks_text & text, llama_pos p0, llama_pos p1,
-                                  server_blocks_key_set keep) {
-    const auto key = key_of(owner.tenant, id, text, p0, p1);
+bool server_blocks_transfer::save(const server_blocks_owner & owner, const server_blocks_range & range, server_blocks_key_set keep) {
+    const auto & [id, text, p0, p1] = range;
+    const auto key = key_of(owner.tenant, range);
     keep.insert(key);
     server_blocks_copy copy;
     copy.rows = context.slots[id].history().of(p0, p1);
@@ -37,8 +38,8 @@ bool server_blocks_transfer::save(const server_blocks_owner & owner, int id, con
         store.label(owner, key);
         return true;
     }
-    uint8_t * data = store.allocate(owner.tenant, (p1 - p0)*store.row_bytes(), bytes_of(id, p0, p1), keep);
-    if (!data || !llama_kv_block_save(context.ctx, id, p0, p1, data, copy.kv)) {
+    uint8_t * data = store.allocate(owner.tenant, (p1 - p0)*store.row_bytes(), bytes_of(range), keep);
+    if (!data || !llama_kv_block_save(context.ctx, id, { p0, p1 }, data, copy.kv)) {
         if (data) {
             store.release(data);
         }

@@ -18,9 +18,9 @@ void server_blocks::adjust(common_params & params) {
         return;
     }
     if (params.cache_ram_mib != 0 || params.cache_idle_slots || params.ctx_shift) {
-        LOG_INF("evoke: --cache-ram 0, --no-cache-idle-slots and no context shift are implied by --evoke-ram\n");
+        LOG_INF("evoke: --evoke-ram implies --cache-ram 0, --no-cache-idle-slots and no context shift\n");
     }
-    // the RAM cache copies slots with missing rows and may load one elsewhere; a shift renumbers positions
+    // The RAM cache would copy slots with missing rows to other slots, and a context shift would renumber positions.
     params.cache_ram_mib    = 0;
     params.cache_idle_slots = false;
     params.ctx_shift        = false;
@@ -52,13 +52,14 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         if (!llama_attn_capture_unsupported(ctx)) {
             options.key_channels = server_blocks_capture::key_channels(ctx);
         }
-        this->unsupported = store.configure(options) ? nullptr : "the host has no memory for --evoke-ram";
+        this->unsupported = store.configure(options) ? nullptr : "the host refuses the memory for --evoke-ram: start with fewer MiB";
     }
     if (this->unsupported) {
-        LOG_WRN("evoke: blocks are off: %s\n", this->unsupported);
+        LOG_WRN("evoke: block calls do not work on this server: %s\n", this->unsupported);
         return;
     }
-    // a later process must not accept epochs of an earlier one; below 2^53 they are exact in JSON
+    // Epochs start at the time, so that a later process does not accept those of an earlier one, and stay below 2^53, so
+    // that they are exact in JSON.
     context.last_epoch = std::max(context.last_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
     context.slots.reserve(n_slots);
     for (int id = 0; id < n_slots; ++id) {
@@ -73,7 +74,7 @@ json server_blocks::props() const {
         return unsupported ? json { {"version", 1}, {"instance", server_blocks_calls::instance()}, {"features", json::array()}, {"unsupported", unsupported} } : json();
     }
     const auto * ctx = context.ctx;
-    json features = json::array({ "blocks", "plan", "render", "reuse", "stream" });
+    json features = json::array({ "blocks", "plan", "render", "reuse", "stream", "find" });
     if (context.is_dense()) {
         features.push_back("adopt");
         features.push_back("probe");
@@ -97,6 +98,7 @@ json server_blocks::props() const {
             {"pinned",    store.pinned()},
             {"disk_bytes", store.disk().is_open() ? store.disk().limit() : 0},
             {"n_cells",   llama_kv_block_n_cells(ctx, 0)},
+            {"n_slot_cells", eviction.n_slot_cells()},
             {"row_bytes", store.row_bytes()},
             {"n_slots",   context.n_slots()},
             {"n_ctx_logical", eviction.modes().n_ctx},
@@ -120,7 +122,7 @@ void server_blocks::on_task(server_task & task, const json & data) const {
     }
 }
 
-// Rows computed under an adapter cannot be used under another one, or at another scale.
+// Returns a hash of the adapters with their scales, 0 without one: rows cannot be used under other adapters or scales.
 uint64_t server_blocks::adapters_hash(const std::vector<common_adapter_lora_info> & adapters) {
     uint64_t res = 0;
     for (const auto & adapter : adapters) {

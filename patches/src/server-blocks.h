@@ -6,7 +6,7 @@
 // parts that do the work:
 //
 //   server_blocks_context     the context and the state of its slots        server-blocks-context.h, -slot.h, -history.h
-//   server_blocks_store       saved copies in host memory and on disk       server-blocks-store.h, -arena.h, -disk.h, -file.h
+//   server_blocks_store       saved copies in host memory and on disk       server-blocks-store.h, -memory.h, -copy-files.h, ...
 //   server_blocks_capture     attention of the model                        server-blocks-capture.h
 //   server_blocks_transfer    rows between cells and the store              server-blocks-transfer.h
 //   server_blocks_eviction    budgets, --ctx-logical, --kv-eviction         server-blocks-eviction.h, -modes.h
@@ -38,10 +38,10 @@ class server_blocks {
 public:
     // ---- set-up
 
-    // Turns off options that blocks exclude, before the context is made.
+    // Turns off options that cannot be combined with blocks, before the context is created.
     static void adjust(common_params & params);
 
-    // Reads --evoke-ram and prepares all parts. `unsupported`: why this server cannot have blocks, or nullptr.
+    // Reads --evoke-ram and prepares all parts. `unsupported`: why this server cannot offer block calls, or nullptr.
     void init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported);
 
     // Reads --ctx-logical and --kv-eviction, for slots that would have n_ctx tokens. Returns false, with the reason in
@@ -54,12 +54,12 @@ public:
     // Returns the tokens of a slot where they may be more than its cells, else 0.
     int32_t n_ctx_logical() const { return eviction.modes().on() ? eviction.modes().n_ctx : 0; }
 
-    // Returns what /props says of blocks, null when they are off.
+    // Returns the part of /props that describes block calls, null without --evoke-ram.
     json props() const;
 
     // ---- hooks: choice of a slot
 
-    // Returns whether a request without a slot of its own can have an idle slot that nobody has reserved.
+    // Returns whether some idle slot is not reserved, for a request that names no slot.
     template <typename Slots> bool has_unreserved(const server_task & task, const Slots & slots) const {
         for (const auto & slot : slots) {
             if (enabled() && task.id_slot == -1 && !slot.is_processing() && !is_reserved(slot.id)) {
@@ -71,8 +71,8 @@ public:
 
     bool is_reserved(int id) const { return enabled() && context.slots[id].is_reserved(); }
 
-    // Called before an idle slot is emptied because others need its cells. Returns true if another slot, which nobody has
-    // reserved, is to be emptied instead; else saves the rows of a reserved slot.
+    // Called before an idle slot is emptied because others need its cells. Returns true if the caller must empty another
+    // slot instead, because this one is reserved and that one is not. Else saves the rows of a reserved slot.
     template <typename Slots> bool keep_idle(int id, const server_prompt & prompt, const Slots & slots) {
         if (!is_reserved(id) || prompt.n_tokens() == 0) {
             return false;
@@ -88,11 +88,11 @@ public:
 
     // ---- hooks: a request
 
-    // Any thread: reads the marker of a request body, and turns off what a cache with missing rows excludes.
+    // Any thread: reads the marker of a request body, and turns off options of the request that need all rows.
     void on_task(server_task & task, const json & data) const;
 
-    // Returns how many of the n_past tokens of the common prefix are reused: missing rows stay only for a request that
-    // names the slot's epoch.
+    // Returns how many of the n_past tokens of the common prefix are reused. Only a request that names the slot's epoch
+    // reuses a prefix with missing rows.
     int32_t on_prompt(int id, const server_task & task, int32_t n_past, const std::vector<common_adapter_lora_info> & adapters);
 
     // Returns n_past, reduced to the end of a resident range.
@@ -124,7 +124,7 @@ public:
 
     // ---- block calls
 
-    // When it sets `call.waits`, the caller executes do_disk_work(call) and calls it once more.
+    // See server_blocks_calls::run().
     json run(server_blocks_call & call, const std::vector<server_blocks_slot> & slots) { return calls.run(call, slots); }
 
     // Any thread except the main loop.
@@ -134,8 +134,8 @@ public:
 private:
     uint64_t adapters_hash(const std::vector<common_adapter_lora_info> & adapters);
 
-    std::atomic<bool>      active { false };      // blocks are on
-    const char *           unsupported = nullptr; // why blocks are off although --evoke-ram asks for them
+    std::atomic<bool>      active { false };      // block calls work
+    const char *           unsupported = nullptr; // why they do not although there is --evoke-ram
     server_blocks_fence    fence;
     server_blocks_context  context;
     server_blocks_store    store    { fence };

@@ -2,6 +2,8 @@
 // gets without flash attention, and what is captured without it and with it.
 // usage: attn_capture MODEL; prints one line per check; exit status 1 after the first that fails
 
+#include "../kv_block/decode.h"
+
 #include "llama-attn-capture.h"
 #include "llama-kv-block.h"
 
@@ -53,19 +55,9 @@ struct upstream {
 };
 
 static void decode(llama_context * ctx, const std::vector<llama_token> & tokens, llama_pos p0) {
-    llama_batch batch = llama_batch_init((int32_t) tokens.size(), 0, 1);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        batch.token[i]     = tokens[i];
-        batch.pos[i]       = p0 + (llama_pos) i;
-        batch.n_seq_id[i]  = 1;
-        batch.seq_id[i][0] = 0;
-        batch.logits[i]    = i + 1 == tokens.size();
-    }
-    batch.n_tokens = (int32_t) tokens.size();
-    if (llama_decode(ctx, batch) != 0) {
+    if (!decode_tokens(ctx, tokens, p0)) {
         expect(false, "a batch is decoded", (double) p0);
     }
-    llama_batch_free(batch);
 }
 
 static llama_context * context(llama_model * model, bool flash, upstream * seen) {
@@ -187,7 +179,7 @@ int main(int argc, char ** argv) {
     std::vector<uint8_t> rows(40*row);
     for (llama_context * ctx : { plain, flash }) {
         llama_kv_block block;
-        llama_kv_block_save(ctx, 0, 20, 60, rows.data(), block);
+        llama_kv_block_save(ctx, 0, { 20, 60 }, rows.data(), block);
         llama_kv_block_evict(ctx, 0, 20, 60);
         expect(llama_kv_block_n_rows(ctx, 0) == cells.size() - 40, "rows are evicted", 40);
     }

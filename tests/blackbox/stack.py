@@ -35,10 +35,17 @@ _CHAT = "/v1/chat/completions"
 
 def wait_until(holds: Callable[[], object], what: str, limit_s: float = START_S) -> None:
     """Return as soon as `holds()` is true; AssertionError after `limit_s`."""
+    assert eventually(holds, limit_s), f"not within {limit_s:g} s: {what}"
+
+
+def eventually(holds: Callable[[], object], limit_s: float) -> bool:
+    """Return whether `holds()` becomes true within `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not holds():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
+    return True
 
 
 def free_port() -> int:

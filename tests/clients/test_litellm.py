@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from comparison import Sides
 from harness import RunningProxy
-from weather import BEGUN, CALL, QUESTION, TOOLS
+from weather import BEGUN, QUESTION, RESULT_CHAT, TOOLS
 
 from evoke_proxy.engine.admin.admin import Admin
 
@@ -35,15 +35,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         **TOOLS["/v1/chat/completions"],
     },
     "tool result": {
-        "messages": [
-            ASKED,
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
-            },
-            {"role": "tool", "tool_call_id": "call_1", "content": "rain and wind"},
-        ],
+        "messages": RESULT_CHAT,
         "tools": TOOLS["/v1/chat/completions"]["tools"],
     },
 }

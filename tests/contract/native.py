@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def build(
 ) -> Path:
     """Returns the program, compiled in `folder`. Skips when the libraries are of other patches."""
     binary(patched=True)
-    order = build_spec(True, find_toolchain(False), None, patches_dir(), cache_dir())
+    order = build_spec(True, find_toolchain(), None, patches_dir(), cache_dir())
     tree = cache_dir() / "trees" / order.tree_key
     if not _has_our_sources(tree):
         pytest.skip("the latest build of this machine was of other patches")
@@ -51,12 +52,27 @@ def build(
     libraries += tree.glob("build/vendor/**/lib*.a")
     if sources:
         libraries += sorted(tree.glob("build/common/lib*.a"))
-    includes = [f"-I{tree / 'src' / name}" for name in _INCLUDES]
+    command = ["g++", "-std=c++17", *flags, *(f"-I{tree / 'src' / name}" for name in _INCLUDES)]
     program = folder / source.stem
-    command = ["g++", "-std=c++17", *flags, str(source), *map(str, sources), *includes]
-    command += ["-o", str(program), "-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
-    subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl"], check=True)
+    objects = [_object(path, tuple(command)) for path in sources]
+    command += [str(source), *map(str, objects), "-o", str(program)]
+    command += ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
+    subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl", *order.tools.libraries], check=True)
     return program
+
+
+@functools.cache
+def _object(source: Path, command: tuple[str, ...]) -> Path:
+    """Returns the object file of a source, compiled once for all programs of the test run."""
+    compiled = Path(_objects().name) / f"{source.stem}.o"
+    subprocess.run([*command, "-c", str(source), "-o", str(compiled)], check=True)
+    return compiled
+
+
+@functools.cache
+def _objects() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is deleted at the end of the test run."""
+    return tempfile.TemporaryDirectory(prefix="evoke-objects-")
 
 
 def execute(program: Path, argument: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llama import Llama, running
 
-FEATURES = "blocks adopt attention compact plan probe render reuse stream".split()
+FEATURES = "blocks adopt attention compact find plan probe render reuse stream".split()
 
 
 def test_the_feature_table_of_a_patched_server(two: Llama) -> None:

@@ -127,13 +127,16 @@ RAM = ("--evoke-ram", "16")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--ctx-logical", "9000", *RAM), "more than the 8192 tokens the model was trained for"),
+        (
+            ("--ctx-logical", "9000", *RAM),
+            "more than the 8192 tokens that the model was trained for",
+        ),
         (
             ("--ctx-logical", "17000", "--rope-scaling", "yarn", "--rope-scale", "2", *RAM),
             "more than the 16384 tokens",
         ),
-        (("--ctx-logical", "8000"), "they need --evoke-ram"),
-        (("--kv-eviction", "1"), "they need --evoke-ram"),
+        (("--ctx-logical", "8000"), "add --evoke-ram MiB"),
+        (("--kv-eviction", "1"), "add --evoke-ram MiB"),
         (("--kv-eviction", "4", *RAM), '"--kv-eviction": must be between 0 and 3'),
         (("--kv-sink-tokens", "257", *RAM), '"--kv-sink-tokens": must be between 0 and 256'),
         (("--kv-protected-tokens", "-1", *RAM), '"--kv-protected-tokens": must be between 0'),
@@ -154,11 +157,11 @@ RAM = ("--evoke-ram", "16")
         ),
         (
             ("--ctx-logical", "1025", *RAM, "-m", str(ensure(SHAPES["tiny-longrope"]))),
-            "RoPE factors for long texts, which are chosen only where a slot has more than 1024",
+            "which the server uses only where a slot has more than 1024 cells",
         ),
         (
             ("--kv-eviction", "1", *RAM, "-m", str(ensure(SHAPES["tiny-longrope"]))),
-            "give it more, or --ctx-logical 1024 or less",
+            "choose a larger -c, or --ctx-logical 1024 or less",
         ),
     ],
 )

@@ -9,10 +9,13 @@ from native import run_sanitized
 
 PROGRAMS = Path(__file__).parents[1] / "server_blocks"
 FILE_SOURCES = ("server-blocks-file.cpp", "server-blocks-history.cpp")
+DISK_SOURCES = ("server-blocks-disk.cpp", *FILE_SOURCES)
 SOURCES = {
     "arena": ("server-blocks-arena.cpp",),
     "file": FILE_SOURCES,
-    "disk": ("server-blocks-disk.cpp", *FILE_SOURCES),
+    "disk": DISK_SOURCES,
+    "memory": ("server-blocks-memory.cpp", "server-blocks-arena.cpp", *DISK_SOURCES),
+    "copy_files": ("server-blocks-copy-files.cpp", *DISK_SOURCES),
 }
 
 

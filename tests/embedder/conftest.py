@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.export_minilm import ensure
-from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
 from evoke_proxy.config import EmbedderConfig
 
 

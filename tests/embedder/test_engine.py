@@ -22,9 +22,9 @@ from evoke_proxy.errors import ConfigError
 NOWHERE = {"upstream.url": "http://127.0.0.1:9"}
 
 
-def _config(directory: Path | str) -> Config:
+def _config(directory: Path | str, model: str = "auto") -> Config:
     settings = {"embedder.directory": str(directory), "embedder.pooling": "mean"}
-    settings |= {"embedder.timeout_ms": 20_000}
+    settings |= {"embedder.timeout_ms": 20_000, "embedder.model": model}
     return load(None, {}, NOWHERE | settings | {"embedder.query_instruction": ""})
 
 
@@ -55,11 +55,29 @@ def test_the_embedding_service_works_between_start_and_stop(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("embed-")]
 
 
-def test_a_missing_embedder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_built_in_vectors_are_used_without_a_setting(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
     async def play() -> None:
-        async with build_router(_config("")) as engine:
+        async with build_router(load(None, {}, NOWHERE)) as engine:
+            asked = (await engine.shared.embedding.embed_queries(["a red car"], "tenant"))[0]
+            texts = ("the automobile is painted red", "the minutes of the meeting")
+            keys = [engine.shared.embedding.key(text, "tenant") for text in texts]
+            engine.shared.embedding.submit(zip(keys, texts, strict=True))
+            while any(engine.shared.embedding.vector(key) is None for key in keys):
+                await asyncio.sleep(0.01)
+            near, far = (engine.shared.embedding.vector(key) @ asked for key in keys)
+            assert near > far + 0.2
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+    assert _said(caplog) == ["embedder built-in word vectors: 256 dimensions, CPU"]
+
+
+def test_a_switched_off_embedder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def play() -> None:
+        async with build_router(_config("", "none")) as engine:
             assert (await engine.shared.embedding.embed_queries(["red"]))[0] is None
 
     asyncio.run(asyncio.wait_for(play(), 60))

@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto
 from tiny_bert import BLUE, CLS, FIND, GREEN, KEEP, RED, SEP, TABLE, UNK, unit, write
 
-from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
@@ -171,7 +171,7 @@ def _nan(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (None, {}, "is not a directory; docker/fetch_embedder.py fetches"),
+        (None, {}, "is not a directory; evoke-proxy embedder fetch fetches"),
         (Path.mkdir, {}, "has neither model.onnx nor onnx/model.onnx; put an encoder"),
         (_no_tokenizer, {}, "tokenizer.json is missing; it belongs to the model"),
         (_broken_model, {}, "model.onnx cannot be loaded: [ONNXRuntimeError]"),
@@ -208,7 +208,7 @@ def test_check_config_describes_the_embedder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["check-config"]) == 0
-    assert "embedder  none (blocks are ranked by words alone)\n" in capsys.readouterr().out
+    assert "embedder  built-in word vectors: 256 dimensions, CPU\n" in capsys.readouterr().out
     monkeypatch.setenv("EVOKE_EMBEDDER_DIRECTORY", str(write(tmp_path)))
     assert main(["check-config"]) == 0
     assert f"embedder  {tmp_path}: 3 dimensions, pooling cls" in capsys.readouterr().out

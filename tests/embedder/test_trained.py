@@ -10,7 +10,7 @@ from embedder_texts import LONG, TEXTS
 
 from bench import export_minilm
 from bench.export_minilm import ExportError, read_safetensors
-from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.bm25 import terms_of
 

@@ -26,7 +26,7 @@ def test_golden_file_is_what_the_code_does(name: str) -> None:
 
 def test_a_difference_is_shown_line_by_line() -> None:
     committed = files.path("config").read_text("utf-8")
-    changed = committed.replace("policy.budget: opt", "policy.limit: opt")
+    changed = committed.replace("policy.budget: str", "policy.limit: str")
     difference = files.difference("config", changed)
     assert "-policy.budget:" in difference and "+policy.limit:" in difference
     assert len(difference.splitlines()) < 15

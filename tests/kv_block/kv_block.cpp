@@ -1,6 +1,8 @@
 // Tests llama-kv-block without a server: rows are equal after save, evict and load.
 // usage: kv_block MODEL; prints one line per check; exit status 1 after the first that fails
 
+#include "decode.h"
+
 #include "llama-kv-block.h"
 
 #include <cstdio>
@@ -16,18 +18,8 @@ static void expect(bool fact, const char * what) {
     }
 }
 
-static std::vector<float> decode(llama_context * ctx, std::vector<llama_token> tokens, llama_pos p0) {
-    llama_batch batch = llama_batch_init((int32_t) tokens.size(), 0, 1);
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        batch.token[i]     = tokens[i];
-        batch.pos[i]       = p0 + (llama_pos) i;
-        batch.n_seq_id[i]  = 1;
-        batch.seq_id[i][0] = 0;
-        batch.logits[i]    = i + 1 == tokens.size();
-    }
-    batch.n_tokens = (int32_t) tokens.size();
-    expect(llama_decode(ctx, batch) == 0, "a batch is decoded");
-    llama_batch_free(batch);
+static std::vector<float> decode(llama_context * ctx, const std::vector<llama_token> & tokens, llama_pos p0) {
+    expect(decode_tokens(ctx, tokens, p0), "a batch is decoded");
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
     const float * logits = llama_get_logits_ith(ctx, -1);
     return { logits, logits + n_vocab };
@@ -64,8 +56,8 @@ int main(int argc, char ** argv) {
 
     std::vector<uint8_t> saved(40*row), reloaded(40*row);
     llama_kv_block block, other;
-    expect(!llama_kv_block_save(ctx, 0, 80, 120, saved.data(), block), "rows that are missing are not saved");
-    expect(llama_kv_block_save(ctx, 0, 20, 60, saved.data(), block) && block.n_rows() == 40, "rows are saved");
+    expect(!llama_kv_block_save(ctx, 0, { 80, 120 }, saved.data(), block), "rows that are missing are not saved");
+    expect(llama_kv_block_save(ctx, 0, { 20, 60 }, saved.data(), block) && block.n_rows() == 40, "rows are saved");
     expect(llama_kv_block_evict(ctx, 0, 20, 60) == 40, "rows are evicted");
     expect(llama_kv_block_resident(ctx, 0) == holed, "no other position moves");
     expect(llama_kv_block_n_free(ctx, 0) == n_cells - 60, "their cells are free");
@@ -77,7 +69,7 @@ int main(int argc, char ** argv) {
     expect(llama_kv_block_resident(ctx, 0) == all, "at their positions");
     expect(decode(ctx, { 7 }, 100) == baseline, "and the next token has the same logits");
     llama_memory_seq_rm(llama_get_memory(ctx), 0, 100, -1);
-    expect(llama_kv_block_save(ctx, 0, 20, 60, reloaded.data(), other) && saved == reloaded, "byte for byte");
+    expect(llama_kv_block_save(ctx, 0, { 20, 60 }, reloaded.data(), other) && saved == reloaded, "byte for byte");
 
     llama_kv_block_evict(ctx, 0, 20, 60);
     block.layout++;

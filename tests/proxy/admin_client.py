@@ -28,9 +28,12 @@ def operate(
     return json.loads(answer.body)
 
 
-def conversation_with_evicted_fact(port: int, session: str, turns: int = 6) -> ChatClient:
+def conversation_with_evicted_fact(
+    port: int, session: str, turns: int = 6, system: str = ""
+) -> ChatClient:
     """A conversation whose first message has a fact that is now evicted."""
     talk = ChatClient(port, session, {"evoke_budget": BUDGET})
+    talk.messages[0]["content"] += system
     talk.say(FACT)
     for number in range(turns):
         talk.say(f"Turn {number}. {FILLER}")

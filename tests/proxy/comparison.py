@@ -59,10 +59,17 @@ def erasable_server(folder: Path, *options: str) -> Iterator[int]:
 
 
 def empty_slots(port: int, *slots: int) -> None:
-    """Take everything out of these slots and the block store; needs `--slot-save-path`."""
+    """Take everything out of these slots and the block store; needs `--slot-save-path`.
+
+    A stock server has no store. The copies dropped are those of the tenants of the slots.
+    """
     for slot in slots:
+        view = ask(port, "GET", f"/slots/{slot}/blocks")
+        tenants = {"", json.loads(view.body)["tenant"]} if view.status == 200 else {""}
         assert ask(port, "POST", f"/slots/{slot}?action=erase").status == 200
-        ask(port, "POST", f"/slots/{slot}?action=block-drop", b'{"all":true}')
+        for tenant in tenants:
+            body = json.dumps({"all": True, "tenant": tenant}).encode()
+            ask(port, "POST", f"/slots/{slot}?action=block-drop", body)
 
 
 def _line(line: bytes, also: frozenset[str]) -> Any:

@@ -18,20 +18,34 @@ class FaultInjector:
     struck: threading.Event = field(default_factory=threading.Event)
     _asked: bytes = b""
     _strike: Callable[[], None] = lambda: None
-    _broken: bytes = b""
+    _broken: tuple[bytes, ...] = ()
+    _cut: bytes = b""
 
     def at(self, asked: bytes, strike: Callable[[], None]) -> None:
         """Call `strike` once, when a request with these bytes is sent to the server."""
         self.struck.clear()
         self._asked, self._strike = asked, strike
 
-    def break_at(self, asked: bytes) -> None:
-        """Break every connection on which these bytes are sent; empty: none."""
-        self._broken = asked
+    def break_at(self, *asked: bytes) -> None:
+        """Break every connection on which any of these bytes are sent; without any: none."""
+        self._broken = tuple(part for part in asked if part)
 
     def breaks(self, data: bytes) -> bool:
         """Whether to break the connection instead of forwarding this."""
-        return bool(self._broken) and self._broken in data
+        return any(part in data for part in self._broken)
+
+    def cut_reply_to(self, asked: bytes) -> None:
+        """Break a connection after the head of the reply to a request with these bytes, once."""
+        self.struck.clear()
+        self._cut = asked
+
+    def cuts_reply_to(self, data: bytes) -> bool:
+        """Whether the reply to this request is to be cut."""
+        if not self._cut or self._cut not in data:
+            return False
+        self._cut = b""
+        self.struck.set()
+        return True
 
     def saw(self, data: bytes) -> None:
         if self._asked and self._asked in data:
@@ -65,21 +79,36 @@ def _connect(near: socket.socket, server: int, watched: FaultInjector) -> None:
     except OSError:
         _end(near)
         return
-    _run(_carry, far, near)
-    _carry(near, far, watched)
+    is_cut = threading.Event()
+    _run(_carry_replies, far, near, is_cut)
+    _carry(near, far, watched, is_cut)
 
 
 def _carry(
-    source: socket.socket, sink: socket.socket, watched: FaultInjector | None = None
+    source: socket.socket, sink: socket.socket, watched: FaultInjector, is_cut: threading.Event
 ) -> None:
-    """Copy bytes until one side closes, then close both."""
+    """Copy requests until one side closes, then close both."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
-            if watched is not None and watched.breaks(data):
+            if watched.breaks(data):
+                break
+            if watched.cuts_reply_to(data):
+                is_cut.set()
+            sink.sendall(data)
+            watched.saw(data)
+    _end(source)
+    _end(sink)
+
+
+def _carry_replies(source: socket.socket, sink: socket.socket, is_cut: threading.Event) -> None:
+    """Copy replies until one side closes, or after the head of one that is cut; then close both."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            if is_cut.is_set():
+                head, end, _ = data.partition(b"\r\n\r\n")
+                sink.sendall(head + end)
                 break
             sink.sendall(data)
-            if watched is not None:
-                watched.saw(data)
     _end(source)
     _end(sink)
 

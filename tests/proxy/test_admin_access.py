@@ -42,7 +42,7 @@ def _serving(port: int, *options: str) -> Iterator[tuple[int, int, str]]:
         process = subprocess.Popen(command, stderr=said, text=True)
         try:
             # Where it listens, and whether and where it is operated: in that order or the other.
-            told = (r"listens on http://.*:(\d+)\n", r"is (?:not )?operated.*\n")
+            told = (r"listens on http://.*:(\d+)\n", r"(?:is operated|serves no admin).*\n")
             until(
                 lambda: process.poll() is not None or all(re.search(t, _read(said)) for t in told)
             )
@@ -144,7 +144,7 @@ def test_a_default_admin_address_in_use_is_reported_and_a_configured_one_ends_th
                 break
             time.sleep(0.1)
         with _serving(upstream) as (clients, admin, said):
-            assert not admin and "is not operated: security.admin_listen" in said
+            assert not admin and "serves no admin API: 127.0.0.1:" in said
             assert _status(clients, "/evoke/sessions") == 403
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -170,7 +170,7 @@ def test_a_proxy_does_not_use_a_client_address_for_the_admin(
         return found
 
     assert asyncio.run(addresses()) == []
-    assert "is not operated: security.admin_listen, 127.0.0.1:18090, is among" in (
+    assert "serves no admin API: 127.0.0.1:18090 (security.admin_listen) is also in" in (
         capsys.readouterr().err
     )
 

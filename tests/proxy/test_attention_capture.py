@@ -26,9 +26,9 @@ def calling(
     with proxy(patched_port, **getattr(request, "param", {})) as running:
         original = BlockApi.run
 
-        async def run(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
+        async def run(api: BlockApi, slot: int, action: str, body: Any) -> Any:
             calls.append((action, body))
-            return await original(api, slot, action, body, client)
+            return await original(api, slot, action, body)
 
         monkeypatch.setattr(BlockApi, "run", run)
         yield running, calls

@@ -47,6 +47,9 @@ ATTACKS = {
     "2,000 optional properties": _body(
         {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}}
     ),
+    "125 optional parts": _body({"grammar": 'root ::= ("a"? "b"?){0,125} "b"'}),
+    "a pattern with optional parts": _body({"json_schema": {"pattern": f"^{'a?' * 1000}$"}}),
+    "an enumeration of 20,000": _body({"json_schema": {"enum": list(range(20_000))}}),
     "a number of 10,000 digits": _body(raw="1" * 10_000),
     "a million messages": b'{"messages":[' + b"{}," * 340_000 + b"{}]}",
 }

@@ -201,7 +201,7 @@ def test_readiness_shows_the_failed_check_to_clients_and_its_cause_to_operators(
         took_s = time.monotonic() - began
     for answer in answers:
         assert answer.status == 200 and str(echo.port).encode() not in answer.body
-        assert json.loads(answer.body).keys() == {"status", "failed", "mode"}
+        assert json.loads(answer.body).keys() == {"status", "failed", "reasons", "mode"}
     assert 1 <= len(asked) <= 1 + took_s, "one check serves all who ask within a second"
 
 

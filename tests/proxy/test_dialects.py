@@ -13,7 +13,7 @@ from comparison import comparable, empty_slots, erasable_server
 from conversation import FILLER, events
 from fake_upstream import Exchange, fake_upstream, response
 from harness import Answer, RunningProxy, ask, counted, proxy, until
-from weather import BEGUN, CALL, QUESTION, TOOLS
+from weather import BEGUN, CALL, QUESTION, RESULT_CHAT, TOOLS
 
 BUDGET, LONG = 320, 6000
 JSON = {"Content-Type": "application/json"}
@@ -143,17 +143,7 @@ def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy,
 
 ASKED: Json = {"role": "user", "content": QUESTION}
 RESULT_TURNS: dict[str, Json] = {
-    "/v1/chat/completions": {
-        "messages": [
-            ASKED,
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
-            },
-            {"role": "tool", "tool_call_id": "call_1", "content": "rain and wind"},
-        ]
-    },
+    "/v1/chat/completions": {"messages": RESULT_CHAT},
     "/v1/responses": {
         "input": [
             ASKED,

@@ -62,9 +62,92 @@ def test_doctor_advises_a_slot_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with llama_server(server_binary(patched=False), "-np", "1", "--cache-ram", "0") as port:
-        code, found = _run_doctor(capsys, port)
+        code, found = _run_doctor(capsys, port, "--directory", str(tmp_path))
+    assert found["no_files"] == "slots cannot be saved"  # and not that no directory was given
     assert code == 1 and "--slot-save-path" in found["advice"][0]
     assert found["memory"] == "unknown" and found["ram_cache"] is False
+
+
+PATCHED = ("-np", "1", "-c", "1024", "--evoke-ram", "16")
+EVICTS = (*PATCHED, "--ctx-logical", "4096")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "advised", "hinted"),
+    [
+        ((), {}, ["--slot-save-path"], "start it with --evoke-ram"),
+        (PATCHED, {}, ["--ctx-logical 4096", "--evoke-disk DIR"], "-np 2"),
+        (PATCHED, {"BUDGET": "700"}, ["--evoke-disk DIR"], "-np 2"),
+        (
+            EVICTS,
+            {"BUDGET": "2000"},
+            ["--budget) to 768", "--evoke-disk DIR"],
+            "evoke-proxy embedder fetch",
+        ),
+        ((*EVICTS, "--evoke-disk"), {}, [], "evoke-proxy embedder fetch"),
+        (
+            ("-np", "2", "-kvu", "-c", "1024", "--evoke-ram", "16", "--evoke-disk"),
+            {},
+            ["--ctx-logical"],
+            "-no-kvu",
+        ),
+    ],
+)
+def test_doctor_checks_what_eviction_needs_on_a_patched_server(
+    options: tuple[str, ...],
+    settings: dict[str, str],
+    advised: list[str],
+    hinted: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(f"EVOKE_POLICY_{name}", value)
+    given = [*(options or ("-np", "1"))]
+    if given[-1] == "--evoke-disk":
+        given.append(f"{tmp_path / 'blocks'}:64")
+    with llama_server(server_binary(patched=True), *given) as port:
+        code, found = _run_doctor(capsys, port)
+    assert found["eviction"]["is_patched"]
+    assert code == bool(advised)
+    for text, flag in zip(found["advice"], advised, strict=True):
+        assert flag in text
+    assert [text for text in found["hints"] if hinted in text]
+    assert found["eviction"]["thoughts"] == "kept"
+
+
+def test_doctor_says_that_a_template_removes_thoughts_and_ranking_by_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVOKE_EMBEDDER_MODEL", "none")
+    options = (*EVICTS, "--evoke-disk", f"{tmp_path / 'blocks'}:64", *template("Qwen3.5-4B"))
+    with llama_server(server_binary(patched=True), *options) as port:
+        code, found = _run_doctor(capsys, port)
+    assert found["eviction"]["thoughts"] == "removed"
+    assert [text for text in found["hints"] if "--reasoning-budget 0" in text]
+    (text,) = found["advice"]
+    assert code == 1 and "embedder.model: none" in text
+
+
+def test_doctor_reports_a_disk_tier_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    options = (*EVICTS, "--evoke-disk", str(tmp_path / "file/blocks"))
+    with llama_server(server_binary(patched=True), *options) as port:
+        code, found = _run_doctor(capsys, port)
+    (text,) = found["advice"]
+    assert code == 1 and "the disk tier does not work" in text
+
+
+def test_doctor_hints_at_the_patched_server_on_a_stock_one(
+    stock_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, found = _run_doctor(capsys, stock_port)
+    assert not found["eviction"]["is_patched"]
+    assert [text for text in found["hints"] if "evoke-proxy build-server" in text]
+    assert not [text for text in found["advice"] if "snapshots.directory is not set" in text]
 
 
 def test_an_unreachable_server_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:

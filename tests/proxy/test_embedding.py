@@ -41,11 +41,13 @@ SHIPS = (
 TRAINING = "How do I train my {}?"
 
 
-@pytest.mark.parametrize("embeds", [True, False])
-def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embeds: bool) -> None:
-    directory = str(ensure()) if embeds else ""
-    with proxy(patched_port, embedder__directory=directory, embedder__timeout_ms=20_000) as ours:
-        talk = ChatClient(ours.port, f"meaning {embeds}", {"evoke_budget": BUDGET})
+@pytest.mark.parametrize("embedder", ["encoder", "built-in", "none"])
+def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embedder: str) -> None:
+    embeds = embedder != "none"
+    given = {"embedder__directory": str(ensure())} if embedder == "encoder" else {}
+    given |= {"embedder__model": "none"} if embedder == "none" else {}
+    with proxy(patched_port, embedder__timeout_ms=20_000, **given) as ours:
+        talk = ChatClient(ours.port, f"meaning {embedder}", {"evoke_budget": BUDGET})
         talk.say("The key is hidden under the geranium.")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
@@ -54,7 +56,8 @@ def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embeds: boo
         assert said.accounting["n_resident_peak"] <= BUDGET
         session = next(iter(ours.engine.conversations)).session
         back = [b.text for b in session.layout.blocks if b.label in session._recovered]
-        assert any("geranium" in text for text in back) is embeds
+        # Without vectors the room that the question leaves is filled with other blocks: by chance.
+        assert any("geranium" in text for text in back) or not embeds
         assert (ours.metric("evoke_embedded_total", kind="question") > 0) is embeds
 
 
@@ -85,6 +88,27 @@ def test_a_paraphrased_question_recovers_the_fact_after_a_restart(
         assert store.execute(parts, (f"{known.id}#*",)).fetchone()[0] > 1
         assert operate(ours, "DELETE", f"sessions/{known.id}")["left"] == []
         assert store.execute(parts, ("*",)).fetchone()[0] == 0
+
+
+def test_built_in_vectors_are_there_for_the_first_question(patched_port: int) -> None:
+    """Of a conversation that the proxy has not seen, and after a restart without records."""
+    told = ["The key is hidden under the geranium.", *(f"Turn {n}. {FILLER}" for n in range(7))]
+    history = [
+        message
+        for text in told
+        for message in (
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": "Noted."},
+        )
+    ]
+    with proxy(patched_port) as ours:
+        talk = ChatClient(ours.port, "unseen", {"evoke_budget": 4 * BUDGET})
+        talk.messages += history
+        talk.say("How can I get inside when the door is locked?")
+        (known,) = ours.engine.conversations
+        index = known.session.index
+        assert len(index) > 8 and index.n_with_vectors >= len(index) - 2
+        assert not known.vectors.pending
 
 
 @pytest.fixture(scope="module")

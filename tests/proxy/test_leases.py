@@ -235,12 +235,12 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
         run, saving, saved = BlockApi.run, threading.Event(), threading.Event()
         begun: list[bool] = []
 
-        async def slow(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
+        async def slow(api: BlockApi, slot: int, action: str, body: Any) -> Any:
             saves = action == "block-plan" and any(op["op"] == "save" for op in body["ops"])
             if saves and not saving.is_set():
                 saving.set()
                 await asyncio.to_thread(saved.wait, 60)
-            return await run(api, slot, action, body, client)
+            return await run(api, slot, action, body)
 
         begin = known.session.begin
 
@@ -274,9 +274,9 @@ def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:
         calls, touched = engine.server.strategies.snapshots._api, []
         save = calls.save
 
-        async def noted(slot: int, name: str, client: Any) -> Any:
+        async def noted(slot: int, name: str) -> Any:
             touched.append(engine.server.slots.pool.idle())
-            return await save(slot, name, client)
+            return await save(slot, name)
 
         calls.save = noted  # type: ignore[method-assign]
         # A request that has its slot and has not been forwarded yet: /slots shows it as idle.

@@ -47,7 +47,7 @@ def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
 
 def test_the_session_records_what_the_engine_evicted_by_itself(long_port: int) -> None:
     """No budget: the server evicts when its cells are full, and the proxy learns what."""
-    with proxy(long_port) as running:
+    with proxy(long_port, policy__budget="off") as running:
         talk = ChatClient(running.port, "free")
         first = talk.say(passage(0, 9000)).accounting
         again = talk.say("And then?").accounting

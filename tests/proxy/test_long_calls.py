@@ -119,7 +119,7 @@ def _stream(running: RunningProxy, body: dict[str, Any], **headers: str) -> Answ
     return ask(running.port, "POST", "/v1/chat/completions", asked, JSON | headers)
 
 
-def _began_with_comments(answer: Answer) -> None:
+def _assert_begins_with_comments(answer: Answer) -> None:
     assert answer.status == 200, answer.body
     assert answer.body.startswith(WAITING) and answer.body.endswith(b"data: [DONE]\n\n")
     assert b'"error"' not in answer.body
@@ -134,7 +134,7 @@ def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
     with deployment.server() as port:
         quick = {f"snapshots__{key}": value for key, value in QUICK.items()} | OFTEN
         with proxy(port, snapshots__directory=str(tmp_path), **quick) as running:
-            _began_with_comments(_stream(running, {"messages": chat.messages}))
+            _assert_begins_with_comments(_stream(running, {"messages": chat.messages}))
             running.settled()
             # A client that leaves meanwhile gives its slot back.
             chat.messages[0]["content"] = "Another one: " + chat.messages[0]["content"]
@@ -161,7 +161,7 @@ def test_a_probe_sends_keepalive_comments(
         monkeypatch.setattr(probing, "_decode", _slow(probing._decode, 0.4))
         messages = [*talk.messages, {"role": "user", "content": "Where do I live?"}]
         body = {"messages": messages, **talk.fields}
-        _began_with_comments(_stream(running, body, **{"X-Evoke-Session": "long calls"}))
+        _assert_begins_with_comments(_stream(running, body, **{"X-Evoke-Session": "long calls"}))
         assert running.metric("evoke_probes_total", result="made") > made
 
 
@@ -175,7 +175,7 @@ def test_loading_a_model_sends_keepalive_comments(tmp_path: Path) -> None:
         often = {"limits__keepalive_s": 0.01, "snapshots__directory": str(tmp_path / "slots")}
         with proxy(port, **often) as running:
             messages = [{"role": "user", "content": "Hello."}]
-            _began_with_comments(_stream(running, {"model": "one", "messages": messages}))
+            _assert_begins_with_comments(_stream(running, {"model": "one", "messages": messages}))
 
 
 def test_a_hanging_prefill_is_cancelled_and_the_request_continues(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from harness import RunningProxy
 from evoke_proxy.core.policy.probe import DecodeSpeed
 
 BUDGET = 320
+# As long as the story, so that it does not fit where the ranking by text leaves a few tokens.
+FACT = "My residence is amber falcon. "
+FACT += "The young painter carries seven green lamps upstairs. " * 4
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
 
 
@@ -24,7 +27,7 @@ def told(port: int, name: str, recall: str) -> ChatClient:
     """A fact, and so much behind it that it has left."""
     fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
     talk = ChatClient(port, name, fields)
-    talk.say("My residence is amber falcon.", max_tokens=4)
+    talk.say(FACT, max_tokens=4)
     for _ in range(8):
         talk.say(STORY, max_tokens=4)
     return talk

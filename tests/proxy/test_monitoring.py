@@ -8,11 +8,12 @@ import json
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conversation import FILLER, ChatClient
 from fake_upstream import Exchange, fake_upstream
-from harness import RunningProxy, ask, proxy
+from harness import RunningProxy, ask, llama_server, proxy, server_binary
 
 from evoke_proxy.engine.admin import exposition
 
@@ -58,6 +59,62 @@ def test_every_sample_has_a_type(patched_proxy: RunningProxy) -> None:
     for name in re.findall(r"^([a-z_:]+)[{ ]", text, re.MULTILINE):
         base = re.sub(r"_(bucket|sum|count|total|created)$", "", name)
         assert {name, base, f"{base}_total"} & typed, name
+
+
+def _samples(text: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("evoke_")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_host_memory_disk_and_reasons_of_evictions_are_those_of_the_server(tmp_path: Path) -> None:
+    """1 MiB of host memory holds about 500 tokens of the model: older copies go to disk."""
+    options = ("-np", "1", "-c", "1024", "--ctx-logical", "8192", "--evoke-ram", "1")
+    options += ("--evoke-disk", f"{tmp_path / 'blocks'}:8")
+    with (
+        llama_server(server_binary(patched=True), *options) as port,
+        proxy(port, policy__budget=BUDGET) as running,
+    ):
+        talk = ChatClient(running.port, "m")
+        talk.say("My favorite number is 68285.")
+        for number in range(8):
+            talk.say(f"Turn {number}. {FILLER}")
+        talk.say("What is my favorite number?")
+        running.settled()
+        found = _samples(ask(running.port, "GET", "/metrics").body.decode())
+        said = json.loads(ask(port, "GET", "/slots/0/blocks").body)
+    server = '{server=""}'
+    assert found[f"evoke_ram_used_bytes{server}"] == said["ram"]["used"] > 0
+    assert found[f"evoke_ram_budget_bytes{server}"] == 1 << 20
+    assert found[f"evoke_ram_dropped_total{server}"] == said["ram"]["n_dropped"]
+    assert found[f"evoke_disk_used_bytes{server}"] == said["disk"]["used"] > 0
+    assert found[f"evoke_disk_budget_bytes{server}"] == 8 << 20
+    assert found[f"evoke_disk_files{server}"] == said["disk"]["n_files"] > 0
+    assert found[f"evoke_budget_in_force{server}"] == 1
+    evicted = [found[f'evoke_evictions_total{{reason="{why}"}}'] for why in ("plan", "decode")]
+    assert sum(evicted) == found["evoke_blocks_evicted_total"] > 0
+    assert found['evoke_recoveries_total{reason="question"}'] > 0
+    assert found['evoke_recoveries_total{reason="slot"}'] == 0
+
+
+def test_copies_that_host_memory_has_no_room_for_are_counted() -> None:
+    options = ("-np", "1", "-c", "1024", "--ctx-logical", "8192", "--evoke-ram", "1")
+    with (
+        llama_server(server_binary(patched=True), *options) as port,
+        proxy(port, policy__budget=BUDGET) as running,
+    ):
+        talk = ChatClient(running.port, "m")
+        for number in range(12):
+            talk.say(f"Turn {number}. {FILLER}")
+        running.settled()
+        found = _samples(ask(running.port, "GET", "/metrics").body.decode())
+    assert found['evoke_ram_dropped_total{server=""}'] > 0
+    assert found['evoke_disk_used_bytes{server=""}'] == 0
+
+
+def test_a_budget_that_is_not_in_force_is_a_metric_of_its_server(stock_port: int) -> None:
+    with proxy(stock_port, policy__budget=3000) as running:
+        found = _samples(ask(running.port, "GET", "/metrics").body.decode())
+    assert found['evoke_budget_in_force{server=""}'] == 0
 
 
 def test_a_slow_scrape_of_the_server_omits_its_metrics_only(

@@ -86,11 +86,11 @@ def _in_call(*actions: str) -> Callable[[Deployment, ChatClient], None]:
         assert running is not None
         killed, original = threading.Event(), BlockApi.run
 
-        async def run(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
+        async def run(api: BlockApi, slot: int, action: str, body: Any) -> Any:
             if action in actions and not killed.is_set():
                 _kill(subject.port)
                 killed.set()
-            return await original(api, slot, action, body, client)
+            return await original(api, slot, action, body)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BlockApi, "run", run)

@@ -184,7 +184,7 @@ def test_text_is_recovered_in_a_tool_result(strict_port: int) -> None:
         assert running.metric("evoke_degraded_total", stage="render") == 0
 
 
-@pytest.mark.parametrize(("path", "back"), [("src/config.py", True), ("src/other.py", False)])
+@pytest.mark.parametrize(("path", "back"), [("src/config.py", True), ("docs/notes.md", False)])
 def test_a_file_that_is_read_again_is_recovered(strict_port: int, path: str, back: bool) -> None:
     with proxy(strict_port) as running:
         talk = _task(running.port, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -214,7 +215,7 @@ def test_address_in_use_is_exit_1() -> None:
         taken.listen()
         ended = _run("serve", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
     assert ended.returncode == 1
-    assert "address already in use" in ended.stderr
+    assert f"is taken by process {os.getpid()}" in ended.stderr
 
 
 def test_wrong_settings_are_exit_2() -> None:
@@ -237,6 +238,15 @@ def test_check_config_prints_the_main_settings() -> None:
     assert ended.returncode == 0
     assert "http://gpu:1" in ended.stdout
     assert "4096 tokens" in ended.stdout
+
+
+def test_the_start_warns_about_an_open_address_without_keys(tmp_path: Path) -> None:
+    log, closed = tmp_path / "open.log", tmp_path / "closed.log"
+    upstream = ("--upstream", f"http://127.0.0.1:{unused_port()}")
+    with _serving(*upstream, "--listen", "0.0.0.0:0", log=log):
+        assert "other machines can use 0.0.0.0:0 without a key" in log.read_text("utf-8")
+    with _serving(*upstream, log=closed):
+        assert "without a key" not in closed.read_text("utf-8")
 
 
 def test_every_help_has_examples() -> None:

@@ -128,6 +128,20 @@ def test_a_failure_in_planning_and_forwarding_counts_once(
         assert talk.post().status == 200 and _started(running) == 0
 
 
+def test_a_failed_request_whose_slot_cannot_be_polled_counts_once(line: FaultInjector) -> None:
+    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
+        talk = ChatClient(running.port, "kept")
+        talk.say("Hello.")
+        running.settled()
+        line.break_at(b"POST /v1/chat/completions", b"GET /slots/")
+        talk.messages.append({"role": "user", "content": "Go on."})
+        assert talk.post().status == 503
+        running.settled()
+        line.break_at()
+        found = running.engine.metrics.upstream_errors.collect()[0].samples
+        assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
+
+
 HOSTILE: tuple[tuple[str, str, dict[str, str], bytes | None], ...] = (
     ("GET", "/health", {"X-Large": "a" * 40_000}, None),
     ("GET", "/health", {"X-Large": "a" * 60_000}, None),
@@ -331,17 +345,19 @@ def _stock(folder: Path) -> Iterator[tuple[FaultInjector, dict[str, object]]]:
 def test_turns_of_a_session_never_run_concurrently(
     line: FaultInjector, kind: str, seed: int, tmp_path: Path
 ) -> None:
-    """Whatever breaks beside them: connections of others and their own, and clients that leave."""
+    """Connections of others and their own break, and clients leave."""
     with contextlib.ExitStack() as servers:
         settings: dict[str, object] = {"policy__budget": BUDGET}
         call = b"action=block-plan"
         if kind == "stock":
             line, settings = servers.enter_context(_stock(tmp_path))
             call = b"action=save"
-        _interleave(line, call, settings, seed)
+        _check_interleaved_turns(line, call, settings, seed)
 
 
-def _interleave(line: FaultInjector, call: bytes, settings: dict[str, object], seed: int) -> None:
+def _check_interleaved_turns(
+    line: FaultInjector, call: bytes, settings: dict[str, object], seed: int
+) -> None:
     """Turns of three sessions, two clients each, while connections break, those of a call too."""
     names = [f"session-{number}-{seed}" for number in range(3)]
     how = random.Random(seed)

@@ -18,6 +18,7 @@ import pytest
 from chromium import browser, tab
 from conversation import FILLER, ChatClient, endless
 from fake_upstream import Exchange, fake_upstream, response
+from fault_injector import wire
 from harness import (
     Answer,
     RunningProxy,
@@ -395,6 +396,22 @@ def test_requests_that_wait_at_a_hanging_server_fail_over() -> None:
         finally:
             for port in pair.ports.values():
                 os.kill(process_on(port), signal.SIGCONT)
+
+
+def test_a_request_fails_over_when_its_server_dies_after_the_head(patched_port: int) -> None:
+    """The reply gets `usage.evoke`, so nothing of it is sent before it is complete."""
+    with ExitStack() as stack:
+        lines = {name: stack.enter_context(wire(patched_port)) for name in ("a", "b")}
+        ports = {name: line.port for name, line in lines.items()}
+        running = stack.enter_context(pool(ports, policy__budget=384))
+        messages: list[dict[str, Any]] = []
+        home = _at(_say(running.port, messages, f"Hello. {LONG}", "cut"))
+        running.settled()
+        lines[home].cut_reply_to(b"POST /v1/chat/completions")
+        answer = _say(running.port, messages, "Go on.", "cut")
+        assert lines[home].struck.is_set()
+        assert {_at(answer), home} == {"a", "b"} and "evoke" in json.loads(answer.body)["usage"]
+        assert running.metric("evoke_server_failovers_total", server=home) == 1
 
 
 def test_a_migrated_hybrid_session_is_restored_from_its_snapshot(tmp_path: Path) -> None:

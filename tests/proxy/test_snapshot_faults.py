@@ -121,9 +121,9 @@ def test_a_slot_emptied_before_its_save_makes_no_snapshot(
     port, proxied = running
     save, before = StockApi.save, deployment.files()
 
-    async def emptied(calls: StockApi, slot: int, name: str, client: Any) -> Any:
-        await calls.erase(slot, client)
-        return await save(calls, slot, name, client)
+    async def emptied(calls: StockApi, slot: int, name: str) -> Any:
+        await calls.erase(slot)
+        return await save(calls, slot, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(StockApi, "save", emptied)
@@ -220,12 +220,12 @@ def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
     calls, names = running.engine.server.strategies.snapshots._api, []
     asked = getattr(calls, action)
 
-    async def noted(slot: int, name: str, client: Any) -> Any:
+    async def noted(slot: int, name: str) -> Any:
         names.append(name)
         setattr(calls, action, asked)
         if kill:
             os.kill(process_on(kill), signal.SIGKILL)
-        return await asked(slot, name, client)
+        return await asked(slot, name)
 
     setattr(calls, action, noted)
     return names

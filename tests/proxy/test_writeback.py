@@ -67,10 +67,10 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
         pool = running.engine.server.slots.pool
         run, idle = BlockApi.run, list[bool]()
 
-        async def noted(api: BlockApi, slot: int, action: str, body: Any, client: Any) -> Any:
+        async def noted(api: BlockApi, slot: int, action: str, body: Any) -> Any:
             if "expect" in body:
                 idle.append(pool.idle())
-            return await run(api, slot, action, body, client)
+            return await run(api, slot, action, body)
 
         monkeypatch.setattr(BlockApi, "run", noted)
 

@@ -11,6 +11,16 @@ CALL = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
 # The model goes on in the middle of a call, which the grammar of its tools then ends.
 BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
 QUESTION = "How is the weather in Oslo?"
+# A chat whose last message is the result of the call.
+RESULT_CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": QUESTION},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "rain and wind"},
+]
 TOOLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "tools": [{"type": "function", "function": NAMED | {"parameters": SCHEMA}}],

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -40,13 +41,11 @@ class CallOptions:
     """How one JSON call is made.
 
     Attributes:
-        credentials: headers of the client's request. Its key is sent when none is configured.
         label: name under which AWAITED records the time of the call.
         is_long: whether `long_call_timeout_s` bounds the call instead of `call_timeout_s`.
         check: called with each piece of a reply that is no error; what it raises ends the call.
     """
 
-    credentials: Mapping[str, str] | None = None
     label: str = "other"
     is_long: bool = False
     check: Callable[[bytes], None] | None = None
@@ -58,8 +57,8 @@ _DEFAULT_OPTIONS = CallOptions()
 class LlamaClient:
     """Client of one llama-server, or of one model behind a router; an async context manager.
 
-    A client that `bound_to` or `failing_while_loading` returns shares the connections of the one it
-    comes from, and needs no entering.
+    A client that `as_caller`, `bound_to` or `failing_while_loading` returns shares the connections
+    of the one it comes from, and needs no entering.
 
     Attributes:
         config: address, key and time-outs.
@@ -74,6 +73,8 @@ class LlamaClient:
         self._transport = HttpTransport(config)
         self._owns_transport = True
         self._fails_while_loading = False
+        # The key of the caller as headers; not sent when a key is configured.
+        self._credentials: Mapping[str, str] = {}
 
     async def __aenter__(self) -> LlamaClient:
         if self._owns_transport:
@@ -83,6 +84,16 @@ class LlamaClient:
     async def __aexit__(self, *_: object) -> None:
         if self._owns_transport:
             await self._transport.__aexit__()
+
+    def as_caller(self, headers: Mapping[str, str]) -> LlamaClient:
+        """A client whose calls send the key in `headers`, when no key is configured.
+
+        `headers` are those of a client's request; all but its key are ignored.
+        """
+        bound = self._sharing_transport()
+        names = [name for name in _CREDENTIAL_HEADERS if name in headers]
+        bound._credentials = {name: headers[name] for name in names}
+        return bound
 
     def bound_to(self, model: str) -> LlamaClient:
         """A client whose calls are about one model of a router and load no model."""
@@ -104,12 +115,7 @@ class LlamaClient:
         headers: Mapping[str, str],
         body: Body | None = None,
     ) -> AsyncIterator[Reply]:
-        """Send a request and yield its reply; leaving early closes the connection.
-
-        `target` is the raw path with query. The wait for the head has no limit: prefill is slow.
-        Raises RequestError, and sends nothing, when llama-server could not parse the head; also
-        when the body breaks off on the client's side. Raises UpstreamError otherwise.
-        """
+        """Send a request with this client's credentials and model, as `Transport.open` does."""
         async with self._transport.open(method, self._addressed(target), headers, body) as reply:
             if self._fails_while_loading and reply.status == _STATUS_LOADING:
                 message = f"llama-server at {self.url} takes no requests yet"
@@ -137,7 +143,7 @@ class LlamaClient:
         with mapped_errors(self.url):
             async with asyncio.timeout(limit_s):
                 with _timed(options.label):
-                    headers = self.own_headers(options.credentials)
+                    headers = self.own_headers()
                     async with self.open(method, target, headers, data) as reply:
                         raw = await reply.read(options.check if reply.status < 400 else None)
         if len(raw) > _INLINE_JSON_BYTES:
@@ -149,12 +155,12 @@ class LlamaClient:
             answer["data"] = [item for item in models if item.get("id") == self.model]
         return answer
 
-    async def info(self, credentials: Mapping[str, str] | None = None) -> ServerInfo:
+    async def info(self) -> ServerInfo:
         """Ask what the server is and can do; UpstreamError when it does not say.
 
         A router does not route block calls, so a model behind one has none of their features.
         """
-        props = await self.call("GET", "/props", None, CallOptions(credentials))
+        props = await self.call("GET", "/props")
         info = ServerInfo.parse(props)
         if not self.model:
             return info
@@ -166,27 +172,25 @@ class LlamaClient:
         answer = await self.call("GET", "/v1/models")
         return any((it.get("status") or {}).get("value") == "loaded" for it in answer["data"])
 
-    async def load(self, credentials: Mapping[str, str] | None) -> None:
+    async def load(self) -> None:
         """Have the router load this model; UpstreamError when that fails.
 
         Nothing happens where the server has only one model.
         """
         if self.model:
-            options = CallOptions(credentials, "load", is_long=True)
+            options = CallOptions("load", is_long=True)
             await self.call("POST", _LOAD_TARGET, {"content": ""}, options)
 
-    def own_headers(self, credentials: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Headers of a call of the proxy, with the configured key or that of `credentials`."""
+    def own_headers(self) -> dict[str, str]:
+        """Headers of a call of the proxy, with the configured key or that of the caller."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.config.api_key:
             return headers | {"Authorization": f"Bearer {self.config.api_key}"}
-        given = credentials or {}
-        return headers | {name: given[name] for name in _CREDENTIAL_HEADERS if name in given}
+        return headers | dict(self._credentials)
 
     def _sharing_transport(self) -> LlamaClient:
-        client = LlamaClient(self.config)
-        client.model, client._fails_while_loading = self.model, self._fails_while_loading
-        client._transport, client._owns_transport = self._transport, False
+        client = copy(self)
+        client._owns_transport = False
         return client
 
     def _addressed(self, target: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import orjson
@@ -19,8 +20,6 @@ from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 
-# Headers of the client that a call is made for; None for the proxy's own.
-Headers: TypeAlias = Mapping[str, str] | None
 # A chat body with more bytes per token of context is not rendered, because its text would occupy
 # the event loop for too long, and no prompt that fits the context is expected to be as long.
 _MAX_BYTES_PER_TOKEN, _ALWAYS_RENDERED_BYTES = 64, 1024 * 1024
@@ -87,20 +86,37 @@ def _sample(path: Path, n_bytes: int) -> str:
     return digest.hexdigest()
 
 
+@dataclass(slots=True)
+class _ServerFacts:
+    """What `StockApi.fingerprint` has read of a server."""
+
+    # Context of one slot in tokens; None before the first call.
+    n_ctx: int | None = None
+    # Hashes of its model file.
+    files: ModelFiles = field(default_factory=ModelFiles)
+
+
 class StockApi:
     """Typed calls, which raise UpstreamError as `LlamaClient` does.
 
     An answer in an unknown format raises UpstreamProtocolError. Calls that return tokens raise
     PromptTooLong when there are more than `n_ctx`.
-
-    Attributes:
-        n_ctx: context of one slot in tokens, from the latest `fingerprint`; None before it.
     """
 
     def __init__(self, client: LlamaClient) -> None:
         self._client = client
-        self.n_ctx: int | None = None
-        self._files = ModelFiles()
+        self._facts = _ServerFacts()
+
+    def bound_to(self, client: LlamaClient) -> StockApi:
+        """The same calls through another client of the same server; `n_ctx` is shared."""
+        bound = copy(self)
+        bound._client = client
+        return bound
+
+    @property
+    def n_ctx(self) -> int | None:
+        """Context of one slot in tokens, from the latest `fingerprint`; None before it."""
+        return self._facts.n_ctx
 
     def check_size(self, body: bytes) -> None:
         """Raise PromptTooLong for a body far longer than any prompt that the context holds."""
@@ -109,46 +125,42 @@ class StockApi:
             if len(body) > max_bytes:
                 raise PromptTooLong(self.n_ctx)
 
-    async def render(self, body: bytes, headers: Headers) -> Tokens:
+    async def render(self, body: bytes) -> Tokens:
         """Return the tokens of a chat request, as llama-server would decode them."""
-        return await self.tokenize(await self.apply_template(body, headers), True, headers)
+        return await self.tokenize(await self.apply_template(body), True)
 
-    async def render_with_history(
-        self, body: bytes, past: bytes, headers: Headers
-    ) -> tuple[Tokens, int]:
+    async def render_with_history(self, body: bytes, past: bytes) -> tuple[Tokens, int]:
         """Return the tokens of a chat request and how many of them are its history.
 
         `past` is the request without the beginning of an answer. The number is 0 where the history
         is not a prefix of the prompt, in text or in tokens, or is all of it: a recurrent state
         cannot go back, and decodes such a prompt again.
         """
-        text = await self.apply_template(body, headers)
-        history = await self.apply_template(past, headers)
-        tokens = await self.tokenize(text, True, headers)
+        text = await self.apply_template(body)
+        history = await self.apply_template(past)
+        tokens = await self.tokenize(text, True)
         if not text.startswith(history) or text == history:
             return tokens, 0
-        rest = await self.tokenize(text[len(history) :], False, headers)
+        rest = await self.tokenize(text[len(history) :], False)
         n_history = len(tokens) - len(rest)
         return tokens, n_history if np.array_equal(tokens[n_history:], rest) else 0
 
-    async def apply_template(self, body: bytes, headers: Headers) -> str:
+    async def apply_template(self, body: bytes) -> str:
         """Return the text of a chat request."""
-        answer = await self._client.call(
-            "POST", "/apply-template", body, CallOptions(headers, "render")
-        )
+        answer = await self._client.call("POST", "/apply-template", body, CallOptions("render"))
         return str(answer.get("prompt"))
 
-    async def count_tokens(self, path: str, body: bytes, headers: Headers) -> int:
+    async def count_tokens(self, path: str, body: bytes) -> int:
         """Return how many tokens llama-server counts in a request; -1 when it does not say."""
-        answer = await self._client.call("POST", path, body, CallOptions(headers, "render"))
+        answer = await self._client.call("POST", path, body, CallOptions("render"))
         count = answer.get("input_tokens")
         return count if isinstance(count, int) else -1
 
-    async def tokenize(self, text: str, special: bool, headers: Headers) -> Tokens:
+    async def tokenize(self, text: str, special: bool) -> Tokens:
         """Return the tokens of a text; `special` adds the start token of the vocabulary."""
         body = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
-        options = CallOptions(headers, "render", check=check)
+        options = CallOptions("render", check=check)
         answer = await self._client.call("POST", "/tokenize", body, options)
         try:
             tokens = answer["tokens"]
@@ -158,9 +170,9 @@ class StockApi:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError("/tokenize answered without tokens") from error
 
-    async def list_slots(self, headers: Headers) -> Sequence[SlotStatus] | None:
+    async def list_slots(self) -> Sequence[SlotStatus] | None:
         """Return the status of every slot; None when the server does not show them."""
-        async with self._client.open("GET", "/slots", self._client.own_headers(headers)) as reply:
+        async with self._client.open("GET", "/slots", self._client.own_headers()) as reply:
             raw = await reply.read()
         if reply.status in (403, 404, 501):
             return None
@@ -172,7 +184,7 @@ class StockApi:
             raise UpstreamProtocolError("/slots answered in an unknown format") from error
 
     async def prefill(
-        self, tokens: Tokens, slot: int | None, headers: Headers, epoch: int | None = None
+        self, tokens: Tokens, slot: int | None, epoch: int | None = None
     ) -> PrefillResult:
         """Decode a prompt and generate nothing, in `slot` or where llama-server chooses.
 
@@ -189,7 +201,7 @@ class StockApi:
             body["id_slot"] = slot
         if epoch is not None:
             body["evoke"] = {"epoch": epoch}
-        options = CallOptions(headers, "prefill", is_long=True)
+        options = CallOptions("prefill", is_long=True)
         answer = await self._client.call("POST", "/completion", body, options)
         try:
             timings = answer["timings"]
@@ -199,42 +211,40 @@ class StockApi:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError("/completion answered without timings") from error
 
-    async def save(self, slot: int, name: str, headers: Headers) -> SlotCopy:
+    async def save(self, slot: int, name: str) -> SlotCopy:
         """Save a slot to a file of this name in the server's --slot-save-path."""
-        answer = await self._slot_action(slot, "save", {"filename": name}, headers)
+        answer = await self._slot_action(slot, "save", {"filename": name})
         return _slot_copy(answer, "n_saved", "n_written", "save_ms")
 
-    async def restore(self, slot: int, name: str, headers: Headers) -> SlotCopy:
+    async def restore(self, slot: int, name: str) -> SlotCopy:
         """Restore a slot from a file of this name; a refusal has emptied the slot."""
-        answer = await self._slot_action(slot, "restore", {"filename": name}, headers)
+        answer = await self._slot_action(slot, "restore", {"filename": name})
         return _slot_copy(answer, "n_restored", "n_read", "restore_ms")
 
-    async def erase(self, slot: int, headers: Headers) -> None:
+    async def erase(self, slot: int) -> None:
         """Empty a slot."""
-        await self._slot_action(slot, "erase", {}, headers)
+        await self._slot_action(slot, "erase", {})
 
-    async def _slot_action(
-        self, slot: int, action: str, body: Mapping[str, str], headers: Headers
-    ) -> dict[str, Any]:
+    async def _slot_action(self, slot: int, action: str, body: Mapping[str, str]) -> dict[str, Any]:
         target = f"/slots/{slot}?action={action}"
-        return await self._client.call("POST", target, body, CallOptions(headers, action))
+        return await self._client.call("POST", target, body, CallOptions(action))
 
-    async def fingerprint(self, headers: Headers) -> str:
+    async def fingerprint(self) -> str:
         """Return a digest of everything that a new snapshot depends on; updates `n_ctx`."""
-        props = await self._client.call("GET", "/props", None, CallOptions(headers))
-        self.n_ctx = _n_ctx(props)
-        models = await self._client.call("GET", "/v1/models", None, CallOptions(headers))
-        adapters = await self._adapters(headers)
+        props = await self._client.call("GET", "/props")
+        self._facts.n_ctx = _n_ctx(props)
+        models = await self._client.call("GET", "/v1/models")
+        adapters = await self._adapters()
         path = str(props.get("model_path") or "")
-        file = await asyncio.to_thread(self._files.identify, path) if path else None
+        file = await asyncio.to_thread(self._facts.files.identify, path) if path else None
         return fingerprint(props, models, adapters, file)
 
-    async def _adapters(self, headers: Headers) -> list[Any]:
+    async def _adapters(self) -> list[Any]:
         """The LoRA adapters of the server; none where it does not list them.
 
         A server that fails may have adapters: raises UpstreamRejected then.
         """
-        own = self._client.own_headers(headers)
+        own = self._client.own_headers()
         async with self._client.open("GET", "/lora-adapters", own) as reply:
             raw = await reply.read()
         if reply.status >= 500 and reply.status != 501:
@@ -244,7 +254,11 @@ class StockApi:
         except orjson.JSONDecodeError as error:
             message = "llama-server answered /lora-adapters with no JSON"
             raise UpstreamProtocolError(message) from error
-        return adapters if isinstance(adapters, list) else []
+        if not isinstance(adapters, list):
+            return []
+        if not all(isinstance(adapter, dict) for adapter in adapters):
+            raise UpstreamProtocolError("/lora-adapters answered in an unknown format")
+        return adapters
 
 
 def _slot_copy(answer: Mapping[str, Any], n_tokens: str, n_bytes: str, ms: str) -> SlotCopy:

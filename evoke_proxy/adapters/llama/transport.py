@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -64,6 +64,15 @@ class Reply:
     url: str
     _response: aiohttp.ClientResponse
     _read_timeout_s: float | None = None
+    # The whole body, when it was read already.
+    _body: tuple[bytes, ...] | None = None
+
+    async def buffered(self) -> Reply:
+        """Read the whole body; returns the reply whose `chunks` yield it.
+
+        Raises UpstreamError when the body breaks off.
+        """
+        return replace(self, _body=tuple([chunk async for chunk in self.chunks()]))
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, without decoding it.
@@ -71,6 +80,10 @@ class Reply:
         Raises UpstreamError when the body breaks off, or when nothing arrives for
         `upstream.read_timeout_s`.
         """
+        if self._body is not None:
+            for chunk in self._body:
+                yield chunk
+            return
         while True:
             with mapped_errors(self.url):
                 async with asyncio.timeout(self._read_timeout_s):
@@ -200,12 +213,12 @@ class _ClientBody:
 
 def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     """Make a socket with TCP keep-alive, which fails when the peer's host has vanished."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    new_socket = socket.socket(*address[:3])
+    new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_KEEPALIVE.items():
         if hasattr(socket, name):  # Linux has all of them
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return made
+            new_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return new_socket
 
 
 class HttpTransport:

@@ -105,7 +105,7 @@ class Plan:
         reuse: most tokens of the slot that the next request may reuse; None for no limit.
         infeasible: tail and reserve do not fit beside what must stay; the plan frees what it can
             and the decode budget does the rest.
-        crowded: tail and reserve do not fit beside the blocks that the plan keeps; the decode
+        over_capacity: tail and reserve do not fit beside the blocks that the plan keeps; the decode
             budget protects these and evicts tokens of the tail.
         reason: explanation for logs.
     """
@@ -120,7 +120,7 @@ class Plan:
     adopt: Adopt | None = None
     reuse: int | None = None
     infeasible: bool = False
-    crowded: bool = False
+    over_capacity: bool = False
     reason: str = ""
 
     @property

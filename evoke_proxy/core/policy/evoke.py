@@ -7,7 +7,6 @@ the query. Chosen blocks that are not resident are loaded; the others are saved 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,18 +19,32 @@ from evoke_proxy.core.policy.planner import (
     Candidates,
     Choice,
     WorkingSet,
-    choose_best,
+    capacity_for_blocks,
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
+from evoke_proxy.core.policy.spending import Spending, kept, spend
+from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.units import Units
 
 # Characters at each end of a long turn that rank the turn's own blocks. The complete query would
 # match all of these blocks, because it is their text.
 _NARROW_CHARS = 300
 # The files that a turn works on get at most this share of the room for blocks.
 _MAX_FILE_SHARE = 0.5
+# The longest message, in tokens, that is ranked and recovered as a whole, and its largest share of
+# the room.
+_MAX_UNIT_TOKENS = 768
+_MAX_UNIT_SHARE = 0.9
+# More questions than these have less room each.
+_FEW_QUESTIONS = 3
+# What the ranking adds to a keep-score in [0, 1]: more than any keep-score, so that room is spent
+# on the ranking first. Above the ranked blocks is what goes on, then the files that it works on,
+# which are useless in part, then the rules for every answer.
+_RANKED = 1.0
+_LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +69,90 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
     def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
         was_recovered = view.recovered if view.recovered is not None else False
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
+        room = _room_beside_question(view, config)
+        rules = live = np.zeros(len(view.blocks), np.bool_)
+        left = room
+        if room is not None:
+            rules, live = rule_blocks(view, room), live_blocks(view, room)
+            stays = rules | live
+            left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
+        units = Units.of(view.blocks, _max_unit_tokens(left, query))
+        keep = keep_scores(view, config.sink_tokens, parameters.weights)
+        order = np.zeros(0, np.int64)
+        if parameters.relevance > 0:
+            order = _unit_order(view, query, config, units)
+        scores = keep + _ranked(order, units)
+        if room is not None:
+            # The newest first, where the files leave no room for all of it.
+            scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
+            if parameters.relevance > 0 and uses_text(config):
+                scores[reread_file_blocks(view, query, config)] = _REREAD
+            scores[rules] = _RULES
+        spending = Spending(units, order, margin)
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
-            return choose_best(candidates, scores, capacity, margin)
+            return spend(candidates, scores, capacity, spending)
 
-        scores_for = _scorer(view, query, config, parameters)
-        scores = tail_scores = scores_for(query)
-        has_new_blocks = len(view.blocks) and view.blocks.starts[-1] >= view.decode_from
-        if config.budget is not None and has_new_blocks:
-            narrow = query.narrowed(_NARROW_CHARS)
-            tail_scores = scores if narrow is query else scores_for(narrow)
-        return Choice(scores, tail_scores, select, keeps_earlier=True)
+        tail_scores = scores
+        if room is not None and config.budget is not None:
+            if 2 * view.n_to_decode > config.budget:
+                tail_scores = _tail_scores(view, query, config, keep, scores)
+                tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
+        return Choice(scores.round(9), tail_scores.round(9), select, keeps_earlier=True)
 
     return choose
 
 
-def _scorer(
-    view: PolicyView, query: Query, config: PolicyConfig, parameters: EvokeParameters
-) -> Callable[[Query], FloatArray]:
-    """Return a function that scores the blocks of a view for a query."""
-    base_scores = keep_scores(view, config.sink_tokens, parameters.weights)
-    reread = reread_file_blocks(view, query, config) if uses_text(config) else None
+def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
+    """Return the tokens left for all other blocks beside the question; None without a budget."""
+    first = question_start(view.blocks)
+    start = int(view.blocks.starts[first]) if len(view.blocks) else 0
+    room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
+    return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
 
-    def scores_for(query: Query) -> FloatArray:
-        relevance = relevance_scores(view, query, config)
-        if reread is not None:
-            relevance[reread] = 1.0
-        scores: FloatArray = (base_scores + parameters.relevance * relevance).round(9)
-        return scores  # rounded, so that the order of summation does not change the plan
 
-    return scores_for
+def _max_unit_tokens(capacity: int | None, query: Query) -> int:
+    """Return the longest message that is taken as a whole.
+
+    Each question has a share of the room, and one message may take most of it.
+    """
+    if capacity is None:
+        return _MAX_UNIT_TOKENS
+    share = _MAX_UNIT_SHARE * min(1.0, _FEW_QUESTIONS / max(1, query.n_own + query.n_earlier))
+    return min(_MAX_UNIT_TOKENS, int(share * max(0, capacity)))
+
+
+def _unit_order(view: PolicyView, query: Query, config: PolicyConfig, units: Units) -> Positions:
+    """Return the units in the order of `policy.recall`; none while the model was not probed."""
+    model_relevance = view.model_relevance if config.recall in ("model", "fused") else None
+    if not uses_text(config):
+        if model_relevance is None:
+            return np.zeros(0, np.int64)
+        query = Query()
+    first = question_start(view.blocks)
+    return view.index.unit_order(query, view.blocks, units, first, model_relevance)
+
+
+def _ranked(order: Positions, units: Units) -> FloatArray:
+    """Return what the ranking adds to the score of each block [n]: 1 to 2, or 0 if unranked."""
+    by_unit = np.zeros(len(units))
+    by_unit[order] = _RANKED + 1.0 - np.arange(len(order)) / max(1, len(order))
+    added: FloatArray = by_unit[units.of_block]
+    return added
+
+
+def _tail_scores(
+    view: PolicyView, query: Query, config: PolicyConfig, keep: FloatArray, scores: FloatArray
+) -> FloatArray:
+    """Return the scores by which the turn's own text is evicted while it is decoded.
+
+    Text that asks the question is compared with both ends of it, because all of it matches.
+    """
+    first = question_start(view.blocks)
+    relevance = relevance_scores(view, query.narrowed(_NARROW_CHARS), config)
+    tail_scores = scores.copy()
+    tail_scores[first:] = (keep + _RANKED * relevance)[first:] + _RANKED
+    return tail_scores
 
 
 def uses_text(config: PolicyConfig) -> bool:
@@ -155,7 +222,7 @@ def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
         saves_evicted=True,
         quotes_evicted=True,
         uses_query=True,
-        probes=True,
+        can_probe=True,
         capture=Capture("ewma") if parameters.weights.attention > 0 else None,
     )
 

@@ -123,7 +123,9 @@ class _Planner:
         # Number of tokens that fit beside the tail, and number that the policy may use; None for no
         # limit.
         self._room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
-        self._capacity = self._with_earlier_share(self._room)
+        self._capacity = self._room
+        if choice.keeps_earlier:
+            self._capacity = capacity_for_blocks(view, config)
 
     def plan(self) -> Plan:
         """Return the plan for a slot that continues, or for one that adopts saved blocks."""
@@ -132,7 +134,7 @@ class _Planner:
         return self._continuing_plan()
 
     @property
-    def _is_crowded(self) -> bool:
+    def _is_over_capacity(self) -> bool:
         """Whether the policy may fill more than fits beside the tail."""
         return self._room is not None and self._capacity is not None and self._room < self._capacity
 
@@ -140,12 +142,6 @@ class _Planner:
     def _is_infeasible(self) -> bool:
         candidates = self._candidates
         return self._room is not None and candidates.n_rows(candidates.required) > self._room
-
-    def _with_earlier_share(self, room: int | None) -> int | None:
-        if room is None or self._config.budget is None or not self._choice.keeps_earlier:
-            return room
-        least = int((self._config.budget - self._config.least_budget) * _EARLIER_SHARE)
-        return max(room, least)
 
     def _continuing_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
@@ -163,9 +159,9 @@ class _Planner:
             ),
             loads=tuple(Load(block.label, block.span) for block in view.blocks.pick(loaded)),
             drops=self._drops(),
-            stream=self._stream(resident, selected.chosen if self._is_crowded else loaded),
+            stream=self._stream(resident, selected.chosen if self._is_over_capacity else loaded),
             infeasible=self._is_infeasible,
-            crowded=self._is_crowded,
+            over_capacity=self._is_over_capacity,
             reason=self._reason(selected),
         )
 
@@ -184,13 +180,13 @@ class _Planner:
                 stream=stream, drops=self._drops(), reason="no free cells to adopt the blocks"
             )
         labels, spans = (block.label for block in blocks), (block.span for block in blocks)
-        protected = loaded if self._is_crowded else loaded & ~candidates.was_resident
+        protected = loaded if self._is_over_capacity else loaded & ~candidates.was_resident
         return Plan(
             adopt=Adopt(view.adopt_to, tuple(labels), tuple(spans)),
             drops=self._drops(),
             stream=self._stream(loaded, protected),
             infeasible=self._is_infeasible,
-            crowded=self._is_crowded,
+            over_capacity=self._is_over_capacity,
             reason=self._reason(selected),
         )
 
@@ -283,6 +279,17 @@ def room_for_blocks(n_to_decode: int, max_tokens: int | None, config: PolicyConf
         return None
     answer = config.reserve_tokens if max_tokens is None else max_tokens
     return config.budget - n_to_decode - min(answer, config.budget // _MAX_RESERVE_DIVISOR)
+
+
+def capacity_for_blocks(view: PolicyView, config: PolicyConfig) -> int | None:
+    """Return the tokens for blocks when the best earlier ones keep a share; None without a budget.
+
+    This exceeds the room beside a tail that would take most of the budget.
+    """
+    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
+    if room is None or config.budget is None:
+        return None
+    return max(room, int((config.budget - config.least_budget) * _EARLIER_SHARE))
 
 
 def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> int:

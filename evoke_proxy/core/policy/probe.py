@@ -21,7 +21,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.counts import Rate, seconds_of, token_count
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.attention import Float32Array, KeyBounds, Queries, decode_floats
-from evoke_proxy.core.policy.registry import probes
+from evoke_proxy.core.policy.registry import may_probe
 from evoke_proxy.core.policy.view import PolicyView
 
 # At most this many blocks are compared by their keys; bounds preselect them. The bounds are loose
@@ -92,7 +92,7 @@ def reason_to_skip(
     `seconds` is the expected duration of the probe. `confidence`, in [0, 1], says how certain the
     ranking by text is; the lower it is, the longer a probe may take.
     """
-    if not probes(config) or config.budget is None:
+    if not may_probe(config) or config.budget is None:
         return "off"
     if not len(evicted_with_copy(view)):
         return "nothing_out"

@@ -38,7 +38,7 @@ class Policy:
         uses_query: Whether the choice depends on the query of the turn.
         keeps_sinks: Whether the first tokens of the prompt always stay.
         truncates: Whether the oldest messages are removed from the request itself.
-        probes: Whether `policy.recall` may probe the model for the blocks it attends to.
+        can_probe: Whether `policy.recall` may probe the model for the blocks it attends to.
         capture: Attention that llama-server captures; None for no capture.
     """
 
@@ -49,7 +49,7 @@ class Policy:
     uses_query: bool = False
     keeps_sinks: bool = True
     truncates: bool = False
-    probes: bool = False
+    can_probe: bool = False
     capture: Capture | None = None
 
 
@@ -120,9 +120,9 @@ def uses_query(config: PolicyConfig) -> bool:
     return config.budget is not None and policy_of(config).uses_query
 
 
-def probes(config: PolicyConfig) -> bool:
+def may_probe(config: PolicyConfig) -> bool:
     """Return whether the model may be probed for the blocks it attends to."""
-    can_load = policy_of(config).probes and config.recovery == "kv_restore"
+    can_load = policy_of(config).can_probe and config.recovery == "kv_restore"
     return can_load and config.budget is not None and config.recall in ("model", "fused")
 
 
@@ -131,7 +131,7 @@ def capture_of(config: PolicyConfig) -> Capture | None:
     if config.budget is None:
         return None
     capture = policy_of(config).capture
-    if not probes(config):
+    if not may_probe(config):
         return capture
     read = "masses" if capture is not None else ""
     return Capture("ewma", queries=min(config.probe_tokens, MAX_QUERIES), read=read)

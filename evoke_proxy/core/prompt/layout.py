@@ -202,9 +202,9 @@ class Layout:
 
     @property
     def copies_end(self) -> int:
-        """End of the last copy; 0 when no block has one."""
-        ends = self.blocks.ends[self.in_pool]
-        return max([int(ends[-1]), *(item.span.end for item in self.ranges)]) if len(ends) else 0
+        """End of the last copy; 0 when there is none."""
+        ends = self.blocks.ends[self.in_pool][-1:].tolist()
+        return max([*ends, *(item.span.end for item in self.ranges)], default=0)
 
     def saved_end(self, limit: int) -> int:
         """End, at most `limit`, of the copies that cover the prompt from 0 without a gap."""

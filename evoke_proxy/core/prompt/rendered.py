@@ -51,6 +51,8 @@ class SlotView:
         non_evictable: resident ranges that decoding needs to return to a context checkpoint.
         n_reusable: tokens, from the first on, whose rows were decoded with every earlier row
             resident; None when the server does not state it.
+        tenant, session: who ran the latest plan in the slot; empty when another client used it
+            since, or the server does not state it.
     """
 
     id: int
@@ -62,6 +64,8 @@ class SlotView:
     busy: bool = False
     non_evictable: tuple[Span, ...] = ()
     n_reusable: int | None = None
+    tenant: str = ""
+    session: str = ""
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> SlotView:
@@ -80,6 +84,8 @@ class SlotView:
                 busy=bool(answer.get("is_processing", False)),
                 non_evictable=_ranges(answer.get("held", ())),
                 n_reusable=int(answer["n_reusable"]) if "n_reusable" in answer else None,
+                tenant=str(answer.get("tenant", "")),
+                session=str(answer.get("session", "")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UpstreamProtocolError(f"a slot has an unknown shape: {error!r}") from error

@@ -19,7 +19,7 @@ _MAX_NAME = 100
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 64
 # The gap between two sentences or lines; patches/src/server-blocks-render.cpp has the same rule.
-_GAP = re.compile(
+GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
     r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
 )
@@ -129,7 +129,7 @@ class TextAlignment:
         first = bisect_right(sentence_starts, span.start)
         end = bisect_left(sentence_starts, span.end)
         self.sentence_starts = [int(at) for at in sentence_starts[first:end]]
-        gaps = _GAP.finditer(text) if self.sentence_starts else ()
+        gaps = GAP.finditer(text) if self.sentence_starts else ()
         text_starts = [gap.end() for gap in gaps if gap.start() > 0]
         aligned = self.sentence_starts if len(text_starts) == len(self.sentence_starts) else []
         self._text = text

@@ -33,8 +33,8 @@ class KeyIndex:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._values: dict[str, list[int]] = {}
-        for found in _KEYS.finditer(data):
-            self._values.setdefault(found[1].decode(), []).append(found.end())
+        for key in _KEYS.finditer(data):
+            self._values.setdefault(key[1].decode(), []).append(key.end())
 
     def last_object(self, key: str) -> tuple[int, dict[str, Any]] | None:
         """The last object that is a value of `key`, with its offset; None without one."""
@@ -47,9 +47,9 @@ class KeyIndex:
     def last_word(self, key: str) -> str | None:
         """The last string of word characters that is a value of `key`; None without one."""
         for at in reversed(self._values.get(key, [])):
-            found = _WORD.match(self._data, at)
-            if found is not None:
-                return found[1].decode()
+            word = _WORD.match(self._data, at)
+            if word is not None:
+                return word[1].decode()
         return None
 
 
@@ -131,8 +131,8 @@ class ReplyObserver:
     def _take_ends(self, head: bytes, tail: bytes) -> None:
         """Read the two ends of a large document."""
         tail_keys = KeyIndex(tail)
-        found = {key: tail_keys.last_object(key) for key in ("timings", "usage", "error")}
-        part: dict[str, Any] = {key: item[1] for key, item in found.items() if item is not None}
+        objects = {key: tail_keys.last_object(key) for key in ("timings", "usage", "error")}
+        part: dict[str, Any] = {key: item[1] for key, item in objects.items() if item is not None}
         for keys in (KeyIndex(head), tail_keys):
             for key in ("stop_reason", "stop_type", "status"):
                 part |= {key: word} if (word := keys.last_word(key)) else {}

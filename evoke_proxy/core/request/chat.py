@@ -15,9 +15,9 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
+from evoke_proxy.core.request.converters import MESSAGE_FIELDS
 from evoke_proxy.core.request.messages import Message, ToolCall
 from evoke_proxy.core.request.options import (
-    MESSAGE_FIELDS,
     OWN_FIELDS,
     TOP_LEVEL_FIELDS,
     RequestOptions,

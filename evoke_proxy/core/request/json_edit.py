@@ -388,9 +388,9 @@ def _insertion(
     added = [f"{json.dumps(key)}:{set[key].decode()}" for key in set if key not in present]
     if not added:
         return []
-    kept = any(member.key in set or member.key not in remove for member in members)
+    has_others = any(member.key in set or member.key not in remove for member in members)
     at = text.index("{") + 1
-    return [_Edit(at, at, ",".join(added) + ("," if kept else ""))]
+    return [_Edit(at, at, ",".join(added) + ("," if has_others else ""))]
 
 
 def _applied(text: str, edits: list[_Edit]) -> str:

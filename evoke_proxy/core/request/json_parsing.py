@@ -265,17 +265,17 @@ def _open_containers(
     openers: tuple[int, ...],
 ) -> list[Any]:
     """The objects and lists that begin at `openers`, given those that begin at `before`."""
-    found: list[Any] = []
+    containers: list[Any] = []
     for depth, at in enumerate(openers):
         if depth == 0:
-            found.append(whole)
+            containers.append(whole)
         elif before[depth : depth + 1] == (at,):
-            found.append(spine[depth])
-        elif isinstance(found[-1], list):
-            found.append(found[-1][-1])
+            containers.append(spine[depth])
+        elif isinstance(containers[-1], list):
+            containers.append(containers[-1][-1])
         else:
-            found.append(found[-1][_key_before(text, at)])
-    return found
+            containers.append(containers[-1][_key_before(text, at)])
+    return containers
 
 
 def _key_before(text: bytes, at: int) -> str:

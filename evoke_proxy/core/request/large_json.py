@@ -63,12 +63,12 @@ class CutText:
         """Put the original bytes of the long strings into an edited `rest`."""
         parts: list[bytes] = []
         at = 0
-        for found in _MARKERS.finditer(edited):
-            start, end = self.strings[int(found[1], 16)]
-            parts.append(edited[at : found.start()])
+        for marker in _MARKERS.finditer(edited):
+            start, end = self.strings[int(marker[1], 16)]
+            parts.append(edited[at : marker.start()])
             for piece in range(start, end, _PIECE_BYTES):
                 parts.append(self.text[piece : min(end, piece + _PIECE_BYTES)])
-            at = found.end()
+            at = marker.end()
         parts.append(edited[at:])
         # `bytes.join` releases the interpreter's lock while it copies only if all parts are bytes;
         # a single memoryview among them prevents that.
@@ -103,7 +103,7 @@ class TruncatedString(str):
 
 def _long_strings(text: bytes) -> list[tuple[int, int]]:
     """Start and end of the content of each long string."""
-    found: list[tuple[int, int]] = []
+    strings_at: list[tuple[int, int]] = []
     last, inside, escaped = -1, False, False
     data = np.frombuffer(text, np.uint8)
     for start in range(0, len(data), _PIECE_BYTES):
@@ -114,10 +114,10 @@ def _long_strings(text: bytes) -> list[tuple[int, int]]:
         long = np.diff(at) > _LONG_BYTES
         # Whether the text between two quotes is a string.
         strings = (np.arange(len(long)) % 2 == 0) == inside
-        found += [(int(at[i]) + 1, int(at[i + 1])) for i in np.flatnonzero(long & strings)]
+        strings_at += [(int(at[i]) + 1, int(at[i + 1])) for i in np.flatnonzero(long & strings)]
         last = int(at[-1])
         inside ^= bool((len(at) - 1) % 2)
-    return found
+    return strings_at
 
 
 def _quotes(piece: npt.NDArray[np.uint8], escaped: bool) -> tuple[npt.NDArray[Any], bool]:
@@ -132,7 +132,7 @@ def _quotes(piece: npt.NDArray[np.uint8], escaped: bool) -> tuple[npt.NDArray[An
     return quotes, escapes_next
 
 
-def _filled(found: Any, text: bytes, strings: Sequence[tuple[int, int]]) -> Any:
+def _filled(parsed: Any, text: bytes, strings: Sequence[tuple[int, int]]) -> Any:
     """Replace the markers in a parsed text by their strings."""
     unused = set(range(len(strings)))
 
@@ -144,7 +144,7 @@ def _filled(found: Any, text: bytes, strings: Sequence[tuple[int, int]]) -> Any:
         unused.remove(index)
         return _string(text, *strings[index])
 
-    top = [found]
+    top = [parsed]
     remaining: list[Any] = [top]
     while remaining:
         container = remaining.pop()
@@ -182,10 +182,10 @@ def _string(text: bytes, start: int, end: int) -> str:
 
 def _piece(content: bytes) -> str:
     try:
-        found: str = json.loads(f'"{json_text(content)}"')
+        decoded: str = json.loads(f'"{json_text(content)}"')
     except ValueError as error:
         refuse_body(str(error))
-    return found
+    return decoded
 
 
 def _boundary(text: bytes, start: int, at: int) -> int:
@@ -194,7 +194,7 @@ def _boundary(text: bytes, start: int, at: int) -> int:
     before = text[start:begin]
     # An odd number of backslashes escapes the byte behind them.
     position = begin + (len(before) - len(before.rstrip(b"\\"))) % 2
-    found = position
+    boundary = position
     while position < at:
         byte = text[position]
         if byte == _BACKSLASH:
@@ -204,8 +204,8 @@ def _boundary(text: bytes, start: int, at: int) -> int:
         while position < len(text) and text[position] & 0xC0 == 0x80:
             position += 1
         if position <= at:
-            found = position
-    return found if found > start else at
+            boundary = position
+    return boundary if boundary > start else at
 
 
 def _escape_bytes(text: bytes, at: int) -> int:

@@ -108,7 +108,7 @@ _TOOL = {
 }
 
 
-def probes(tools: bool) -> list[bytes]:
+def probe_bodies(tools: bool) -> list[bytes]:
     """Bodies whose renderings `stability` compares, in its order."""
     body: dict[str, Any] = {"messages": []} | ({"tools": [_TOOL]} if tools else {})
     empty = json.dumps(body).encode()
@@ -124,7 +124,7 @@ def probes(tools: bool) -> list[bytes]:
 
 
 def stability(texts: Sequence[str]) -> Stability:
-    """The stability of a template, from its renderings of `probes`."""
+    """The stability of a template, from its renderings of `probe_bodies`."""
     history, later, first, second, latest = texts
     shared = len(commonprefix([first, second]))
     ahead = latest.startswith(first[:shared]) and shared > len(history)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from evoke_proxy.config import RECALLS, RECOVERIES
 from evoke_proxy.config.policy_names import policy_names
+from evoke_proxy.core.request.converters import MESSAGE_FIELDS
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.messages import message_lists
 from evoke_proxy.errors import RequestError
@@ -29,7 +30,6 @@ TOP_LEVEL_FIELDS = (
     "evoke_recover",
     "evoke_oracle",
 )
-MESSAGE_FIELDS = ("evoke_keep", "evoke_name")
 OWN_FIELDS = frozenset(TOP_LEVEL_FIELDS)
 
 _KEEP_VALUES = ("pin", "prefer")

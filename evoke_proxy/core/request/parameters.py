@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evoke_proxy.config import LimitsConfig
+from evoke_proxy.core.request.grammar_cost import grammar_cost, pattern_cost
 from evoke_proxy.core.request.json_shape import Shape, measure
 from evoke_proxy.core.request.large_json import HUGE_BYTES, TruncatedString
 from evoke_proxy.errors import RequestError
@@ -33,6 +34,14 @@ _BATCHES = ("messages", "input", "prompt", "content", "documents", "texts", "inp
 _SCHEMAS = ("json_schema", "response_format", "tools", "functions", "text")
 # All schemas of a request together may have this many times the members of one object.
 _SCHEMA_OBJECTS = 32
+# Lists whose entries become alternatives of a grammar, which takes quadratic time.
+_ALTERNATIVES = frozenset(("enum", "type", "anyOf", "oneOf", "allOf"))
+# All schemas of a request together may have this many times the entries of one list.
+_SCHEMA_LISTS = 4
+# All patterns of a request together may have this many characters.
+_PATTERN_CHARS = 8192
+# With the pieces of its tokens, the reply of /tokenize takes 200 times the memory of the text.
+_PIECES_CHARS = 1 << 20
 # llama-server expects this from its own template rendering, and executes it as a program.
 _INTERNAL = ("chat_parser",)
 _TRIGGER_CHARS = 256
@@ -65,8 +74,10 @@ def check_parameters(body: Mapping[str, Any], shape: Shape, limits: LimitsConfig
     _check_triggers(body.get("grammar_triggers"))
     _check_grammar(body.get("grammar"), limits)
     _check_arguments(body, limits)
-    if shape.keys > limits.schema_keys or shape.values > _SCHEMA_OBJECTS * limits.schema_keys:
-        _check_schemas(body, limits)
+    _check_schemas(body, limits)
+    content = body.get("content")
+    if body.get("with_pieces") and isinstance(content, str) and len(content) > _PIECES_CHARS:
+        _refuse(f"with_pieces is accepted for at most {_PIECES_CHARS} characters of content")
 
 
 def check_grammar(grammar: bytes, limits: LimitsConfig) -> None:
@@ -80,6 +91,15 @@ def check_grammar(grammar: bytes, limits: LimitsConfig) -> None:
         _refuse(
             "the parentheses of the grammar are nested deeper than limits.grammar_depth allows"
             f" ({limits.grammar_depth})"
+        )
+    _check_paths("the grammar", grammar_cost(grammar.decode("utf-8", "replace")), limits)
+
+
+def _check_paths(name: str, cost: int, limits: LimitsConfig) -> None:
+    if cost > limits.grammar_paths:
+        _refuse(
+            f"{name} has too many optional parts or alternatives that can follow one another"
+            f" ({cost}; limits.grammar_paths allows {limits.grammar_paths})"
         )
 
 
@@ -174,21 +194,37 @@ def _check_json_text(text: object, limits: LimitsConfig) -> None:
 
 
 def _check_schemas(body: Mapping[str, Any], limits: LimitsConfig) -> None:
-    """Limit the objects of JSON schemas: their grammars grow with the cube of the properties."""
+    """Limit JSON schemas: the time for their grammars grows with the cube of the properties."""
     remaining = [body[name] for name in _SCHEMAS if name in body]
-    total = 0
+    n_keys = n_entries = n_pattern_chars = 0
     while remaining:
         value = remaining.pop()
-        if isinstance(value, dict):
-            total += len(value)
-            if len(value) > limits.schema_keys or total > _SCHEMA_OBJECTS * limits.schema_keys:
-                _refuse(
-                    "a JSON schema or the tools have more keys than limits.schema_keys allows"
-                    f" ({limits.schema_keys} in one object)"
-                )
-            remaining.extend(value.values())
-        elif isinstance(value, list):
-            remaining.extend(value)
+        if isinstance(value, list):
+            remaining.extend(item for item in value if isinstance(item, dict | list))
+            continue
+        if not isinstance(value, dict):
+            continue
+        n_keys += len(value)
+        if len(value) > limits.schema_keys or n_keys > _SCHEMA_OBJECTS * limits.schema_keys:
+            _refuse(
+                "a JSON schema or the tools have more keys than limits.schema_keys allows"
+                f" ({limits.schema_keys} in one object)"
+            )
+        for key, member in value.items():
+            if isinstance(member, dict | list):
+                remaining.append(member)
+            if key == "pattern" and isinstance(member, str):
+                n_pattern_chars += len(member)
+                if n_pattern_chars > _PATTERN_CHARS:
+                    _refuse(f"the patterns in JSON schemas have over {_PATTERN_CHARS} characters")
+                _check_paths("a pattern in a JSON schema", pattern_cost(member), limits)
+            elif key in _ALTERNATIVES and isinstance(member, list):
+                n_entries += len(member)
+                if max(len(member), n_entries / _SCHEMA_LISTS) > limits.schema_items:
+                    _refuse(
+                        f"{key} in a JSON schema has more entries than limits.schema_items allows"
+                        f" ({limits.schema_items} in one list)"
+                    )
 
 
 def _refuse(message: str) -> NoReturn:

@@ -17,6 +17,7 @@ import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms
+from evoke_proxy.core.retrieval.stemming import stem
 
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
 _K1 = 1.2
@@ -145,6 +146,8 @@ class InvertedIndex:
         # For each term: numbers of the documents that contain it, and its count in each.
         self._postings: dict[str, tuple[array[int], array[float]]] = {}
         self._fuzzy_terms = FuzzyTerms()
+        # The terms with each stem.
+        self._terms_of_stem: dict[str, list[str]] = {}
         self._active: Mask = np.zeros(0, np.bool_)
         self._length_norms: FloatArray = np.zeros(0)
         self._n_active = 0
@@ -162,6 +165,7 @@ class InvertedIndex:
             if postings is None:
                 postings = self._postings[term] = (array("l"), array("d"))
                 self._fuzzy_terms.add(term)
+                self._terms_of_stem.setdefault(stem(term), []).append(term)
             postings[0].append(number)
             postings[1].append(count)
         return number
@@ -178,6 +182,26 @@ class InvertedIndex:
     def exact_evidence(self, term: str) -> Evidence:
         """Return the evidence of the documents that contain exactly this term."""
         return self._evidence(term, *self._active_postings(term))
+
+    def stem_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
+        """Return the active documents with a form of a word, and the counts of the forms in each.
+
+        A document occurs once for each form that it contains.
+        """
+        found = [self._active_postings(term) for term in self._terms_of_stem.get(word_stem, ())]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            return np.zeros(0, np.int64), np.zeros(0)
+        return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
+
+    def has_stem(self, word_stem: str) -> bool:
+        """Return whether a document, active or not, contains a form of a word."""
+        return word_stem in self._terms_of_stem
+
+    def similar_terms(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """Return for each term those of similar spelling, with similarity; best first."""
+        return self._fuzzy_terms.similar(terms)
 
     def fuzzy_evidence(self, exact: Mapping[str, Evidence]) -> dict[str, Evidence]:
         """Return the evidence of each term and its similar terms together.

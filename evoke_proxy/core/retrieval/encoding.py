@@ -5,9 +5,9 @@ The directory may contain files of sentence-transformers; the configuration over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,32 @@ FILES = (POOLING_FILE, PROMPTS_FILE, MODULES_FILE, *LENGTHS)
 BGE_QUERY = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 512
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+class Encoder(Protocol):
+    """Makes vectors from texts; its methods may be called from several threads at a time.
+
+    Attributes:
+        name: What an operator calls it.
+        is_immediate: Whether a text takes microseconds, so that no thread or cache is worth it.
+        fingerprint: 32 bytes that differ between encoders whose vectors differ.
+    """
+
+    name: str
+    is_immediate: bool
+    fingerprint: bytes
+
+    def describe(self) -> str:
+        """The encoder in one line, for the log."""
+        ...
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of questions; EmbedderError when they cannot be made."""
+        ...
+
+    def documents(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of the texts to search; EmbedderError when they cannot be made."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions, shared_labels
-from evoke_proxy.core.model.blocks import Block
+from evoke_proxy.core.model.block_table import (
+    BlockTable,
+    FloatArray,
+    Mask,
+    Positions,
+    shared_labels,
+)
+from evoke_proxy.core.model.blocks import Block, Role
 from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
     Evidence,
@@ -26,7 +33,11 @@ from evoke_proxy.core.retrieval.bm25 import (
     sum_evidence,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.instructions import is_restriction, is_standing_instruction
 from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.ranking import UnitRanker
+from evoke_proxy.core.retrieval.stemming import stem
+from evoke_proxy.core.retrieval.units import Units
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, outlier_scores
 
 # The signals that blocks can be ranked by.
@@ -135,6 +146,8 @@ class Index:
         # By document number: the text to search for phrases, and whether its end is cut off.
         self._phrase_texts: list[str] = []
         self._ends_inside_sentence = array("b")
+        self._is_instruction = array("b")
+        self._is_restriction = array("b")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -155,7 +168,7 @@ class Index:
         """
         self.update(blocks)
         first_new = len(blocks) if first_new is None else first_new
-        n_clauses = len(query.clauses) - query.has_context_clause
+        n_clauses = len(query.clauses) - query.n_context
         context = _QueryContext(first_new, _MAX_PHRASE_SEARCHES // max(1, n_clauses))
         rankings = _with_model_ranking(self._clause_rankings(query, context), model_relevance)
         selected = _interleave([ranking.order for ranking in rankings])
@@ -168,6 +181,34 @@ class Index:
         best = [index for index, _ in selected[:_MAX_NEIGHBOURED]]
         return self._with_neighbours(relevance, best, locating)
 
+    def unit_order(
+        self,
+        query: Query,
+        blocks: BlockTable,
+        units: Units,
+        question_start: int,
+        model_relevance: FloatArray | None = None,
+    ) -> Positions:
+        """Return the units that a query finds, in the order in which room is spent on them.
+
+        Blocks from index `question_start` on ask the question and are not ranked. `model_relevance`
+        [n] is the relevance by the model's attention. Updates the index to these blocks first.
+        """
+        self.update(blocks)
+        n_ranked = (
+            int(units.of_block[question_start]) if question_start < len(blocks) else len(units)
+        )
+        positions = np.zeros(len(self._inverted), np.int64)
+        positions[self._documents] = np.arange(len(blocks))
+        mentions = partial(self._mentions, first_new=question_start)
+        restrictions = np.array(self._is_restriction, np.bool_)[self._documents]
+        source = _BlockSource(
+            blocks, self._inverted, positions, mentions, restrictions, self._signals
+        )
+        ranker = UnitRanker(source, units, n_ranked)
+        cosines = list(self._clause_cosines(query))
+        return ranker.order(query, cosines, self._topic_cosines(query), model_relevance)
+
     def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
         """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
 
@@ -175,7 +216,7 @@ class Index:
         """
         self.update(blocks)
         context = _QueryContext(first_new, _MAX_PHRASE_SEARCHES // max(1, len(query.clauses)))
-        n_clauses = len(query.clauses) - query.has_context_clause
+        n_clauses = len(query.clauses) - query.n_context
         rankings = self._clause_rankings(query, context)[:n_clauses]
         return min((ranking.confidence(first_new) for ranking in rankings), default=0.0)
 
@@ -184,6 +225,11 @@ class Index:
         self.update(blocks)
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
+
+    def instructions(self, blocks: BlockTable) -> Mask:
+        """Return which blocks [n] of the user contain a standing instruction."""
+        self.update(blocks)
+        return np.array(self._is_instruction, np.bool_)[self._documents]
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -203,6 +249,11 @@ class Index:
     def is_empty(self) -> bool:
         """Whether the index has no blocks."""
         return not len(self._blocks)
+
+    @property
+    def n_with_vectors(self) -> int:
+        """How many documents have vectors, those of removed blocks included."""
+        return len(self._vectors)
 
     def without_vectors(self, limit: int) -> list[Block]:
         """Return at most `limit` blocks that have no vectors, the latest first."""
@@ -254,6 +305,10 @@ class Index:
         document = self._inverted.add(block.text)
         self._phrase_texts.append(phrase_text(block.text))
         self._ends_inside_sentence.append(not ends_sentence(block.text))
+        is_instruction = block.role is Role.USER and is_standing_instruction(block.text)
+        self._is_instruction.append(is_instruction)
+        is_restriction_of_user = block.role is Role.USER and is_restriction(block.text)
+        self._is_restriction.append(is_restriction_of_user)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -261,12 +316,12 @@ class Index:
     def _clause_rankings(self, query: Query, context: _QueryContext) -> list[ClauseRanking]:
         """Return the ranking of each clause, then of the whole text when there are several."""
         clauses = list(zip(query.clauses, self._clause_cosines(query), strict=True))
-        if len(clauses) > 1 + query.has_context_clause:
+        if len(clauses) > 1 + query.n_context:
             clauses.append((query.text, None))
         self._score_terms([text for text, _ in clauses], context)
         rankings = [self._clause_ranking(text, cosines, context) for text, cosines in clauses]
-        if query.has_context_clause:
-            at = len(query.clauses) - 1
+        end = len(query.clauses)
+        for at in range(end - query.n_context, end):
             rankings[at] = replace(rankings[at], weight=_CONTEXT_WEIGHT)
         return rankings
 
@@ -278,6 +333,14 @@ class Index:
             return unavailable
         cosines = self._vectors.cosines(vectors, len(self._inverted))
         return unavailable if cosines is None else [self._of_blocks(row) for row in cosines]
+
+    def _topic_cosines(self, query: Query) -> FloatArray | None:
+        """Return the cosines [n] of the blocks with the complete text, if there are any."""
+        topic = query.whole if query.whole is not None else query.topic
+        if topic is None or "vectors" not in self._signals:
+            return None
+        cosines = self._vectors.cosines([topic], len(self._inverted))
+        return None if cosines is None else self._of_blocks(cosines[0])
 
     def _clause_ranking(
         self, text: str, cosines: FloatArray | None, context: _QueryContext
@@ -396,6 +459,52 @@ class Index:
             if ends_later and cut_after:
                 raised[i + 1] = max(raised[i + 1], share * scores[i])
         return raised
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BlockSource:
+    """The look-ups of a ranking of units in an index.
+
+    Attributes:
+        blocks: The blocks of the session.
+        inverted: Their terms.
+        positions: The index of the block of each active document.
+        find_mentions: Returns [n] above 0 for the blocks that a text mentions by name.
+        restrictions: [n] whether the user says in a block what is not possible.
+        signals: The signals that may be used.
+    """
+
+    blocks: BlockTable
+    inverted: InvertedIndex
+    positions: Positions
+    find_mentions: Callable[[str], FloatArray]
+    restrictions: Mask
+    signals: frozenset[str]
+
+    def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
+        """Return blocks that contain forms of a word, and how often; a block may occur twice."""
+        if "words" not in self.signals:
+            return np.zeros(0, np.int64), np.zeros(0)
+        documents, counts = self.inverted.stem_counts(word_stem)
+        return self.positions[documents], counts
+
+    def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
+        """Return, for terms that no block contains, the most similar term of a block."""
+        unknown = [term for term in terms if not self.inverted.has_stem(stem(term))]
+        if not unknown or "grams" not in self.signals:
+            return {}
+        found = zip(unknown, self.inverted.similar_terms(unknown), strict=True)
+        return {term: similar[0][0] for term, similar in found if similar}
+
+    def mentions(self, text: str) -> FloatArray:
+        """Return [n] above 0 for blocks that a text mentions by name, more for later ones."""
+        if "names" not in self.signals:
+            return np.zeros(len(self.blocks))
+        return self.find_mentions(text)
+
+    def block_text(self, block: int) -> str:
+        """Return the text of a block."""
+        return self.blocks[block].text
 
 
 def _set_discounted(

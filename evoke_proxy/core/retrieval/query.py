@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -16,10 +16,17 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
-_MAX_CLAUSES = 8
+_MAX_CLAUSES = 16
 _CLAUSE_CHARS = 256
 # A turn of at most this many words needs the previous turn to be understood: "and the other one?"
 _FEW_WORDS = 4
+# Of a turn that refers back, the user's turns before are read up to one that does not, at most so
+# many; and this many characters of the last answer.
+_MAX_TURNS_BACK = 3
+_ANSWER_CHARS = 256
+# Several messages of the user in a row are several questions. The last one counts 1, at most so
+# many before it count this much each.
+_MAX_EARLIER_QUESTIONS, _EARLIER_WEIGHT = 4, 0.5
 
 # The gap between two sentences or lines.
 SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
@@ -31,6 +38,17 @@ _INTERROGATIVE = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(r"\w+")
+# Words that stand for something that an earlier turn named.
+_REFERENCE = re.compile(
+    r"\b(?:he|him|his|she|her|hers|it|its|they|them|their|theirs|this|that|these|those|one|ones|"
+    r"there|same|former|latter)\b",
+    re.IGNORECASE,
+)
+_CONTINUATION = re.compile(
+    r"(?:and|but|so|or|also|then|what about|how about|why not)\b", re.IGNORECASE
+)
+# A capitalized word or a number inside a sentence: what a pronoun of the same turn may stand for.
+_NAME_INSIDE = re.compile(r"(?<=[\w,;:] )(?:(?!I\b)[A-Z]\w*|\S*\d\S*)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +60,13 @@ class Query:
         clauses: The clauses of `text`, each of which may need another block, then clauses of the
             previous turn that are needed to understand it.
         vectors: One unit vector [d] or None for each clause; empty without an embedder.
+        whole: The vector of the complete text when it has several clauses.
         requested: Names of blocks that the client asks to recover, see `blocks_named`.
         gold: Names or message indexes of the blocks that contain the answer; set only by benches.
-        has_context_clause: Whether the last clause comes from the previous turn, whose topic this
-            turn may have left.
+        n_context: How many of the last clauses come from the turns before, whose topic this turn
+            may have left.
+        n_earlier: How many of the clauses before those are messages that the user sent directly
+            before the last one.
         files: Paths in the arguments of this turn's tool calls.
     """
 
@@ -54,22 +75,44 @@ class Query:
     vectors: tuple[Vectors | None, ...] = ()
     requested: tuple[str, ...] = ()
     gold: tuple[str | int, ...] = ()
-    has_context_clause: bool = False
+    n_context: int = 0
+    n_earlier: int = 0
     files: tuple[str, ...] = ()
+    whole: Vectors | None = None
 
     @classmethod
-    def of(cls, text: str, context: str = "") -> Query:
+    def of(cls, text: str, context: Sequence[str] = (), earlier: Sequence[str] = ()) -> Query:
         """Build the query of a text, without vectors.
 
-        Only both ends of a long text are read. The last clause of `context` is added as a clause.
+        Only both ends of long texts are read. `context` are texts of the turns before that the
+        text refers to, `earlier` messages of the same turn that ask something else.
         """
         text = _both_ends(text, _MAX_CHARS)
-        clauses = [*split_clauses(text), *split_clauses(_both_ends(context, _MAX_CHARS))[-1:]]
-        return cls(text, tuple(dict.fromkeys(clauses)))
+        clauses = dict.fromkeys(split_clauses(text))
+        n_own = len(clauses)
+        clauses |= dict.fromkeys(_both_ends(one, _CLAUSE_CHARS) for one in earlier)
+        n_asked = len(clauses)
+        clauses |= dict.fromkeys(_both_ends(one, _CLAUSE_CHARS) for one in context)
+        n_context, n_earlier = len(clauses) - n_asked, n_asked - n_own
+        return cls(text, tuple(clauses), n_context=n_context, n_earlier=n_earlier)
+
+    @property
+    def n_own(self) -> int:
+        """How many clauses come from `text`; they are the first ones."""
+        return len(self.clauses) - self.n_context - self.n_earlier
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts to embed: the clauses, and the complete text when it has several."""
+        if self.n_own < 2:
+            return self.clauses
+        return (*self.clauses, _both_ends(self.text, _CLAUSE_CHARS))
 
     def embedded(self, vectors: Sequence[Vectors | None]) -> Query:
-        """Return this query with the vectors of its clauses."""
-        return replace(self, vectors=tuple(vectors))
+        """Return this query with the vectors of its clauses, or of its texts."""
+        n_clauses = len(self.clauses)
+        whole = vectors[n_clauses] if len(vectors) > n_clauses else None
+        return replace(self, vectors=tuple(vectors[:n_clauses]), whole=whole)
 
     def narrowed(self, chars: int) -> Query:
         """Return this query without the middle of a text that is longer than twice `chars`."""
@@ -83,9 +126,10 @@ class Query:
 
     @property
     def topic(self) -> Vectors | None:
-        """The normalized mean of the clauses' vectors; None while one of them is missing."""
-        vectors = [vector for vector in self.vectors if vector is not None]
-        if not vectors or len(vectors) < len(self.clauses):
+        """The normalized mean of the own clauses' vectors; None while one of them is missing."""
+        own = self.vectors[: self.n_own]
+        vectors = [vector for vector in own if vector is not None]
+        if not vectors or len(vectors) < self.n_own:
             return None
         total = np.sum(vectors, axis=0)
         topic: Vectors = (total / max(float(np.linalg.norm(total)), 1e-12)).astype(np.float32)
@@ -95,35 +139,72 @@ class Query:
 def query_of(request: ChatRequest) -> Query:
     """Build the query of a request.
 
-    The query includes the last user message when only tool results follow it. It includes the
-    previous turn when this turn has only a few words.
+    Several messages of the user in a row ask several things. A turn that refers to the turns
+    before, by a pronoun or by having only a few words, includes their texts; so does one of tool
+    results, which belong to the user's last message.
     """
-    user_texts = _user_texts(request.messages)
-    text = request.query
-    latest = next(user_texts, "")
-    if latest and latest in text:
-        words = _WORD.finditer(_both_ends(text, _MAX_CHARS))
-        is_short = sum(1 for _ in islice(words, _FEW_WORDS + 1)) <= _FEW_WORDS
-        query = Query.of(text, next(user_texts, "") if is_short else "")
-        has_context_clause = len(query.clauses) > len(Query.of(text).clauses)
+    messages = _without_prefill(request.messages)
+    run = list(takewhile(_is_user, reversed(messages)))
+    if run:
+        earlier = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
+        before = messages[: len(messages) - len(run)]
+        has_tools = bool(before) and before[-1].role is Role.TOOL
+        text = request.query if has_tools else run[0].text
+        query = Query.of(text, _turns_before(run[0].text, before), earlier[::-1])
     else:
-        query = Query.of(text, latest)
-        has_context_clause = False
+        last = next(_user_texts(messages), "")
+        query = Query.of(request.query, [last] if last else [])
     return replace(
         query,
-        has_context_clause=has_context_clause,
         requested=request.options.recover,
         gold=request.options.oracle,
         files=request.files,
     )
 
 
+def _turns_before(text: str, before: Sequence[Message]) -> list[str]:
+    """Return the texts that a text refers to: those of the user, then the last answer."""
+    if not refers_back(text):
+        return []
+    found = list[str]()
+    for one in islice(_user_texts(before), _MAX_TURNS_BACK):
+        found.append(one)
+        if not refers_back(one):
+            break
+    answer = before[-1].text if before and before[-1].role is Role.ASSISTANT else ""
+    return [*found, answer[:_ANSWER_CHARS]] if answer.strip() else found
+
+
+def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages without an answer that the client begins."""
+    end = len(messages)
+    while end and messages[end - 1].role is Role.ASSISTANT:
+        end -= 1
+    return messages[:end]
+
+
+def _is_user(message: Message) -> bool:
+    return message.role is Role.USER
+
+
+def refers_back(text: str) -> bool:
+    """Return whether a text is understood only with the turns before.
+
+    It has only a few words, or continues, or has a pronoun and no name that it could stand for.
+    """
+    text = _both_ends(text, _CLAUSE_CHARS)
+    words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
+    if words <= _FEW_WORDS or _CONTINUATION.match(text.lstrip()):
+        return True
+    return bool(_REFERENCE.search(text)) and not _NAME_INSIDE.search(text)
+
+
 def split_clauses(text: str) -> list[str]:
-    """Split a text into at most 8 clauses that each make one request, in text order.
+    """Split a text into at most 16 clauses that each make one request, in text order.
 
     A clause is a sentence, or a part of a question between commas and conjunctions. A short entry
     of a list gets the first words of the first entry. Of more than
-    8 clauses, the last questions are taken first, then the last other clauses.
+    16 clauses, the last questions are taken first, then the last other clauses.
     """
     sentences = [part.strip() for part in SENTENCE_GAP.split(text) if _WORD.search(part)]
     clauses = [clause for sentence in sentences for clause in _clauses_of(sentence)]

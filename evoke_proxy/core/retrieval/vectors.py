@@ -71,6 +71,9 @@ class DocumentVectors:
     def __contains__(self, document: int) -> bool:
         return document in self._index_of
 
+    def __len__(self) -> int:
+        return len(self._documents)
+
     def put(self, document: int, vectors: Vectors) -> None:
         """Copy the unit vectors [k, d], k > 0, of a document that has none yet."""
         count, size = vectors.shape

@@ -14,36 +14,43 @@ class ServerInfo:
     """A server's capabilities, from `GET /props`.
 
     Attributes:
-        lacking: why it has no block calls: unreachable, unpatched or unsupported; empty
+        obstacle: why it has no block calls: unreachable, unpatched or unsupported; empty
             when patched.
         reason: the same reason as a sentence; empty when patched.
         n_slots: number of slots.
         sleeping: whether the model is unloaded until the next request.
-        routes: whether it is a router, which forwards requests to servers with a model.
+        is_router: whether it is a router, which forwards requests to servers with a model.
         build: build id of llama-server.
-        adopts: whether saved blocks can be loaded into an emptied slot, so that a session returns
-            without decoding.
-        spills: whether copies can be written to disk, where they survive a restart.
+        can_adopt: whether saved blocks can be loaded into an emptied slot, so that a session
+            returns without decoding.
+        has_disk: whether copies can be written to disk, where they survive a restart.
+        can_find: whether it lists the copies that fit a text, and the session of each slot.
         needs_full_state: whether copies of blocks lack a part of a slot's state (hybrid and iSWA
             models).
         capturable: layers whose attention can be captured.
-        probes: whether a request can be decoded just to capture its attention.
+        can_probe: whether a request can be decoded just to capture its attention.
         n_ctx: most tokens of a slot's context, resident or not; None when unknown.
+        n_cells: cells that a slot may use, alone or shared with other slots; None when unknown.
+        n_slot_cells: cells that a slot can fill while all others are full: fewer than `n_cells`
+            where slots share their cells (unified KV); None when unknown.
         instance: id of the server process; empty when unpatched.
     """
 
-    lacking: str
+    obstacle: str
     reason: str
     n_slots: int = 1
     sleeping: bool = False
-    routes: bool = False
+    is_router: bool = False
     build: str = ""
-    adopts: bool = False
-    spills: bool = False
+    can_adopt: bool = False
+    has_disk: bool = False
+    can_find: bool = False
     needs_full_state: bool = False
     capturable: tuple[int, ...] = ()
-    probes: bool = False
+    can_probe: bool = False
     n_ctx: int | None = None
+    n_cells: int | None = None
+    n_slot_cells: int | None = None
     instance: str = ""
 
     def is_other_than(self, before: ServerInfo) -> bool:
@@ -59,25 +66,33 @@ class ServerInfo:
     @property
     def patched(self) -> bool:
         """Whether it has all features that a budget needs."""
-        return not self.lacking
+        return not self.obstacle
+
+    @property
+    def can_exceed_cells(self) -> bool:
+        """Whether a context can exceed the cells: llama-server then evicts when they are full."""
+        return self.n_ctx is not None and self.n_cells is not None and self.n_ctx > self.n_cells
 
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
         """Read the answer of `GET /props`; missing members get defaults."""
-        lacking, reason = _lacking(props.get("evoke"))
+        obstacle, reason = _obstacle(props.get("evoke"))
         return cls(
-            lacking=lacking,
+            obstacle=obstacle,
             reason=reason,
             n_slots=int(props.get("total_slots") or 1),
-            routes=props.get("role") == "router",
+            is_router=props.get("role") == "router",
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
-            adopts="adopt" in _features(props.get("evoke")),
-            spills="disk" in _features(props.get("evoke")),
+            can_adopt="adopt" in _features(props.get("evoke")),
+            has_disk="disk" in _features(props.get("evoke")),
+            can_find="find" in _features(props.get("evoke")),
             needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),
             capturable=_capturable(props.get("evoke")),
-            probes="probe" in _features(props.get("evoke")),
-            n_ctx=_n_ctx(props.get("evoke")),
+            can_probe="probe" in _features(props.get("evoke")),
+            n_ctx=_limit(props.get("evoke"), "n_ctx_logical"),
+            n_cells=_limit(props.get("evoke"), "n_cells"),
+            n_slot_cells=_slot_cells(props.get("evoke")),
             instance=_instance(props.get("evoke")),
         )
 
@@ -86,10 +101,16 @@ class ServerInfo:
 UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
 
 
-def _n_ctx(evoke: object) -> int | None:
+def _limit(evoke: object, name: str) -> int | None:
+    """A positive number among the limits that the server reports; None when there is none."""
     limits = evoke.get("limits") if isinstance(evoke, dict) else None
-    n_ctx = limits.get("n_ctx_logical") if isinstance(limits, dict) else None
-    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+    number = limits.get(name) if isinstance(limits, dict) else None
+    return number if isinstance(number, int) and number > 0 else None
+
+
+def _slot_cells(evoke: object) -> int | None:
+    # A server of an earlier version does not tell the share of a slot.
+    return _limit(evoke, "n_slot_cells") or _limit(evoke, "n_cells")
 
 
 def _instance(evoke: object) -> str:
@@ -101,7 +122,7 @@ def _memory(evoke: object) -> object:
     return evoke.get("memory") if isinstance(evoke, dict) else None
 
 
-def _lacking(evoke: object) -> tuple[str, str]:
+def _obstacle(evoke: object) -> tuple[str, str]:
     if not isinstance(evoke, dict):
         return "unpatched", "it is not patched, or runs without --evoke-ram"
     missing = _NEEDED.difference(_features(evoke))

@@ -44,12 +44,12 @@ class RowLocations:
         n_tokens: int,
     ) -> RowLocations:
         """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count."""
-        found: dict[str, list[Span]] = {"ram": [], "disk": []}
+        copies: dict[str, list[Span]] = {"ram": [], "disk": []}
         for copy in answer.get("blocks", ()):
             if copy.get("name") in labels and not copy.get("stale"):
                 tier = "disk" if copy.get("tier") == "disk" else "ram"
-                found[tier].append(Span(int(copy["p0"]), int(copy["p1"])))
-        return cls(tuple(resident), merged(found["ram"]), merged(found["disk"]), n_tokens)
+                copies[tier].append(Span(int(copy["p0"]), int(copy["p1"])))
+        return cls(tuple(resident), merged(copies["ram"]), merged(copies["disk"]), n_tokens)
 
     def state(self, span: Span) -> str:
         """Return the state of a range, which is that of its least available part."""
@@ -75,7 +75,7 @@ def block_map(
     """
     pinned = layout.blocks.pinned | layout.blocks.within(pins)
     usable_scores = scores if scores is not None and len(scores) == len(layout.blocks) else None
-    found = [
+    values = [
         _block_value(block, locations, names)
         | {
             "pinned": bool(pinned[i]),
@@ -85,21 +85,23 @@ def block_map(
     ]
     answer = Span(layout.generation, max(layout.generation, locations.n_tokens))
     if len(answer):
-        found.append(_range(answer, locations) | {"role": "answer", "pinned": False, "score": None})
-    return found
+        values.append(
+            _range(answer, locations) | {"role": "answer", "pinned": False, "score": None}
+        )
+    return values
 
 
 def totals(blocks: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return how many tokens are in each state."""
-    found = dict.fromkeys(STATES, 0)
+    n_tokens = dict.fromkeys(STATES, 0)
     for item in blocks:
-        found[item["state"]] += item["p1"] - item["p0"]
-    return found
+        n_tokens[item["state"]] += item["p1"] - item["p0"]
+    return n_tokens
 
 
-def spans(found: Iterable[Span]) -> list[list[int]]:
+def spans(ranges: Iterable[Span]) -> list[list[int]]:
     """Return spans as JSON lists, merged."""
-    return [[span.start, span.end] for span in merged(found)]
+    return [[span.start, span.end] for span in merged(ranges)]
 
 
 def _block_value(block: Block, locations: RowLocations, names: bool) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def _sorted(items: Sequence[Any]) -> list[str]:
 
 
 def _messages(body: Mapping[str, Any]) -> Sequence[Any]:
-    given = body.get("messages")
-    return given if isinstance(given, list) else ()
+    messages = body.get("messages")
+    return messages if isinstance(messages, list) else ()
 
 
 def _role(message: Any) -> str:

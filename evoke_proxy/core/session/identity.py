@@ -98,8 +98,8 @@ def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
     """Return the client's name for the conversation of a request; None without a usable name."""
     lowered = {name.lower(): value for name, value in headers.items()}
     for kind, name, weak in SOURCES:
-        given = lowered.get(name.lower()) if kind == _HEADER else body.get(name)
-        text = _session_in_metadata(given) if name == "metadata" else given
+        value = lowered.get(name.lower()) if kind == _HEADER else body.get(name)
+        text = _session_in_metadata(value) if name == "metadata" else value
         if isinstance(text, str) and _USABLE.fullmatch(text):
             return Hint(text, name, weak)
     return None
@@ -187,8 +187,8 @@ def _session_in_metadata(metadata: object) -> object:
     if not isinstance(user, str):
         return None
     if not user.startswith("{"):
-        found = _CLAUDE_USER.search(user)
-        return found[1] if found else None
+        match = _CLAUDE_USER.search(user)
+        return match[1] if match else None
     try:
         parsed = json.loads(user)
     except (ValueError, RecursionError):

@@ -21,7 +21,7 @@ from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
 from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView, Task
-from evoke_proxy.core.prompt.layout import Layout, wire_name
+from evoke_proxy.core.prompt.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
@@ -35,6 +35,8 @@ _RESIDENCY_TURNS = 1
 # Whether the client has pinned a turn, and the priority of the turn.
 _Mark = tuple[bool, float]
 _NO_MARK: _Mark = (False, 1.0)
+# End of the labels of copies of generated tokens.
+GENERATED = "/gen"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +76,8 @@ class Session:
         decided: The latest turn with a plan; None before the first.
     """
 
-    def __init__(self, id: str, tenant: str, config: PolicyConfig, adopts: bool = True) -> None:
-        """Create a new session; `adopts` says whether its server can adopt blocks."""
+    def __init__(self, id: str, tenant: str, config: PolicyConfig, can_adopt: bool = True) -> None:
+        """Create a new session; `can_adopt` says whether its server can adopt blocks."""
         self.id = id
         self.tenant = tenant
         self.turns = 0
@@ -86,7 +88,7 @@ class Session:
         self.attention = AttentionTracker()
         self.pins: Pins = ()
         self.decided: DecidedTurn | None = None
-        self._adopts = adopts
+        self._can_adopt = can_adopt
         self._task = Task()
         # The tokens of the latest finished prompt.
         self._decoded: Tokens = self.layout.tokens
@@ -168,7 +170,7 @@ class Session:
         pins = valid_pins(pins_before, layout)
         pinned_layout = with_pins(layout, pins, inputs.config)
         query = query_of(request)
-        query = query.embedded([(vectors or {}).get(clause) for clause in query.clauses])
+        query = query.embedded([(vectors or {}).get(text) for text in query.texts])
         task = self._task.after(query.topic, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
         turn = Turn(
@@ -237,7 +239,7 @@ class Session:
         n_shared = common_prefix(self._decoded, self.layout.tokens[:-1])
         self.redecoded = max(0, n_shared - (accounting.n_prompt - accounting.decoded))
         self._decoded = self.layout.tokens
-        return planned is None or agrees(forecast(*planned), accounting, self._adopts)
+        return planned is None or agrees(forecast(*planned), accounting, self._can_adopt)
 
     def add_copies(self, copies: Iterable[tuple[str, Span]]) -> None:
         """Add copies, by label, of ranges of this session's slot as its rows are now."""
@@ -247,12 +249,12 @@ class Session:
         self._outdated -= {label for label, _ in added}
         self.layout = self.layout.with_saved(added)
 
-    def on_server_restart(self, adopts: bool) -> None:
+    def on_server_restart(self, can_adopt: bool) -> None:
         """Record that llama-server restarted.
 
         All rows are lost, and so are copies that `confirm_copies` does not find.
         """
-        self._adopts = adopts
+        self._can_adopt = can_adopt
         blocks = self.layout.blocks
         self._possibly_lost |= {block.label: block.span for block in blocks.pick(blocks.copied)}
         self._possibly_lost |= {item.label: item.span for item in self.layout.ranges}
@@ -266,6 +268,27 @@ class Session:
         """Keep the possibly lost copies that llama-server reports with the same range, by label."""
         lost, self._possibly_lost = self._possibly_lost, {}
         self.add_copies((label, span) for label, span in lost.items() if copies.get(label) == span)
+
+    def resume(self, tokens: Tokens, copies: Mapping[str, Span]) -> None:
+        """Continue a session of an earlier proxy process, before its first turn here.
+
+        `copies` are those that fit the prompt `tokens`, by label. Of copies that overlap, the ones
+        of blocks are used, and those of generated tokens or of larger ranges are dropped later.
+        """
+        ordered = sorted(
+            copies.items(),
+            key=lambda it: (it[0].endswith(GENERATED), it[1].start, it[1].end),
+        )
+        used: list[SavedRange] = []
+        for label, span in ordered:
+            if not any(span.start < it.span.end and it.span.start < span.end for it in used):
+                used.append(SavedRange(label, span))
+        end = max((item.span.end for item in used), default=0)
+        unused = copies.keys() - {item.label for item in used}
+        self._decoded = tokens[:end]
+        self.layout = replace(
+            self.layout, tokens=tokens[:end], ranges=tuple(used), stale=frozenset(unused)
+        )
 
     def unsaved(self, view: SlotView) -> list[Save]:
         """Return saves of the resident blocks without a current copy.
@@ -283,12 +306,12 @@ class Session:
         It runs before another session gets the slot. `view` is the slot as this session's last
         reply left it. The plan is empty when the server cannot adopt copies.
         """
-        if not self._adopts:
+        if not self._can_adopt:
             return Plan.EMPTY
         blocks = self.layout.blocks
         saves = self.unsaved(view)
         for span in self._generated_spans(view, blocks[-1].span.end if len(blocks) else 0):
-            label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}/gen"
+            label = f"{wire_name(self.id)}/{span.start}-{span.end}-t{self.turns}{GENERATED}"
             saves.append(Save(label, span))
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 
@@ -326,7 +349,7 @@ class Session:
         n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
         # Adopting pays only when the copies extend at least one block beyond the rows of the slot.
         copies_extend_slot = self.layout.copies_end >= n_past + block_tokens
-        if self._adopts and copies_extend_slot and saves_evicted(inputs.config):
+        if self._can_adopt and copies_extend_slot and saves_evicted(inputs.config):
             # On a slot of another session a few tokens may agree by chance. Blocks must not be
             # split there, because their copies are adopted.
             adopting = layout_on(replace(view, n_common=0, resident=()))

@@ -114,8 +114,8 @@ def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
     if isinstance(limits, Mapping) and "row_bytes" in limits:
         layout["row_bytes"] = limits["row_bytes"]
     status = listed.get("status") if isinstance(listed, Mapping) else None
-    given = status.get("args") if isinstance(status, Mapping) else None
-    args = given if isinstance(given, list) else []
+    listed_args = status.get("args") if isinstance(status, Mapping) else None
+    args = listed_args if isinstance(listed_args, list) else []
     for name, options in _LAYOUT.items():
         if given_at := [at for at, arg in enumerate(args) if arg in options]:
             layout[name] = args[given_at[-1] :][:2]

@@ -81,23 +81,6 @@ class SentRequest:
     opening: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotState:
-    """State of a conversation at an unpatched server between two turns.
-
-    Only the snapshot strategy makes values other than the default.
-    """
-
-    # Tokens that the latest turn left in a slot; None when there are none, or they are unknown.
-    contents: SlotContents | None = None
-    # The latest request; None after its body was dropped.
-    sent: SentRequest | None = None
-    # The branch of snapshots that the conversation continues; empty for a separate branch.
-    branch: str = ""
-    # `Drift.summary` of the latest request; None when it continues the previous one.
-    drift: Mapping[str, Any] | None = None
-
-
 @dataclass(slots=True)
 class ServerBehaviour:
     """Observed behaviour of one server: what saves decoding, and the kind of its memory."""
@@ -135,8 +118,8 @@ class ServerBehaviour:
         """Record whether a prompt begins with the tokens that were decoded ahead of it."""
         if contents.ahead_from is not None:
             promised = len(contents.tokens) - contents.ahead_from
-            kept = common_prefix(contents.tokens, tokens) - contents.ahead_from
-            self.lookahead.record(promised, kept)
+            reused = common_prefix(contents.tokens, tokens) - contents.ahead_from
+            self.lookahead.record(promised, reused)
 
     def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
         """Record whether the server has emptied the slot of these contents."""

@@ -272,10 +272,10 @@ def has_room(
 
 def by_branch(snapshots: Iterable[Snapshot]) -> dict[str, list[Snapshot]]:
     """Group snapshots by branch, in their order."""
-    found: dict[str, list[Snapshot]] = {}
+    branches: dict[str, list[Snapshot]] = {}
     for item in snapshots:
-        found.setdefault(item.branch, []).append(item)
-    return found
+        branches.setdefault(item.branch, []).append(item)
+    return branches
 
 
 def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:

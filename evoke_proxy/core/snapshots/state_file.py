@@ -101,14 +101,18 @@ class Insertion:
 
 def caches(read: Read, size: int) -> tuple[Cache, ...]:
     """Return the caches in a file of `size` bytes; none when it has any other contents."""
-    found = list(_caches(_Cursor(read, size)))
-    return tuple(cache for cache in found if cache is not None) if None not in found else ()
+    read_caches = list(_caches(_Cursor(read, size)))
+    return (
+        tuple(cache for cache in read_caches if cache is not None)
+        if None not in read_caches
+        else ()
+    )
 
 
 def first_cache(read: Read, size: int) -> Cache | None:
     """Return the first cache with rows, whatever follows it; None when there is none."""
-    found = _caches(_Cursor(read, size))
-    return next((cache for cache in found if cache is None or cache.types), None)
+    read_caches = _caches(_Cursor(read, size))
+    return next((cache for cache in read_caches if cache is None or cache.types), None)
 
 
 def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
@@ -140,19 +144,19 @@ def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
     return True
 
 
-def has_windows(found: Sequence[Cache]) -> bool:
+def has_windows(caches: Sequence[Cache]) -> bool:
     """Return whether some layers keep only a window; these have a separate cache."""
-    return len(found) > 1
+    return len(caches) > 1
 
 
-def in_window(found: Sequence[Cache]) -> bool:
+def in_window(caches: Sequence[Cache]) -> bool:
     """Return whether the complete text lies within its windows, so that a restore is useless."""
-    return has_windows(found) and found[-1].lowest == 0
+    return has_windows(caches) and caches[-1].lowest == 0
 
 
-def missing(found: Sequence[Cache], read: Read) -> list[Insertion]:
+def missing(caches: Sequence[Cache], read: Read) -> list[Insertion]:
     """Return the bytes that a file with these caches lacks, by offset; empty when complete."""
-    last = found[-1] if has_windows(found) else None
+    last = caches[-1] if has_windows(caches) else None
     if last is None or not last.lowest:
         return []
     cells = last.at + 4
@@ -205,11 +209,11 @@ def _cache(cursor: _Cursor, version: int) -> Cache:
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
         raise ValueError("not caches of rows")
-    found = [_stream(cursor, version) for _ in range(n_streams)]
-    filled = [cache for cache in found if cache.n_cells]
+    streams = [_stream(cursor, version) for _ in range(n_streams)]
+    filled = [cache for cache in streams if cache.n_cells]
     if len(filled) > 1:
         raise ValueError("not caches of rows")
-    return filled[0] if filled else found[0]
+    return filled[0] if filled else streams[0]
 
 
 def _stream(cursor: _Cursor, version: int) -> Cache:

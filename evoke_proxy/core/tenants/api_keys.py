@@ -95,8 +95,8 @@ def line_of(caller: Caller, key: str) -> str:
 def without(text: str, name: str) -> str | None:
     """The text of a key file without the key of this name; None when it has no such key."""
     lines = text.splitlines()
-    kept = [line for line in lines if line.partition("#")[0].split()[:1] != [name]]
-    return "".join(line + "\n" for line in kept) if len(kept) < len(lines) else None
+    remaining = [line for line in lines if line.partition("#")[0].split()[:1] != [name]]
+    return "".join(line + "\n" for line in remaining) if len(remaining) < len(lines) else None
 
 
 def presented(headers: Mapping[str, str]) -> Iterable[str]:

@@ -1,11 +1,12 @@
-"""Everything an operator can see and change, over all llama-servers and models of a proxy."""
+"""The admin interface over all llama-servers and models of a proxy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from evoke_proxy.config import AUTO
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.policy.pins import check_least_budget
 from evoke_proxy.engine.admin.sessions import SessionAdmin, stored_row
@@ -16,7 +17,7 @@ from evoke_proxy.errors import RequestError
 
 
 class Admin:
-    """Finds the server that has a session, and asks or changes it there.
+    """Finds the server that has a session, and shows or changes the session there.
 
     Every method that takes an `id` raises RequestError (404) when no session has it, and (409)
     when a request of that session runs and the change needs its slot.
@@ -32,7 +33,7 @@ class Admin:
         return self._proxy.shared.feed
 
     def status(self) -> dict[str, Any]:
-        """The state of the proxy, as it is known without asking llama-server."""
+        """The state of the proxy, without a call of llama-server."""
         each = [admin.status() for admin in self._admins()]
         state = {"mode": self._proxy.mode, "draining": self._proxy.shared.draining}
         pool = self._proxy.pool
@@ -51,7 +52,7 @@ class Admin:
         )
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each session: live ones, latest used first, then those on disk only.
+        """One row for each session: live ones, the most recently used first, then stored ones.
 
         The rows are made one by one, so that a caller can let other tasks run in between.
         """
@@ -68,13 +69,13 @@ class Admin:
         return list(self.rows())
 
     async def show(self, id: str) -> dict[str, Any]:
-        """One session: where each of its blocks is, its latest turns, its snapshots."""
+        """One session: the location of each block, the latest turns, the snapshots."""
         admin = self._admin_of(id)
         details = await admin.show(id)
         return details | (self._server_of(admin) if admin.has(id) else {})
 
     def pin(self, id: str, pinned: bool) -> None:
-        """Keep a session and its snapshots whatever room they take, or stop doing so."""
+        """Pin or unpin a session: it and its snapshots are never removed for others."""
         self._admin_of(id).pin(id, pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
@@ -85,29 +86,31 @@ class Admin:
         """
         self._admin_of(id).set_budget(id, budget, own)
 
-    def set_default_budget(self, budget: int | None) -> None:
+    def set_default_budget(self, budget: int | Literal["auto"] | None) -> None:
         """Set the budget of all sessions without one of their own, in tokens; None: no bound.
 
-        Raises BudgetTooSmall when the budget cannot hold what must stay.
+        AUTO is what the cells of a slot hold. Raises BudgetTooSmall when the budget cannot hold
+        what must stay.
         """
         policy = replace(self._proxy.config.policy, budget=budget)
-        check_least_budget(policy)
+        if budget != AUTO:
+            check_least_budget(policy.with_budget(budget))
         self._proxy.adjust(replace(self._proxy.config, policy=policy))
         self._proxy.shared.feed.publish("budget", budget=budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
-        """Keep these positions in the cache from the next turn on, or stop doing so.
+        """Pin or unpin these positions: pinned ones stay in the cache, from the next turn on.
 
         Raises PinBudgetExceeded when too many tokens would be pinned.
         """
         self._admin_of(id).pin_block(id, span, pinned)
 
     async def drop_block(self, id: str, span: Span) -> None:
-        """Drop the rows and copies of these positions, until the text is decoded again."""
+        """Drop the rows and copies of these positions; recovering them needs decoding."""
         await self._admin_of(id).drop_block(id, span)
 
     async def delete(self, id: str) -> dict[str, Any]:
-        """Delete a session: rows, copies, snapshots. The result says what could not be reached."""
+        """Delete a session: rows, copies, snapshots; returns the result of SessionEraser."""
         return await self._admin_of(id).delete(id)
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
@@ -136,7 +139,11 @@ class Admin:
         """
         pool = self._proxy.pool
         if pool is None:
-            raise RequestError("there is only one server", "unknown_server", 404)
+            raise RequestError(
+                "there is only one server: drain needs a pool (pool.upstreams)",
+                "unknown_server",
+                404,
+            )
         return pool.drain(name, draining)
 
     def _server_of(self, admin: SessionAdmin) -> dict[str, Any]:
@@ -152,6 +159,6 @@ class Admin:
         return admins
 
     def _admin_of(self, id: str) -> SessionAdmin:
-        """Where a session is live; the first, which finds those on disk, when it is nowhere."""
+        """The admin of the server where a session is live; else the first, for stored sessions."""
         admins = self._admins()
         return next((admin for admin in admins if admin.has(id)), admins[0])

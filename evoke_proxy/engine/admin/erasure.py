@@ -1,4 +1,4 @@
-"""Deletes sessions for good: rows, copies, files, vectors."""
+"""Deletes sessions permanently: rows, copies, files, vectors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
-# Whether a snapshot or record is to be deleted, by its tenant and its session.
+# Whether to delete a snapshot or record of a tenant and a session.
 Selector = Callable[[str, str], bool]
 
 
 class SessionEraser:
     """Deletes sessions at one llama-server.
 
-    Results have the numbers of deleted `sessions` and `snapshots`, and in `left` one line for
-    each thing that could not be reached.
+    A result has the numbers of deleted `sessions` and `snapshots`, and in `left` one line for each
+    part that could not be deleted.
     """
 
     def __init__(self, context: ServedModel) -> None:
@@ -35,19 +35,20 @@ class SessionEraser:
         """Delete these conversations, and the files on disk that `selects` chooses.
 
         Raises RequestError (409), and deletes nothing, while a request of one of them runs. The
-        list is emptied one by one: freeing hundreds of sessions at once would block the event loop.
+        list is emptied step by step: freeing hundreds of sessions at once blocks the event loop.
         """
         context = self._context
         busy = [item.id for item in conversations if item.in_use]
         if busy:
-            raise RequestError(f"requests are under way of {', '.join(busy)}", "session_busy", 409)
-        for item in conversations:  # at once: no request may continue them
+            raise RequestError(
+                f"requests of these sessions run now: {', '.join(busy)}", "session_busy", 409
+            )
+        for item in conversations:  # before any await, so that no request continues them
             context.conversations.forget(item)
             del item
         ids = {item.id for item in conversations}
-        await context.snapshots.wait_until_idle(
-            ids
-        )  # nothing of them is being written to disk after this
+        # After this, nothing of them is being written to disk.
+        await context.snapshots.wait_until_idle(ids)
         left: list[str] = []
         conversations.reverse()
         while conversations:
@@ -59,21 +60,20 @@ class SessionEraser:
         return {"sessions": len(ids), "snapshots": len(snapshots), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
-        """Delete everything of a tenant, and what names no tenant: vectors, unusable snapshots."""
+        """Delete all data of a tenant, and what has no tenant: vectors, quarantined snapshots."""
         context = self._context
-        await (
-            context.snapshots.wait_until_idle()
-        )  # what is written for sessions already forgotten, too
+        # Forgotten sessions may still be written, too.
+        await context.snapshots.wait_until_idle()
         conversations = [item for item in context.conversations if item.tenant == tenant]
         repository = context.snapshots.repository if context.snapshots.is_enabled else None
         result = await self.delete(conversations, lambda owner, _session: owner == tenant)
         if context.monitor.server.patched:
             try:
-                await self._blocks.run(0, "block-drop", {"all": True, "tenant": tenant}, {})
+                await self._blocks.run(0, "block-drop", {"all": True, "tenant": tenant})
             except EvokeError as error:
                 result["left"].append(f"copies in llama-server: {error}")
-        elif context.monitor.server.lacking != "unreachable":
-            result["left"].append("what llama-server has in its own RAM cache, until it ends")
+        elif context.monitor.server.obstacle != "unreachable":
+            result["left"].append("the RAM cache of llama-server, until it is restarted")
         if repository is not None:
             repository.forget_aside()
             await repository.wait_for_deletions()
@@ -81,7 +81,7 @@ class SessionEraser:
         return result
 
     async def _delete_stored(self, selects: Selector, left: list[str]) -> Sequence[Snapshot]:
-        """Delete snapshots and records on disk; the snapshots that were deleted."""
+        """Delete snapshots and records on disk; returns the deleted snapshots."""
         repository = self._context.snapshots.repository
         selected = [item for item in repository.snapshots if selects(item.tenant, item.branch)]
         for snapshot in selected:
@@ -97,7 +97,7 @@ class SessionEraser:
         return selected
 
     async def _delete_live(self, conversation: Conversation) -> list[str]:
-        """Delete the rows and copies of a conversation; what could not be reached."""
+        """Delete the rows and copies of a conversation; returns what could not be deleted."""
         context = self._context
         left: list[str] = []
         try:
@@ -105,14 +105,18 @@ class SessionEraser:
             if slot is not None:
                 await self._empty(slot, conversation)
         except EvokeError as error:
-            _log.warning("rows of session %s are left in a slot: %s", conversation.id, error)
+            _log.warning(
+                "the rows of session %s could not be deleted from its slot: %s",
+                conversation.id,
+                error,
+            )
             left.append(f"rows in its slot: {error}")
         context.slots.pool.forget(conversation.id)
         context.records.forget(conversation.id)
         context.snapshots.forget_contents(conversation)
         try:
             if context.monitor.server.patched:
-                # The lock waits for a call that saves rows of the session now.
+                # Taking the lock waits for a call that saves rows of the session.
                 async with context.slots.locked(conversation.id):
                     await self._drop_copies(conversation)
         except EvokeError as error:
@@ -120,20 +124,20 @@ class SessionEraser:
         return left
 
     async def _drop_copies(self, conversation: Conversation) -> None:
-        """Delete its copies, also those that the session does not list any more."""
-        answer = await self._blocks.slot(0, conversation.tenant, {})
+        """Delete the copies of a session, including those that the session no longer lists."""
+        answer = await self._blocks.slot(0, conversation.tenant)
         labels = conversation.labels.union(copies_of(answer, conversation.id))
         if labels:
-            await self._blocks.drop_copies(labels, conversation.tenant, {})
+            await self._blocks.drop_copies(labels, conversation.tenant)
 
     async def _slot_with_rows(self, conversation: Conversation) -> int | None:
-        """The slot that still has its rows, as far as the proxy can tell."""
+        """The slot that still has the rows of a conversation; None when no slot is known to."""
         context = self._context
         slot = context.slots.pool.slot_of(conversation.id)
         if context.monitor.server.patched:
             return slot if conversation.budgeted.epoch is not None else None
         contents, n_slots = conversation.snapshots.contents, len(context.slots.pool)
-        # Where requests run one at a time, llama-server may have more slots than the pool.
+        # With snapshots.one_at_a_time, llama-server may have more slots than the pool.
         if contents is None or not 0 <= contents.slot < n_slots:
             return None
         if context.client.model and not await context.client.is_loaded():
@@ -153,10 +157,10 @@ class SessionEraser:
             lease.vacated()
             view = None
             if context.monitor.server.patched:
-                answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
+                answer = await self._blocks.slot(slot, conversation.tenant, LATEST)
                 view = SlotView.parse(answer)
                 if view.epoch != conversation.budgeted.epoch:
-                    return  # the rows are those of another session by now
+                    return  # the slot has the rows of another session now
             try:
                 await context.client.call("POST", f"/slots/{slot}?action=erase", {})
             except UpstreamRejected:
@@ -165,9 +169,11 @@ class SessionEraser:
                 await self._evict_all(view, conversation)
 
     async def _evict_all(self, view: SlotView, conversation: Conversation) -> None:
-        """Evict all rows but the last, on a server that runs without --slot-save-path."""
+        """Evict all rows except the last, at a server that cannot erase (no --slot-save-path)."""
         rows = list(view.resident)
         if rows:
             rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
-        plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reason="deleted")
-        await self._blocks.run_plan(PlanCall(plan, view, conversation.owner), {})
+        evicts = tuple(Evict(row) for row in rows if len(row))
+        # Without `reuse=0` the next request could continue the tokens of the slot, all omitted.
+        plan = Plan(evicts=evicts, reuse=0, reason="deleted")
+        await self._blocks.run_plan(PlanCall(plan, view, conversation.owner))

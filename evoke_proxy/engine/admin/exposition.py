@@ -1,4 +1,4 @@
-"""Metrics that llama-servers export themselves, and gauges over all of them."""
+"""Collects the metrics of llama-servers, and registers gauges over all of them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.metrics import BlockStore, Metrics
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
+from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -33,6 +36,21 @@ class Exposition:
 
     text: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scrape:
+    """What one llama-server says.
+
+    Attributes:
+        exposition: its metrics.
+        answered: whether it answered.
+        store: its saved blocks; None when it is not patched or did not say.
+    """
+
+    exposition: Exposition
+    answered: bool
+    store: BlockStore | None
 
 
 class Scraped(Protocol):
@@ -55,45 +73,49 @@ class UpstreamMetrics:
     async def scrape(self) -> Exposition:
         """The metrics of all servers; where there are several, with the label `server`.
 
-        A server without metrics contributes nothing, as does one that is down or that a scrape
-        would wake up. Sets `evoke_upstream_up` once, when all have answered: a scrape that overlaps
-        with another one never exports a value of "not asked yet".
+        A server contributes nothing when it has no metrics, is down, or would be woken up by a
+        scrape. Sets `evoke_upstream_up` once, after all servers have answered, so that overlapping
+        scrapes never export the value of an unfinished one.
         """
         clients = self._proxy.clients
         scrapes = [self._scrape_one(name, client) for name, client in clients.items()]
         results = await asyncio.gather(*scrapes)
-        self._proxy.metrics.upstream_up.set(any(answered for _, answered in results))
-        expositions = [exposition for exposition, _ in results]
+        self._proxy.metrics.upstream_up.set(any(result.answered for result in results))
+        stores = zip(clients, [result.store for result in results], strict=True)
+        self._proxy.metrics.set_stores({name: it for name, it in stores if it is not None})
+        expositions = [result.exposition for result in results]
         if len(expositions) == 1:
             return expositions[0]
         texts = dict(zip(clients, [item.text for item in expositions], strict=True))
         return Exposition(merge_by_server(texts))
 
-    async def _scrape_one(self, name: str, client: LlamaClient) -> tuple[Exposition, bool]:
-        """The metrics of one server, and whether it answered at all.
+    async def _scrape_one(self, name: str, client: LlamaClient) -> _Scrape:
+        """Scrape one server.
 
-        llama-server answers between two decodes, which may take longer than a scraper waits: after
+        llama-server answers between two decodes, which may take longer than Prometheus waits. After
         `_SCRAPE_S` the proxy's own metrics are exported without those of the server.
         """
-        answered = False
+        answered, store = False, None
         try:
             async with asyncio.timeout(_SCRAPE_S):
                 try:
-                    is_sleeping = (await client.info()).sleeping
+                    info = await client.info()
                 except UpstreamRejected:
                     answered = True
                     raise
                 answered = True
-                return await self._metrics_of(name, client, is_sleeping), answered
+                if info.patched and not info.sleeping:
+                    store = _store_of(await BlockApi(client).slot(0, "", LATEST))
+                return _Scrape(await self._metrics_of(name, client, info.sleeping), answered, store)
         except (EvokeError, TimeoutError) as error:
             message = error.public if isinstance(error, UpstreamError) else str(error)
             reason = " ".join(message.split()) or "it is too slow"  # may quote several lines
             text = f"# llama-server has no metrics now: {reason}\n".encode()
-            return Exposition(text), answered
+            return _Scrape(Exposition(text), answered, store)
 
     async def _metrics_of(self, name: str, client: LlamaClient, is_sleeping: bool) -> Exposition:
         if is_sleeping and name in self.woken_by_scrapes:
-            return Exposition(b"# llama-server sleeps: its metrics are left out\n")
+            return Exposition(b"# llama-server sleeps: its metrics are omitted\n")
         async with client.open("GET", "/metrics", client.own_headers()) as reply:
             body = await reply.read()
         if is_sleeping and not (await client.info()).sleeping:
@@ -101,6 +123,27 @@ class UpstreamMetrics:
         if reply.status != 200:
             return Exposition(b"")
         return Exposition(body if not body or body.endswith(b"\n") else body + b"\n", reply.headers)
+
+
+def _store_of(answer: Mapping[str, Any]) -> BlockStore:
+    """The saved blocks in an answer about a slot; 0 for what it does not contain."""
+    tiers = {name: answer.get(name) for name in ("ram", "disk")}
+
+    def count(tier: str, name: str) -> int:
+        values = tiers[tier]
+        value = values.get(name) if isinstance(values, dict) else None
+        return value if isinstance(value, int) else 0
+
+    return BlockStore(
+        ram_used=count("ram", "used"),
+        ram_budget=count("ram", "budget"),
+        ram_dropped=count("ram", "n_dropped"),
+        disk_used=count("disk", "used"),
+        disk_budget=count("disk", "budget"),
+        disk_files=count("disk", "n_files"),
+        disk_deleted=count("disk", "n_deleted"),
+        disk_failed=count("disk", "n_failed"),
+    )
 
 
 def merge_by_server(texts: Mapping[str, bytes]) -> bytes:
@@ -156,14 +199,21 @@ def _escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
+def _is_in_force(monitor: ServerMonitor) -> int:
+    return int(not monitor.budget.is_degraded)
+
+
 def register_gauges(proxy: ProxyGateway) -> None:
-    """Have the gauges of queued requests, sessions and resident tokens computed at each scrape."""
+    """Have the gauges of budgets, queued requests, sessions and tokens computed at each scrape."""
     metrics = proxy.metrics
 
     def resident() -> int:
         conversations = [it for served in proxy.served_models for it in served.conversations]
         return sum(it.budgeted.n_resident for it in conversations)
 
+    for served in proxy.served_models:
+        gauge = metrics.budget_in_force.labels(server=served.server_name)
+        gauge.set_function(partial(_is_in_force, served.monitor))
     metrics.queued.set_function(
         lambda: sum(served.slots.pool.queued for served in proxy.served_models)
     )

@@ -1,4 +1,4 @@
-"""What an operator can see and change of the sessions at one llama-server."""
+"""Shows operators the sessions at one llama-server, and changes them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 
 _log = logging.getLogger(__name__)
-# llama-server answers between two decodes; an operator's view does not wait for long ones.
+# llama-server answers between two decodes; a view for operators does not wait longer than this.
 _VIEW_TIMEOUT_S = 2.0
-# A map of more blocks is made in a thread.
+# The block map of a session with more blocks is made in a thread.
 _MAX_INLINE_BLOCKS = 64
-# llama-server lists copies that have changed, and does not list those that were deleted: the whole
-# list is read after this time.
+# llama-server lists changed copies, but not deleted ones: after this time the whole list is read
+# again.
 _FULL_LIST_S = 30.0
 _MAX_TENANTS = 8
 
 
 @dataclass(slots=True)
 class _CopyList:
-    """The copies of one tenant: `read_at` is when the whole list was read, in monotonic seconds."""
+    """The copies of one tenant; the whole list was read at `read_at` (monotonic seconds)."""
 
     version: int
     blocks: dict[str, Mapping[str, Any]]
@@ -52,7 +52,7 @@ class _CopyList:
 
 
 class CopyLists:
-    """Reads the list of a tenant's copies once, and then only what has changed."""
+    """Caches the list of a tenant's copies, and reads only the changes."""
 
     def __init__(self, blocks: BlockApi) -> None:
         self._blocks = blocks
@@ -61,13 +61,13 @@ class CopyLists:
     async def slot(self, slot: int, tenant: str) -> dict[str, Any]:
         """The state of a slot, with all copies of a tenant; raises UpstreamError.
 
-        A copy that was deleted in the last half minute may be among them.
+        A copy that was deleted in the last half minute may still be listed.
         """
         cached = self._lists.get(tenant)
         if cached is not None and time.monotonic() - cached.read_at > _FULL_LIST_S:
             cached = None
         since = str(cached.version) if cached is not None else ""
-        answer = await self._blocks.slot(slot, tenant, {}, since)
+        answer = await self._blocks.slot(slot, tenant, since)
         version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
         if cached is not None and version >= cached.version:
             cached.version, cached.blocks = version, cached.blocks | blocks
@@ -93,8 +93,8 @@ class SessionAdmin:
         self.eraser = SessionEraser(context)
         self._blocks = BlockApi(context.client)
         self._copies = CopyLists(self._blocks)
-        # Where the blocks of a session were when llama-server last said so.
-        self._last_seen: dict[str, RowLocations] = {}
+        # By session: the location of its blocks in the latest answer of llama-server.
+        self._last_locations: dict[str, RowLocations] = {}
 
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
@@ -103,7 +103,7 @@ class SessionAdmin:
         return by_branch(snapshots.repository.snapshots) if snapshots.is_enabled else {}
 
     def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
-        """One row for each live session, latest used first.
+        """One row for each live session, the most recently used first.
 
         The snapshots of live sessions are removed from `branches`.
         """
@@ -116,13 +116,13 @@ class SessionAdmin:
         return self.context.conversations.get(id) is not None
 
     def status(self) -> dict[str, Any]:
-        """The state of the server, as it is known without asking it."""
+        """The state of the server, without a call of it."""
         pool, monitor = self.context.slots.pool, self.context.monitor
-        server, policy = monitor.server, monitor.config.policy
+        server, policy = monitor.server, monitor.policy
         return {
             "version": __version__,
             "server": monitor.describe(),
-            "reachable": server.lacking != "unreachable",
+            "reachable": server.obstacle != "unreachable",
             "build": server.build,
             "slots": [pool.holder(slot) for slot in range(len(pool))],
             "queued": pool.queued,
@@ -132,7 +132,7 @@ class SessionAdmin:
         }
 
     async def show(self, id: str) -> dict[str, Any]:
-        """One session: where each of its blocks is, its latest turns, its snapshots."""
+        """One session: the location of each block, the latest turns, the snapshots."""
         conversation, items = self._find(id)
         snapshots: dict[str, Any] = {"snapshots": [snapshot_fields(item) for item in items]}
         if conversation is None:
@@ -152,10 +152,10 @@ class SessionAdmin:
         )
 
     def pin(self, id: str, pinned: bool) -> None:
-        """Keep a session and its snapshots whatever room they take, or stop doing so."""
+        """Pin or unpin a session: it and its snapshots are never removed for others."""
         conversation, items = self._find(id)
         if conversation is not None:
-            conversation.pinned = pinned
+            conversation.pin(pinned)
             self.context.records.update_overrides(conversation)
         for item in items:
             self.context.snapshots.repository.pin(item, pinned)
@@ -168,15 +168,15 @@ class SessionAdmin:
         hold what must stay.
         """
         conversation = self._live(id)
-        policy = self.context.monitor.config.policy
+        policy = self.context.monitor.policy
         config = replace(conversation.session.config, budget=budget if own else policy.budget)
         check_least_budget(config)
-        conversation.own_budget, conversation.session.config = own, config
+        conversation.set_budget(config, own)
         self.context.records.update_overrides(conversation)
         self.context.feed.publish("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
-        """Keep these positions in the cache from the next turn on, or stop doing so.
+        """Pin or unpin these positions: pinned ones stay in the cache, from the next turn on.
 
         Raises PinBudgetExceeded when too many tokens would be pinned.
         """
@@ -185,12 +185,13 @@ class SessionAdmin:
         inside = [block.span for block in blocks.pick(blocks.within([span]))]
         if not inside:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
-        session.pins = change_pins(session.pins, session.layout, span, pinned, session.config)
+        pins = change_pins(session.pins, session.layout, span, pinned, session.config)
+        conversation.pin_blocks(pins)
         self.context.records.update_overrides(conversation)
         self.context.feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
 
     async def drop_block(self, id: str, span: Span) -> None:
-        """Drop the rows and copies of these positions, until the text is decoded again."""
+        """Drop the rows and copies of these positions; recovering them needs decoding."""
         conversation = self._live(id)
         async with self._in_slot(conversation) as view:
             layout = conversation.session.layout
@@ -200,15 +201,20 @@ class SessionAdmin:
             drops = tuple(Drop(label) for label in sorted(labels))
             rows = () if view is None else clipped(view.resident, span)
             plan = Plan(evicts=tuple(Evict(row) for row in rows), drops=drops, reason="operator")
+            n_evicted = sum(count(clipped(rows, block.span)) > 0 for block in inside)
             try:
                 if view is not None:
-                    await self._blocks.run_plan(PlanCall(plan, view, conversation.owner), {})
+                    await self._blocks.run_plan(PlanCall(plan, view, conversation.owner))
                 elif labels:
-                    await self._blocks.drop_copies(labels, conversation.tenant, {})
+                    await self._blocks.drop_copies(labels, conversation.tenant)
             except PlanRefused as refused:
-                raise RequestError(f"llama-server: {refused}", refused.type, 409) from refused
+                raise RequestError(
+                    f"llama-server refuses to drop the blocks: {refused}", refused.type, 409
+                ) from refused
+            metrics = self.context.server.resources.metrics
+            metrics.count_evictions("operator", n_evicted)
             conversation.session.failed(labels)
-            conversation.budgeted.n_resident -= count(rows)
+            conversation.budgeted.rows_evicted(count(rows))
         self.context.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
@@ -253,7 +259,7 @@ class SessionAdmin:
     ) -> list[dict[str, Any]]:
         """The blocks of a session.
 
-        A long map is made in a thread while no turn of the session is planned: both read its index.
+        A long map is made in a thread, and not while a turn is planned, which uses the same index.
         """
         session = conversation.session
 
@@ -268,9 +274,9 @@ class SessionAdmin:
         return await conversation.computed(make, is_long)
 
     async def _locate(self, conversation: Conversation) -> tuple[RowLocations, bool]:
-        """Where the rows and copies of a session are, and whether that holds now.
+        """The location of the rows and copies of a session, and whether it is current.
 
-        When llama-server does not answer in time it is what it last said.
+        When llama-server does not answer in time, the location is that of its latest answer.
         """
         context = self.context
         server, slot = context.monitor.server, context.slots.pool.slot_of(conversation.id)
@@ -282,27 +288,34 @@ class SessionAdmin:
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
             _log.info(
-                "session %s cannot be shown as it is now: %s", conversation.id, error or "busy"
+                "session %s is shown as of the latest answer: %s",
+                conversation.id,
+                error or "llama-server is busy",
             )
-            return self._last_seen.get(conversation.id, RowLocations()), False
-        is_admin_address = slot is not None and (
+            return self._last_locations.get(conversation.id, RowLocations()), False
+        has_rows = slot is not None and (
             conversation.in_use or conversation.budgeted.epoch == view.epoch
         )
-        rows, n_tokens = (view.resident, view.n_tokens) if is_admin_address else ((), 0)
+        rows, n_tokens = (view.resident, view.n_tokens) if has_rows else ((), 0)
         where = RowLocations.parse(answer, conversation.labels, rows, n_tokens)
         live = {item.id for item in context.conversations}
-        self._last_seen = {id: seen for id, seen in self._last_seen.items() if id in live}
-        self._last_seen[conversation.id] = where
+        self._last_locations = {
+            id: locations for id, locations in self._last_locations.items() if id in live
+        }
+        self._last_locations[conversation.id] = where
         return where, True
 
     @asynccontextmanager
     async def _in_slot(self, conversation: Conversation) -> AsyncIterator[SlotView | None]:
-        """Lease the slot of a session, or lock it where it has none; None: no rows.
+        """Lease the slot of a session, or lock the session when it has no slot.
 
-        No turn of the session runs meanwhile. Raises RequestError (409) when one runs already.
+        Yields the state of the slot; None when the slot has no rows of the session. No turn of the
+        session runs meanwhile. Raises RequestError (409) when one runs already.
         """
         if conversation.in_use:
-            raise RequestError("a request of this session is under way", "session_busy", 409)
+            raise RequestError(
+                "a request of this session runs now; try again later", "session_busy", 409
+            )
         slots, id = self.context.slots, conversation.id
         with conversation.using():
             slot = slots.pool.slot_of(id)
@@ -312,7 +325,7 @@ class SessionAdmin:
                 return
             with await slots.acquire(id, conversation.tenant, slot=slot) as lease:
                 lease.vacated()
-                answer = await self._blocks.slot(slot, conversation.tenant, {}, LATEST)
+                answer = await self._blocks.slot(slot, conversation.tenant, LATEST)
                 view = SlotView.parse(answer)
                 yield view if view.epoch == conversation.budgeted.epoch else None
 
@@ -329,7 +342,11 @@ class SessionAdmin:
     def _live(self, id: str) -> Conversation:
         conversation, _ = self._find(id)
         if conversation is None:
-            raise RequestError("this session is on disk only", "session_not_live", 409)
+            raise RequestError(
+                "this session is only stored on disk, so this change does not apply to it",
+                "session_not_live",
+                409,
+            )
         return conversation
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 
-from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.policy.registry import uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
@@ -15,6 +16,7 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -22,6 +24,8 @@ from evoke_proxy.engine.server.conversations import Conversation, Conversations
 
 # The most blocks of a session that are submitted after a turn; the latest ones are.
 _MAX_SUBMITTED = 1024
+# The most blocks of a session that an immediate encoder embeds for one question, in a second.
+_MAX_IMMEDIATE = 16_384
 # Blocks that one callback of the event loop submits, which takes half a millisecond.
 _STEP_BLOCKS = 16
 # Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
@@ -31,32 +35,29 @@ LabeledVectors = list[tuple[str, Sequence[Vectors] | Vectors]]
 class BlockVectors:
     """Gives planning the vectors that it uses; without an embedder there are none.
 
-    `policy` decides which requests need vectors, and may be replaced. While an operator has set a
-    budget for any of the `conversations`, all requests need them.
+    The policy of the `conversations` decides which requests need vectors. While an operator has set
+    a budget for any of them, all requests need them.
     """
 
-    def __init__(
-        self, embedding: EmbeddingService, policy: PolicyConfig, conversations: Conversations
-    ) -> None:
+    def __init__(self, embedding: EmbeddingService, conversations: Conversations) -> None:
         self._embedding = embedding
-        self.policy = policy
         self._conversations = conversations
 
     async def embed_beside(
-        self, rendering: Awaitable[Rendered], request: ParsedChat, trace: RequestTrace
+        self, render: Callable[[], Awaitable[Rendered]], request: ParsedChat, trace: RequestTrace
     ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
-        """Await `rendering` and embed the question at the same time; returns both results.
+        """Call and await `render`, and embed the question at the same time; returns both results.
 
         The vectors are by text of a clause; None for one that could not be embedded. The time that
         embedding takes longer than rendering is counted as a wait.
         """
         if not self._needs_vectors(request.chat):
-            return await rendering, {}
+            return await render(), {}
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
             nonlocal rendered_at
-            result = await rendering
+            result = await render()
             rendered_at = loop.time()
             return result
 
@@ -71,22 +72,52 @@ class BlockVectors:
 
         `stacked` turns them into arrays, which may run in a thread.
         """
-        result: LabeledVectors = list(conversation.vectors.stored.items())
-        conversation.vectors.stored = {}
+        result: LabeledVectors = list(conversation.vectors.take_stored().items())
         for label, keys in conversation.vectors.pending.items():
-            made = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
-            if len(made) == len(keys) > 0:
-                result.append((label, made))
-                # Bounded: without a directory they are never written to disk.
-                if len(conversation.vectors.embedded) < _MAX_SUBMITTED:
-                    conversation.vectors.embedded[label] = keys
+            vectors = [vector for vector in map(self._embedding.vector, keys) if vector is not None]
+            if len(vectors) == len(keys) > 0:
+                result.append((label, vectors))
+                conversation.vectors.was_embedded(label, keys)
         return result
 
-    def submit(self, conversation: Conversation) -> None:
-        """Embed the blocks of a session that have no vectors yet, the latest first."""
-        if not self._embedding.on or conversation.ephemeral:
+    def n_missing(self, session: Session) -> int:
+        """About how many blocks `embed_missing` would embed."""
+        if not self._embedding.is_immediate:
+            return 0
+        return max(0, len(session.layout.blocks) - session.index.n_with_vectors)
+
+    def embed_missing(self, session: Session, blocks: BlockTable) -> None:
+        """Embed the blocks of a session that have no vectors, if that takes microseconds for each.
+
+        So the first question about a long history finds its blocks as well. Those of the last
+        message get vectors in the next turn: they often are the question, which is most similar to
+        itself. May run in a thread.
+        """
+        if not self._embedding.is_immediate or not len(blocks):
             return
-        before, conversation.vectors.pending = conversation.vectors.pending, {}
+        session.index.update(blocks)
+        last = blocks[-1].message
+        missing = [
+            block
+            for block in session.index.without_vectors(_MAX_IMMEDIATE)
+            if block.message != last
+        ]
+        chunks = [chunks_of(block.text) for block in missing]
+        rows = iter(self._embedding.embed_blocks([text for texts in chunks for text in texts]))
+        session.add_vectors(
+            (block.label, np.stack(list(islice(rows, len(texts)))))
+            for block, texts in zip(missing, chunks, strict=True)
+            if texts
+        )
+
+    def submit(self, conversation: Conversation) -> None:
+        """Embed the blocks of a session that have no vectors yet, the latest first.
+
+        An immediate encoder embeds them when a question needs them, see `embed_missing`.
+        """
+        if not self._embedding.on or self._embedding.is_immediate or conversation.ephemeral:
+            return
+        before = conversation.vectors.begin_embedding()
         pending = conversation.vectors.pending
         # The latest submitted is embedded first, so the oldest are submitted first.
         lacking = conversation.session.index.without_vectors(_MAX_SUBMITTED)[::-1]
@@ -112,14 +143,14 @@ class BlockVectors:
         if not self._embedding.on:
             return False
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
-        return uses_query(effective_config(self.policy, request)) or any(own)
+        return uses_query(effective_config(self._conversations.policy, request)) or any(own)
 
     async def _embed_question(
         self, request: ChatRequest, tenant: str
     ) -> Mapping[str, Vectors | None]:
-        clauses = query_of(request).clauses
-        vectors = await self._embedding.embed_queries(clauses, tenant) if clauses else []
-        return dict(zip(clauses, vectors, strict=True))
+        texts = query_of(request).texts
+        vectors = await self._embedding.embed_queries(texts, tenant) if texts else []
+        return dict(zip(texts, vectors, strict=True))
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

@@ -16,12 +16,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
-from evoke_proxy.adapters.embedder import Embedder
+from evoke_proxy.adapters.embedders.choice import load_encoder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.core.retrieval.vectors import VectorCache
 from evoke_proxy.core.tenants.fair_share import FairQueue
 from evoke_proxy.errors import EmbedderError
@@ -35,22 +34,10 @@ _SHARE_BYTES = 4
 _NICENESS = 10
 
 
-class Encoder(Protocol):
-    """Makes vectors from texts; see `evoke_proxy.adapters.embedder.Embedder`."""
-
-    fingerprint: bytes
-
-    def describe(self) -> str: ...
-
-    def queries(self, texts: Sequence[str]) -> Vectors: ...
-
-    def documents(self, texts: Sequence[str]) -> Vectors: ...
-
-
 class EmbeddingService:
     """The embedder of the proxy, an async context manager.
 
-    Without `embedder.directory` it is off: questions get no vectors, and submitted blocks are
+    With `embedder.model: none` it is off: questions get no vectors, and submitted blocks are
     ignored.
     """
 
@@ -58,7 +45,7 @@ class EmbeddingService:
         self,
         config: EmbedderConfig,
         metrics: Metrics,
-        load: Callable[[EmbedderConfig], Encoder] = Embedder,
+        load: Callable[[EmbedderConfig], Encoder | None] = load_encoder,
     ) -> None:
         self._config = config
         self._metrics = metrics
@@ -76,9 +63,10 @@ class EmbeddingService:
 
     async def __aenter__(self) -> EmbeddingService:
         """Load the encoder in a thread; raises ConfigError when it cannot be loaded."""
-        if self._config.directory:
-            loop = asyncio.get_running_loop()
-            self._encoder = await loop.run_in_executor(self._at_once, self._load, self._config)
+        loop = asyncio.get_running_loop()
+        self._encoder = await loop.run_in_executor(self._at_once, self._load, self._config)
+        name = self._encoder.name if self._encoder is not None else "none"
+        self._metrics.embedder.labels(embedder=name).set(1)
         _log.info("%s", self.describe())
         return self
 
@@ -95,6 +83,11 @@ class EmbeddingService:
         return self._encoder is not None
 
     @property
+    def is_immediate(self) -> bool:
+        """Whether texts are embedded where vectors are needed, and not in the background."""
+        return self._encoder is not None and self._encoder.is_immediate
+
+    @property
     def mark(self) -> bytes:
         """The fingerprint of the encoder; empty without one."""
         return self._encoder.fingerprint if self._encoder is not None else b""
@@ -102,7 +95,7 @@ class EmbeddingService:
     def describe(self) -> str:
         """One line for the log: how blocks are ranked."""
         if self._encoder is None:
-            return "no embedder (embedder.directory is empty): blocks are ranked by words alone"
+            return "no embedder (embedder.model is none): blocks are ranked by words alone"
         return f"embedder {self._encoder.describe()}"
 
     def key(self, text: str, tenant: str = "") -> bytes:
@@ -121,6 +114,17 @@ class EmbeddingService:
         """Forget all vectors and all waiting texts."""
         self._cache = VectorCache(self._config.cache_mib << 20, _share_of)
         self._waiting.clear()
+
+    def embed_blocks(self, texts: Sequence[str]) -> Vectors:
+        """The unit vectors [n, d] of texts of blocks, at once; for an immediate encoder only.
+
+        May run in a thread. Raises EmbedderError.
+        """
+        if self._encoder is None or not self._encoder.is_immediate:
+            raise EmbedderError("this embedder takes too long to be waited for")
+        vectors = self._encoder.documents(texts)
+        self._metrics.embedded.labels(kind="block").inc(len(texts))
+        return vectors
 
     def submit(self, texts: Iterable[tuple[bytes, str]]) -> None:
         """Embed texts in the background: pairs of `key` and text; cached ones are skipped.
@@ -142,8 +146,12 @@ class EmbeddingService:
     async def embed_queries(self, texts: Sequence[str], tenant: str = "") -> list[Vectors | None]:
         """The unit vector [d] of each question, from one inference under one time limit.
 
-        None, counted, for a question whose inference fails or takes too long.
+        None, counted, for a question whose inference fails or takes too long. An immediate encoder
+        runs in the event loop.
         """
+        if self._encoder is not None and self._encoder.is_immediate:
+            self._metrics.embedded.labels(kind="question").inc(len(texts))
+            return list(self._encoder.queries(texts))
         keys = [self._key("q", text, tenant) for text in texts]
         missing = {
             key: text for key, text in zip(keys, texts, strict=True) if key not in self._cache

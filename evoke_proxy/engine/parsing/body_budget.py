@@ -43,21 +43,21 @@ class BodyShare:
         Nothing is reserved: a body that never arrives takes no memory from others. Only the tenant
         with the most bytes waits here; for others room is made while their body arrives.
         """
-        wanted = self._copies * max(0, n_bytes - FREE_BYTES)
+        n_needed = self._copies * max(0, n_bytes - FREE_BYTES)
         fits = self._budget.fits
         await self._budget.wait_for(
-            lambda: fits(self, wanted) or self._budget.largest() != self.tenant
+            lambda: fits(self, n_needed) or self._budget.largest() != self.tenant
         )
 
     async def take(self, n_bytes: int) -> None:
         """Count bytes that have arrived; raises BodyMemoryFull when there is no room in time."""
         free = min(self._free, n_bytes)
         self._free -= free
-        wanted = self._copies * (n_bytes - free)
-        if wanted and not self._budget.fits(self, wanted):
-            await self._budget.make_room(self, wanted)
-        self.n_bytes += wanted
-        self._budget.add(self.tenant, wanted)
+        n_needed = self._copies * (n_bytes - free)
+        if n_needed and not self._budget.fits(self, n_needed):
+            await self._budget.make_room(self, n_needed)
+        self.n_bytes += n_needed
+        self._budget.add(self.tenant, n_needed)
 
     @contextmanager
     def reading(self, stop: asyncio.Timeout) -> Iterator[None]:

@@ -84,8 +84,8 @@ class CachedBody:
     def _open(self) -> bool:
         """Locate the list of messages; False when there is none."""
         # Each try parses all bytes before it, and a body may have any number of nested lists.
-        for found in islice(_LISTS.finditer(self.body), _TRIES):
-            opening, key = self.body[: found.end()], found[1].decode()
+        for match in islice(_LISTS.finditer(self.body), _TRIES):
+            opening, key = self.body[: match.end()], match[1].decode()
             head = _parsed(opening + _QUOTED_MARK + b"]}")
             if head is not None and head.pop(key, None) == [_MARK]:
                 self.opening, self.key, self.head, self.edge = opening, key, head, len(opening)
@@ -114,12 +114,12 @@ class CachedBody:
 
     def parse_continued(self, body: bytes) -> dict[str, Any] | None:
         """Parse a body that has the same bytes up to the edge; None when it is ambiguous."""
-        found = _parsed(b"".join((self.opening, self._before, memoryview(body)[self.edge :])))
-        items = _items(found, self.key)
-        if found is None or not items or items[0] != _MARK:
+        parsed = _parsed(b"".join((self.opening, self._before, memoryview(body)[self.edge :])))
+        items = _items(parsed, self.key)
+        if parsed is None or not items or items[0] != _MARK:
             return None
-        found[self.key] = self.parsed[self.key][: self.n] + items[1:]
-        return found
+        parsed[self.key] = self.parsed[self.key][: self.n] + items[1:]
+        return parsed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,59 +146,59 @@ class BodyCache:
         """Parse a body that continues a cached one; None when it must be parsed whole."""
         if not self._least <= len(body) <= _MOST_BYTES:
             return None
-        kept, shared = self._nearest(body, tenant)
-        if kept is None or 2 * shared < len(body) or not kept.lock.acquire(blocking=False):
+        cached, shared = self._nearest(body, tenant)
+        if cached is None or 2 * shared < len(body) or not cached.lock.acquire(blocking=False):
             return None
         try:
-            parsed = kept.parse_continued(body) if kept.up_to(shared) else None
+            parsed = cached.parse_continued(body) if cached.up_to(shared) else None
             if parsed is None:
                 return None
-            return ReadBody(body, parsed, {kept.key: kept.n}, kept, kept.edge)
+            return ReadBody(body, parsed, {cached.key: cached.n}, cached, cached.edge)
         finally:
-            kept.lock.release()
+            cached.lock.release()
 
     def keep(self, read: ReadBody, tenant: str) -> CachedBody | None:
         """Cache a body for later ones; None when it is too short or too long."""
         if not self._least <= len(read.body) <= _MOST_BYTES:
             return None
-        kept, before = CachedBody(read.body, read.parsed), read.before
+        cached, before = CachedBody(read.body, read.parsed), read.before
         if before is not None:
-            kept.key, kept.opening, kept.head = before.key, before.opening, before.head
-            kept.edge, kept.n = read.edge, read.n_shared[before.key]
+            cached.key, cached.opening, cached.head = before.key, before.opening, before.head
+            cached.edge, cached.n = read.edge, read.n_shared[before.key]
         key = (tenant, read.body[:_ALIKE_BYTES])
-        latest = self._latest.setdefault(key, deque(maxlen=_ALIKE))
-        latest.append(weakref.ref(kept, lambda reference: self._forget(key, reference)))
-        return kept
+        references = self._latest.setdefault(key, deque(maxlen=_ALIKE))
+        references.append(weakref.ref(cached, lambda reference: self._forget(key, reference)))
+        return cached
 
     def _forget(self, key: tuple[str, bytes], reference: weakref.ref[CachedBody]) -> None:
-        latest = self._latest.get(key)
-        if latest is not None and reference in latest:
-            latest.remove(reference)
-        if not latest:
+        references = self._latest.get(key)
+        if references is not None and reference in references:
+            references.remove(reference)
+        if not references:
             self._latest.pop(key, None)
 
     def _nearest(self, body: bytes, tenant: str) -> tuple[CachedBody | None, int]:
         """The cached body that shares most leading bytes with a body, and their number."""
         ours = np.frombuffer(body, np.uint8)
         best: tuple[CachedBody | None, int] = (None, 0)
-        for kept in self._alike((tenant, body[:_ALIKE_BYTES])):
-            shared = common_prefix(np.frombuffer(kept.body, np.uint8), ours)
-            best = (kept, shared) if shared > best[1] else best
+        for cached in self._alike((tenant, body[:_ALIKE_BYTES])):
+            shared = common_prefix(np.frombuffer(cached.body, np.uint8), ours)
+            best = (cached, shared) if shared > best[1] else best
         return best
 
     def _alike(self, key: tuple[str, bytes]) -> Iterator[CachedBody]:
         for reference in list(self._latest.get(key, ())):
-            kept = reference()
-            if kept is not None:
-                yield kept
+            cached = reference()
+            if cached is not None:
+                yield cached
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
-        found = orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _same(one: object, other: object) -> bool:
@@ -208,6 +208,6 @@ def _same(one: object, other: object) -> bool:
         return False
 
 
-def _items(found: Mapping[str, Any] | None, key: str) -> list[Any]:
-    items = found.get(key) if found is not None else None
+def _items(parsed: Mapping[str, Any] | None, key: str) -> list[Any]:
+    items = parsed.get(key) if parsed is not None else None
     return items if isinstance(items, list) else []

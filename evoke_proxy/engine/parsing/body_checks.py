@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.json_shape import Shape, measure
-from evoke_proxy.core.request.parameters import check_parameters, nesting
+from evoke_proxy.core.request.parameters import check_grammar, check_parameters
 from evoke_proxy.engine.parsing.body_parsing import is_large, parse_object
 from evoke_proxy.errors import RequestError
 
+# The check of a grammar of this size takes some milliseconds.
+_SMALL_GRAMMAR_BYTES = 4096
 # Large bodies that are checked at the same time; each check needs a parsed copy of its body.
 _AT_ONCE = 2
 # Text fields of a form are short: a prompt for the transcription, a format, a flag.
@@ -49,11 +51,16 @@ class BodyChecker:
 
         `shape` is the structure of the body, if it was measured while the body arrived.
         """
-        if is_large(body):
+        if is_large(body) or _may_have_large_grammar(body):
             async with self._large:
                 await asyncio.to_thread(check_body, body, content_type, limits, shape)
         else:
             check_body(body, content_type, limits, shape)
+
+
+def _may_have_large_grammar(body: bytes) -> bool:
+    """Whether a body may have a grammar whose check takes too long for the event loop."""
+    return len(body) > _SMALL_GRAMMAR_BYTES and (b"::=" in body or b"\\u" in body)
 
 
 def is_form(content_type: str) -> bool:
@@ -105,9 +112,7 @@ def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:
         if len(part) > _FORM_FIELD_BYTES:
             message = f"a field of the form has more than {_FORM_FIELD_BYTES} bytes"
             raise RequestError(message, "parameter_too_large")
-        if nesting(content) > limits.grammar_depth:
-            message = "a field of the form is nested deeper than limits.grammar_depth allows"
-            raise RequestError(message, "parameter_too_large")
+        check_grammar(content, limits)  # every field may be one
 
 
 def _is_file(head: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Checks the servers of a pool, and knows which of them take requests."""
+"""Checks the servers of a pool, and decides which of them get requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client import Gauge
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
-from evoke_proxy.core.servers.server_pool import BREAKER, CLOSED, Member, ServerPool
+from evoke_proxy.core.servers.server_pool import BREAKER, Member, ServerPool
 from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.routing.model_router import ModelRouter
@@ -32,27 +32,29 @@ T = TypeVar("T")
 _CHECK_TASK = "checking a server"
 # States of a server, as operators see them.
 _HEALTHY, _DRAINING, _AWAY, _FOREIGN = "is well", "drains", "is away", "serves another model"
-# Seconds between two looks for checks that are due; the least is for those that are due now.
+# Seconds between two searches for due checks, at least and at most.
 _MIN_WAIT_S, _MAX_WAIT_S = 0.05, 1.0
 _DRAIN_POLL_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class _Opening:
-    """The task that opens a request at a server, and whether it was cancelled for a failover."""
+    """A task that opens a request at a server, and whether it was cancelled for a failover."""
 
     task: asyncio.Task[Any]
     is_cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancel the task; it may take a while to end."""
+        """Cancel the task, without waiting for its end."""
         if not self.is_cancelled:
             self.is_cancelled = True
             self.task.cancel()
 
 
 class HealthMonitor:
-    """Servers by their index in the configuration; an async context manager inside theirs.
+    """Checks servers, which are numbered as in the configuration; an async context manager.
+
+    The gateways of the servers must be entered before it.
 
     Attributes:
         routers: the gateway of each server, by name.
@@ -126,7 +128,7 @@ class HealthMonitor:
 
     @contextmanager
     def request_at(self, at: int) -> Iterator[None]:
-        """A block in which a request runs at a server."""
+        """Count a request at a server within this context."""
         self.pool.request_started(at)
         try:
             yield
@@ -134,10 +136,10 @@ class HealthMonitor:
             self.pool.request_ended(at)
 
     async def open(self, at: int, work: Coroutine[Any, Any, T]) -> T:
-        """The result of work that opens a request at a server, run in a task of its own.
+        """Run work that opens a request at a server, in a separate task; returns its result.
 
-        Raises UpstreamUnavailable when the breaker of the server opens meanwhile: a server that
-        hangs would keep the request for ever.
+        Raises UpstreamUnavailable when the breaker of the server opens meanwhile, so that a request
+        does not wait forever for a server that hangs.
         """
         task = asyncio.get_running_loop().create_task(work)
         opening = _Opening(task)
@@ -153,19 +155,21 @@ class HealthMonitor:
             self._openings[at].remove(opening)
         if opening.is_cancelled and task.cancelled():
             url = self._each[at].upstream.url
-            raise UpstreamUnavailable(f"llama-server at {url} hangs", url)
+            raise UpstreamUnavailable(
+                f"llama-server at {url} does not answer its health checks", url
+            )
         return task.result()
 
     def count_failover(self, at: int, error: UpstreamError) -> None:
         """Count and log that a request goes to another server."""
         name = self.name(at)
         self._metrics.failovers.labels(server=name).inc()
-        _log.warning("a request goes to another server than %s: %s", name, error)
+        _log.warning("failover: a request leaves server %s: %s", name, error)
 
     def report_failure(self, error: UpstreamError) -> None:
         """Count a failed request of the server that `error` names, and check the server at once.
 
-        Only the check tells whether the server or the request is the reason.
+        Only the check shows whether the server or the request is the cause.
         """
         at = next((i for i, e in enumerate(self._each) if e.upstream.url == error.url), None)
         if at is None:
@@ -178,37 +182,37 @@ class HealthMonitor:
             self._check_requested.set()
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
-        """Have conversations leave a server, or come back; its row after that.
+        """Start or stop draining a server; returns its row.
 
-        Raises RequestError (404) when no server has this name.
+        A draining server gets no new requests, and its conversations move to others. Raises
+        RequestError (404) when no server has this name.
         """
         at = self.index_of(name)
-        member = self.pool.members[at]
-        if member.draining != draining:
-            member.draining = draining
+        if self.pool.drain(at, draining):
             self._publish_changes()
             if draining:
                 self._tasks.run(self._save_when_drained(at), f"saving the slots of {name}")
         return self.row(at)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each server."""
+        """The rows of all servers."""
         return [self.row(at) for at in range(len(self))]
 
     def row(self, at: int) -> dict[str, Any]:
         """The state of a server, for operators."""
         member, router = self.pool.members[at], self._each[at]
         servers = router.each()
-        retry_s = None if member.breaker == CLOSED else max(0.0, member.check_at - _now())
+        breaker = member.breaker
+        retry_s = None if breaker.is_closed else max(0.0, breaker.check_at - _now())
         return {
             "name": member.name,
             "url": router.upstream.url,
             "state": self._state(at),
             "takes": self.pool.accepts_requests(at),
-            "breaker": member.breaker,
+            "breaker": breaker.state,
             "draining": member.draining,
             "foreign": self.pool.is_foreign(at),
-            "failures": member.failures,
+            "failures": breaker.failures,
             "retry_in_s": None if retry_s is None else round(retry_s, 1),
             "mode": router.mode,
             "slots": member.n_slots,
@@ -227,14 +231,14 @@ class HealthMonitor:
 
     def _state(self, at: int) -> str:
         member = self.pool.members[at]
-        if member.breaker != CLOSED:
+        if not member.breaker.is_closed:
             return _AWAY
         if self.pool.is_foreign(at):
             return _FOREIGN
         return _DRAINING if member.draining else _HEALTHY
 
     async def _save_when_drained(self, at: int) -> None:
-        """Save the slots of a server when its last request has ended."""
+        """Save the slots of a draining server after its last request."""
         member = self.pool.members[at]
         while member.in_flight and member.draining:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -253,7 +257,7 @@ class HealthMonitor:
                 await asyncio.wait_for(self._check_requested.wait(), wait_s)
 
     async def _check(self, at: int) -> None:
-        """Ask a server whether it is healthy, and after a failure, which model it serves."""
+        """Check the health of a server, and after a failure, which model it serves."""
         router = self._each[at]
         is_decided = False
         try:
@@ -272,16 +276,16 @@ class HealthMonitor:
             if self.pool.check_failed(at, _now()):
                 self._on_breaker_opened(at, str(error))
         finally:
-            if not is_decided:  # after any other failure the server is checked again
+            if not is_decided:  # an unexpected error or a cancelled check counts as a failed check
                 self.pool.check_failed(at, _now())
 
     async def _model_of(self, at: int) -> str:
-        """What a server serves; empty when that is the same as before, or needs a client's key."""
+        """The model of a server; "" when it is unchanged, or only a client's key can read it."""
         router = self._each[at]
         if self.pool.is_healthy(at) and at not in self._unverified:
             return ""
-        if self.pool.members[at].openings and not self.pool.is_healthy(at):
-            router.monitor.doubt()  # another instance may answer now
+        if self.pool.members[at].breaker.openings and not self.pool.is_healthy(at):
+            router.monitor.doubt()  # the server may have been restarted
         await router.monitor.ensure_current()
         try:
             props = await router.upstream.call("GET", "/props")
@@ -290,19 +294,19 @@ class HealthMonitor:
             self._unverified.discard(at)
             return ""
         self._unverified.discard(at)
-        if not router.info.sleeping:  # the calls would wake it
+        if not router.info.sleeping:  # reading it would wake the server
             self._tasks.run(self._read_fingerprint(at), "reading the fingerprint of a server")
         return same_model(props, models)
 
     async def _read_fingerprint(self, at: int) -> None:
-        """Read the fingerprint outside of a check: one call waits until a batch is decoded."""
-        self._fingerprints[at] = await StockApi(self._each[at].upstream).fingerprint(None)
+        """Read the fingerprint outside of a check, because one of the calls waits for a decode."""
+        self._fingerprints[at] = await StockApi(self._each[at].upstream).fingerprint()
 
     def _on_breaker_opened(self, at: int, reason: str) -> None:
         self._metrics.openings.labels(server=self.name(at)).inc()
         for opening in list(self._openings[at]):
             opening.cancel()
-        self._publish_changes(f": {reason or 'it does not answer'}")
+        self._publish_changes(f": {reason or 'no answer'}")
 
     def _publish_changes(self, reason: str = "") -> None:
         """Log and publish the state of each server whose state has changed."""
@@ -315,7 +319,7 @@ class HealthMonitor:
                 self._feed.publish("servers", server=name, state=state)
 
     def _register_gauges(self) -> None:
-        """Have the gauges of each server computed at each scrape."""
+        """Register functions that compute the gauges of each server at each scrape."""
         for at, member in enumerate(self.pool.members):
             for gauge, value in self._gauges(at, member):
                 gauge.labels(server=member.name).set_function(value)
@@ -323,9 +327,10 @@ class HealthMonitor:
                 counter.labels(server=member.name)
 
     def _gauges(self, at: int, member: Member) -> list[tuple[Gauge, Callable[[], float]]]:
+        breaker = member.breaker
         return [
-            (self._metrics.server_up, lambda: member.breaker == CLOSED and not member.failures),
-            (self._metrics.server_breaker, lambda: BREAKER.index(member.breaker)),
+            (self._metrics.server_up, lambda: breaker.is_closed and not breaker.failures),
+            (self._metrics.server_breaker, lambda: BREAKER.index(breaker.state)),
             (self._metrics.server_draining, lambda: member.draining),
             (self._metrics.server_foreign, lambda: self.pool.is_foreign(at)),
             (self._metrics.server_in_flight, lambda: member.in_flight),

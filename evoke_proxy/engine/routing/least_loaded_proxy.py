@@ -1,4 +1,4 @@
-"""Forwards requests that belong to no conversation to the least loaded server of a pool."""
+"""Forwards requests without a conversation to the least loaded server of a pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.engine.routing.health_monitor import HealthMonitor
 from evoke_proxy.errors import RequestError, UpstreamError
 
-# Names the server that a request is for, and in replies the server that it comes from.
+# In a request: the name of the server to use; in a reply: the name of the server that answered.
 SERVER_HEADER = "X-Evoke-Server"
 # Paths that read or change the state of one server.
 _PATH_OF_ONE_SERVER = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
@@ -24,9 +24,9 @@ Opening: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
 class LeastLoadedProxy:
-    """Opens requests at a server of a pool; at the next one when a connection is refused.
+    """Opens requests at a server of a pool, and at another one when a connection is refused.
 
-    `choose` gives the index of a server, `fail_over` that of another one after a failure. Both
+    `choose` returns the index of a server, `fail_over` that of another one after a failure. Both
     raise NoServer when no server takes requests.
     """
 
@@ -50,8 +50,8 @@ class LeastLoadedProxy:
     ) -> AsyncIterator[Reply]:
         """Send a request to the server that SERVER_HEADER names, or to the least loaded one.
 
-        Raises NoServer when no server takes requests, and RequestError when the request changes
-        the state of one server and names none.
+        Raises NoServer when no server takes requests, and RequestError when a request that changes
+        the state of a server names no server.
         """
         sent = CIMultiDict(headers)
         names = sent.popall(SERVER_HEADER, [])
@@ -67,7 +67,7 @@ class LeastLoadedProxy:
         is_of_one = _PATH_OF_ONE_SERVER.fullmatch(target)
         if method not in _READING_METHODS and is_of_one:
             all_names = ", ".join(self._servers.routers)
-            message = f"there are several servers: name one in {SERVER_HEADER} ({all_names})"
+            message = f"this request changes one server: name it in {SERVER_HEADER} ({all_names})"
             raise RequestError(message, "server_needed")
         is_repeatable = (body is None or isinstance(body, bytes)) and not is_of_one
         async with AsyncExitStack() as stack:
@@ -79,9 +79,9 @@ class LeastLoadedProxy:
         open_at: Callable[[LlamaClient], Opening],
         is_repeatable: bool,
     ) -> Reply:
-        """The reply of the first server that accepts the connection; `stack` closes it.
+        """The reply of the first server that accepts the connection; it is closed by `stack`.
 
-        A repeatable request is also sent to another server when one replies that it still loads.
+        A repeatable request goes to another server when a server still loads its model.
         """
         at, tried = self._choose(), dict[int, int]()
         while True:

@@ -1,13 +1,14 @@
-"""The models behind a router: one server object for each model that a request has named."""
+"""Owns one server object for each model behind a router that a request has named."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, Self, TypeVar
 
-from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.errors import EvokeError
 
@@ -27,8 +28,8 @@ S = TypeVar("S", bound=_ModelServer)
 class LoadedModels(Generic[S]):
     """Servers by model; use as an async context manager.
 
-    A task of its own enters and leaves each server: a request that is cancelled while its model is
-    entered leaves nothing half done, and the next request finds the server entered.
+    A separate task enters and leaves each server. Cancelling a request while its model is entered
+    therefore does not interrupt entering, and the next request uses the server.
     """
 
     def __init__(self, router: LlamaClient, make: Callable[[str], S]) -> None:
@@ -54,26 +55,26 @@ class LoadedModels(Generic[S]):
     def __iter__(self) -> Iterator[S]:
         return iter(list(self._servers.values()))
 
-    async def load(self, model: str, headers: Mapping[str, str]) -> S | None:
-        """The server of a model, after the router has loaded it with a client's credentials.
+    async def load(self, request: ParsedChat) -> S | None:
+        """The server of the model that a request names, after the router has loaded the model.
 
         None when there is no such model, or it cannot be loaded: the router then answers the
         request with its own error.
         """
         try:
-            server = await self._entered(model, headers)
+            server = await self._entered(request)
             if server is not None:
-                await server.client.load(headers)
+                await server.client.as_caller(request.headers).load()
         except EvokeError as error:
-            _log.warning("the router does not load a model: %s", error)
+            _log.warning("the router failed to load a model: %s", error)
             return None
         return server
 
-    async def _entered(self, name: str, headers: Mapping[str, str]) -> S | None:
+    async def _entered(self, request: ParsedChat) -> S | None:
         async with self._list_lock:
-            if name not in self._ids:
-                await self._list(headers)
-        id = self._ids.get(name)
+            if request.model not in self._ids:
+                await self._list(self._router.as_caller(request.headers))
+        id = self._ids.get(request.model)
         if id is None:
             return None
         if id not in self._entering:
@@ -82,14 +83,14 @@ class LoadedModels(Generic[S]):
         return await asyncio.shield(self._entering[id])
 
     async def _own(self, id: str, entering: asyncio.Future[S]) -> None:
-        """Enter the server of a model, and leave it when this object is left."""
+        """Enter the server of a model, and leave it when this object is exited."""
         try:
             async with self._make(id) as server:
                 self._servers[id] = server
                 entering.set_result(server)
                 await self._closing.wait()
         except BaseException as error:
-            if not entering.done():  # the next request tries again
+            if not entering.done():  # so the next request tries again
                 del self._entering[id]
                 if isinstance(error, Exception):
                     entering.set_exception(error)
@@ -98,8 +99,8 @@ class LoadedModels(Generic[S]):
                     entering.cancel()
             raise
 
-    async def _list(self, headers: Mapping[str, str]) -> None:
-        answer = await self._router.call("GET", "/v1/models", None, CallOptions(headers))
+    async def _list(self, router: LlamaClient) -> None:
+        answer = await router.call("GET", "/v1/models")
         for item in answer.get("data") or ():
             for name in (item.get("id"), *(item.get("aliases") or ())):
                 self._ids[str(name)] = str(item.get("id"))

@@ -10,23 +10,23 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.errors import EvokeError
 
 _log = logging.getLogger(__name__)
-# What follows a request that has just failed ends in this time.
+# Seconds to wait for the end of a request of the conversation that has just failed.
 _IDLE_TIMEOUT_S = 1.0
 _IDLE_POLL_S = 0.02
-# Saving the slots of the source ends in this time.
+# The most seconds for saving the slots of the source.
 _SAVE_TIMEOUT_S = 15.0
 
 
 async def migrate_conversation(
     id: str, source: ModelRouter, target: ModelRouter, source_answers: bool
 ) -> bool:
-    """Move a conversation to `target`; whether it was moved.
+    """Move a conversation to `target`; returns whether it was moved.
 
-    A source that answers saves its slots first, and deletes the conversation's copies after. The
-    conversation keeps its identity and loses what is known of slots, rows and copies: a snapshot
-    that both servers can use is found by the prompt, everything else is decoded again.
+    A source that answers first saves its slots, and afterwards deletes the copies of the
+    conversation. The conversation keeps its identity. At the target it has no slot, rows or copies:
+    its prompt is restored from a snapshot that both servers can use, or decoded again.
 
-    A conversation whose request still runs is not moved: the new request starts another one.
+    A conversation with a running request is not moved: the new request starts another one.
     """
     slots, conversations = source.server.slots, source.server.conversations
     conversation = conversations.get(id)
@@ -36,9 +36,7 @@ async def migrate_conversation(
         await _save_slots(source)
     if conversation.in_use or conversations.get(id) is not conversation:
         return False
-    target.conversations.take_in(conversation)
-    conversations.forget(conversation)
-    conversation.has_moved = True
+    conversations.move(conversation, target.conversations)
     slots.pool.forget(id)
     if source_answers and source.info.patched and conversation.labels:
         await _drop_copies(source, conversation)
@@ -47,7 +45,7 @@ async def migrate_conversation(
 
 
 async def _becomes_idle(conversation: Conversation) -> bool:
-    """Whether no request of a conversation runs, or none does soon."""
+    """Wait until no request of a conversation runs; returns False after `_IDLE_TIMEOUT_S`."""
     for _ in range(int(_IDLE_TIMEOUT_S / _IDLE_POLL_S)):
         if not conversation.in_use:
             return True
@@ -61,12 +59,12 @@ async def _save_slots(source: ModelRouter) -> None:
         async with asyncio.timeout(_SAVE_TIMEOUT_S):
             await source.keep()
     except (EvokeError, TimeoutError) as error:
-        _log.warning("%s does not save its slots: %s", url, error or "it takes too long")
+        _log.warning("cannot save the slots of %s: %s", url, error or "time-out")
 
 
 async def _drop_copies(source: ModelRouter, conversation: Conversation) -> None:
-    blocks, url = source.server.resources.blocks, source.upstream.url
+    blocks, url = source.server.resources.calls.blocks, source.upstream.url
     try:
-        await blocks.drop_copies(conversation.labels, conversation.tenant, {})
+        await blocks.drop_copies(conversation.labels, conversation.tenant)
     except EvokeError as error:
-        _log.info("copies of session %s stay at %s: %s", conversation.id, url, error)
+        _log.info("cannot delete the copies of session %s at %s: %s", conversation.id, url, error)

@@ -20,7 +20,7 @@ from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import UpstreamError
 
-# A step of look-ahead that ends this soon is not cut off: llama-server would notice later.
+# A look-ahead step that ends within this time is not cancelled: cancelling takes as long.
 _GRACE_S = 0.2
 
 
@@ -40,7 +40,7 @@ class ModelRouter:
         models: LoadedModels[ServedModel],
         owns_shared: bool,
     ) -> None:
-        """With `owns_shared`, entering and leaving it enters and leaves `shared`."""
+        """`owns_shared`: whether this object enters and leaves `shared`."""
         self.config = config
         self.shared = shared
         self.server = served.server
@@ -79,22 +79,22 @@ class ModelRouter:
 
     async def _server_of(self, request: ParsedRequest, trace: RequestTrace) -> Server:
         """The server of the model that a request names, after the router has loaded the model."""
-        await self.server.monitor.ensure_current(request.headers)
+        await self.server.monitor.ensure_current(self.upstream.as_caller(request.headers))
         if not (self._is_router and isinstance(request, ParsedChat)):
             return self.server
         with trace.waiting():
-            served = await self._models.load(request.model, request.headers)
+            served = await self._models.load(request)
         if served is None:
             return self.server
-        for other in self._models:  # look-ahead of one model delays requests of another
+        for other in self._models:  # background work of one model delays requests of others
             other.server.slots.preempt(_GRACE_S)
         trace.begin_attempt()
         return served.server
 
     @property
     def _is_router(self) -> bool:
-        """Whether there are several models behind the URL, and their slots get snapshots."""
-        return self.info.routes and self.server.strategies.snapshots is not None
+        """Whether the URL is that of a router, and snapshots are enabled."""
+        return self.info.is_router and self.server.strategies.snapshots is not None
 
     def each(self) -> Sequence[Server]:
         """The server itself, and the server of each model that a request has named."""
@@ -102,12 +102,12 @@ class ModelRouter:
 
     @property
     def parser(self) -> RequestParser:
-        """Reads requests."""
+        """Parses requests."""
         return self.shared.parser
 
     @property
     def monitor(self) -> ServerMonitor:
-        """Knows what the server is."""
+        """Monitors the server."""
         return self.server.monitor
 
     @property
@@ -117,7 +117,7 @@ class ModelRouter:
 
     @property
     def mode(self) -> str:
-        """What chats get: a budget, snapshots of their slots, or nothing."""
+        """The mode of the strategy for chats; see `CacheStrategy.mode`."""
         return self.server.strategy.mode
 
     @property
@@ -131,7 +131,7 @@ class ModelRouter:
         return [self._served, *self._models]
 
     def upstream_failed(self, error: UpstreamError) -> None:
-        """Count a failure of llama-server once; it is asked what it is before the next request."""
+        """Count a failure of llama-server once; it is queried before the next request."""
         self.monitor.report_failure(error)
 
     async def keep(self) -> None:
@@ -147,7 +147,7 @@ class ModelRouter:
             server.adjust(config)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """What readiness depends on: each check with `ok` and a `detail` for a person."""
+        """See ProxyGateway."""
         checks = await self.server.checks()
         upstream = checks.pop("upstream")
         return {"upstream": upstream, "accepting": self.shared.accepting(), **checks}

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
@@ -24,23 +25,23 @@ from evoke_proxy.errors import NoServer, UpstreamError, UpstreamUnavailable
 
 # The status of a llama-server that still loads its model.
 _STATUS_LOADING = 503
-# Routes that are remembered, for each conversation that a server remembers.
+# Remembered routes per conversation that a server may remember.
 _ROUTES_PER_CONVERSATION = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What identifies the conversation of a request before any server has rendered it."""
+    """Identifies the conversation of a request before a server has rendered the request."""
 
     tenant: str
     # What the client calls the conversation; None when it does not say.
     name: str | None = None
-    # Hashes of the messages, each with all before it.
+    # For each message, the hash of all messages up to it.
     hashes: PrefixHashes = ()
 
     @classmethod
     def of(cls, request: ParsedRequest) -> Origin:
-        """The origin of a request; one that cannot be read has only a tenant."""
+        """The origin of a request; only the tenant when its body cannot be read."""
         if not isinstance(request, ParsedChat):
             return cls(request.tenant)
         hint = request.hint
@@ -90,7 +91,7 @@ class PoolGateway:
 
     @property
     def served_models(self) -> list[ServedModel]:
-        """Every server and model there is now."""
+        """All servers and loaded models."""
         return [it for router in self.servers.routers.values() for it in router.served_models]
 
     @property
@@ -111,9 +112,9 @@ class PoolGateway:
     ) -> AsyncIterator[Exchange]:
         """Open a request at the server of its conversation, or at the least loaded one.
 
-        When that server fails before it has answered, the request goes to another one. A server
-        that broke the connection may have crashed because of the request: then only one more is
-        tried. Raises NoServer when no server takes requests.
+        When that server fails before anything of its answer is sent to the client, the request
+        goes to another one. A server that broke the connection may have crashed because of the
+        request: then only one more is tried. Raises NoServer when no server takes requests.
         """
         origin = await run_off_loop(request.body, Origin.of, request)
         tried = dict[int, int]()
@@ -152,6 +153,10 @@ class PoolGateway:
                     url = router.upstream.url
                     message = f"llama-server at {url} takes no requests yet"
                     raise UpstreamUnavailable(message, url, reached=False)
+                if exchange.usage_extra is not None and _is_json(exchange.reply):
+                    # web edits the end of such a reply, so nothing is sent before it is complete:
+                    # until then the request can go to another server.
+                    exchange.reply = await exchange.reply.buffered()
                 exchange.headers[SERVER_HEADER] = name
                 yield exchange
 
@@ -160,12 +165,12 @@ class PoolGateway:
         self.servers.report_failure(error)
 
     async def keep(self) -> None:
-        """Have every healthy server save what would be lost if the proxy stopped now."""
+        """Save at every healthy server what would be lost if the proxy stopped now."""
         indices = [at for at in range(len(self.servers)) if self.servers.pool.is_healthy(at)]
         await asyncio.gather(*[self.servers[at].keep() for at in indices])
 
     def adjust(self, config: Config) -> None:
-        """Go on with another configuration, as far as its keys can change at run time."""
+        """Continue with another configuration, of the keys that can be changed."""
         self.config = config
         self.shared.adjust(config)
         for router in self.servers.routers.values():
@@ -173,15 +178,15 @@ class PoolGateway:
             router.adjust(replace(config, upstream=upstream))
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """What readiness depends on; one server that takes requests is enough."""
+        """The readiness checks; the proxy is ready when at least one server takes requests."""
         available = self.servers.available
         checks = {
             "upstream": {"ok": bool(available), "detail": self.servers.described()},
             "accepting": self.shared.accepting(),
         }
         for at in available:
-            detail = self.servers[at].monitor.describe()
-            checks[f"budget_{self.servers.name(at)}"] = {"ok": True, "detail": detail}
+            check = self.servers[at].monitor.check_budget()
+            checks[f"budget_{self.servers.name(at)}"] = check
         return checks
 
     def _find_route(self, origin: Origin) -> Route | None:
@@ -197,14 +202,14 @@ class PoolGateway:
                 if (conversation.tenant, conversation.name) == (origin.tenant, origin.name):
                     route = self._affinity.bind(at)
                     route.session = conversation.id
-                    with self._tracked(route, origin):  # found again even if it is refused now
+                    with self._tracked(route, origin):  # recorded even if the request is refused
                         return route
         return None
 
     def _choose(self, route: Route | None, tried: Mapping[int, int]) -> int:
         """The index of the server for a request; NoServer when none takes requests.
 
-        `tried` has the servers that failed, with the number of times their breaker had opened.
+        `tried` maps each server that failed to the number of times its breaker had opened then.
         """
         home = route.server if route is not None else None
         at = self.servers.pool.choose(home, self._affinity.bound, tried)
@@ -216,14 +221,14 @@ class PoolGateway:
 
     def _fail_over(self, at: int, tried: dict[int, int], error: UpstreamError) -> int:
         """Report the failure of a server, and choose another one; NoServer when none is left."""
-        tried[at] = self.servers.pool.members[at].openings
+        tried[at] = self.servers.pool.members[at].breaker.openings
         self.servers.report_failure(error)
         other = self._choose(None, tried)
         self.servers.count_failover(at, error)
         return other
 
     async def _route_to(self, route: Route | None, at: int) -> Route:
-        """The route of a conversation to a server, to which the conversation is moved."""
+        """The route of a conversation to the server `at`; moves the conversation if needed."""
         if route is None:
             return self._affinity.bind(at)
         if route.server == at:
@@ -241,3 +246,7 @@ class PoolGateway:
 
     def _tracked(self, route: Route, origin: Origin) -> AbstractContextManager[None]:
         return self._affinity.track_request(route, origin.tenant, origin.name, origin.hashes)
+
+
+def _is_json(reply: Reply) -> bool:
+    return reply.headers.get("Content-Type", "").startswith("application/json")

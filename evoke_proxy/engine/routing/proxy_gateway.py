@@ -1,4 +1,4 @@
-"""What web and admin need of the gateway at the top: of one server, a router, or a pool."""
+"""The interface of the outermost gateway: that of one server, of a router, or of a pool."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestOpener(Protocol):
 
 
 class PoolControl(Protocol):
-    """The servers of a pool, as operators see them."""
+    """Shows and drains the servers of a pool."""
 
     @property
     def has_available(self) -> bool:
@@ -41,15 +41,15 @@ class PoolControl(Protocol):
         ...
 
     def described(self) -> str:
-        """Their states in one line."""
+        """The states of all servers in one line."""
         ...
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each."""
+        """One row for each server, for operators."""
         ...
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
-        """Have conversations leave a server, or come back; its row after that."""
+        """Start or stop draining a server; returns its row."""
         ...
 
 
@@ -58,7 +58,7 @@ class ProxyGateway(Gateway, Protocol):
 
     # The current configuration.
     config: Config
-    # What all servers have in common.
+    # The objects that all servers share.
     shared: Shared
     metrics: Metrics
     feed: EventFeed
@@ -83,12 +83,12 @@ class ProxyGateway(Gateway, Protocol):
 
     @property
     def served_models(self) -> Sequence[ServedModel]:
-        """Every server and model there is now; never empty."""
+        """All servers and loaded models; never empty."""
         ...
 
     @property
     def mode(self) -> str:
-        """What chats get: "budgeted", "snapshots", "pass-through" or "mixed"."""
+        """The mode of the strategy for chats; "mixed" when the servers of a pool differ."""
         ...
 
     @property
@@ -105,9 +105,13 @@ class ProxyGateway(Gateway, Protocol):
         ...
 
     def adjust(self, config: Config) -> None:
-        """Go on with another configuration, as far as its keys can change at run time."""
+        """Continue with another configuration, of the keys that can be changed."""
         ...
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """What readiness depends on: each check with `ok`, and `detail` for a person."""
+        """What readiness depends on: each check with `ok`, and `detail` for a person.
+
+        A check may have a `reason`: a code of why the proxy serves requests, but not as configured;
+        empty when it does.
+        """
         ...

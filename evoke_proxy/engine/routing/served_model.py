@@ -1,4 +1,4 @@
-"""A server as the proxy serves it: with its records and snapshots, under its name in a pool."""
+"""One llama-server, or one model behind a router, with its records and snapshots."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class ServedModel:
 
     @property
     def client(self) -> LlamaClient:
-        """Makes the calls; bound to the model behind a router."""
+        """Makes the calls; for a model behind a router, it is bound to that model."""
         return self.server.client
 
     @property
     def monitor(self) -> ServerMonitor:
-        """Knows what the server is now."""
+        """Monitors the server."""
         return self.server.monitor
 
     @property
@@ -53,7 +53,7 @@ class ServedModel:
 
     @property
     def conversations(self) -> Conversations:
-        """The conversations that are at it."""
+        """The conversations at the server."""
         return self.server.conversations
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.policy.attention import Capture
+from evoke_proxy.core.policy.pins import Pins
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest, is_side_request
@@ -22,13 +23,17 @@ from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.identity import Hint, find
 from evoke_proxy.core.session.session import Session
-from evoke_proxy.core.snapshots.slot_contents import SnapshotState
+from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
 from evoke_proxy.engine.server.slot_queue import finished
 
 # Records of turns that a conversation keeps.
 _MAX_RECORDS = 256
+# Blocks whose vectors wait to be written to disk.
+_MAX_UNWRITTEN = 1024
+# Ids of forgotten conversations that are remembered: more than slots and tenants can still name.
+_MAX_FORGOTTEN = 4096
 T = TypeVar("T")
 
 
@@ -75,11 +80,38 @@ class Arrival:
     cached_body: CachedBody | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ConversationIdentity:
+    """What identifies a conversation: the latest request that was committed.
+
+    `Conversations` replaces the whole value when a turn is committed, and at no other time.
+    """
+
+    # The prompt of that request.
+    prompt: PromptIdentity
+    # What the client calls the conversation.
+    hint: Hint | None = None
+    # Whether a request was committed; a conversation without one is forgotten with its request.
+    is_committed: bool = False
+
+    def committed(self, arrival: Arrival) -> ConversationIdentity:
+        """The identity after another request; a weak hint does not replace a name."""
+        hint = arrival.hint
+        if hint is None or (hint.weak and self.name):
+            hint = self.hint
+        return ConversationIdentity(PromptIdentity.of(arrival.rendered), hint, is_committed=True)
+
+    @property
+    def name(self) -> str | None:
+        """The client's name for it; None when that identifies a user, not a conversation."""
+        return self.hint.text if self.hint is not None and not self.hint.weak else None
+
+
 @dataclass(slots=True)
 class BudgetedState:
     """What the budgeted strategy remembers of a conversation.
 
-    The budgeted strategy assigns the fields. Other code changes the state through its methods.
+    All changes are methods; other objects only read the fields.
     """
 
     # Budget and policy of the latest turn.
@@ -97,6 +129,8 @@ class BudgetedState:
     sent: SentTurn | None = None
     # Whether a restart may have deleted its rows and copies.
     is_unconfirmed: bool = False
+    # Whether it was identified by what llama-server has of it, and its copies are not known yet.
+    must_find_copies: bool = False
     # The slot it had when an earlier proxy process recorded it; None when it is not from a record.
     previous_slot: int | None = None
     # The `timings` of its latest reply; None before the first reply with token accounting.
@@ -119,9 +153,69 @@ class BudgetedState:
             previous_slot=None,
         )
 
+    def plan_ran(self, epoch: int, config: PolicyConfig) -> None:
+        """Record a plan that has run, after which the slot has this epoch."""
+        self.epoch, self.budget, self.policy = epoch, config.budget, config.name
+
+    def slot_restored(self, epoch: int) -> None:
+        """Record that a snapshot was restored into its slot, which has this epoch now."""
+        self.epoch = epoch
+
+    def slot_unknown(self) -> None:
+        """Record that the contents of its slot are unknown."""
+        self.epoch = None
+
+    def capture_started(self, capture: Capture | None) -> None:
+        """Record what llama-server captures of the attention from now on; None for nothing."""
+        self.capture = capture
+
+    def capture_refused(self, instance: str) -> None:
+        """Record that a llama-server instance does not capture attention for this conversation."""
+        self.capture_refused_by = instance
+
+    def request_sent(self, sent: SentTurn | None) -> None:
+        """Record the request that is about to be sent; None when it need not be remembered."""
+        self.sent = sent
+
+    def take_sent(self) -> SentTurn | None:
+        """Return the latest request and its reply, and forget them."""
+        sent, self.sent = self.sent, None
+        return sent
+
+    def drop_body(self) -> None:
+        """Forget the body of the latest request: the next turn is not predicted."""
+        self.sent = None
+
+    def tokens_counted(self, n_resident: int) -> None:
+        """Record how many tokens are resident, from the accounting of llama-server."""
+        self.n_resident = n_resident
+
+    def reply_ended(self, timings: Mapping[str, Any] | None) -> None:
+        """Record the `timings` of a reply."""
+        self.timings = timings
+
+    def rows_evicted(self, n_rows: int) -> None:
+        """Record that an operator has evicted this many of its rows."""
+        self.n_resident -= n_rows
+
     def rows_lost(self) -> None:
         """Record that none of the conversation's rows are in a slot."""
         self.epoch, self.n_resident = None, 0
+
+    def identified(self, epoch: int | None) -> None:
+        """Record that it continues a session that only llama-server knew.
+
+        `epoch` is that of the slot with its rows; None when no slot has them.
+        """
+        self.epoch, self.must_find_copies = epoch, True
+
+    def copies_found(self) -> None:
+        """Record that llama-server has listed its copies."""
+        self.must_find_copies = False
+
+    def copies_confirmed(self) -> None:
+        """Record that llama-server has stated which copies are left after a restart."""
+        self.is_unconfirmed = False
 
     def server_restarted(self) -> int | None:
         """Record that llama-server was started again.
@@ -137,10 +231,51 @@ class BudgetedState:
 
 
 @dataclass(slots=True)
+class SnapshotState:
+    """What the snapshot strategy remembers of a conversation.
+
+    All changes are methods; other objects only read the fields.
+    """
+
+    # Tokens that the latest turn left in a slot; None when there are none, or they are unknown.
+    contents: SlotContents | None = None
+    # The latest request; None after its body was dropped.
+    sent: SentRequest | None = None
+    # The branch of snapshots that the conversation continues; empty for a separate branch.
+    branch: str = ""
+    # `Drift.summary` of the latest request; None when it continues the previous one.
+    drift: Mapping[str, Any] | None = None
+
+    def for_other_server(self) -> SnapshotState:
+        """A copy for another llama-server, which has nothing of the conversation in its slots."""
+        return replace(self, contents=None)
+
+    def contents_changed(self, contents: SlotContents | None) -> None:
+        """Record what the conversation has in a slot; None for nothing, or nothing certain."""
+        self.contents = contents
+
+    def branch_continued(self, branch: str) -> None:
+        """Record that a snapshot of a branch was restored."""
+        self.branch = branch
+
+    def request_sent(self, sent: SentRequest) -> None:
+        """Record the request that is about to be sent."""
+        self.sent = sent
+
+    def drifted(self, drift: Mapping[str, Any]) -> None:
+        """Record why the latest request does not continue the one before it."""
+        self.drift = drift
+
+    def drop_body(self) -> None:
+        """Forget the body of the latest request: the next one is not compared with it."""
+        self.sent = None
+
+
+@dataclass(slots=True)
 class VectorState:
     """Vectors of a conversation's blocks that are not in its session yet, by label of the block.
 
-    `BlockVectors` writes it; the session records load `stored`, and empty `embedded`.
+    All changes are methods; other objects only read the fields.
     """
 
     # Keys of the texts that are being embedded.
@@ -150,42 +285,122 @@ class VectorState:
     # Vectors that were read from disk.
     stored: Mapping[str, Vectors] = field(default_factory=dict)
 
+    def loaded(self, stored: Mapping[str, Vectors]) -> None:
+        """Record the vectors that were read from disk."""
+        self.stored = stored
 
-@dataclass(slots=True)
+    def take_stored(self) -> Mapping[str, Vectors]:
+        """Return the vectors that were read from disk, and forget them."""
+        stored, self.stored = self.stored, {}
+        return stored
+
+    def begin_embedding(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Make `pending` an empty dictionary, to be filled; returns the one before."""
+        before, self.pending = self.pending, {}
+        return before
+
+    def was_embedded(self, label: str, keys: tuple[bytes, ...]) -> None:
+        """Record that the vectors of a block are there, to be written to disk.
+
+        At most `_MAX_UNWRITTEN` are recorded: without a directory they are never written.
+        """
+        if len(self.embedded) < _MAX_UNWRITTEN:
+            self.embedded[label] = keys
+
+    def take_embedded(self) -> Mapping[str, tuple[bytes, ...]]:
+        """Return what is to be written to disk, and forget it."""
+        embedded, self.embedded = self.embedded, {}
+        return embedded
+
+
+class TurnHistory:
+    """The answered turns of a conversation: their number, and the latest records."""
+
+    def __init__(self) -> None:
+        self.n_turns = 0
+        self._records: deque[TurnRecord] = deque(maxlen=_MAX_RECORDS)
+
+    def __iter__(self) -> Iterator[TurnRecord]:
+        return iter(self._records)
+
+    def add(self, record: TurnRecord) -> None:
+        """Record one more turn, whose number is `n_turns` + 1."""
+        self.n_turns += 1
+        self._records.append(record)
+
+    @property
+    def used_at(self) -> float | None:
+        """When the latest turn ended, in Unix time; None before the first."""
+        return self._records[-1].at if self._records else None
+
+
 class Conversation:
-    """A conversation: its identity, and the state of the strategies that serve it.
+    """A conversation: its identity, and the states of the strategies that serve it.
 
-    The identity changes when a turn is committed, and at no other time.
+    Each part has one writer, which docs/architecture.md names.
+
+    Attributes:
+        session: its blocks and plans; the budgeted strategy changes it under the lease of its slot.
+        identity: the latest committed request; replaced by `Conversations`.
+        ephemeral: a side request: forgotten after its only turn, and continued by no other request.
+        cached_body: the latest request body, with which the next one is compared; None without one.
+        has_moved: whether it continues at another llama-server, which owns its record and its
+            snapshots.
+        pinned: whether it is never forgotten, whatever the limit.
+        own_budget: whether an operator has set `session.config.budget`; the configured budget is
+            ignored then.
+        in_use: number of requests that use it now; it is not forgotten while there are any.
+        history: its answered turns.
+        budgeted: state of the budgeted strategy.
+        snapshots: state of the snapshot strategy.
+        vectors: vectors of its blocks.
+        worker_lock: locked while anything computes with its session, in a thread or in the event
+            loop.
     """
 
-    session: Session
-    # The identity of the latest committed request.
-    prompt: PromptIdentity
-    # Whether a request was committed; a conversation without one is forgotten with its request.
-    is_committed: bool = False
-    # What the client calls it.
-    hint: Hint | None = None
-    # A side request: forgotten after its only turn, and continued by no other request.
-    ephemeral: bool = False
-    # An operator has set a budget for it (`session.config.budget`); the configured one is ignored.
-    own_budget: bool = False
-    # It is never forgotten, whatever the limit.
-    pinned: bool = False
-    # Number of requests that use it now; it is not forgotten while there are any.
-    in_use: int = 0
-    # Number of answered turns.
-    n_turns: int = 0
-    # The records of the latest turns.
-    history: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=_MAX_RECORDS))
-    # The latest request body, with which the next one is compared.
-    cached_body: CachedBody | None = None
-    # It continues at another llama-server, which owns its record and its snapshots.
-    has_moved: bool = False
-    budgeted: BudgetedState = field(default_factory=BudgetedState)
-    snapshots: SnapshotState = field(default_factory=SnapshotState)
-    vectors: VectorState = field(default_factory=VectorState)
-    # Locked while anything computes with its session, in a thread or in the event loop.
-    worker_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(
+        self, session: Session, identity: ConversationIdentity, ephemeral: bool = False
+    ) -> None:
+        self.session = session
+        self.identity = identity
+        self.ephemeral = ephemeral
+        self.cached_body: CachedBody | None = None
+        self.has_moved = False
+        self.pinned = self.own_budget = False
+        self.in_use = 0
+        self.history = TurnHistory()
+        self.budgeted = BudgetedState()
+        self.snapshots = SnapshotState()
+        self.vectors = VectorState()
+        self.worker_lock = asyncio.Lock()
+
+    @classmethod
+    def of_record(cls, record: SessionRecord, policy: PolicyConfig) -> Conversation:
+        """The conversation that an earlier proxy process recorded."""
+        session = Session.from_state(record.session, policy)
+        layout, overrides = session.layout, record.overrides
+        prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
+        conversation = cls(session, ConversationIdentity(prompt, record.hint, is_committed=True))
+        conversation.budgeted = BudgetedState.of_record(record)
+        conversation.pin(overrides.pinned)
+        conversation.pin_blocks(overrides.pins)
+        if overrides.own_budget:
+            conversation.set_budget(replace(policy, budget=overrides.budget), own=True)
+        return conversation
+
+    def for_other_server(self, can_adopt: bool) -> Conversation:
+        """A copy for another llama-server, which has no rows and no copies of the conversation.
+
+        `can_adopt` is whether that server adopts copies. No request uses the copy.
+        """
+        moved = copy(self)
+        moved.session = copy(self.session)
+        moved.session.on_server_restart(can_adopt)
+        moved.in_use, moved.cached_body = 0, None
+        moved.budgeted = self.budgeted.for_other_server()
+        moved.snapshots = self.snapshots.for_other_server()
+        moved.vectors = copy(self.vectors)
+        return moved
 
     @property
     def id(self) -> str:
@@ -196,6 +411,26 @@ class Conversation:
     def tenant(self) -> str:
         """The tenant that owns it; only requests of this tenant continue it."""
         return self.session.tenant
+
+    @property
+    def is_committed(self) -> bool:
+        """See ConversationIdentity."""
+        return self.identity.is_committed
+
+    @property
+    def prompt(self) -> PromptIdentity:
+        """See ConversationIdentity."""
+        return self.identity.prompt
+
+    @property
+    def hint(self) -> Hint | None:
+        """See `identity.SessionPrompt`."""
+        return self.identity.hint
+
+    @property
+    def name(self) -> str | None:
+        """See ConversationIdentity."""
+        return self.identity.name
 
     @property
     def tokens(self) -> Tokens:
@@ -222,6 +457,11 @@ class Conversation:
         """See `identity.SessionPrompt`."""
         return self.prompt.generation
 
+    @property
+    def n_turns(self) -> int:
+        """Number of answered turns."""
+        return self.history.n_turns
+
     @contextmanager
     def using(self) -> Iterator[None]:
         """A block in which the conversation is in use, so that it is not forgotten."""
@@ -237,23 +477,36 @@ class Conversation:
         return {"tenant": self.tenant, "session": self.id}
 
     @property
-    def name(self) -> str | None:
-        """The client's name for it; None when that identifies a user, not a conversation."""
-        return self.hint.text if self.hint is not None and not self.hint.weak else None
-
-    @property
     def labels(self) -> frozenset[str]:
         """The labels of all copies of its blocks that llama-server may have."""
         layout = self.session.layout
         return layout.saved | layout.stale | {item.label for item in layout.ranges}
 
     @property
-    def orders(self) -> OperatorOverrides:
+    def overrides(self) -> OperatorOverrides:
         """The settings that an operator has made for it."""
         session, own = self.session, self.own_budget
         return OperatorOverrides(
             self.pinned, own, session.config.budget if own else None, session.pins
         )
+
+    def pin(self, pinned: bool) -> None:
+        """Set whether it is never forgotten: an operator's decision."""
+        self.pinned = pinned
+
+    def pin_blocks(self, pins: Pins) -> None:
+        """Set the ranges that stay in the cache from the next turn on: an operator's decision."""
+        self.session.pins = pins
+
+    def set_budget(self, config: PolicyConfig, own: bool) -> None:
+        """Set the policy from the next turn on; `own` when an operator has chosen its budget."""
+        self.own_budget, self.session.config = own, config
+
+    def apply(self, policy: PolicyConfig) -> None:
+        """Apply another configured policy from the next turn on; a budget of its own stays."""
+        config = self.session.config
+        budget = config.budget if self.own_budget else policy.budget
+        self.session.config = replace(policy, budget=budget)
 
     async def computed(self, work: Callable[[], T], long: bool) -> T:
         """Run `work`, which uses the session, and return its result; in a thread if `long`.
@@ -277,8 +530,9 @@ class Conversation:
 
     def drop_bodies(self) -> None:
         """Drop the cached bodies: the next request is parsed completely."""
-        self.cached_body = self.budgeted.sent = None
-        self.snapshots = replace(self.snapshots, sent=None)
+        self.cached_body = None
+        self.budgeted.drop_body()
+        self.snapshots.drop_body()
 
     def summary(self, pool: SlotPool) -> dict[str, Any]:
         """The conversation as a row of the list that operators see."""
@@ -290,7 +544,7 @@ class Conversation:
             "tenant": self.tenant,
             "pinned": self.pinned,
             "busy": self.in_use > 0,
-            "used": self.history[-1].at if self.history else None,
+            "used": self.history.used_at,
             "tokens": len(self.tokens),
             "resident": self.budgeted.n_resident,
             "saved_blocks": self.session.layout.n_copies,
@@ -308,17 +562,22 @@ class Conversations:
         self._memory.add(self._with_bodies)
         self._policy = policy
         self._limit = limit
-        self._adopts = True
+        self._can_adopt = True
         # By id, the least recently used first.
         self._by_id: OrderedDict[str, Conversation] = OrderedDict()
+        # Ids of forgotten conversations, the earliest first: slots may still name them.
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
 
     def adjust(self, policy: PolicyConfig, limit: int) -> None:
         """Apply another policy, from the next turn of each conversation on, and another limit."""
         self._policy, self._limit = policy, limit
         for conversation in self._by_id.values():
-            config = conversation.session.config
-            budget = config.budget if conversation.own_budget else policy.budget
-            conversation.session.config = replace(policy, budget=budget)
+            conversation.apply(policy)
+
+    @property
+    def policy(self) -> PolicyConfig:
+        """The policy of conversations without settings of an operator."""
+        return self._policy
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._by_id.values())
@@ -342,6 +601,14 @@ class Conversations:
         """The conversation with this id; None when there is none, or `id` is None."""
         return self._by_id.get(id) if id is not None else None
 
+    def may_resume(self, id: str) -> bool:
+        """Whether an id that llama-server reports is of an earlier process of the proxy.
+
+        A conversation that this process has forgotten is not resumed: its copies were dropped, and
+        its slot may have holes that nothing can fill.
+        """
+        return id not in self._by_id and id not in self._forgotten
+
     def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
         """The conversation that a prompt continues; None when it continues none."""
         lasting = [each for each in self._by_id.values() if not each.ephemeral]
@@ -352,38 +619,38 @@ class Conversations:
         self, rendered: Rendered, hint: Hint | None, tenant: str, ephemeral: bool = False
     ) -> Conversation:
         """Register a new conversation; `find` never returns an `ephemeral` one."""
-        session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._adopts)
-        prompt = PromptIdentity.of(rendered)
-        conversation = Conversation(session, prompt, hint=hint, ephemeral=ephemeral)
+        session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._can_adopt)
+        identity = ConversationIdentity(PromptIdentity.of(rendered), hint)
+        conversation = Conversation(session, identity, ephemeral)
+        self._by_id[conversation.id] = conversation
+        return conversation
+
+    def resume(
+        self, session: str, rendered: Rendered, hint: Hint | None, tenant: str
+    ) -> Conversation:
+        """Register a conversation that an earlier proxy process had under the id `session`."""
+        resumed = Session(session, tenant, self._policy, self._can_adopt)
+        identity = ConversationIdentity(PromptIdentity.of(rendered), hint)
+        conversation = Conversation(resumed, identity)
         self._by_id[conversation.id] = conversation
         return conversation
 
     def recall(self, record: SessionRecord) -> Conversation:
         """Register the conversation of a record, as the most recently used one."""
-        session = Session.from_state(record.session, self._policy)
-        layout, orders = session.layout, record.overrides
-        prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
-        conversation = Conversation(session, prompt, is_committed=True, hint=record.hint)
-        conversation.budgeted = BudgetedState.of_record(record)
-        conversation.pinned, conversation.own_budget = orders.pinned, orders.own_budget
-        session.pins = orders.pins
-        if conversation.own_budget:
-            session.config = replace(self._policy, budget=orders.budget)
+        conversation = Conversation.of_record(record, self._policy)
         self._by_id[conversation.id] = conversation
         return conversation
 
-    def take_in(self, conversation: Conversation) -> None:
-        """Register a copy of a conversation of another llama-server, as the most recently used one.
+    def move(self, conversation: Conversation, target: Conversations) -> None:
+        """Move a conversation to another llama-server, as the most recently used one there.
 
-        This server has no rows and no copies of it. The given object does not change.
+        That server gets a copy, and has no rows and no copies of blocks of it.
         """
-        session = copy(conversation.session)
-        session.on_server_restart(self._adopts)
-        moved = replace(conversation, session=session, in_use=0, cached_body=None)
-        moved.budgeted = conversation.budgeted.for_other_server()
-        moved.vectors = copy(conversation.vectors)
-        moved.snapshots = replace(conversation.snapshots, contents=None)
-        self._by_id[conversation.id] = moved
+        moved = conversation.for_other_server(target._can_adopt)
+        moved.apply(target.policy)
+        target._by_id[moved.id] = moved
+        conversation.has_moved = True
+        self.forget(conversation)
 
     def of_request(
         self,
@@ -397,16 +664,12 @@ class Conversations:
         A side request gets a new, ephemeral conversation. The identity changes only when the
         request is committed.
         """
-        found = self.find(rendered, hint, tenant)
-        return found or self._started(request, rendered, hint, tenant)
+        conversation = self.find(rendered, hint, tenant)
+        return conversation or self._started(request, rendered, hint, tenant)
 
     def commit(self, conversation: Conversation, arrival: Arrival) -> None:
         """Make a request, which is about to be forwarded, the latest of its conversation."""
-        conversation.prompt = PromptIdentity.of(arrival.rendered)
-        conversation.is_committed = True
-        hint = arrival.hint
-        if hint is not None and not (hint.weak and conversation.name):
-            conversation.hint = hint
+        conversation.identity = conversation.identity.committed(arrival)
         conversation.cached_body = arrival.cached_body
         if arrival.cached_body is not None:
             arrival.cached_body.rendered = arrival.rendered
@@ -437,7 +700,7 @@ class Conversations:
         ephemeral = [each for each in self._by_id.values() if each.ephemeral]
         surplus = [each for each in ephemeral if not (each.in_use or each.pinned)]
         for conversation in surplus:
-            del self._by_id[conversation.id]
+            self.forget(conversation)
         if len(self._by_id) <= self._limit:  # the usual case, which takes one pass
             return surplus
         counts = Counter(each.tenant for each in self._by_id.values())
@@ -449,7 +712,7 @@ class Conversations:
             # Of tenants with equal counts, `max` returns the one with the least recently used.
             most = max(idle, key=lambda tenant: counts[tenant])
             conversation = idle[most].popleft()
-            del self._by_id[conversation.id]
+            self.forget(conversation)
             surplus.append(conversation)
             counts[most] -= 1
             if not idle[most]:
@@ -458,18 +721,22 @@ class Conversations:
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation that no request uses; does nothing when it was forgotten before."""
-        self._by_id.pop(conversation.id, None)
+        if self._by_id.pop(conversation.id, None) is None:
+            return
+        self._forgotten[conversation.id] = None
+        if len(self._forgotten) > _MAX_FORGOTTEN:
+            self._forgotten.popitem(last=False)
 
-    def server_restarted(self, adopts: bool) -> dict[str, int]:
+    def server_restarted(self, can_adopt: bool) -> dict[str, int]:
         """Record that all slots are empty, and that only the copies on disk are left.
 
-        `adopts` is `ServerInfo.adopts` of the new instance. Returns, by id, the slots of
+        `can_adopt` is `ServerInfo.can_adopt` of the new instance. Returns, by id, the slots of
         conversations that an earlier proxy process recorded: their rows may still be there.
         """
-        self._adopts = adopts
+        self._can_adopt = can_adopt
         slots: dict[str, int] = {}
         for conversation in self:
-            conversation.session.on_server_restart(adopts)
+            conversation.session.on_server_restart(can_adopt)
             slot = conversation.budgeted.server_restarted()
             if slot is not None:
                 slots[conversation.id] = slot

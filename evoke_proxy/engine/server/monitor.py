@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, PolicyConfig
+from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.errors import (
     EvokeError,
@@ -59,13 +60,13 @@ class ServerMonitor:
         # The event loop time before which `ensure_current` does not query a silent server.
         self._retry_at = 0.0
 
-    async def query(self, client: Mapping[str, str] | None = None) -> None:
+    async def query(self) -> None:
         """Query the server now; raises UpstreamError when it does not answer."""
         async with self._lock:
-            await self._query(client)
+            await self._query(self._client)
 
-    async def ensure_current(self, client: Mapping[str, str] | None = None) -> None:
-        """Query the server if it is unknown or in doubt, with the credentials of a client.
+    async def ensure_current(self, client: LlamaClient | None = None) -> None:
+        """Query the server if it is unknown or in doubt, with the key of `client` if it is given.
 
         Failures are only logged. A server that refuses does so at once, and is queried every time.
         A silent server delays a request by the connect timeout, and is then not queried for
@@ -78,7 +79,7 @@ class ServerMonitor:
             if self._is_certain() or now < self._retry_at:
                 return
             try:
-                await self._query(client)
+                await self._query(client or self._client)
             except UpstreamTimeout as error:
                 loop = asyncio.get_running_loop()
                 self._retry_at = loop.time() + self.config.upstream.probe_interval_s
@@ -104,7 +105,7 @@ class ServerMonitor:
         if is_missing or isinstance(error, UpstreamUnavailable | UpstreamProtocolError):
             self.doubt()
 
-    async def confirm(self, instance: str, client: Mapping[str, str]) -> None:
+    async def confirm(self, instance: str, client: LlamaClient) -> None:
         """Query the server if an answer names another instance than `server`."""
         if instance and instance != self.server.instance:
             self.doubt()
@@ -126,10 +127,10 @@ class ServerMonitor:
     def _is_certain(self) -> bool:
         return self.server is not UNKNOWN_SERVER and self._doubts == self._resolved_doubts
 
-    async def _query(self, client: Mapping[str, str] | None) -> None:
+    async def _query(self, client: LlamaClient) -> None:
         doubts = self._doubts
         try:
-            server = await self._client.info(client)
+            server = await client.info()
         except UpstreamError as error:
             self.record_failed_call(error)
             raise
@@ -148,22 +149,43 @@ class ServerMonitor:
             return {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._client.url} answers"}
 
+    @property
+    def policy(self) -> PolicyConfig:
+        """The policy of sessions, with the budget that is in force at the latest known instance."""
+        return effective_policy(self.config.policy, self._latest)
+
+    @property
+    def budget(self) -> BudgetStatus:
+        """Whether the configured budget is in force at this server."""
+        return budget_status(self.config.policy, self.server)
+
+    def check_budget(self) -> dict[str, Any]:
+        """The readiness check of the budget: `ok`, a `detail` for a person, and a `reason` code.
+
+        The check is ok without a budget, too: requests are served. The code is empty unless a
+        configured budget is not in force.
+        """
+        return {"ok": True, "detail": self.describe(), "reason": self.budget.reason}
+
     def describe(self) -> str:
         """One line for a person: the server, and what the proxy does for its requests."""
-        url = self._client.url
+        url, budget = self._client.url, self.budget
+        problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
             is_kept = self.config.snapshots.directory
             what = "Chats keep their slots on disk" if is_kept else "Every request passes through"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
-                " evoke-proxy build-server builds one that can"
+                f" evoke-proxy build-server builds one that can{problem}"
             )
-        budget = self.config.policy.budget
-        length = f" of up to {self.server.n_ctx}" if self.server.n_ctx else ""
-        none = "no budget: nothing is evicted but where a request or an operator sets one"
-        kept = f"sessions keep {budget} tokens{length}" if budget else none
-        back = "" if self.server.adopts else "; a session that loses its slot is decoded again"
-        return f"llama-server at {url} is patched, {self.server.n_slots} slots; {kept}{back}"
+        back = "" if self.server.can_adopt else "; a session that loses its slot is decoded again"
+        slots = self.server.n_slots
+        return f"llama-server at {url} is patched, {slots} slots; {budget.text}{back}{problem}"
+
+    def log_description(self) -> None:
+        """Log what the proxy does at this server; as a warning if that is not as configured."""
+        is_fine = self.server.patched and not self.budget.problem
+        _log.log(logging.INFO if is_fine else logging.WARNING, "%s", self.describe())
 
     def _learn(self, server: ServerInfo) -> None:
         before, ended = self._latest, self._has_ended
@@ -172,4 +194,4 @@ class ServerMonitor:
         if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
             for listener in self.on_start:
                 listener(server)
-            _log.log(logging.INFO if server.patched else logging.WARNING, "%s", self.describe())
+            self.log_description()

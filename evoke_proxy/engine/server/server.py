@@ -9,6 +9,7 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
+from evoke_proxy.core.reply.context_error import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.gateway import Exchange, Outcome, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
@@ -57,7 +58,7 @@ class Server:
     @property
     def client(self) -> LlamaClient:
         """Makes the calls to llama-server."""
-        return self.resources.client
+        return self.resources.calls.client
 
     @property
     def monitor(self) -> ServerMonitor:
@@ -90,9 +91,10 @@ class Server:
     ) -> AsyncIterator[Exchange]:
         """See Gateway."""
         AWAITED.set(trace.waits)
-        await self.monitor.ensure_current(request.headers)
+        calls = self.resources.calls.as_caller(request.headers)
+        await self.monitor.ensure_current(calls.client)
         strategy: CacheStrategy = self.strategies.passthrough
-        scope = TurnScope(request, trace, self.slots, self.resources.metrics)
+        scope = TurnScope(request, trace, self.slots, self.resources.metrics, calls)
         reply = ReplyReader(trace)
         try:
             if isinstance(request, ParsedChat):
@@ -112,10 +114,11 @@ class Server:
                     observe=reply.feed,
                     headers=dict(turn.response_headers),
                     usage_extra=turn.usage_extra,
+                    edit_error=with_context_advice if self.info.patched else None,
                     session=turn.remembered.id if turn.remembered is not None else None,
                 )
         except UpstreamError as error:
-            error.counted |= trace.has_counted_failure  # one request is one failure
+            trace.note_failure(error)
             raise
         finally:
             ended = _now()
@@ -139,17 +142,20 @@ class Server:
 
     def adjust(self, config: Config) -> None:
         """Continue with another configuration, of the keys that can be changed."""
+        before = self.monitor.budget
         self.monitor.config = config
-        self.conversations.adjust(config.policy, config.limits.sessions)
+        if self.monitor.budget != before:
+            self.monitor.log_description()
+        self.conversations.adjust(self.monitor.policy, config.limits.sessions)
         self.slots.adjust(config.limits)
         for strategy in self.strategies.each():
             strategy.adjust(config)
 
     async def checks(self) -> dict[str, dict[str, Any]]:
-        """The readiness checks by name, each with `ok` and a `detail` for a person."""
+        """The readiness checks by name; see ProxyGateway."""
         checks = {
             "upstream": await self.monitor.check(),
-            "budget": {"ok": True, "detail": self.monitor.describe()},
+            "budget": self.monitor.check_budget(),
         }
         if not self.info.sleeping and (detail := await self.strategy.check()):
             checks["snapshots"] = {"ok": True, "detail": detail}
@@ -159,7 +165,8 @@ class Server:
         """Handle a new instance of llama-server: the cache of the previous one is lost."""
         n_slots = self.strategies.select(server).n_slots(server)
         self.slots.restart(n_slots)
-        for id, slot in self.conversations.server_restarted(server.adopts).items():
+        self.conversations.adjust(self.monitor.policy, self.monitor.config.limits.sessions)
+        for id, slot in self.conversations.server_restarted(server.can_adopt).items():
             if slot < len(self.slots.pool):
                 self.slots.pool.record_move(id, slot)
         for strategy in self.strategies.each():

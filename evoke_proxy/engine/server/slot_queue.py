@@ -253,11 +253,11 @@ class BackgroundLease:
                 self._timer = None
         if task.cancelled():
             raise Preempted("a request has come")
-        made, error = task.result()
+        result, error = task.result()
         if error is not None:
             raise error
         self._is_busy = was_busy
-        return cast(T, made)
+        return cast(T, result)
 
     def _cancel(self) -> None:
         self._is_cancelled = True
@@ -338,8 +338,8 @@ class SlotQueue:
         if answer.displaced is not None:
             self._displace(answer.displaced)
         for lease in self._background:
-            wanted = lease.session == session or slot is None or slot in lease.slots
-            lease.preempt(_GRACE_S if wanted else 0.0)
+            is_awaited = lease.session == session or slot is None or slot in lease.slots
+            lease.preempt(_GRACE_S if is_awaited else 0.0)
         grant = await self._wait(answer.ticket)
         return SlotLease(self, grant, waited=True)
 

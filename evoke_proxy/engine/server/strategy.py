@@ -5,13 +5,12 @@ The strategies themselves are in engine/strategies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -29,10 +28,8 @@ from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 class ServerResources:
     """One llama-server and the proxy's state of it, which its strategies share."""
 
-    # Opens requests, and makes the calls that any llama-server answers.
-    client: LlamaClient
-    # Makes the calls that only a patched llama-server answers.
-    blocks: BlockApi
+    # Makes calls for no client; `as_caller` binds them to a client's key.
+    calls: ServerCalls
     # Describes the server as it is now.
     monitor: ServerMonitor
     # Leases its slots.
@@ -88,11 +85,8 @@ class CacheStrategy:
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Start work that uses the time until the next request."""
 
-    def forget(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
-        """Delete the copies, snapshots and records of a conversation that was forgotten.
-
-        `headers` are those of a client, for calls that are made with its credentials.
-        """
+    def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
+        """Delete the copies, snapshots and records of a conversation that was forgotten."""
 
     def server_started(self, server: ServerInfo) -> None:
         """Another instance of llama-server answers: the cache of the previous one is lost."""
@@ -140,7 +134,7 @@ class Strategies:
         """The strategy for a server as it is now; no other code distinguishes the modes."""
         if server.patched:
             return self.budgeted
-        has_model = server.lacking in ("unpatched", "unsupported") and not server.routes
+        has_model = server.obstacle in ("unpatched", "unsupported") and not server.is_router
         if self.snapshots is not None and has_model:
             return self.snapshots
         return self.passthrough

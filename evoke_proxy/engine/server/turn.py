@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -24,6 +25,8 @@ class PreparedTurn:
     """A request that is ready to be forwarded; strategies extend it by what completing it needs."""
 
     request: ParsedRequest
+    # Makes calls with the key of the request's client.
+    calls: ServerCalls
     forwarded: ForwardedBody
     # What was decided, for the log and the metrics: "relay", "bypass:...", "live", "evoke", ...
     decision: str = "relay"
@@ -45,11 +48,6 @@ class PreparedTurn:
     answer: AnswerReader | None = None
     # Tokens that were decoded for it before it was forwarded.
     n_prefilled: int = 0
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The client's headers, for calls that are made with its credentials."""
-        return self.request.headers
 
     @property
     def remembered(self) -> Conversation | None:
@@ -87,10 +85,17 @@ class TurnScope:
     """
 
     def __init__(
-        self, request: ParsedRequest, trace: RequestTrace, slots: SlotQueue, metrics: Metrics
+        self,
+        request: ParsedRequest,
+        trace: RequestTrace,
+        slots: SlotQueue,
+        metrics: Metrics,
+        calls: ServerCalls,
     ) -> None:
+        """`calls` are those of the server, with the key of the request's client."""
         self.trace = trace
-        self.turn = PreparedTurn(request=request, forwarded=ForwardedBody(request.body))
+        forwarded = ForwardedBody(request.body)
+        self.turn = PreparedTurn(request=request, calls=calls, forwarded=forwarded)
         self.leases: list[SlotLease] = []
         self._slots = slots
         self._metrics = metrics

@@ -35,9 +35,8 @@ def record_end(turn: PreparedTurn, outcome: Outcome, feed: EventFeed) -> TurnRec
     conversation = turn.remembered
     if conversation is None or outcome.first_byte_s is None:
         return None
-    conversation.n_turns += 1
-    record = _record(turn, outcome, conversation.n_turns)
-    conversation.history.append(record)
+    record = _record(turn, outcome, conversation.n_turns + 1)
+    conversation.history.add(record)
     feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
     return record
 

@@ -1,4 +1,4 @@
-"""Exports a conversation as a tar archive: a manifest, and the files of its snapshots."""
+"""Exports a conversation as a tar archive of a manifest and its snapshot files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PIECE_BYTES = 1 << 20
 def archive(
     directory: Path, snapshots: Sequence[Snapshot], about: Mapping[str, Any] | None = None
 ) -> Iterator[bytes]:
-    """Yield a tar archive piece by piece; files are read from disk as the pieces are taken.
+    """Yield a tar archive piece by piece; each piece is read from disk when it is requested.
 
-    The manifest has the tokens of each snapshot, and `about` as further members. Raises OSError
+    The manifest contains the tokens of each snapshot, and the members of `about`. Raises OSError
     when a file is missing, cannot be read, or becomes shorter while it is read.
     """
-    listed = [snapshot_fields(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
-    manifest = {"version": 1, **(about or {}), "snapshots": listed}
+    items = [snapshot_fields(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
+    manifest = {"version": 1, **(about or {}), "snapshots": items}
     yield from _entry("manifest.json", json.dumps(manifest).encode())
     for item in snapshots:
         yield from _file(directory / (item.id + SEALED))
@@ -54,7 +54,7 @@ def _file(path: Path) -> Iterator[bytes]:
 
 
 def _header(name: str, size: int) -> bytes:
-    """`TarFile` writes to a file; a stream whose consumer sets the pace needs the headers alone."""
+    """The header of an entry. `TarFile` is not used, because it writes to a file object."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = size, 0o600
     return entry.tobuf()

@@ -1,4 +1,4 @@
-"""Moves and deletes files in a thread: large files keep a disk busy for long."""
+"""Moves and deletes files in a thread, because large files keep a disk busy for long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 _log = logging.getLogger(__name__)
-# Files that are removed repeatedly, the latest ones.
+# The most files that are removed repeatedly.
 _MAX_REPEATED = 16
 
 
 class FileRemover:
-    """Removes files in the order in which they are given; `close` ends its thread."""
+    """Removes files in the order of the `submit` calls; `close` ends its thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "file-removal")
@@ -26,9 +26,10 @@ class FileRemover:
         return self._latest is not None and not self._latest.done()
 
     def submit(self, work: Callable[[str], None], name: str, repeat: bool = False) -> None:
-        """Call `work` with the name of a file; what cannot be removed is found at the next start.
+        """Call `work`, which removes a file, with the name of the file.
 
-        With `repeat`, `repeat_all` calls it once more: the file may still be written.
+        A file that cannot be removed is removed at the next start of the proxy. With `repeat`,
+        `repeat_all` removes it again, because llama-server may still write it.
         """
         if repeat:
             self._repeated.pop(name, None)
@@ -39,24 +40,24 @@ class FileRemover:
             try:
                 work(name)
             except OSError as error:
-                _log.warning("%s is not removed: %s", name, error.strerror)
+                _log.warning("cannot remove %s: %s", name, error.strerror)
 
         self._latest = self._thread.submit(remove)
 
     def repeat_all(self, work: Callable[[str], None]) -> None:
-        """Remove the files that may have been written since they were removed."""
+        """Remove again the files that were submitted with `repeat`."""
         for name in self._repeated:
             self.submit(work, name)
 
     def wait(self) -> None:
-        """Block until all files are removed that were given before."""
+        """Block until all files that were submitted before are removed."""
         if self._latest is not None:  # they are removed one after the other
             self._latest.result()
 
     async def wait_async(self) -> None:
         """As `wait`, for the event loop."""
         if self._latest is not None:
-            # A caller that is cancelled does not take the removal out of the queue.
+            # Shielded, so that cancelling the caller does not cancel the removal.
             await asyncio.shield(asyncio.wrap_future(self._latest))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the snapshots of an index in memory, and reads only what has changed."""
+"""Caches the snapshots of an index in memory, and reads only changes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import replace
 from evoke_proxy.adapters.snapshot_index import SnapshotIndex
 from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, apply_changes
 
-# Ids of removed snapshots that are remembered.
+# The most ids of removed snapshots that are remembered.
 _MAX_REMOVED = 4096
 
 
 class SnapshotIndexCache:
-    """The snapshots of an index by id, the latest used first as of the latest reading.
+    """The snapshots of an index by id; at the latest read, the most recently used came first.
 
-    Other processes may change the index, too. `refresh` reads what they did in a thread; `items`
-    reads what is left of it. What this process changes in the index it must change here as well.
+    Other processes may change the index, too. `refresh` reads their changes in a thread, and
+    `items` reads the changes since then. A caller that changes the index must also change this
+    cache.
     """
 
     def __init__(self, index: SnapshotIndex) -> None:
@@ -25,7 +26,7 @@ class SnapshotIndexCache:
         self._generation, self._version = -1, -1
         self._n_own_changes = 0
         self._items: dict[str, Snapshot] = {}
-        # Removed by this process, and maybe not from the index yet: never read again from there.
+        # Removed by this process, perhaps not yet from the index: ignored when the index is read.
         self._removed: dict[str, None] = {}
         self._read_changes()
 
@@ -37,7 +38,7 @@ class SnapshotIndexCache:
 
     @property
     def latest(self) -> Collection[Snapshot]:
-        """The snapshots as of the latest reading."""
+        """The snapshots as of the latest read."""
         return self._items.values()
 
     async def refresh(self) -> None:
@@ -47,7 +48,7 @@ class SnapshotIndexCache:
             return
         ids = frozenset(self._items)
         changes = await asyncio.to_thread(self._index.changes, self._version, ids)
-        # What this process changed meanwhile may be older in what was read: it is read when needed.
+        # Changes of this process during the read may be missing in the result: `items` reads them.
         if n_own_changes == self._n_own_changes and changes.version >= self._version:
             self._apply(changes)
             self._generation, self._version = generation, changes.version
@@ -58,13 +59,13 @@ class SnapshotIndexCache:
         self._items[item.id] = item
 
     def mark(self, id: str, **values: float) -> None:
-        """Replace these fields of a snapshot; nothing when there is none of this id."""
+        """Replace these fields of a snapshot; does nothing when no snapshot has this id."""
         self._n_own_changes += 1
         if id in self.items:
             self._items[id] = replace(self._items[id], **values)  # type: ignore[arg-type]
 
     def remove(self, id: str) -> None:
-        """Remove a snapshot; nothing when there is none of this id."""
+        """Remove a snapshot; does nothing when no snapshot has this id."""
         self._n_own_changes += 1
         self._items.pop(id, None)
         self._removed[id] = None

@@ -16,13 +16,14 @@ T = TypeVar("T")
 
 
 class IndexThread:
-    """Changes are made in the order in which they are given; failures are counted and logged."""
+    """Makes changes in the order of the calls; failures are counted and logged."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._thread = ThreadPoolExecutor(1, "index")
         self._latest: Future[Any] | None = None
-        self._is_failing = False  # the latest change failed
+        # Whether the latest change has failed.
+        self._is_failing = False
 
     @property
     def is_busy(self) -> bool:
@@ -34,9 +35,9 @@ class IndexThread:
         self._thread.shutdown()
 
     def submit(self, work: Callable[..., T], *args: Any, reads: bool = False) -> Future[T]:
-        """Queue a call and return its result as a future; `reads` for calls that change nothing.
+        """Queue a call and return its result as a future; set `reads` when it changes nothing.
 
-        A SnapshotUnusable that the call raises is counted.
+        A SnapshotUnusable that the call raises is counted as a failure.
         """
 
         def run() -> T:
@@ -56,19 +57,19 @@ class IndexThread:
         return await asyncio.shield(asyncio.wrap_future(self.submit(work, *args, reads=reads)))
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Queue a change whose failure is counted and logged, and has no other effect."""
+        """Queue a change; a failure is only counted and logged."""
         self.submit(work).add_done_callback(_log_unexpected)
 
     def _count_failure(self, error: SnapshotUnusable) -> None:
-        """Count a failed change; the first of several is logged as a warning."""
+        """Count a failed change, and log the first of consecutive failures as a warning."""
         self._metrics.index_failures.inc()
         level = logging.DEBUG if self._is_failing else logging.WARNING
-        _log.log(level, "the index of snapshots and records takes no changes now: %s", error)
+        _log.log(level, "the index of snapshots and records cannot be written: %s", error)
         self._is_failing = True
 
 
 def _log_unexpected(work: Future[None]) -> None:
-    """Log a failure that is not the disk's; those are logged where they are counted."""
+    """Log an unexpected failure; failures of the disk were logged when they were counted."""
     error = work.exception()
     if error is not None and not isinstance(error, SnapshotUnusable):
         _log.error("a change of the index failed", exc_info=error)

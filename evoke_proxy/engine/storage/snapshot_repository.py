@@ -1,4 +1,4 @@
-"""The snapshots of one directory: files and index kept consistent, within limits, verified."""
+"""Stores the snapshots and session records of one directory: files, and an index of them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _KEY_SETTING = "snapshots.key_file"
 
 
 def disk_format(key_file: str) -> DiskFormat:
-    """Return the format that the file of a key asks for; unencrypted when it is "".
+    """The format of files and rows: encrypted with the key in `key_file`, or plain when it is "".
 
-    Raises ConfigError when the file holds no key.
+    Raises ConfigError when the file contains no key.
     """
     if not key_file:
         return DiskFormat()
@@ -55,14 +55,14 @@ def disk_format(key_file: str) -> DiskFormat:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLabel:
-    """What a new snapshot is of."""
+    """Describes a new snapshot."""
 
     tenant: str
     # Identifies the model and the layout of its cache.
     fingerprint: str
     # The conversation, or the branch of one, that it belongs to.
     branch: str
-    # Where in the conversation it was taken: USER or STEP.
+    # Where in the conversation it ends: USER or STEP.
     kind: str
     # Estimated seconds to decode its tokens.
     prefill_s: float
@@ -71,9 +71,9 @@ class SnapshotLabel:
 class SnapshotRepository:
     """Stores snapshots and session records; call `open` first and `close` at the end.
 
-    A thread makes the changes of the index one after the other. What is removed or marked changes
-    in memory at once, and in the index soon. Plain methods that read or write records block until
-    that is done: they are for commands, and requests use the coroutines.
+    A thread makes the changes of the index one after the other. Removing or marking a snapshot
+    takes effect in memory at once, and in the index soon after. The methods for records that are no
+    coroutines block until the disk has answered: they are for commands; requests use coroutines.
     """
 
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:
@@ -88,7 +88,7 @@ class SnapshotRepository:
         self._free_bytes: int | None = None
 
     def open(self, claim: bool = True) -> None:
-        """Open the directory and make files and index agree; ConfigError when it is unusable.
+        """Open the directory and reconcile files and index; ConfigError when it is unusable.
 
         With `claim` no other process may change the directory, unless it is shared.
         """
@@ -116,14 +116,16 @@ class SnapshotRepository:
             raise
 
     def _open_index(self, is_alone: bool) -> SnapshotIndex:
-        """Open the index; a damaged one is set aside, and all that it lists is lost."""
+        """Open the index; a damaged one is set aside, and the snapshots that it lists are lost."""
         path = self.files.directory / INDEX
         try:
             return SnapshotIndex(path, self._format)
         except IndexUnusable as error:
             if not is_alone:
                 raise ConfigError(f"snapshots.directory: {error}") from error
-            _log.error("the index is set aside, nothing of before is used: %s", error)
+            _log.error(
+                "the index is unusable and was set aside, earlier snapshots are lost: %s", error
+            )
         self._metrics.snapshots_bad.labels(reason="index").inc()
         self.files.index_aside()
         return SnapshotIndex(path, self._format)
@@ -156,16 +158,16 @@ class SnapshotRepository:
 
     @property
     def is_busy(self) -> bool:
-        """Whether files are being removed, or changes are on their way into the index."""
+        """Whether files are being removed, or changes of the index are queued."""
         return self._removal.is_busy or self._index_thread.is_busy
 
     @property
     def snapshots(self) -> Collection[Snapshot]:
-        """All snapshots, the latest used first as of the latest reading of the index."""
+        """All snapshots; at the latest read of the index, the most recently used came first."""
         return self._cache.items.values()
 
     async def refresh(self) -> None:
-        """Read what other processes have changed, and how much room the disk has."""
+        """Read the changes of other processes, and the free space of the disk."""
         await self._cache.refresh()
         await self._measure_room()
 
@@ -180,14 +182,14 @@ class SnapshotRepository:
         return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), free_bytes)
 
     async def _measure_room(self) -> None:
-        """Ask the disk how much room it has; one that hangs delays this request only."""
+        """Read the free space of the disk; a disk that hangs delays only this request."""
         try:
             self._free_bytes = await asyncio.to_thread(self.files.free_bytes)
         except OSError as error:  # a write will fail, too, and is counted then
-            _log.debug("the disk does not say how much room it has: %s", error)
+            _log.debug("the free space of the disk cannot be read: %s", error)
 
     def _room(self) -> int:
-        """The room that the disk had when it was asked last."""
+        """The free bytes of the disk when they were last read."""
         if self._free_bytes is None:
             self._free_bytes = self.files.free_bytes()
         return self._free_bytes
@@ -198,10 +200,10 @@ class SnapshotRepository:
         return uuid.uuid4().hex[:20] + PART
 
     async def add(self, part: str, n_bytes: int, tokens: Tokens, label: SnapshotLabel) -> Snapshot:
-        """Make a snapshot of a file that llama-server has written; others may be deleted for it.
+        """Make a snapshot of a file of llama-server; may delete others to make room.
 
-        Raises SnapshotUnusable when the file is not of `n_bytes` and these tokens, or is useless;
-        the file is deleted then.
+        Raises SnapshotUnusable, and deletes the file, when it has another size than `n_bytes`,
+        other tokens, or would save no decoding.
         """
         id, now = part.removesuffix(PART), self.clock.now()
 
@@ -237,7 +239,7 @@ class SnapshotRepository:
         return new
 
     async def verify(self, snapshot: Snapshot) -> None:
-        """Check the file of a snapshot; raises SnapshotUnusable and sets it aside when damaged."""
+        """Verify the file of a snapshot; sets a damaged one aside and raises SnapshotUnusable."""
         try:
             await asyncio.to_thread(
                 self.files.verify, _file_name(snapshot), snapshot.n_bytes, snapshot.checksum
@@ -252,7 +254,7 @@ class SnapshotRepository:
         """Provide the name of a file that llama-server can restore, within the context.
 
         Raises SnapshotUnusable when it cannot be decrypted; the snapshot is set aside then, unless
-        the disk has no room for what it is decrypted to.
+        the reason is that the disk is full.
         """
         try:
             name = await asyncio.to_thread(self.files.decrypt, _file_name(snapshot))
@@ -269,16 +271,16 @@ class SnapshotRepository:
                 self._removal.submit(self.files.discard, name)
 
     async def begin_restore(self, snapshot: Snapshot) -> None:
-        """Mark a snapshot as suspect until `end_restore`: it is not tried again after a crash.
+        """Mark a snapshot as suspect until `end_restore`: it is not restored again after a crash.
 
-        Raises SnapshotUnusable when the disk does not take the mark.
+        Raises SnapshotUnusable when the mark cannot be written.
         """
         index, id = self._index, snapshot.id
         await self._index_thread.run(lambda: index.mark(id, suspect=True))
         self._cache.mark(id, suspect=True)
 
     def end_restore(self, snapshot: Snapshot, useful: bool) -> None:
-        """Note that llama-server has survived a restore, and whether it saved decoding."""
+        """Record that a restore has ended without a crash, and whether it saved decoding."""
         current, now = self._cache.items.get(snapshot.id), self.clock.now()
         if current is None:  # deleted meanwhile
             return
@@ -286,14 +288,14 @@ class SnapshotRepository:
         self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
-        """Remove a snapshot from the index and keep its file for inspection."""
-        _log.warning("snapshot %s set aside: %s", snapshot.id, reason)
+        """Remove a snapshot from the index, and move its file to quarantine for inspection."""
+        _log.warning("snapshot %s was set aside: %s", snapshot.id, reason)
         self._metrics.snapshots_bad.labels(reason=reason).inc()
         self._remove(snapshot)
         self._removal.submit(self.files.set_aside, _file_name(snapshot))
 
     def delete(self, snapshot: Snapshot, reason: str) -> None:
-        """Delete a snapshot: its row first, since a file without a row is deleted at start."""
+        """Delete a snapshot: its row first, because a file without a row is deleted at start."""
         self._metrics.snapshots_evicted.labels(reason=reason).inc()
         self._remove(snapshot)
         self._removal.submit(self.files.discard, _file_name(snapshot))
@@ -303,15 +305,15 @@ class SnapshotRepository:
         self._mark(snapshot, pinned=pinned)
 
     def discard(self, part: str, may_be_written: bool = False) -> None:
-        """Delete a file of llama-server that becomes no snapshot.
+        """Delete a file of llama-server that does not become a snapshot.
 
-        One that `may_be_written` still is deleted once more with each later one, and at start.
+        A file that `may_be_written` still is deleted again with later files, and at start.
         """
         self._removal.submit(self.files.discard, part, repeat=may_be_written)
         self._removal.repeat_all(self.files.discard)
 
     def trim(self) -> None:
-        """Delete the least valuable snapshots until the limits are kept."""
+        """Delete the least valuable snapshots until the limits are met."""
         now = self.clock.now()
         for snapshot, reason in surplus(self.snapshots, self._bounds, self._room(), now):
             self.delete(snapshot, reason)
@@ -325,12 +327,15 @@ class SnapshotRepository:
         return {"snapshots": len(self.snapshots), "bytes": sum(i.n_bytes for i in self.snapshots)}
 
     def records(self, id: str | None = None) -> Sequence[Record]:
-        """Return all records or those of one id, the latest used first; deletes those too old."""
-        found = self._index_thread.submit(self._index.records, id, reads=True)
-        return self._without_expired(found.result())
+        """Return all records, or those of one id; the most recently used first.
+
+        Deletes expired records.
+        """
+        records = self._index_thread.submit(self._index.records, id, reads=True)
+        return self._without_expired(records.result())
 
     async def read_records(self) -> Sequence[Record]:
-        """Return all records, as `records` does, for the event loop."""
+        """As `records`, without blocking the event loop; returns all records."""
         records = await self._index_thread.run(self._index.records, reads=True)
         return self._without_expired(records)
 
@@ -341,22 +346,22 @@ class SnapshotRepository:
         return [record for record in records if record.used >= oldest]
 
     async def record_owners(self) -> Sequence[Owner]:
-        """Return the tenant and session of each record, after all changes given before."""
+        """Return the tenant and session of each record, after all earlier changes."""
         return await self._index_thread.run(self._index.owners, reads=True)
 
     def put_record(self, record: Record) -> None:
-        """Write a record, in place of the one of its id."""
+        """Write a record; replaces the record with the same id."""
         self._index_thread.submit(self._index.put_record, record).result()
 
     async def write_record(self, record: Record) -> None:
-        """Write a record, as `put_record` does, for the event loop.
+        """As `put_record`, without blocking the event loop.
 
-        Raises SnapshotUnusable, and changes nothing, when the disk does not take it.
+        Raises SnapshotUnusable, and changes nothing, when the record cannot be written.
         """
         await self._index_thread.run(self._index.put_record, record)
 
     def change_record(self, id: str, change: Callable[[Record], Record]) -> None:
-        """Replace a record soon by what `change` returns; a ValueError that it raises is logged."""
+        """Replace a record soon by the result of `change`; logs a ValueError of `change`."""
         index = self._index
 
         def apply() -> None:
@@ -364,26 +369,26 @@ class SnapshotRepository:
                 try:
                     index.put_record(change(record))
                 except ValueError as error:
-                    _log.warning("the record of session %s is left as it is: %s", id, error)
+                    _log.warning("the record of session %s cannot be changed: %s", id, error)
 
         self._index_thread.enqueue(apply)
 
     def remove_record(self, id: str) -> None:
-        """Delete a record and its parts soon; after a failure `record_owners` still has it."""
+        """Delete a record and its parts soon; if that fails, `record_owners` still lists it."""
         index = self._index
         self._index_thread.enqueue(lambda: index.remove_record(id))
 
     async def wait_for_deletions(self) -> None:
-        """Wait until the files given before are removed, and the index says so."""
+        """Wait until all earlier removals have ended, in the directory and in the index."""
         await self._removal.wait_async()
         await self._index_thread.run(lambda: None, reads=True)
 
     def forget_aside(self) -> None:
-        """Delete soon what was set aside."""
-        self._removal.submit(lambda _: self.files.forget_aside(), "what was set aside")
+        """Delete the quarantined files soon."""
+        self._removal.submit(lambda _: self.files.forget_aside(), "quarantined files")
 
     def _reconcile(self) -> None:
-        """Make files and rows agree: rows without a file go, files without a row, and suspects."""
+        """Remove rows without a file, files without a row, and suspects."""
         sizes = dict(self.files.sizes())
         for item in list(self._cache.latest):
             size = sizes.pop(_file_name(item), None)
@@ -400,16 +405,16 @@ class SnapshotRepository:
         self._index_thread.submit(lambda: None, reads=True).result()
 
     def _mark(self, snapshot: Snapshot, **values: float) -> None:
-        """Change fields of a snapshot, and no others, which another process may have changed.
+        """Change only these fields of a snapshot: another process may have changed other fields.
 
-        When the disk does not take it, the next process does not trust the snapshot; this one may.
+        When the change cannot be written, it is in effect in this process only.
         """
         index, id = self._index, snapshot.id
         self._index_thread.enqueue(lambda: index.mark(id, **values))
         self._cache.mark(id, **values)
 
     def _remove(self, snapshot: Snapshot) -> None:
-        """Remove a row; the file goes even if the disk does not take that."""
+        """Remove the row of a snapshot; the caller removes the file even if that fails."""
         index, id = self._index, snapshot.id
         self._index_thread.enqueue(lambda: index.remove(id))
         self._cache.remove(id)

@@ -29,8 +29,8 @@ class PreparationFailures:
         the error to the client.
         """
         if isinstance(error, UpstreamError):
+            trace.note_failure(error)
             self._monitor.report_failure(error)
-            trace.has_counted_failure = True
         is_rejected = isinstance(error, UpstreamRejected) and error.status == 400
         if trace.stage == "render" and is_rejected:
             self._metrics.bypass.labels(reason=INVALID).inc()

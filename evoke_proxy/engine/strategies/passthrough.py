@@ -22,7 +22,7 @@ class Passthrough(AnyBodyStrategy):
 
     async def prepare(self, request: ParsedRequest, scope: TurnScope) -> PreparedTurn:
         """Count why nothing is done for the request."""
-        reason = request.unreadable or self._monitor.server.lacking
+        reason = request.unreadable or self._monitor.server.obstacle
         if not reason:
             return scope.turn
         self._metrics.bypass.labels(reason=reason).inc()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import orjson
 
-from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.servers.slot_pool import slots_for_answers
 from evoke_proxy.engine.gateway import ForwardedBody
@@ -15,7 +16,7 @@ from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import until_over
 from evoke_proxy.engine.server.strategy import ServerResources
-from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -54,10 +55,9 @@ class SlotAssignment:
             with lease.vacating():
                 victim = self._server.conversations.get(lease.victim)
                 if victim is not None and victim.budgeted.epoch is not None:
-                    answer = await self._server.blocks.slot(
-                        lease.slot, victim.tenant, request.headers, LATEST
-                    )
-                    await self.save_rows(victim, SlotView.parse(answer), request.headers)
+                    blocks = scope.turn.calls.blocks
+                    answer = await blocks.slot(lease.slot, victim.tenant, LATEST)
+                    await self.save_rows(victim, SlotView.parse(answer), blocks)
         turn = scope.turn
         if not turn.slots or request.is_batch:
             return turn.forwarded
@@ -73,18 +73,16 @@ class SlotAssignment:
             return range(n_slots)
         return slots_for_answers(request.chat.n, n_slots, named or 0)
 
-    async def until_idle(
-        self, slot: int, tenant: str, headers: Mapping[str, str], give_up: Callable[[], bool]
-    ) -> None:
-        """Wait until a slot is idle, or `give_up` returns True; see `until_over`."""
-
-        async def is_busy() -> bool:
-            return await self._server.blocks.is_processing(slot, tenant, headers)
-
-        await until_over(is_busy, give_up)
+    @staticmethod
+    async def until_idle(turn: PreparedTurn, give_up: Callable[[], bool]) -> None:
+        """Wait until the slots of a turn are idle, or `give_up` returns True; see `until_over`."""
+        blocks, tenant = turn.calls.blocks, turn.request.tenant
+        for slot in turn.slots:
+            is_busy = partial(blocks.is_processing, slot, tenant)
+            await until_over(is_busy, give_up)
 
     async def save_rows(
-        self, victim: Conversation | None, view: SlotView, headers: Mapping[str, str]
+        self, victim: Conversation | None, view: SlotView, blocks: BlockApi
     ) -> None:
         """Save the rows of a conversation that loses its slot; after a failure it decodes again.
 
@@ -97,14 +95,14 @@ class SlotAssignment:
         victim.budgeted.rows_lost()
         plan = victim.session.plan_save_all(view)
         try:
-            await self._server.blocks.run_plan(PlanCall(plan, view, victim.owner), headers)
+            await blocks.run_plan(PlanCall(plan, view, victim.owner))
         except PlanRefused as refused:
             self._server.metrics.plan_failures.labels(reason=refused.type).inc()
             _log.warning("session %s leaves its slot unsaved: %s", victim.id, refused)
         else:
             victim.session.saved(plan)
 
-    async def drop_copies(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
+    async def drop_copies(self, conversation: Conversation, blocks: BlockApi) -> None:
         """Delete the copies of a forgotten conversation, after running copies of it have ended."""
         async with self._server.slots.locked(conversation.id):
-            await self._server.blocks.drop_copies(conversation.labels, conversation.tenant, headers)
+            await blocks.drop_copies(conversation.labels, conversation.tenant)

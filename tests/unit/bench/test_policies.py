@@ -113,10 +113,11 @@ def test_the_oracle_has_what_evoke_has_where_that_has_the_answer(states: str, go
 
 @pytest.mark.parametrize("name", ["evoke", "infllm"])
 def test_what_the_client_names_comes_back_before_what_it_asks_about(name: str) -> None:
-    view = line([FILLER[0], FACT, FILLER[2], *FILLER[3:9]], "rssrrrrrr", tail=64)
-    plan = decided(view, config(name), ASKS, requested=("user:02",))
-    assert "+s/2" in moved(plan)
-    assert "+s/2" not in moved(decided(view, config(name), ASKS))
+    # The named block is no neighbour of the fact.
+    view = line([FILLER[0], FACT, *FILLER[2:9]], "rsrrsrrrr", tail=64)
+    plan = decided(view, config(name), ASKS, requested=("user:04",))
+    assert "+s/4" in moved(plan)
+    assert "+s/4" not in moved(decided(view, config(name), ASKS))
 
 
 def test_names_are_keys_their_beginnings_and_identities() -> None:

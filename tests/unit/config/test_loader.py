@@ -118,21 +118,39 @@ def test_environment_reads_each_type() -> None:
         ("polcy: {}", "polcy: unknown key; did you mean policy?"),
         ("policy: {budgte: 3}", "policy.budgte: unknown key; did you mean policy.budget?"),
         ("budget: 3", "budget: unknown key; did you mean policy.budget?"),
-        ("policy: {zzz: 3}", "policy.zzz: unknown key; known: name, budget"),
+        ("policy: {zzz: 3}", "policy.zzz: unknown key; known: name, recovery"),
         (
             "security.keys_file: /keys",
             "security.keys_file: unknown key; write keys_file as a key of the mapping security",
         ),
-        ("policy: {budget: many}", "policy.budget: must be a whole number, not 'many'"),
-        ("policy: {budget: true}", "policy.budget: must be a whole number, not True"),
-        ("policy: {budget: 1.5}", "policy.budget: must be a whole number, not 1.5"),
+        (
+            "policy: {budget: many}",
+            "policy.budget: must be a whole number, auto or off, not 'many'",
+        ),
+        ("policy: {budget: true}", "policy.budget: must be a whole number, auto or off, not True"),
+        ("policy: {budget: 1.5}", "policy.budget: must be a whole number, auto or off, not 1.5"),
         ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
         ("policy: {budget: 90, block_tokens: 11}", "policy.budget: 90 is too small: sink_tokens, "),
         ("policy: {sink_tokens: -1}", "policy.sink_tokens: must be 0 or more, not -1"),
         ("policy: {pin_share: 2}", "policy.pin_share: must be at most 1"),
         ("policy: {name: lru}", "policy.name: 'lru' must be one of evoke"),
         ("policy: 3", "policy: must be a mapping, not 3"),
+        ("upstream: {url: 'http://a b'}", "upstream.url: 'http://a b' is not http://HOST:PORT"),
+        ("upstream: {url: 'http://a:1?x'}", "upstream.url: 'http://a:1?x' is not http://HOST:PORT"),
         ("upstream: {url: localhost}", "upstream.url: 'localhost' is not http://HOST:PORT"),
+        (
+            "upstream: {url: 'http://a:1/v1'}",
+            "upstream.url: 'http://a:1/v1' contains a path of the API; write http://a:1",
+        ),
+        (
+            "upstream: {url: 'http://a:1/prefix/v1/chat/completions'}",
+            "upstream.url: 'http://a:1/prefix/v1/chat/completions' contains a path of the API;"
+            " write http://a:1/prefix",
+        ),
+        (
+            "pool: {upstreams: ['http://a:1', 'http://b:1/v1/']}",
+            "pool.upstreams: 'http://b:1/v1' contains a path of the API; write http://b:1",
+        ),
         ("listen: 3", "listen: must be a list of texts, not 3"),
         ("listen: []", "listen: must name at least one HOST:PORT"),
         ("listen: [nowhere]", "listen: 'nowhere' is not HOST:PORT"),
@@ -217,6 +235,18 @@ def test_numbers_are_decimal_in_files_and_variables(text: str, budget: int, tmp_
 
 
 @pytest.mark.parametrize(
+    ("text", "budget"), (("auto", "auto"), ("off", None), ('"off"', None), ("null", None))
+)
+def test_a_budget_may_be_a_word(text: str, budget: str | None, tmp_path: Path) -> None:
+    assert load(None, {"EVOKE_POLICY_BUDGET": text}).policy.budget == budget
+    assert load(_file(tmp_path, f"policy: {{budget: {text}}}\n")).policy.budget == budget
+    word = text.strip('"')
+    if word != "null":  # an override of None is one that was not given
+        assert load(None, {}, {"policy.budget": word}).policy.budget == budget
+    assert load(None, {}, {}).policy.budget == "auto"
+
+
+@pytest.mark.parametrize(
     "text", ("1:30", "0o17", "1e-1", "12.5", "9" * 5000, "[", "1e400", "&a [*a]")
 )
 def test_values_that_are_not_whole_numbers_are_refused(text: str, tmp_path: Path) -> None:
@@ -243,9 +273,9 @@ def test_a_misspelt_variable_is_refused_with_the_nearest_name(name: str, near: s
 
 def test_variables_of_other_programs_are_ignored() -> None:
     for name in ("EVOKE_CACHE", "EVOKE_KEY", "LLAMA_ARG_EVOKE_RAM", "EVOKEX", "EVOKE_SERVICE_HOST"):
-        load(None, {name: "x"})
+        assert load(None, {name: "x"}) == load(None, {})
     for name in ("EVOKE_PORT", "EVOKE_PORT_8090_TCP_ADDR", "EVOKE_PROXY_SERVICE_PORT_HTTP"):
-        load(None, {name: "x"})
+        assert load(None, {name: "x"}) == load(None, {})
 
 
 def test_the_api_key_is_stripped_of_line_ends() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evoke_proxy.config import Config, LimitsConfig, LogConfig, PolicyConfig, UpstreamConfig, keys
+from evoke_proxy.config import Config, LimitsConfig, LogConfig, PolicySettings, UpstreamConfig, keys
 from evoke_proxy.config.loader import reloaded
 
 
@@ -15,7 +15,7 @@ def test_reload_applies_reloadable_settings_and_lists_the_others() -> None:
         listen=("0.0.0.0:1",),
         upstream=UpstreamConfig(url="http://other:1"),
         limits=LimitsConfig(queue=3, body_bytes=9),
-        policy=PolicyConfig(budget=512, name="discard"),
+        policy=PolicySettings(budget=512, name="discard"),
         log=LogConfig(level="debug"),
     )
     found = reloaded(Config(), wanted)

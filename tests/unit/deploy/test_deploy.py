@@ -69,7 +69,7 @@ def test_build_command_of_the_readme_exists() -> None:
 
 def test_everything_the_readme_installs_exists() -> None:
     sources = re.findall(r"(?<![\w/])(?:deploy|config|docker)/[\w.-]*\w", README)
-    assert {"deploy/evoke-proxy.env", "docker/fetch_embedder.py"} <= set(sources)
+    assert "deploy/evoke-proxy.env" in sources
     assert [source for source in sources if not (ROOT / source).exists()] == []
     for path in DEPLOY.iterdir():
         assert path.name == "README.md" or f"deploy/{path.name}" in sources, path
@@ -91,12 +91,25 @@ def test_settings_of_the_proxy_exist() -> None:
 
 
 def test_the_server_listens_only_at_the_default_upstream() -> None:
-    given = dict(pair.split("=") for pair in " ".join(unit(SERVER)["Service.Environment"]).split())
+    given = dict(
+        pair.split("=", 1) for pair in " ".join(unit(SERVER)["Service.Environment"]).split()
+    )
     host, port = given["LLAMA_ARG_HOST"], given["LLAMA_ARG_PORT"]
     assert host == "127.0.0.1"
     assert Config().upstream.url == f"http://{host}:{port}"
     # Without memory for blocks the server refuses every block call.
     assert int(given["LLAMA_ARG_EVOKE_RAM"]) > 0
+    # A conversation may be longer than its cells; blocks survive restarts on disk.
+    assert given["LLAMA_ARG_KV_EVICTION"] == "1"
+    assert given["LLAMA_ARG_EVOKE_DISK"].startswith("%S/llama-server/")
+
+
+def test_both_programs_use_the_same_slot_files() -> None:
+    server = shlex.split(_one(SERVER, "Service.ExecStart"))
+    folder = server[server.index("--slot-save-path") + 1]
+    assert f"EVOKE_SNAPSHOTS_DIRECTORY={folder}" in unit(PROXY)["Service.Environment"]
+    for name in UNITS:
+        assert Path(folder).name in _one(name, "Service.StateDirectory").split()
 
 
 def test_order_and_restarts() -> None:
@@ -122,7 +135,9 @@ def test_the_unit_is_sandboxed(name: str) -> None:
         "ProtectHome": "yes",
         "PrivateTmp": "yes",
         "CapabilityBoundingSet": "",
-        "StateDirectory": name.removesuffix(".service"),
+        # The second is of both: slot files, which one program writes and the other reads.
+        "StateDirectory": f"{name.removesuffix('.service')} evoke-slots",
+        "User": "evoke-proxy",
         "StateDirectoryMode": "0700",
         "UMask": "0077",
     }

@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
+from model_mirror import Hub, serving
 
+from evoke_proxy.adapters.embedders import catalogue
+from evoke_proxy.cli.main import build_parser
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.build import build_spec
@@ -211,7 +214,7 @@ def test_every_final_stage_runs_as_another_user(path: Path) -> None:
         elif name != "ARG" or stages:
             stage.append((name, rest))
     run = {title: found for title, found in stages.items() if "ENTRYPOINT" in dict(found)}
-    assert len(run) == (2 if path.name.startswith("proxy") else 1)
+    assert len(run) == 1
     for title, found in run.items():
         names = [name for name, _ in found]
         assert dict(found)["USER"] == "10001:10001", title
@@ -282,7 +285,7 @@ def test_health_checks_allow_time_to_start(stack: Any) -> None:
         start = check["start_period"]
         assert int(start[:-1]) * units[start[-1]] >= seconds, name
         assert check["test"][0] == "CMD" and len(check["test"]) > 1
-    assert set(stack["services"]) - set(long_enough) == {"fetch-embedder"}
+    assert set(stack["services"]) - set(long_enough) == {"fetch-embedder", "admin-token"}
 
 
 @STACKS
@@ -418,7 +421,7 @@ def _built_server() -> Path | None:
     """The patched server if there is one; a unit test does not compile for minutes."""
     named = os.environ.get("EVOKE_PATCHED_SERVER")
     cache = cache_dir()
-    order = build_spec(True, find_toolchain(cuda=False), None, patches_dir(), cache)
+    order = build_spec(True, find_toolchain(), None, patches_dir(), cache)
     return Path(named) if named else finished_server(cache, order.key)
 
 
@@ -440,7 +443,7 @@ def test_server_settings_are_those_of_the_patched_server() -> None:
 
 def test_the_default_model_exists() -> None:
     service = GPU["services"]["llama-server"]
-    (volume,) = service["volumes"]
+    (volume,) = [item for item in service["volumes"] if isinstance(item, dict)]
     defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", "\n".join(_texts(service))))
     assert (DOCKER / defaults["MODELS_DIR"] / defaults["MODEL_FILE"]).is_file()
     assert service["environment"]["LLAMA_ARG_MODEL"].startswith(volume["target"] + "/")
@@ -450,7 +453,9 @@ def test_the_default_model_exists() -> None:
 def test_prometheus_scrapes_the_proxy() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text("utf-8"))
     (job,) = config["scrape_configs"]
-    _, port = parse_listen(GPU["services"]["proxy"]["environment"]["EVOKE_LISTEN"])
+    # There it needs no token, with and without client keys.
+    environment = GPU["services"]["proxy"]["environment"]
+    _, port = parse_listen(environment["EVOKE_SECURITY_ADMIN_LISTEN"])
     assert job["static_configs"] == [{"targets": [f"proxy:{port}"]}]
     path = job.get("metrics_path", "/metrics")
     assert path in {route.path for route in admin.routes(None)}  # type: ignore[arg-type]
@@ -489,13 +494,75 @@ def test_grafana_is_provisioned_with_the_dashboard() -> None:
     assert used == {source["uid"]}
 
 
-def test_the_embedder_is_optional_and_mounted_for_the_proxy() -> None:
-    service = GPU["services"]["fetch-embedder"]
-    assert service["profiles"] == ["embedder"]
-    target = service["volumes"][0].split(":")[1]
-    dockerfile = _dockerfile(service)
-    assert service["build"]["target"] in [rest.split()[-1] for rest in _of(dockerfile, "FROM")]
-    assert json.loads(_of(dockerfile, "ENTRYPOINT")[0])[-1] == target
-    assert f"{service['volumes'][0]}:ro" in GPU["services"]["proxy"]["volumes"]
-    readme = (ROOT / "deploy/README.md").read_text("utf-8")
-    assert f"`EVOKE_EMBEDDER_DIRECTORY={target}`" in readme
+@STACKS
+def test_volumes_belong_to_the_user_of_their_services(stack: Any) -> None:
+    """A new volume gets the owner of the directory of the image that it is mounted on."""
+    server, proxy = (stack["services"][name] for name in BUILT)
+    for service, names in ((server, ("blocks", "slots")), (proxy, ("slots", "state"))):
+        made = next(
+            line
+            for line in _dockerfile(service).read_text("utf-8").splitlines()
+            if "install -d -m 0700 -o 10001 -g 10001" in line
+        )
+        mounted = [item.split(":") for item in service["volumes"] if isinstance(item, str)]
+        for name in names:
+            assert name in stack["volumes"]
+            (target,) = [at for source, at, *_ in mounted if source == name]
+            assert target in made.split()
+    assert server["environment"]["LLAMA_ARG_EVOKE_DISK"].count("/blocks/") == 1
+    assert server["command"] == ["--slot-save-path", "/slots"]
+    assert proxy["environment"]["EVOKE_SNAPSHOTS_DIRECTORY"] == "/slots"
+
+
+@STACKS
+def test_the_token_of_the_page_is_made_before_the_proxy_starts(stack: Any) -> None:
+    making, proxy = stack["services"]["admin-token"], stack["services"]["proxy"]
+    assert making["build"] == proxy["build"] and making["restart"] == "no"
+    assert proxy["depends_on"]["admin-token"]["condition"] == "service_completed_successfully"
+    arguments = build_parser(making["command"]).parse_args(making["command"])
+    assert arguments.action == "token" and arguments.keep
+    named = proxy["environment"]["EVOKE_SECURITY_ADMIN_TOKEN_FILE"]
+    assert named == str(arguments.file)
+    assert "state:/state" in making["volumes"] and "state:/state:ro" in proxy["volumes"]
+
+
+@STACKS
+def test_the_encoder_is_fetched_before_the_proxy_starts(stack: Any) -> None:
+    fetching, proxy = stack["services"]["fetch-embedder"], stack["services"]["proxy"]
+    assert fetching["build"] == proxy["build"], "one image, with the runtime that it needs"
+    assert fetching["restart"] == "no" and "profiles" not in fetching
+    assert proxy["depends_on"]["fetch-embedder"]["condition"] == "service_completed_successfully"
+    (volume,) = fetching["volumes"]
+    assert f"{volume}:ro" in proxy["volumes"]
+    target = volume.split(":")[1]
+    dockerfile = _dockerfile(proxy).read_text("utf-8")
+    assert f"EVOKE_EMBEDDER_STORE={target}\n" in dockerfile
+    assert f"install -d -o 10001 -g 10001 {target} " in dockerfile
+    assert not {"EVOKE_EMBEDDER_STORE"} & set(fetching.get("environment", {}))
+    words = fetching["command"]
+    arguments = build_parser(words).parse_args(words)
+    assert arguments.action == "fetch" and arguments.optional
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_the_command_of_compose_ends_well_with_and_without_a_network(
+    network: bool, tmp_path: Path
+) -> None:
+    """The same command with the same environment; the files of this mirror are not the pinned."""
+    encoder = catalogue.ENCODERS[0]
+    files = {file.path: b"not it" for file in encoder.files}
+    with serving(Hub(encoder, files)) as hub:
+        env = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+        env |= {"EVOKE_LISTEN": "0.0.0.0:8090", "EVOKE_EMBEDDER_STORE": str(tmp_path / "store")}
+        env["EVOKE_EMBEDDER_MIRROR"] = hub.url if network else "http://127.0.0.1:9"
+        command = [
+            sys.executable,
+            "-m",
+            "evoke_proxy",
+            *GPU["services"]["fetch-embedder"]["command"],
+        ]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert ("the network" in done.stderr) is not network
+    assert "going on without it: built-in word vectors" in done.stderr
+    assert not (tmp_path / "store" / encoder.name).exists()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from evoke_proxy.cli.main import build_parser
 from evoke_proxy.config import load
 from evoke_proxy.web import admin
 
@@ -43,13 +44,24 @@ def test_the_settings_of_the_manifest_are_valid(tmp_path: Path) -> None:
     config = load(tmp_path / name, {})
     mounts = {item["name"]: item["mountPath"] for item in CONTAINERS["proxy"]["volumeMounts"]}
     assert CONTAINERS["proxy"]["args"] == ["serve", "--config", f"{mounts['config']}/{name}"]
-    (port,) = CONTAINERS["proxy"]["ports"]
-    assert config.listen == (f"0.0.0.0:{port['containerPort']}",)
+    ports = {port["name"]: port["containerPort"] for port in CONTAINERS["proxy"]["ports"]}
+    assert config.listen == (f"0.0.0.0:{ports['clients']}",)
+    assert config.security.admin_listen == (f"0.0.0.0:{ports['admin']}",)
     env = {item["name"]: item["value"] for item in CONTAINERS["llama-server"]["env"]}
     assert config.upstream.url == f"http://127.0.0.1:{env['LLAMA_ARG_PORT']}"
     assert env["LLAMA_ARG_HOST"] == "127.0.0.1", "nobody goes past the proxy"
     assert config.security.keys_file == POD["initContainers"][0]["command"][-1]
     assert config.security.keys_file.startswith(mounts["run"] + "/")
+    inits = {item["name"]: item for item in POD["initContainers"]}
+    assert config.security.admin_token_file == inits["token-copy"]["command"][-1]
+    made = build_parser(inits["token"]["args"]).parse_args(inits["token"]["args"])
+    assert made.keep and str(made.file) == inits["token-copy"]["command"][-2]
+    # Blocks, slot files, encoder and token are on the volume.
+    assert config.snapshots.directory == inits["folders"]["command"][-1]
+    assert CONTAINERS["llama-server"]["args"] == ["--slot-save-path", config.snapshots.directory]
+    kept = [env["LLAMA_ARG_EVOKE_DISK"], config.snapshots.directory, str(made.file)]
+    assert all(path.startswith(mounts["data"] + "/") for path in kept)
+    assert env["LLAMA_ARG_KV_EVICTION"] == "1" and config.policy.budget == "auto"
 
 
 def test_probes_ask_existing_paths_and_stopping_allows_draining(tmp_path: Path) -> None:

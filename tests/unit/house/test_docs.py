@@ -96,3 +96,11 @@ def test_no_page_links_to_unreported_faults() -> None:
     pages = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "deploy").glob("*.md"), ROOT / "patches/README.md"]
     assert [page.name for page in pages if "patches/upstream" in page.read_text("utf-8")] == []
     assert [page.name for page in pages if "keeps-reading" in page.read_text("utf-8")] == []
+
+
+def test_the_site_has_every_document() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = set(re.findall(r": ([\w/.-]+\.md)$", navigation, re.MULTILINE))
+    outside = {name for name in pages if not (ROOT / "docs" / name).is_file()}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} == pages - outside
+    assert all((ROOT / name).is_file() for name in outside)

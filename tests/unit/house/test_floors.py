@@ -28,7 +28,7 @@ FLOORS: dict[str, set[str]] = {
     "server_build": set(),
     "config": {"errors"},
     "core": {"errors", "config"},
-    "adapters": {"core", "errors", "config"},
+    "adapters": {"models", "core", "errors", "config"},
     "engine": {"adapters", "core", "errors", "config"},
     "web": {"engine", "adapters", "core", "errors", "config"},
     "demo": {"server_build", "models", "core", "errors", "config"},

@@ -27,6 +27,16 @@ BENCH_SOURCES = {
     ".".join(["bench", *path.relative_to(BENCH).with_suffix("").parts]): path.read_text("utf-8")
     for path in sorted(BENCH.rglob("*.py"))
 }
+# Functions of the engine and the adapters that take a client's headers, by module: those that send
+# a request as it is, and those that bind the key of a client to calls.
+HEADER_PARAMETERS: Mapping[str, list[str]] = {
+    "evoke_proxy.adapters.llama.calls": ["as_caller"],
+    "evoke_proxy.adapters.llama.client": ["as_caller", "open"],
+    "evoke_proxy.adapters.llama.transport": ["open"],
+    "evoke_proxy.engine.parsing.request": ["tenant_of"],
+    "evoke_proxy.engine.routing.least_loaded_proxy": ["open"],
+    "evoke_proxy.engine.routing.proxy_gateway": ["open"],
+}
 MAX_PARAMETERS = 5
 MAX_COLLABORATORS = 7
 FORBIDDEN = frozenset(
@@ -109,6 +119,56 @@ def wide_functions(text: str) -> list[str]:
     return wide
 
 
+def header_parameters(text: str) -> list[str]:
+    """Functions with a parameter for a client's headers, by its name or by its type."""
+    names = {"headers", "client_headers", "caller", "credentials"}
+    found = []
+    for item in ast.walk(ast.parse(text)):
+        if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for argument in (*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs):
+            kind = ast.unparse(argument.annotation) if argument.annotation is not None else ""
+            is_of_client = argument.arg == "client" and "Mapping" in kind
+            if argument.arg in names or is_of_client or "Headers" in kind:
+                found.append(item.name)
+                break
+    return sorted(found)
+
+
+# The states of a conversation, which only their own methods change.
+OWNED = frozenset(("budgeted", "snapshots", "vectors", "identity", "history", "breaker"))
+CONVERSATIONS = frozenset(("conversation", "victim", "forgotten"))
+
+
+def foreign_writes(text: str) -> list[str]:
+    """Assignments to a field of a conversation, or of one of its states, from outside its class."""
+    found = []
+    for item in ast.walk(ast.parse(text)):
+        targets = list[ast.expr]()
+        if isinstance(item, ast.Assign):
+            targets = [
+                part
+                for target in item.targets
+                for part in (target.elts if isinstance(target, ast.Tuple) else (target,))
+            ]
+        elif isinstance(item, ast.AugAssign | ast.AnnAssign):
+            targets = [item.target]
+        for target in targets:
+            changed = target.value if isinstance(target, ast.Subscript) else target
+            owner = changed.value if isinstance(changed, ast.Attribute) else None
+            is_owned = isinstance(owner, ast.Attribute) and owner.attr in OWNED
+            is_conversation = isinstance(owner, ast.Name) and owner.id in CONVERSATIONS
+            is_session = (
+                isinstance(owner, ast.Attribute)
+                and owner.attr == "session"
+                and isinstance(owner.value, ast.Name)
+                and owner.value.id in CONVERSATIONS
+            )
+            if is_owned or is_conversation or is_session:
+                found.append(ast.unparse(target))
+    return found
+
+
 def starred_literals(text: str) -> list[int]:
     """Lines of calls that unpack a literal tuple or list: `f(*(a, b), c)`."""
     return [
@@ -169,6 +229,30 @@ def test_packages_depend_one_way() -> None:
 def test_functions_take_few_parameters() -> None:
     wide = {m: found for m, text in SOURCES.items() if (found := wide_functions(text))}
     assert wide == {}
+
+
+def test_a_request_binds_the_key_of_its_client_once() -> None:
+    """Calls for a request are made by objects that have the key, not with headers as arguments."""
+    layers = ("evoke_proxy.engine.", "evoke_proxy.adapters.")
+    of_client = {
+        module: found
+        for module, text in SOURCES.items()
+        if module.startswith(layers) and (found := header_parameters(text))
+    }
+    assert of_client == HEADER_PARAMETERS
+
+
+def test_each_state_of_a_conversation_is_changed_by_its_own_methods() -> None:
+    writes = {
+        module: found
+        for module, text in SOURCES.items()
+        if module.startswith("evoke_proxy.") and (found := foreign_writes(text))
+    }
+    # The store makes conversations and commits their identity.
+    store = writes.pop("evoke_proxy.engine.server.conversations", [])
+    allowed = {"budgeted", "identity", "cached_body", "has_moved"}
+    assert {name.removeprefix("conversation.") for name in store} <= allowed
+    assert writes == {}
 
 
 def test_no_call_unpacks_a_literal() -> None:
@@ -236,6 +320,31 @@ def test_the_cycle_rule_catches_cycles_of_sub_packages() -> None:
 )
 def test_the_parameter_rule_counts(text: str, expected: list[str]) -> None:
     assert wide_functions(text) == expected
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "conversation.budgeted.epoch = None",
+        "a.snapshots.sent, b = 1, 2",
+        "it.vectors.pending[label] = keys",
+        "turn.conversation.budgeted.n_resident -= 1",
+        "conversation.pinned = True",
+        "conversation.session.config = config",
+    ],
+)
+def test_the_rule_for_states_finds_assignments(statement: str) -> None:
+    assert len(foreign_writes(statement)) == 1
+    assert foreign_writes("self.epoch = 1; route.session = id; self.budgeted = state") == []
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    ["headers", "client: Mapping[str, str]", "given: Headers", "*, credentials: object = None"],
+)
+def test_the_rule_for_headers_finds_them_by_name_or_type(parameter: str) -> None:
+    assert header_parameters(f"class A:\n    async def f(self, {parameter}): pass") == ["f"]
+    assert header_parameters("def f(client: LlamaClient, more): pass") == []
 
 
 def test_the_other_rules_catch_what_they_are_for() -> None:

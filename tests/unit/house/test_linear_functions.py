@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_time import exponent
+from hostile_text import CHARACTERS
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
@@ -26,33 +27,16 @@ from evoke_proxy.core.retrieval.bm25 import (
 )
 from evoke_proxy.core.retrieval.index import Index, cut_off, ends_sentence, possible_names
 from evoke_proxy.core.retrieval.query import Query, query_of
+from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.body_parsing import parse_object
 
-# Text that patterns and splits may stumble over, each repeated.
+# Texts that are repeated.
 UNITS = (
-    *(
-        " ",
-        "\n",
-        " \n",
-        "\t",
-        "a",
-        "A",
-        "0",
-        "_",
-        "-",
-        ".",
-        ",",
-        "?",
-        "/",
-        "\\",
-        '"',
-        "é",
-        "語",
-        "。",
-    ),
+    *CHARACTERS,
+    *(" \n", "?", "。"),
     *("a ", "a, ", " and ", " and also ", "a.b-c/", "aA", "A. ", "now ", "date 1", "12:30 ", "mon"),
     *(
         "x=y;",
@@ -114,6 +98,7 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "retrieved": _retrieved,
     "searched": _searched,
     "terms": terms_of,
+    "word pieces": WordPieces(("a", "##a", "a" * 20, "##" + "b" * 20, "語", "go")).ids,
     "possible_names": possible_names,
     "phrases": lambda text: query_phrases(text, {"a"}),
     "phrase_text": phrase_text,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from evoke_proxy.core.request.options import MESSAGE_FIELDS, TOP_LEVEL_FIELDS
+from evoke_proxy.core.request.converters import MESSAGE_FIELDS
+from evoke_proxy.core.request.options import TOP_LEVEL_FIELDS
 
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.toml").exists())
 TEXT = (ROOT / "docs/requests.md").read_text("utf-8")

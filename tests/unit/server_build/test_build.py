@@ -185,6 +185,18 @@ def test_a_server_that_does_not_start_is_not_kept(build: Build, llama: Path, cac
     assert not (cache / "bin").exists()
 
 
+@pytest.mark.parametrize(
+    ("jobs", "cores", "expected"),
+    [(1, 8, "8 to 20 minutes with 1 core "), (8, 2, "4 to 10 minutes with 2 cores ")],
+)
+def test_the_first_build_says_its_minutes_on_the_cores_of_this_machine(
+    jobs: int, cores: int, expected: str
+) -> None:
+    notice = build_module.first_build_notice(jobs, cores)
+    assert "8 to 20 minutes of processor time" in notice
+    assert expected in notice
+
+
 def test_a_directory_without_llama_cpp_is_refused(build: Build, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="is not a llama.cpp checkout"):
         build(source=tmp_path)

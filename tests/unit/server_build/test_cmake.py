@@ -83,6 +83,19 @@ def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
     assert [part[-7:-3] for part in stream.getvalue().split("\r")[1:]] == ["0:00", "0:10", "0:20"]
 
 
+def test_lines_of_a_build_within_the_build_are_ignored() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream, Clock())
+    progress.begin("building")
+    for line in ("[30/300] Building", "[1/2] Generating", "[2/2] Linking", "[60/300] Building"):
+        progress.read_line(line)
+    assert [line.split(": ")[1][:4] for line in stream.getvalue().splitlines()] == [
+        "0 % ",
+        "10 %",
+        "20 %",
+    ]
+
+
 def test_the_time_left_follows_the_measured_speed_of_this_step() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream, clock)

@@ -1,4 +1,4 @@
-"""Decides what a request finds in its slot, and has llama-server do it."""
+"""Plans the contents of the slot of a request, and has llama-server run the plan."""
 
 from __future__ import annotations
 
@@ -49,39 +49,39 @@ class Planner:
         self._vectors = vectors
         self._records = records
         self._worker = SessionWorker()
-        self._attention = AttentionReader(server.blocks, server.monitor)
+        self._attention = AttentionReader(server.monitor)
         self._prober = Prober(server, self._attention)
 
     async def render_first(
-        self, request: ParsedChat, trace: RequestTrace
+        self, request: ParsedChat, scope: TurnScope
     ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
         """Render a request and embed its question at the same time; returns tokens and vectors.
 
         Raises PromptTooLong when the prompt exceeds the context of a slot.
         """
-        rendering = self.render(request, request.body, request.previous)
-        return await self._vectors.embed_beside(rendering, request, trace)
+        render = partial(self.render, scope.turn, request.body, request.previous)
+        return await self._vectors.embed_beside(render, request, scope.trace)
 
     async def render(
-        self, request: ParsedChat, body: bytes, previous: Rendered | None = None
+        self, turn: PreparedTurn | RenderedTurn, body: bytes, previous: Rendered | None = None
     ) -> Rendered:
-        """Render a body at the server; `monitor.server` describes the instance that did it.
+        """Render a body of a turn; `monitor.server` describes the instance that did it.
 
         `previous` is a rendering that this one probably extends. Raises PromptTooLong when the
         prompt exceeds the context of a slot.
         """
-        monitor, headers = self._server.monitor, request.headers
-        call = RenderCall(request.incoming.dialect, body, previous, monitor.server.n_ctx)
+        monitor, calls = self._server.monitor, turn.calls
+        call = RenderCall(turn.request.incoming.dialect, body, previous, monitor.server.n_ctx)
         try:
-            rendered = await self._server.blocks.render(call, headers)
+            rendered = await calls.blocks.render(call)
         except PromptTooLong:
             monitor.doubt()  # the server may have started again, with another context
-            await monitor.ensure_current(headers)
+            await monitor.ensure_current(calls.client)
             if monitor.server.n_ctx == call.n_ctx:
                 raise
             call = replace(call, n_ctx=monitor.server.n_ctx)
-            rendered = await self._server.blocks.render(call, headers)
-        await monitor.confirm(rendered.instance, headers)
+            rendered = await calls.blocks.render(call)
+        await monitor.confirm(rendered.instance, calls.client)
         return rendered
 
     async def truncate(self, turn: RenderedTurn) -> RenderedTurn:
@@ -89,8 +89,8 @@ class Planner:
         config = effective_config(turn.conversation.session.config, turn.chat)
         if not policy_of(config).truncates or config.budget is None:
             return turn
-        wanted = turn.chat.max_tokens
-        limit = prompt_limit(config.budget, config.reserve_tokens if wanted is None else wanted)
+        n_answer = turn.chat.max_tokens
+        limit = prompt_limit(config.budget, config.reserve_tokens if n_answer is None else n_answer)
         cut = partial(
             truncate_messages,
             turn.body,
@@ -124,7 +124,7 @@ class Planner:
                 if n_refused > 1:
                     raise
             scope.trace.stage = "render"
-            rendered = await self.render(turn.request, turn.body, turn.rendered)
+            rendered = await self.render(turn, turn.body, turn.rendered)
             turn = replace(turn, rendered=rendered)
 
     async def hold_budget(
@@ -134,10 +134,11 @@ class Planner:
         body = scope.turn.forwarded.body
         turn = RenderedTurn(
             request=request,
+            calls=scope.turn.calls,
             chat=request.chat,
             body=body,
             conversation=conversation,
-            rendered=await self.render(request, body),
+            rendered=await self.render(scope.turn, body),
             slot=scope.turn.slots[0],
         )
         view = turn.view
@@ -146,10 +147,9 @@ class Planner:
         config = effective_config(conversation.session.config, request.chat)
         stream = _unplanned(config)
         call = PlanCall(Plan(stream=stream), view, conversation.owner)
-        epoch = await self._server.blocks.run_plan(call, request.headers)
+        epoch = await turn.calls.blocks.run_plan(call)
         forwarded = await scope.turn.with_members(_marker(view.id, epoch), request.chat.keys)
-        conversation.budgeted.epoch = epoch
-        conversation.budgeted.budget, conversation.budgeted.policy = config.budget, config.name
+        conversation.budgeted.plan_ran(epoch, config)
         return _budgeted(
             scope.turn,
             forwarded=forwarded,
@@ -168,9 +168,12 @@ class Planner:
         if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
         started, plan = await self._begin(turn, view)
-        seen = await self._attention.read(started, conversation, turn.headers)
-        if seen is not started:
-            started, plan = seen, await self._compute(turn, partial(session.plan, seen))
+        with_attention = await self._attention.read(turn, started)
+        if with_attention is not started:
+            started, plan = (
+                with_attention,
+                await self._compute(turn, partial(session.plan, with_attention)),
+            )
         recalled = None
         if quotes_evicted(started.config):
             started, plan, recalled = await self._with_text(turn, trace, started, plan)
@@ -180,14 +183,13 @@ class Planner:
         trace.stage = "plan"
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
-        epoch = await self._server.blocks.run_plan(call, turn.headers)
+        epoch = await turn.calls.blocks.run_plan(call)
         session.applied(started, plan)
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
         quoted = () if recalled is None else recalled.blocks
-        spoken = conversation.budgeted.sent = self._records.request_to_remember(
-            turn.chat.dialect, body
-        )
+        spoken = self._records.request_to_remember(turn.chat.dialect, body)
+        conversation.budgeted.request_sent(spoken)
         members = _marker(view.id, epoch)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
         self._note(turn, (started, plan), epoch, quoted)
@@ -221,7 +223,7 @@ class Planner:
             return started, plan, None
         trace.stage = "render"
         try:
-            rendered = await self.render(turn.request, recalled.body)
+            rendered = await self.render(turn, recalled.body)
         except PromptTooLong:
             return started, plan, None
         trace.stage = "decide"
@@ -241,9 +243,12 @@ class Planner:
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))
             started = session.begin(turn.rendered, view, turn.chat, turn.question_vectors)
+            if turn.question_vectors:
+                self._vectors.embed_missing(session, started.view.blocks)
             return started, session.plan(started)
 
-        return await self._compute(turn, work, len(vectors))
+        n_vectors = len(vectors) + self._vectors.n_missing(session)
+        return await self._compute(turn, work, n_vectors)
 
     async def _compute(self, turn: RenderedTurn, work: Callable[[], T], n_vectors: int = 0) -> T:
         """The result of `work`, which changes the session; in a thread when that takes long."""
@@ -262,7 +267,7 @@ class Planner:
         if edge is None:
             return view
         call = PlanCall(Plan(reuse=edge), view, turn.conversation.owner)
-        epoch = await self._server.blocks.run_plan(call, turn.headers)
+        epoch = await turn.calls.blocks.run_plan(call)
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
@@ -274,24 +279,25 @@ class Planner:
             turn.conversation,
             self._server.metrics,
         )
-        conversation.budgeted.epoch = epoch
-        conversation.budgeted.budget, conversation.budgeted.policy = (
-            started.config.budget,
-            started.config.name,
-        )
-        conversation.budgeted.capture = self._attention.wanted(started.config, conversation)
-        metrics.evicted.inc(len(plan.evicts))
-        metrics.recovered.inc(len(plan.loads) + len(plan.adopt.labels if plan.adopt else ()))
-        metrics.as_text.inc(len(quoted))
+        conversation.budgeted.plan_ran(epoch, started.config)
+        conversation.budgeted.capture_started(self._attention.capture(started.config, conversation))
+        metrics.count_evictions("plan", len(plan.evicts))
+        metrics.count_recoveries("question", len(plan.loads))
+        metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
+        metrics.count_recoveries("text", len(quoted))
         if started.divergence is not None:
-            _log.info("session %s left its history at %d", conversation.id, started.divergence)
+            _log.info(
+                "session %s: the prompt differs from its history at token %d",
+                conversation.id,
+                started.divergence,
+            )
 
     async def _learn(self, turn: RenderedTurn, refused: PlanRefused) -> None:
         """Count a refusal, and record which of the session's copies are missing."""
         conversation = turn.conversation
         self._server.metrics.plan_failures.labels(reason=refused.type).inc()
-        _log.warning("session %s: plan refused: %s", conversation.id, refused)
-        slot = await self._server.blocks.slot(turn.slot, conversation.tenant, turn.headers)
+        _log.warning("session %s: llama-server refused a plan: %s", conversation.id, refused)
+        slot = await turn.calls.blocks.slot(turn.slot, conversation.tenant)
         missing = conversation.labels - copies_in(slot).keys()
         if refused.name is not None:
             missing |= {refused.name}

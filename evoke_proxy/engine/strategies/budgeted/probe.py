@@ -77,22 +77,22 @@ class Prober:
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
         first = session.plan(roomy)
-        if first.infeasible or first.crowded:
+        if first.infeasible or first.over_capacity:
             return planned
         record.result = ProbeResult(first, 0, 0.0)  # tried, should it be refused
         more = [*self._attention.ops(started.config, conversation), PROBE]
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
-        epoch = await self._server.blocks.run_plan(call, turn.headers)
+        epoch = await turn.calls.blocks.run_plan(call)
         session.applied(roomy, first)
         cursor = started.view.decode_from
         with trace.waiting():
             decoded = await self._decode(turn, started, epoch)
         # Without a tenant no copies are listed: only what is resident matters.
-        answer = await self._server.blocks.slot(started.slot.id, "", turn.headers, LATEST)
+        answer = await turn.calls.blocks.slot(started.slot.id, "", LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)
         later = session.begin(started.rendered, view, started.request, turn.question_vectors)
-        found = await self._sought(turn, later)
-        later = replace(later, view=replace(later.view, model_relevance=found))
+        relevance = await self._sought(turn, later)
+        later = replace(later, view=replace(later.view, model_relevance=relevance))
         seconds = loop.time() - started_at
         record.result = ProbeResult(first, decoded, seconds)
         metrics.probe_tokens.inc(decoded)
@@ -101,7 +101,7 @@ class Prober:
 
     def _declined(self, conversation: Conversation, turn: Turn) -> str:
         view = turn.view
-        if not self._server.monitor.server.probes:
+        if not self._server.monitor.server.can_probe:
             return "off"
         if not self._attention.can_capture(conversation):
             return "off"
@@ -125,8 +125,8 @@ class Prober:
             "evoke": {"epoch": epoch},
             "response_fields": ["timings"],
         }
-        options = CallOptions(turn.headers, "probe", is_long=True)
-        answer = await self._server.client.call("POST", "/completion", body, options)
+        options = CallOptions("probe", is_long=True)
+        answer = await turn.calls.client.call("POST", "/completion", body, options)
         timings: Mapping[str, Any] = answer.get("timings") or {}
         self.pace.note(timings)
         accounting = TokenAccounting.parse(timings)
@@ -143,19 +143,19 @@ class Prober:
         if len(at) > MAX_COMPARED_BLOCKS:
             at = await self._likeliest(turn, later)
         question = {"ranges": [], "products": spans_of(view, at), "tenant": tenant}
-        answer = await self._attention.call(later.slot.id, question, "products", turn.headers)
+        answer = await turn.calls.blocks.attention(later.slot.id, question, "products")
         return model_relevance(answer.get("key_products"), at, len(view.blocks), view.n_tokens)
 
     async def _likeliest(self, turn: RenderedTurn, later: Turn) -> Positions:
         view, conversation = later.view, turn.conversation
         bounds = conversation.session.attention.bounds
         bounds.retain(view.blocks)
-        lacking = [i for i in bounds.missing(view.blocks) if view.blocks.ends[i] <= view.n_past]
-        spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in lacking]
+        missing = [i for i in bounds.missing(view.blocks) if view.blocks.ends[i] <= view.n_past]
+        spans = [[view.blocks[i].span.start, view.blocks[i].span.end] for i in missing]
         tenant = conversation.tenant
         question = {"ranges": [], "with_queries": True, "bounds": spans, "tenant": tenant}
-        answer = await self._attention.call(later.slot.id, question, "bounds", turn.headers)
-        bounds.add(answer.get("key_bounds"), [view.blocks[i].label for i in lacking])
+        answer = await turn.calls.blocks.attention(later.slot.id, question, "bounds")
+        bounds.add(answer.get("key_bounds"), [view.blocks[i].label for i in missing])
         queries = Queries.parse(answer.get("query_rows"), len(answer.get("layers", ())))
         return most_likely(view, bounds, queries)
 
@@ -163,6 +163,6 @@ class Prober:
 def _with_room(turn: Turn) -> Turn:
     """The turn with room for the words of a probe."""
     reserve = turn.view.max_tokens
-    wanted = turn.config.reserve_tokens if reserve is None else reserve
-    view = replace(turn.view, max_tokens=max(wanted, turn.config.probe_tokens))
+    n_answer = turn.config.reserve_tokens if reserve is None else reserve
+    view = replace(turn.view, max_tokens=max(n_answer, turn.config.probe_tokens))
     return replace(turn, view=view)

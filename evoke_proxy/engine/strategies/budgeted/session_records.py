@@ -20,13 +20,11 @@ import numpy as np
 
 from evoke_proxy.adapters.llama.block_api import (
     LATEST,
-    BlockApi,
     RenderCall,
     batches_of_names,
     copies_in,
     copies_of,
 )
-from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
@@ -37,9 +35,10 @@ from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
-from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
 from evoke_proxy.engine.strategies.snapshots.lookahead import next_turn_prefix
 from evoke_proxy.errors import SnapshotUnusable
 
@@ -52,8 +51,7 @@ _MAX_VECTOR_BLOCKS = 2048
 class CopySpill:
     """Has llama-server write the copies of sessions to its disk tier."""
 
-    def __init__(self, blocks: BlockApi) -> None:
-        self._blocks = blocks
+    def __init__(self) -> None:
         # By session: the version of the copy list that was read, and the names on disk.
         self._on_disk: dict[str, tuple[int, set[str]]] = {}
 
@@ -74,25 +72,19 @@ class CopySpill:
         _, on_disk = self._on_disk.get(session, (0, set[str]()))
         on_disk.difference_update(names)
 
-    async def write(
-        self,
-        conversation: Conversation,
-        answer: Mapping[str, Any],
-        headers: Mapping[str, str],
-        lease: BackgroundLease,
-    ) -> None:
+    async def write(self, job: SlotJob, answer: Mapping[str, Any]) -> None:
         """Write the copies that are not on disk; raises Preempted between two calls.
 
         `answer` has the changes of the copy list since `version`.
         """
+        conversation = job.conversation
         layout = conversation.session.layout
         copies = layout.saved.union(item.label for item in layout.ranges)
         names = sorted(copies - self._read(conversation, answer))
-        (slot,) = lease.slots
         for batch in batches_of_names(names):
-            lease.check()
+            job.lease.check()
             call = {"names": batch, "tenant": conversation.tenant}
-            await self._blocks.run(slot, "block-spill", call, headers)
+            await job.calls.blocks.run(job.slot, "block-spill", call)
 
     def _read(self, conversation: Conversation, answer: Mapping[str, Any]) -> set[str]:
         """The names of a session's copies that are on disk, as far as llama-server has stated."""
@@ -132,11 +124,8 @@ class VectorRecords:
 
     async def write(self, conversation: Conversation, repository: SnapshotRepository) -> None:
         """Write one more part, if there are new vectors."""
-        state = conversation.vectors
-        fresh, state.embedded = state.embedded, {}
-        new = [
-            (label, vectors) for label, keys in fresh.items() if len(vectors := self._vectors(keys))
-        ]
+        embedded = conversation.vectors.take_embedded().items()
+        new = [(label, vectors) for label, keys in embedded if len(vectors := self._vectors(keys))]
         if not new:
             return
         session = conversation.id
@@ -193,9 +182,8 @@ class SessionRecords:
                 recorded = await asyncio.to_thread(_decode, record.packed)
                 if _belongs_to(recorded.home, home, homes):
                     conversation = self._conversations.recall(recorded)
-                    conversation.vectors.stored = self._vectors.read(
-                        conversation.id, parts[conversation.id]
-                    )
+                    vectors = self._vectors.read(conversation.id, parts[conversation.id])
+                    conversation.vectors.loaded(vectors)
             except (ValueError, zlib.error) as error:
                 _log.warning("session %s was not written down as agreed: %s", record.id, error)
                 self.forget(record.id)
@@ -213,16 +201,16 @@ class SessionRecords:
         await self._repository.write_record(record)
         if self._is_forgotten(conversation) and not conversation.has_moved:
             self.forget(conversation.id)  # it was deleted while it was written
-        elif conversation.orders != recorded.overrides:
+        elif conversation.overrides != recorded.overrides:
             self.update_overrides(conversation)
 
     def update_overrides(self, conversation: Conversation) -> None:
         """Write soon what an operator has changed of a session."""
-        orders = conversation.orders
+        overrides = conversation.overrides
 
         def changed(record: Record) -> Record:
             try:
-                data = with_operator_overrides(zlib.decompress(record.packed), orders)
+                data = with_operator_overrides(zlib.decompress(record.packed), overrides)
             except zlib.error as error:
                 raise ValueError(str(error)) from error
             return replace(record, packed=zlib.compress(data, 1))
@@ -239,24 +227,28 @@ class SessionRecords:
 
 
 class SessionPersistence:
-    """Saves sessions, and brings back what they had; does nothing without `slot_snapshots`."""
+    """Saves sessions, and brings back what they had.
+
+    Copies go to llama-server's disk tier where it has one; records need `slot_snapshots`.
+    """
 
     def __init__(
         self,
         *,
-        client: LlamaClient,
+        home: str,
         slot_snapshots: SlotSnapshots | None,
         conversations: Conversations,
         embedding: EmbeddingService,
         homes: Sequence[str],
+        discovery: SessionDiscovery,
     ) -> None:
-        """`homes` are the URLs of all llama-servers, () when there is one."""
-        self._home = client.url
+        """`home` is the URL of this llama-server; `homes` are all URLs, () when there is one."""
+        self._home = home
         self._homes = homes
-        self._blocks = BlockApi(client)
         self._conversations = conversations
         self._slot_snapshots = slot_snapshots
-        self._spill = CopySpill(self._blocks)
+        self.discovery = discovery
+        self._spill = CopySpill()
         self._records: SessionRecords | None = None
         if slot_snapshots is not None:
             vectors = VectorRecords(embedding)
@@ -267,11 +259,12 @@ class SessionPersistence:
         """Forget what the disk tier of the earlier server instance had."""
         self._server = server
         self._spill.clear()
+        self.discovery.server_started(server.can_find)
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether sessions are written down."""
-        return self._records is not None
+    def saves_answers(self) -> bool:
+        """Whether copies must cover generated tokens: after a restart nothing else has them."""
+        return self._records is not None or self._server.has_disk
 
     async def load(self) -> None:
         """Register the sessions that were written down."""
@@ -300,28 +293,27 @@ class SessionPersistence:
             return None
         return SentTurn(dialect, body, AnswerReader())
 
-    async def decode_next_turn(
-        self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
-    ) -> None:
+    async def decode_next_turn(self, job: SlotJob) -> None:
         """Decode what the next turn begins with, before a slot is saved whole.
 
         A recurrent state cannot go back. A slot with the answer as it was generated is useless
         where the history spells it differently. Raises Preempted and other EvokeErrors.
         """
-        sent, conversation.budgeted.sent = conversation.budgeted.sent, None
+        conversation = job.conversation
+        sent = conversation.budgeted.take_sent()
         if sent is None or self._slot_snapshots is None or conversation.budgeted.epoch is None:
             return
 
         async def render(body: bytes) -> Tokens:
-            return (await self._blocks.render(RenderCall(sent.dialect, body), headers)).tokens
+            return (await job.calls.blocks.render(RenderCall(sent.dialect, body))).tokens
 
         tokens = await next_turn_prefix(sent.body, sent.answer, render)
         if tokens is not None and len(tokens) > len(conversation.session.tokens):
-            await self._slot_snapshots.decode_ahead(lease, conversation, tokens, headers)
+            await self._slot_snapshots.decode_ahead(job, tokens)
 
     def copies_since(self, conversation: Conversation) -> str:
         """Return the version of the copy list that `save` needs the changes since."""
-        if self._records is None or not self._server.spills:
+        if not self._server.has_disk:
             return LATEST
         return self._spill.version(conversation.id)
 
@@ -329,30 +321,24 @@ class SessionPersistence:
         """Note that copies of a session were made just now."""
         self._spill.note_copied(conversation.id, names)
 
-    async def save(
-        self,
-        conversation: Conversation,
-        view: SlotView,
-        answer: Mapping[str, Any],
-        headers: Mapping[str, str],
-        lease: BackgroundLease,
-    ) -> None:
+    async def save(self, job: SlotJob, view: SlotView, answer: Mapping[str, Any]) -> None:
         """Save a session whose slot is as in `view`; ends the lease before it writes own files.
 
         `answer` has the changes of the copy list since `copies_since`, before the latest copies
         were made. Raises Preempted between two calls, and other EvokeErrors.
         """
-        if self._records is None:
+        conversation = job.conversation
+        recorded = None if self._records is None else self._recorded(conversation, view)
+        if self._server.has_disk:
+            await self._spill.write(job, answer)
+        if self._records is None or recorded is None:
             return
-        recorded = self._recorded(conversation, view)
-        if self._server.spills:
-            await self._spill.write(conversation, answer, headers, lease)
         if self._conversations.get(conversation.id) is not conversation:
             return  # it was deleted, and must not be written again
         if self._server.needs_full_state and self._slot_snapshots is not None:
-            lease.check()
-            await self._slot_snapshots.save(view.id, conversation, headers)
-        lease.end()
+            job.lease.check()
+            await self._slot_snapshots.save(job)
+        job.lease.end()
         await self._records.write(conversation, recorded)
         if self._conversations.get(conversation.id) is not conversation:
             self._spill.forget(conversation.id)
@@ -361,39 +347,32 @@ class SessionPersistence:
         """The state of a session, taken before anything is awaited."""
         edges = (conversation.head, conversation.last_user_end, conversation.n_users)
         session = conversation.session.state(view)
-        hint, orders = conversation.hint, conversation.orders
-        return SessionRecord(session, hint, edges, view.id, view.epoch, self._home, orders)
+        hint, overrides = conversation.hint, conversation.overrides
+        return SessionRecord(session, hint, edges, view.id, view.epoch, self._home, overrides)
 
-    async def reconcile_copies(
-        self, conversation: Conversation, slot: int, headers: Mapping[str, str]
-    ) -> None:
+    async def reconcile_copies(self, turn: RenderedTurn) -> None:
         """Ask which copies of a session are left after a restart; raises UpstreamError."""
-        answer = await self._blocks.slot(slot, conversation.tenant, headers)
+        conversation = turn.conversation
+        answer = await turn.calls.blocks.slot(turn.slot, conversation.tenant)
         copies = copies_in(answer).items()
         conversation.session.confirm_copies(
             {name: Span(copy["p0"], copy["p1"]) for name, copy in copies}
         )
-        conversation.budgeted.is_unconfirmed = False
+        conversation.budgeted.copies_confirmed()
 
-    async def restore_slot(
-        self,
-        conversation: Conversation,
-        tokens: Tokens,
-        view: SlotView,
-        headers: Mapping[str, str],
-    ) -> bool:
-        """Fill a slot from a snapshot where copies do not bring it back; raises UpstreamError.
+    async def restore_slot(self, turn: RenderedTurn) -> bool:
+        """Fill the slot of a turn from a snapshot, when the model needs its full state.
 
-        Returns False when no snapshot reaches further in a prompt of these tokens than the slot.
+        Returns False when no snapshot reaches further in the prompt than the slot. Raises
+        UpstreamError.
         """
         if self._slot_snapshots is None or not self._server.needs_full_state:
             return False
         await self._slot_snapshots.repository.refresh()
-        n_past = view.n_past(len(tokens))
-        match = await self._slot_snapshots.restore(view.id, conversation, tokens, n_past, headers)
+        match = await self._slot_snapshots.restore(turn)
         if match is None:
             return False
-        answer = await self._blocks.slot(view.id, conversation.tenant, headers, LATEST)
+        answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
         self._slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
         return True
 

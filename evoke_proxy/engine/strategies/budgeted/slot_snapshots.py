@@ -5,21 +5,16 @@ Models with recurrent states or attention windows need this: copies of blocks do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
-from evoke_proxy.engine.server.conversations import Conversation, Conversations
-from evoke_proxy.engine.server.slot_queue import BackgroundLease
+from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
 from evoke_proxy.engine.strategies.snapshots.lookahead import decode_steps
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-
-Headers = Mapping[str, str]
 
 
 class SlotSnapshots:
@@ -28,43 +23,41 @@ class SlotSnapshots:
     def __init__(
         self,
         *,
-        api: StockApi,
         probe: ServerProbe,
         transfers: SnapshotTransfers,
         repository: SnapshotRepository,
         conversations: Conversations,
     ) -> None:
-        self._api = api
         self._probe = probe
         self._transfers = transfers
         self.repository = repository
         self._conversations = conversations
 
-    async def decode_ahead(
-        self, lease: BackgroundLease, conversation: Conversation, tokens: Tokens, headers: Headers
-    ) -> None:
-        """Decode the prompt `tokens` in the leased slot, which keeps its holes and its budget.
+    async def decode_ahead(self, job: SlotJob, tokens: Tokens) -> None:
+        """Decode the prompt `tokens` in the slot of a job, which keeps its holes and its budget.
 
         Raises Preempted when a request comes, and UpstreamErrors.
         """
-        (slot,) = lease.slots
+        conversation = job.conversation
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):
-            prefill = self._api.prefill(tokens[:end], slot, headers, conversation.budgeted.epoch)
-            done = await lease.run(prefill)
+            epoch = conversation.budgeted.epoch
+            prefill = job.calls.stock.prefill(tokens[:end], job.slot, epoch)
+            done = await job.lease.run(prefill)
             accounting = TokenAccounting.parse(done.timings)
             if accounting is None or accounting.marker != "ok":
-                conversation.budgeted.epoch = None
+                conversation.budgeted.slot_unknown()
                 return
             evicted = [(label, span) for span, label in accounting.auto_evicted if label]
             conversation.session.add_copies(evicted)
-            conversation.budgeted.n_resident = accounting.n_resident
+            conversation.budgeted.tokens_counted(accounting.n_resident)
 
-    async def save(self, slot: int, conversation: Conversation, headers: Headers) -> None:
-        """Save a slot that begins with the conversation's prompt.
+    async def save(self, job: SlotJob) -> None:
+        """Save the slot of a job, which begins with the conversation's prompt.
 
         Does nothing directly after another save, for short prompts, without room on the disk, and
         for a conversation that was forgotten. Raises EvokeErrors when a call fails.
         """
+        conversation, api = job.conversation, job.calls.stock
         tokens = conversation.session.tokens
         if self._transfers.seconds_until_save() > 0:
             return
@@ -73,7 +66,7 @@ class SlotSnapshots:
         n_bytes = len(tokens) * self._probe.costs.bytes_per_token
         if not self.repository.has_room(conversation.tenant, n_bytes):
             return
-        fingerprint = await self._api.fingerprint(headers)
+        fingerprint = await api.fingerprint()
         is_registered = self._conversations.get(conversation.id) is conversation
         if not is_registered and not conversation.has_moved:
             return  # it was forgotten in the meantime, and nothing would delete the snapshot
@@ -81,21 +74,16 @@ class SlotSnapshots:
         label = SnapshotLabel(
             conversation.tenant, fingerprint, conversation.id, STEP, float(len(tokens))
         )
-        await self._transfers.save_with_answer(slot, tokens, label, headers)
+        await self._transfers.save_with_answer(job.slot, tokens, label, api)
 
-    async def restore(
-        self,
-        slot: int,
-        conversation: Conversation,
-        tokens: Tokens,
-        n_past: int,
-        headers: Headers,
-    ) -> Match | None:
-        """Restore the snapshot that shares the most leading tokens with a prompt into a slot.
+    async def restore(self, turn: RenderedTurn) -> Match | None:
+        """Restore the snapshot that shares the most leading tokens with a prompt into its slot.
 
-        Returns None when no snapshot of the conversation shares more than `n_past` tokens, or when
-        it cannot be restored. After a match the caller must call `record_reuse`.
+        Returns None when no snapshot of the conversation shares more tokens than the slot has, or
+        when it cannot be restored. After a match the caller must call `record_reuse`.
         """
+        conversation, tokens, api = turn.conversation, turn.rendered.tokens, turn.calls.stock
+        n_past = turn.view.n_past(len(tokens))
         own = [
             item
             for item in self.repository.snapshots
@@ -103,12 +91,12 @@ class SlotSnapshots:
         ]
         if not _reaches_beyond(best(own, tokens, partial=False), n_past):
             return None
-        fingerprint = await self._api.fingerprint(headers)
+        fingerprint = await api.fingerprint()
         usable = (item for item in own if item.fingerprint == fingerprint)
         match = best(usable, tokens, partial=False)
         if match is None or not _reaches_beyond(match, n_past):
             return None
-        return match if await self._transfers.restore(match, slot, headers) else None
+        return match if await self._transfers.restore(match, turn.slot, api) else None
 
     def record_reuse(self, match: Match, n_tokens: int) -> None:
         """Record how many tokens a slot holds after a restore."""

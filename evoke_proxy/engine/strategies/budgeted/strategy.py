@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 from evoke_proxy.adapters.llama.block_api import slot_in
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
-from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.policy.turn import effective_config
+from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
@@ -54,7 +54,6 @@ class BudgetedStrategy(CacheStrategy):
         records: SessionPersistence,
         write_back: WriteBack,
         vectors: BlockVectors,
-        policy: PolicyConfig,
     ) -> None:
         self._server = server
         self._slots = slots
@@ -62,7 +61,6 @@ class BudgetedStrategy(CacheStrategy):
         self._records = records
         self._write_back = write_back
         self._vectors = vectors
-        self._policy = policy
         self._failures = PreparationFailures(server.monitor, server.metrics)
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
@@ -108,17 +106,16 @@ class BudgetedStrategy(CacheStrategy):
         """Find the conversation, wait for its slot, run its plan."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rendered, vectors = await self._planner.render_first(request, scope.trace)
+        rendered, vectors = await self._planner.render_first(request, scope)
         scope.trace.stage = "session"
-        conversation = self._server.conversations.of_request(
-            request.chat, rendered, request.hint, request.tenant
-        )
+        conversation = await self._conversation_of(request, rendered, scope)
         scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
         lease = await scope.acquire(
             conversation.id, ephemeral=conversation.ephemeral, slot=self._slots.named(request)
         )
         turn = RenderedTurn(
             request=request,
+            calls=scope.turn.calls,
             chat=request.chat,
             body=request.body,
             conversation=conversation,
@@ -135,6 +132,22 @@ class BudgetedStrategy(CacheStrategy):
         self._server.metrics.plan_seconds.observe(loop.time() - began - waited_s)
         return planned
 
+    async def _conversation_of(
+        self, request: ParsedChat, rendered: Rendered, scope: TurnScope
+    ) -> Conversation:
+        """The conversation that a request continues, or a new one.
+
+        Sessions of an earlier proxy process are found by what llama-server has of them.
+        """
+        conversations, tenant = self._server.conversations, request.tenant
+        conversation = conversations.find(rendered, request.hint, tenant)
+        if conversation is None:
+            blocks = scope.turn.calls.blocks
+            conversation = await self._records.discovery.identify(request, rendered, blocks)
+        return conversation or conversations.of_request(
+            request.chat, rendered, request.hint, tenant
+        )
+
     async def _admitted(
         self, turn: RenderedTurn, scope: TurnScope, lease: SlotLease, rendered_at: float
     ) -> RenderedTurn:
@@ -149,28 +162,29 @@ class BudgetedStrategy(CacheStrategy):
             turn = await self._rendered_anew(turn)
         if turn.view.busy:
             turn = await self._rendered_when_idle(turn, scope)
+        if turn.conversation.budgeted.must_find_copies:
+            await self._records.discovery.find_copies(turn)
         if lease.previous is not None:
             previous = slot_in(turn.rendered, lease.previous)
-            await self._slots.save_rows(turn.conversation, previous, turn.headers)
+            await self._slots.save_rows(turn.conversation, previous, turn.calls.blocks)
         victim = self._server.conversations.get(lease.victim)
-        await self._slots.save_rows(victim, turn.view, turn.headers)
+        await self._slots.save_rows(victim, turn.view, turn.calls.blocks)
         return turn
 
     async def _rendered_anew(self, turn: RenderedTurn) -> RenderedTurn:
-        rendered = await self._planner.render(turn.request, turn.body, turn.rendered)
+        rendered = await self._planner.render(turn, turn.body, turn.rendered)
         return replace(turn, rendered=rendered)
 
     async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
         """The turn, after a snapshot was restored if copies of blocks do not suffice."""
-        conversation, headers = turn.conversation, turn.headers
+        conversation = turn.conversation
         if conversation.budgeted.is_unconfirmed:
-            await self._records.reconcile_copies(conversation, turn.slot, headers)
-        tokens, view = turn.rendered.tokens, turn.view
-        if not await self._records.restore_slot(conversation, tokens, view, headers):
+            await self._records.reconcile_copies(turn)
+        if not await self._records.restore_slot(turn):
             return turn
         scope.trace.stage = "render"
         turn = await self._rendered_anew(turn)
-        conversation.budgeted.epoch = turn.view.epoch
+        conversation.budgeted.slot_restored(turn.view.epoch)
         return turn
 
     async def _rendered_when_idle(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
@@ -182,9 +196,8 @@ class BudgetedStrategy(CacheStrategy):
         scope.trace.stage = "slot"
         loop = asyncio.get_running_loop()
         until = loop.time() + _FOREIGN_REQUEST_S
-        tenant, headers = turn.conversation.tenant, turn.headers
         with scope.trace.waiting():
-            await self._slots.until_idle(turn.slot, tenant, headers, lambda: loop.time() > until)
+            await self._slots.until_idle(scope.turn, lambda: loop.time() > until)
         scope.trace.stage = "render"
         return await self._rendered_anew(turn)
 
@@ -214,7 +227,9 @@ class BudgetedStrategy(CacheStrategy):
                 _log.warning("the budget is not held either: %s", type(failure).__name__)
         if isinstance(error, UpstreamError) and not error.reached:
             return turn  # the request will not reach it either
-        policy = conversation.session.config if conversation is not None else self._policy
+        policy = self._server.conversations.policy
+        if conversation is not None:
+            policy = conversation.session.config
         if effective_config(policy, request.chat).budget is not None:
             self._server.metrics.breaches.inc()
         return turn
@@ -229,9 +244,7 @@ class BudgetedStrategy(CacheStrategy):
 
     async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Wait until the slots are idle."""
-        tenant, give_up = turn.request.tenant, self._server.is_stopping
-        for slot in turn.slots:
-            await self._slots.until_idle(slot, tenant, turn.headers, give_up)
+        await self._slots.until_idle(turn, self._server.is_stopping)
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Record in the session how its turn ended."""
@@ -240,13 +253,13 @@ class BudgetedStrategy(CacheStrategy):
             return
         if outcome.accounting is not None:
             self._account(turn, conversation, outcome.accounting)
-            conversation.budgeted.timings = outcome.timings
+            conversation.budgeted.reply_ended(outcome.timings)
             return
         has_marker = is_planned = False
         if isinstance(turn, BudgetedTurn):
             has_marker, is_planned = turn.has_marker, turn.is_planned
         if turn.slots and not has_marker:
-            conversation.budgeted.epoch = None
+            conversation.budgeted.slot_unknown()
         if is_planned:
             conversation.session.finish(None)
 
@@ -260,12 +273,12 @@ class BudgetedStrategy(CacheStrategy):
             metrics.plan_failures.labels(reason="books_differ").inc()
             _log.warning("session %s: %r differs from the plan", conversation.id, accounting)
         if accounting.marker != "ok":
-            conversation.budgeted.epoch = None
+            conversation.budgeted.slot_unknown()
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:
             metrics.breaches.inc()
-        conversation.budgeted.n_resident = accounting.n_resident
+        conversation.budgeted.tokens_counted(accounting.n_resident)
         metrics.redecoded.inc(max(0, conversation.session.redecoded))
-        metrics.evicted.inc(len(accounting.auto_evicted))
+        metrics.count_evictions("decode", len(accounting.auto_evicted))
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
@@ -274,21 +287,17 @@ class BudgetedStrategy(CacheStrategy):
         is_done = outcome.accounting is not None
         writes_back = isinstance(turn, BudgetedTurn) and turn.writes_back
         if conversation is not None and writes_back and is_done:
-            self._write_back.add(conversation, turn.headers)
+            self._write_back.add(conversation, turn.calls)
         self._write_back.start()
         if conversation is not None:
             self._vectors.submit(conversation)
 
-    def forget(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
+    def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """See CacheStrategy."""
         self._records.forget(conversation.id)
         if conversation.labels:
-            work = self._slots.drop_copies(conversation, headers)
+            work = self._slots.drop_copies(conversation, calls.blocks)
             self._server.background.run(work, "dropping forgotten blocks")
-
-    def adjust(self, config: Config) -> None:
-        """See CacheStrategy."""
-        self._policy = self._vectors.policy = config.policy
 
     async def load(self) -> None:
         """Register the recorded sessions."""

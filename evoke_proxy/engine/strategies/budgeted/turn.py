@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evoke_proxy.adapters.llama.block_api import slot_in
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.server.turn import PreparedTurn
 
 
@@ -19,6 +21,8 @@ class RenderedTurn:
     """A request of a conversation as tokens, and the slot that is leased for it."""
 
     request: ParsedChat
+    # Makes calls with the key of the request's client.
+    calls: ServerCalls
     # The request as it is sent, which may lack its oldest messages, and its body.
     chat: ChatRequest
     body: bytes
@@ -33,10 +37,22 @@ class RenderedTurn:
         """The state of the slot; UpstreamProtocolError when the rendering does not have it."""
         return slot_in(self.rendered, self.slot)
 
+
+@dataclass(frozen=True, kw_only=True)
+class SlotJob:
+    """Background work in the slot of a conversation, after one of its turns."""
+
+    conversation: Conversation
+    # Makes calls with the key of the turn's client.
+    calls: ServerCalls
+    # Leases the slot, and locks the session.
+    lease: BackgroundLease
+
     @property
-    def headers(self) -> Mapping[str, str]:
-        """The client's headers."""
-        return self.request.headers
+    def slot(self) -> int:
+        """The number of the slot."""
+        (slot,) = self.lease.slots
+        return slot
 
 
 @dataclass(frozen=True, kw_only=True)

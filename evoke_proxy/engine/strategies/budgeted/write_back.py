@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -21,6 +22,7 @@ from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue, until_over
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
@@ -39,25 +41,23 @@ class WriteBack:
     def __init__(
         self,
         *,
-        client: LlamaClient,
         metrics: Metrics,
         slots: SlotQueue,
         tasks: BackgroundTasks,
         records: SessionPersistence,
     ) -> None:
-        self._blocks = BlockApi(client)
         self._metrics = metrics
         self._slots = slots
         self._tasks = tasks
         self._records = records
-        # Conversations to copy by id, the first one next, each with the headers for its calls.
-        self._waiting: dict[str, tuple[Conversation, Mapping[str, str]]] = {}
+        # Conversations to copy by id, the first one next, each with what makes its calls.
+        self._waiting: dict[str, tuple[Conversation, ServerCalls]] = {}
         # Whether the task that copies runs.
         self._is_running = False
 
-    def add(self, conversation: Conversation, headers: Mapping[str, str]) -> None:
-        """Queue a conversation; `headers` carry the client's key for the calls."""
-        self._waiting[conversation.id] = (conversation, headers)
+    def add(self, conversation: Conversation, calls: ServerCalls) -> None:
+        """Queue a conversation, which is copied with `calls`."""
+        self._waiting[conversation.id] = (conversation, calls)
 
     def start(self) -> None:
         """Start copying if the server is idle and conversations are waiting."""
@@ -74,77 +74,71 @@ class WriteBack:
             await asyncio.sleep(_PAUSE_S)
             while self._waiting:
                 # Removed first, so that a turn which ends during the copying can add it again.
-                conversation, headers = self._waiting.pop(next(iter(self._waiting)))
+                conversation, calls = self._waiting.pop(next(iter(self._waiting)))
                 slot, result = self._slots.pool.slot_of(conversation.id), "done"
                 if slot is not None and conversation.budgeted.epoch is not None:
-                    lease = self._lease(slot, conversation, headers)
+                    lease = self._lease(slot, conversation, calls.blocks)
                     if lease is None:
-                        self._waiting.setdefault(conversation.id, (conversation, headers))
+                        self._waiting.setdefault(conversation.id, (conversation, calls))
                         return
                     result = "interrupted"
+                    job = SlotJob(conversation=conversation, calls=calls, lease=lease)
                     async with lease:
-                        result = await self._copy(conversation, lease, headers)
+                        result = await self._copy(job)
                 self._metrics.writebacks.labels(result=result).inc()
                 if result == "interrupted":
-                    self._waiting.setdefault(conversation.id, (conversation, headers))
+                    self._waiting.setdefault(conversation.id, (conversation, calls))
                     return
         finally:
             self._is_running = False
 
     def _lease(
-        self, slot: int, conversation: Conversation, headers: Mapping[str, str]
+        self, slot: int, conversation: Conversation, blocks: BlockApi
     ) -> BackgroundLease | None:
         """Lease the slot of a conversation; None when a request runs or waits."""
 
         async def settle() -> None:
-            async def busy() -> bool:
-                return await self._blocks.is_processing(slot, conversation.tenant, headers)
-
-            await until_over(busy, lambda: self._slots.is_closed)
+            is_busy = partial(blocks.is_processing, slot, conversation.tenant)
+            await until_over(is_busy, lambda: self._slots.is_closed)
 
         return self._slots.background(slot, conversation.id, settle, self._tasks.run)
 
-    async def _copy(
-        self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
-    ) -> str:
+    async def _copy(self, job: SlotJob) -> str:
         """Copy the blocks of a conversation; the result is a label of `writebacks`."""
         try:
-            await self._copy_unsaved(conversation, lease, headers)
+            await self._copy_unsaved(job)
         except PlanRefused as refused:
-            _log.debug("session %s not copied: %s", conversation.id, refused)
+            _log.debug("session %s not copied: %s", job.conversation.id, refused)
             return "refused"
         return "done"
 
-    async def _copy_unsaved(
-        self, conversation: Conversation, lease: BackgroundLease, headers: Mapping[str, str]
-    ) -> None:
+    async def _copy_unsaved(self, job: SlotJob) -> None:
         """Copy the unsaved blocks and record the session.
 
         Raises Preempted between two calls when a request comes, and PlanRefused.
         """
-        (slot,) = lease.slots
-        await self._records.decode_next_turn(conversation, lease, headers)
+        conversation, lease, blocks = job.conversation, job.lease, job.calls.blocks
+        await self._records.decode_next_turn(job)
         lease.check()
         since = self._records.copies_since(conversation)
-        answer = await self._blocks.slot(slot, conversation.tenant, headers, since)
+        answer = await blocks.slot(job.slot, conversation.tenant, since)
         view = SlotView.parse(answer)
         if view.epoch != conversation.budgeted.epoch or view.busy:
             return
         expected = {"n_tokens": view.n_tokens, "tokens_hash": answer.get("tokens_hash")}
         session = conversation.session
-        # A record must cover generated tokens, too: after a restart nothing else has them.
-        everything = session.plan_save_all(view).saves if self._records.is_enabled else ()
+        everything = session.plan_save_all(view).saves if self._records.saves_answers else ()
         saves = everything or session.unsaved(view)
         for batch in _batches(saves[: _n_fitting(answer, saves)]):
             lease.check()
             ops = Plan(saves=batch).ops()
             call = {"epoch": view.epoch, "ops": ops, "expect": expected, **conversation.owner}
-            await self._blocks.run(slot, "block-plan", call, headers)
+            await blocks.run(job.slot, "block-plan", call)
             self._metrics.written_behind.inc(len(batch))
             session.saved(Plan(saves=batch))
             self._records.note_copied(conversation, [save.label for save in batch])
         lease.check()
-        await self._records.save(conversation, view, answer, headers, lease)
+        await self._records.save(job, view, answer)
 
 
 def _n_fitting(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:

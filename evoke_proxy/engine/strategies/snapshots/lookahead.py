@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -21,11 +20,10 @@ from evoke_proxy.engine.server.slot_queue import BackgroundLease, SlotQueue
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.slot_placement import (
     SlotPlacement,
-    set_contents,
+    SnapshotTurn,
     with_status,
 )
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -47,7 +45,6 @@ class Lookahead:
     def __init__(
         self,
         *,
-        api: StockApi,
         probe: ServerProbe,
         transfers: SnapshotTransfers,
         placement: SlotPlacement,
@@ -55,7 +52,6 @@ class Lookahead:
         metrics: Metrics,
         tasks: BackgroundTasks,
     ) -> None:
-        self._api = api
         self._probe = probe
         self._transfers = transfers
         self._placement = placement
@@ -117,10 +113,8 @@ class Lookahead:
         contents = conversation.snapshots.contents
         if contents is None or not self._slots.pool.idle():
             return "skipped"
-        headers = turn.request.headers
-        tokens = await next_turn_prefix(
-            turn.body, turn.answer, lambda body: self._api.render(body, headers)
-        )
+        api = turn.calls.stock
+        tokens = await next_turn_prefix(turn.body, turn.answer, api.render)
         if tokens is None:
             return ""
         lease = self._lease(turn, conversation, contents)
@@ -128,7 +122,7 @@ class Lookahead:
             return "skipped"
         result = "cancelled"
         async with lease:
-            slots = await self._api.list_slots(headers)
+            slots = await api.list_slots()
             unchanged = (
                 conversation.snapshots.contents is contents
                 and contents.can_continue(tokens)
@@ -148,9 +142,7 @@ class Lookahead:
         """Lease the slot of the contents, or all of them; None when a request runs or comes."""
 
         async def settle() -> None:
-            await self._placement.until_idle(
-                turn, turn.request.headers, lambda: self._slots.is_closed
-            )
+            await self._placement.until_idle(turn, lambda: self._slots.is_closed)
 
         slot = self._probe.background_slot(contents.slot)
         return self._slots.background(slot, conversation.id, settle, self._tasks.run)
@@ -163,7 +155,7 @@ class Lookahead:
         lease: BackgroundLease,
     ) -> None:
         """Decode as far as `tokens`, in steps; raises Preempted when a request comes."""
-        contents, headers = conversation.snapshots.contents, turn.request.headers
+        contents, api = conversation.snapshots.contents, turn.calls.stock
         if contents is None:
             return
         shared = common_prefix(contents.tokens, tokens)
@@ -171,11 +163,11 @@ class Lookahead:
             contents, tokens=tokens[:shared], exact=False, at=time.monotonic(), was_cut_off=True
         )
         for end in decode_steps(shared, len(tokens)):
-            set_contents(conversation, partial)
-            done = await lease.run(self._api.prefill(tokens[:end], contents.slot, headers))
+            conversation.snapshots.contents_changed(partial)
+            done = await lease.run(api.prefill(tokens[:end], contents.slot))
             self._probe.costs.prefilled(done.decoded, done.seconds)
             partial = replace(partial, tokens=tokens[:end])
-        slots = await self._api.list_slots(headers)
+        slots = await api.list_slots()
         complete = SlotContents(
             contents.slot,
             tokens,
@@ -184,13 +176,13 @@ class Lookahead:
             ahead_from=shared,
             min_prefix=contents.min_prefix,
         )
-        set_contents(conversation, with_status(complete, slots))
+        conversation.snapshots.contents_changed(with_status(complete, slots))
 
     async def _save(self, turn: SnapshotTurn, conversation: Conversation, tokens: Tokens) -> None:
         """Save what was decoded ahead, if that is worth it and nothing has changed it."""
         if self._transfers.reason_not_to_save(turn.request.tenant, tokens):
             return
-        contents, headers = conversation.snapshots.contents, turn.request.headers
+        contents, api = conversation.snapshots.contents, turn.calls.stock
         if contents is None:
             return
         wait_s = self._transfers.seconds_until_save()
@@ -202,12 +194,12 @@ class Lookahead:
         async with lease:
             if conversation.snapshots.contents is not contents:
                 return
-            if not contents.is_unchanged(await self._api.list_slots(headers)):
+            if not contents.is_unchanged(await api.list_slots()):
                 return
-            if await self._probe.is_same_server(headers):
+            if await self._probe.is_same_server(api):
                 lease.check()
                 label = self._placement.label(turn.request.tenant, turn.branch, STEP, len(tokens))
-                await self._transfers.save(contents.slot, tokens, label, headers)
+                await self._transfers.save(contents.slot, tokens, label, api)
 
 
 async def next_turn_prefix(

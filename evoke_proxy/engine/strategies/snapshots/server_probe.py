@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
+from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.request.look_ahead import Stability, probes, stability
+from evoke_proxy.core.request.look_ahead import Stability, probe_bodies, stability
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.fingerprint import with_layout
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
@@ -36,11 +36,9 @@ class ServerProbe:
         self,
         *,
         config: SnapshotsConfig,
-        api: StockApi,
         repository: SnapshotRepository,
         slots: SlotQueue,
     ) -> None:
-        self._api = api
         self._slots = slots
         self._repository = repository
         self._config = config
@@ -72,33 +70,33 @@ class ServerProbe:
         one = n_slots > 1 and not self.clears_idle_slots and 0 <= slot < n_slots
         return slot if one else None
 
-    async def learn(self, headers: Headers, own: SlotLease | None = None) -> None:
-        """Ask what is not known yet; raises UpstreamError.
+    async def learn(self, api: StockApi, own: SlotLease | None = None) -> None:
+        """Ask what is not known yet, with the calls of `api`; raises UpstreamError.
 
         Slots are tried out only while no other request has one; `own` is the lease of the caller.
         If another request has one, a later call tries them out.
         """
         async with self._lock:
             if not self.fingerprint:
-                await self._learn(headers, own)
+                await self._learn(api, own)
             elif self._all_busy:
                 lease = self._slots.others(own)
                 if lease is not None:
                     async with lease:
-                        self.disabled_reason = await self._try_saving(self.behaviour, headers)
+                        self.disabled_reason = await self._try_saving(api, self.behaviour)
                         self.fingerprint = with_layout(self._stated_fingerprint, self._layout)
 
-    async def _learn(self, headers: Headers, own: SlotLease | None) -> None:
-        stated = await self._api.fingerprint(headers)
-        self._without_tools = await probe_template(self._api, False, headers) or _UNKNOWN
-        self._with_tools = await probe_template(self._api, True, headers) or self._without_tools
+    async def _learn(self, api: StockApi, own: SlotLease | None) -> None:
+        stated = await api.fingerprint()
+        self._without_tools = await probe_template(api, False) or _UNKNOWN
+        self._with_tools = await probe_template(api, True) or self._without_tools
         # The most careful assumptions, until a file shows what memory it is.
         behaviour = ServerBehaviour(is_dense=False, has_windows=True)
         lease = self._slots.others(own)
         if lease is not None:
             async with lease:
-                self.clears_idle_slots = await self._clears_idle_slots(headers)
-                self.disabled_reason = await self._try_saving(behaviour, headers)
+                self.clears_idle_slots = await _clears_idle_slots(api)
+                self.disabled_reason = await self._try_saving(api, behaviour)
         else:
             self.clears_idle_slots, self.disabled_reason = True, ""
             self._layout, self._all_busy = None, True
@@ -122,14 +120,14 @@ class ServerProbe:
             behaviour.is_dense, behaviour.has_windows = len(caches) == 1, has_windows(caches)
             behaviour.is_detected = True
 
-    async def is_same_server(self, headers: Headers) -> bool:
+    async def is_same_server(self, api: StockApi) -> bool:
         """Return whether the server is the one that `learn` asked; called before save or restore.
 
         Forgets everything when it is another one.
         """
         # Compared with what was known at the time of the call, whatever is learnt meanwhile.
         expected, stated = self.fingerprint, self._stated_fingerprint
-        same = expected and await self._api.fingerprint(headers) == stated
+        same = expected and await api.fingerprint() == stated
         if same and expected == self.fingerprint:
             return True
         _log.warning("llama-server has changed: snapshots from before are not used any more")
@@ -153,48 +151,20 @@ class ServerProbe:
         stored = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
         return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
 
-    async def _clears_idle_slots(self, headers: Headers) -> bool:
-        """Try with two words in two empty slots; without two empty slots assume the worst."""
-        slots = await self._api.list_slots(headers)
-        if slots is None or len(slots) <= 1:
-            return slots is None
-        empty = [status.id for status in slots if not status.busy and not status.n_tokens]
-        if len(empty) < 2:
-            return True
-        for slot in empty[:2]:
-            await self._fill(slot, headers)
-        slots = await self._api.list_slots(headers) or ()
-        return not any(status.n_tokens for status in slots if status.id == empty[0])
-
-    async def _fill(self, slot: int, headers: Headers) -> None:
-        """Decode two words in a slot."""
-        words = await self._api.tokenize("one two", True, headers)
-        await self._api.prefill(words, slot, headers)
-
-    async def _filled_slot(self, idle: Sequence[SlotStatus], headers: Headers) -> int:
-        """Return the idle slot with the fewest tokens, but some: an empty file shows no types."""
-        least = min(idle, key=lambda status: status.n_tokens)
-        filled = [status for status in idle if status.n_tokens]
-        if filled and self.clears_idle_slots:
-            least = min(filled, key=lambda status: status.n_tokens)
-        if not least.n_tokens:
-            await self._fill(least.id, headers)
-        return least.id
-
-    async def _try_saving(self, behaviour: ServerBehaviour, headers: Headers) -> str:
+    async def _try_saving(self, api: StockApi, behaviour: ServerBehaviour) -> str:
         """Save an idle slot and read the file; return why that does not work, or "".
 
         Sets the memory kind and the layout from the file.
         """
-        slots = await self._api.list_slots(headers)
+        slots = await api.list_slots()
         idle = [status for status in slots or () if not status.busy]
         self._layout, self._all_busy = None, bool(slots and not idle)
         if not idle:
             return ""
         part = self._repository.new_part()
         try:
-            slot = await self._filled_slot(idle, headers)
-            copied = await self._api.save(slot, part, headers)
+            slot = await _filled_slot(api, idle, self.clears_idle_slots)
+            copied = await api.save(slot, part)
             await self.detect_memory(part, copied, behaviour)
             self._layout = await asyncio.to_thread(self._repository.files.first_cache, part)
         except UpstreamRejected as error:
@@ -211,10 +181,40 @@ class ServerProbe:
         return ""
 
 
-async def probe_template(api: StockApi, tools: bool, headers: Headers) -> Stability | None:
+async def probe_template(api: StockApi, tools: bool) -> Stability | None:
     """Return what the server's chat template keeps; None when it refuses such a conversation."""
     try:
-        texts = [await api.apply_template(body, headers) for body in probes(tools)]
+        texts = [await api.apply_template(body) for body in probe_bodies(tools)]
     except UpstreamRejected:
         return None
     return stability(texts)
+
+
+async def _clears_idle_slots(api: StockApi) -> bool:
+    """Try with two words in two empty slots; without two empty slots assume the worst."""
+    slots = await api.list_slots()
+    if slots is None or len(slots) <= 1:
+        return slots is None
+    empty = [status.id for status in slots if not status.busy and not status.n_tokens]
+    if len(empty) < 2:
+        return True
+    for slot in empty[:2]:
+        await _fill(api, slot)
+    slots = await api.list_slots() or ()
+    return not any(status.n_tokens for status in slots if status.id == empty[0])
+
+
+async def _filled_slot(api: StockApi, idle: Sequence[SlotStatus], clears_idle_slots: bool) -> int:
+    """Return the idle slot with the fewest tokens, but some: an empty file shows no types."""
+    least = min(idle, key=lambda status: status.n_tokens)
+    filled = [status for status in idle if status.n_tokens]
+    if filled and clears_idle_slots:
+        least = min(filled, key=lambda status: status.n_tokens)
+    if not least.n_tokens:
+        await _fill(api, least.id)
+    return least.id
+
+
+async def _fill(api: StockApi, slot: int) -> None:
+    """Decode two words in a slot."""
+    await api.prefill(await api.tokenize("one two", True), slot)

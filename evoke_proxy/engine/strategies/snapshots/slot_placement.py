@@ -5,30 +5,58 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from evoke_proxy.adapters.llama.stock_api import Headers, PrefillResult, StockApi
+from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.look_ahead import STEP, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, has_restarted
+from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.gateway import Outcome
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue, until_over
-from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SnapshotTurn(PreparedTurn):
+    """A prepared turn, and what has to be known of it when its reply has ended."""
+
+    chat: ChatRequest
+    # The body as a chat, whatever dialect the client speaks.
+    body: bytes
+    prompt: Tokens
+    # The first tokens of `prompt`, which the next turn begins with, too.
+    boundary: Tokens
+    # The branch of snapshots that the turn continues.
+    branch: str = ""
+    # The slot that the request names; None where llama-server chooses.
+    slot: int | None = None
+    # The snapshot that was restored, until its use is known.
+    restored: Match | None = None
+    # Contents of a slot that the RAM cache may have, until that is known, and how many tokens.
+    in_ram: SlotContents | None = None
+    predicted_tokens: int = 0
+    # The slots as they were before the turn; None where the server does not show them.
+    slots_before: Sequence[SlotStatus] | None = None
+    # See `SlotContents.min_prefix`.
+    min_prefix: int = 0
+    answer: AnswerReader = field(default_factory=AnswerReader)
 
 
 class SlotPlacement:
@@ -61,9 +89,8 @@ class SlotPlacement:
         Saves the boundary of the prompt when that is worth it. `scope.turn` is the stage that was
         reached, also when this raises.
         """
-        headers = turn.request.headers
         scope.trace.stage = "look"
-        slots = await self._list_slots(lease, headers)
+        slots = await self._list_slots(turn, lease)
         turn = replace(
             turn,
             slots_before=slots,
@@ -71,7 +98,7 @@ class SlotPlacement:
         )
         scope.turn = turn
         contents = conversation.snapshots.contents
-        set_contents(conversation, None)
+        conversation.snapshots.contents_changed(None)
         behaviour = self._probe.behaviour
         behaviour.note_slots(contents, slots)
         situation = Situation(
@@ -88,7 +115,7 @@ class SlotPlacement:
         match = self._transfers.find(turn.request.tenant, goal)
         placement = decide(situation, match, self._probe.costs)
         if placement.erased_slot is not None:
-            await self._api.erase(placement.erased_slot, headers)
+            await turn.calls.stock.erase(placement.erased_slot)
         elif contents is not None:
             behaviour.note_prompt(contents, turn.prompt)
         turn = replace(
@@ -105,7 +132,7 @@ class SlotPlacement:
             if restored is not None:
                 live = restored
                 branch = placement.restore.snapshot.branch
-                conversation.snapshots = replace(conversation.snapshots, branch=branch)
+                conversation.snapshots.branch_continued(branch)
                 turn = replace(
                     turn,
                     decision="restored",
@@ -124,37 +151,38 @@ class SlotPlacement:
             scope.turn = turn
         return turn
 
-    async def _list_slots(self, lease: SlotLease, headers: Headers) -> Sequence[SlotStatus] | None:
+    async def _list_slots(
+        self, turn: SnapshotTurn, lease: SlotLease
+    ) -> Sequence[SlotStatus] | None:
         """List the slots; notice when they are those of another server instance."""
-        slots = await self._api.list_slots(headers)
+        slots = await turn.calls.stock.list_slots()
         contents = [
             item.snapshots.contents for item in self._conversations if item.snapshots.contents
         ]
         if slots is not None and has_restarted(contents, slots):
             self.forget_contents()
             self._probe.forget()
-            await self._probe.learn(headers, lease)
+            await self._probe.learn(turn.calls.stock, lease)
         return slots
 
     def forget_contents(self) -> None:
         """Note that llama-server has restarted: neither slots nor its RAM cache hold anything."""
         for conversation in self._conversations:
-            set_contents(conversation, None)
+            conversation.snapshots.contents_changed(None)
         self._probe.behaviour.ram_valid_since = time.monotonic()
 
     async def _restore(
         self, scope: TurnScope, turn: SnapshotTurn, placement: Placement
     ) -> SlotContents | None:
         """Return what the slot holds after a restore; None when nothing was restored."""
-        match, slot = placement.restore, placement.restore_slot
-        headers = turn.request.headers
-        if match is None or slot is None or not await self._probe.is_same_server(headers):
+        match, slot, api = placement.restore, placement.restore_slot, turn.calls.stock
+        if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
         # Set before the call: a turn that is cancelled meanwhile has to end the restore.
         scope.turn = replace(turn, restored=match)
         try:
             with scope.trace.waiting():
-                restored = await self._transfers.restore(match, slot, headers)
+                restored = await self._transfers.restore(match, slot, api)
         except UpstreamError:
             scope.turn = turn  # counted as failed: the reply says nothing about the snapshot
             raise
@@ -190,11 +218,11 @@ class SlotPlacement:
         self, scope: TurnScope, turn: SnapshotTurn, live: SlotContents | None, reuse: int
     ) -> SnapshotTurn:
         """Decode up to the boundary and no further, and save that."""
-        headers = turn.request.headers
+        api = turn.calls.stock
         scope.trace.stage = "prefill"
         try:
             with scope.trace.waiting():
-                done = await self._api.prefill(turn.boundary, turn.slot, headers)
+                done = await api.prefill(turn.boundary, turn.slot)
         except UpstreamRejected as error:
             # The prompt is too long, most likely: llama-server tells the client so itself.
             self._metrics.saves.labels(result="skipped_rejected").inc()
@@ -211,11 +239,11 @@ class SlotPlacement:
             turn = replace(turn, slot=done.slot, slots=(lease.slot,))
             scope.turn = turn
         scope.trace.stage = "save"
-        if await self._probe.is_same_server(headers):
+        if await self._probe.is_same_server(api):
             label = self.label(
                 turn.request.tenant, turn.branch, kind_of(turn.chat), len(turn.boundary)
             )
-            await self._transfers.save(done.slot, turn.boundary, label, headers)
+            await self._transfers.save(done.slot, turn.boundary, label, api)
         return turn
 
     def _learn_from_prefill(
@@ -243,11 +271,11 @@ class SlotPlacement:
             return
         if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens):
             return
-        unchanged = contents.is_unchanged(await self._api.list_slots({}))
-        if unchanged and await self._probe.is_same_server({}):
+        unchanged = contents.is_unchanged(await self._api.list_slots())
+        if unchanged and await self._probe.is_same_server(self._api):
             branch = conversation.snapshots.branch or conversation.id
             label = self.label(conversation.tenant, branch, STEP, len(contents.tokens))
-            await self._transfers.save(contents.slot, contents.tokens, label, {})
+            await self._transfers.save(contents.slot, contents.tokens, label, self._api)
 
     def label(self, tenant: str, branch: str, kind: str, n_tokens: int) -> SnapshotLabel:
         """Return what a snapshot of as many tokens is labelled with."""
@@ -259,7 +287,7 @@ class SlotPlacement:
         timings = outcome.timings or {}
         cached, decoded, generated = cost_of(timings, outcome.usage or {})
         self._probe.costs.prefilled(decoded, seconds_of(timings.get("prompt_ms")))
-        slots = await self._api.list_slots(turn.request.headers)
+        slots = await turn.calls.stock.list_slots()
         if turn.restored is not None and decoded:
             self._transfers.record_reuse(turn.restored, cached)
         elif turn.restored is not None:
@@ -280,14 +308,12 @@ class SlotPlacement:
             status=status,
             min_prefix=turn.min_prefix,
         )
-        set_contents(conversation, left)
+        conversation.snapshots.contents_changed(left)
         pool = self._slots.pool
         if len(pool) > 1 and status is not None and pool.slot_of(conversation.id) != status.id:
             pool.record_move(conversation.id, status.id)
 
-    async def until_idle(
-        self, turn: SnapshotTurn, headers: Headers, is_stopping: Callable[[], bool]
-    ) -> None:
+    async def until_idle(self, turn: SnapshotTurn, is_stopping: Callable[[], bool]) -> None:
         """Wait until llama-server has noticed that the client of a turn has gone.
 
         Where the slot of the turn is not known: until every request has ended that began since.
@@ -296,7 +322,7 @@ class SlotPlacement:
         first: list[set[tuple[int, int | None]]] = []
 
         async def busy() -> bool:
-            slots = await self._api.list_slots(headers) or ()
+            slots = await turn.calls.stock.list_slots() or ()
             running = [status for status in slots if status.busy]
             if turn.slot is not None:
                 return any(status.id == turn.slot for status in running)
@@ -305,11 +331,6 @@ class SlotPlacement:
             return bool(new & first[0])
 
         await until_over(busy, is_stopping)
-
-
-def set_contents(conversation: Conversation, contents: SlotContents | None) -> None:
-    """Record what a conversation has in a slot."""
-    conversation.snapshots = replace(conversation.snapshots, contents=contents)
 
 
 def with_status(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> SlotContents:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import orjson
 
-from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
@@ -29,9 +28,8 @@ from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, set_contents
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
 
 _log = logging.getLogger(__name__)
@@ -57,14 +55,13 @@ class SnapshotStrategy(CacheStrategy):
         self,
         *,
         config: SnapshotsConfig,
-        api: StockApi,
         repository: SnapshotRepository,
         server: ServerResources,
         tasks: BackgroundTasks,
     ) -> None:
         slots, conversations, metrics = server.slots, server.conversations, server.metrics
         self._config = config
-        self._api = api
+        api = self._api = server.calls.stock
         self._repository = repository
         self._slots = slots
         self._conversations = conversations
@@ -74,9 +71,9 @@ class SnapshotStrategy(CacheStrategy):
         self._assignment = SlotAssignment(server)
         self._monitor = server.monitor
         self._failures = PreparationFailures(server.monitor, metrics)
-        self.probe = ServerProbe(config=config, api=api, repository=repository, slots=slots)
+        self.probe = ServerProbe(config=config, repository=repository, slots=slots)
         self.transfers = SnapshotTransfers(
-            api=api, repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
+            repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
         )
         self._placement = SlotPlacement(
             config=config,
@@ -88,7 +85,6 @@ class SnapshotStrategy(CacheStrategy):
             metrics=metrics,
         )
         self._lookahead = Lookahead(
-            api=api,
             probe=self.probe,
             transfers=self.transfers,
             placement=self._placement,
@@ -149,11 +145,11 @@ class SnapshotStrategy(CacheStrategy):
 
     async def list_slots(self) -> Sequence[SlotStatus] | None:
         """Return the slots of the server now; None where it does not show them."""
-        return await self._api.list_slots({})
+        return await self._api.list_slots()
 
     def forget_contents(self, conversation: Conversation) -> None:
         """Note that nothing of a conversation is in a slot any more."""
-        set_contents(conversation, None)
+        conversation.snapshots.contents_changed(None)
 
     def server_started(self, server: ServerInfo) -> None:
         """Forget what the earlier server instance held, and ask the new one what it is.
@@ -162,13 +158,13 @@ class SnapshotStrategy(CacheStrategy):
         """
         self.probe.forget()
         self._placement.forget_contents()
-        if self.is_enabled and not (server.sleeping or server.patched or server.routes):
-            self._tasks.run(self.probe.learn(None), "learning what llama-server is")
+        if self.is_enabled and not (server.sleeping or server.patched or server.is_router):
+            self._tasks.run(self.probe.learn(self._api), "learning what llama-server is")
 
     async def check(self) -> str:
         """Return a line for readiness checks; asks a server that was not asked yet."""
         try:
-            await self.probe.learn(None)
+            await self.probe.learn(self._api)
         except EvokeError as error:
             return f"snapshots: not known yet ({error})"
         return self.probe.describe()
@@ -196,7 +192,7 @@ class SnapshotStrategy(CacheStrategy):
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
-        reason = self._monitor.server.lacking
+        reason = self._monitor.server.obstacle
         self._metrics.bypass.labels(reason=reason).inc()
         scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
         scope.expect_slot()
@@ -222,7 +218,7 @@ class SnapshotStrategy(CacheStrategy):
         if reason:
             return await self._prepare_unmanaged(request, scope, reason)
         scope.trace.stage = "learn"
-        await self.probe.learn(request.headers)
+        await self.probe.learn(scope.turn.calls.stock)
         try:
             turn = await self._render(request, scope)
         except PromptTooLong:
@@ -261,22 +257,23 @@ class SnapshotStrategy(CacheStrategy):
         """Render a request; None when llama-server counts other tokens than the rendering has."""
         scope.trace.stage = "render"
         chat = request.chat
-        body, headers = request.body, request.headers
+        body, calls = request.body, scope.turn.calls
         count_path = _COUNT_PATHS.get(chat.dialect)
-        self._api.check_size(body)
+        calls.stock.check_size(body)
         if count_path is not None:
             body = await run_off_loop(body, _chat_body, body, chat.dialect)
         n_stable = 0
         if self.probe.stability(chat.has_tools).boundary:
             past = await run_off_loop(body, boundary, body)
-            prompt, n_stable = await self._api.render_with_history(body, past, headers)
+            prompt, n_stable = await calls.stock.render_with_history(body, past)
         else:
-            prompt = await self._api.render(body, headers)
+            prompt = await calls.stock.render(body)
         if count_path is not None:
-            if await self._api.count_tokens(count_path, request.body, headers) != len(prompt):
+            if await calls.stock.count_tokens(count_path, request.body) != len(prompt):
                 return None
         return SnapshotTurn(
             request=request,
+            calls=calls,
             forwarded=ForwardedBody(request.body),
             chat=chat,
             body=body,
@@ -290,16 +287,16 @@ class SnapshotStrategy(CacheStrategy):
             turn.body, turn.boundary, await run_off_loop(turn.body, _opening, turn.body)
         )
         before = request_before(self._conversations, conversation, sent)
-        conversation.snapshots = replace(conversation.snapshots, sent=sent)
+        conversation.snapshots.request_sent(sent)
         if before is None:
             return
         if common_prefix(before.boundary, turn.prompt) >= len(before.boundary):
             return
         larger = max(before.body, turn.body, key=len)
-        found = await run_off_loop(larger, _drift, before.body, turn.body)
-        conversation.snapshots = replace(conversation.snapshots, drift=found.summary())
-        self._metrics.drifts.labels(cause=found.cause).inc()
-        _log.info("session %s departs from what it was: %s", conversation.id, found.summary())
+        change = await run_off_loop(larger, _drift, before.body, turn.body)
+        conversation.snapshots.drifted(change.summary())
+        self._metrics.drifts.labels(cause=change.cause).inc()
+        _log.info("session %s departs from what it was: %s", conversation.id, change.summary())
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Return True for every managed turn: its slot is looked at while it is leased."""
@@ -313,7 +310,7 @@ class SnapshotStrategy(CacheStrategy):
         if not isinstance(turn, SnapshotTurn):
             return
         if not outcome.is_finished:
-            await self._placement.until_idle(turn, turn.request.headers, self._is_stopping)
+            await self._placement.until_idle(turn, self._is_stopping)
         await self._placement.record_reply(turn, outcome)
 
     def complete(self, turn: PreparedTurn, outcome: Outcome) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
+from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.snapshots import Match, Snapshot, best
@@ -31,13 +31,11 @@ class SnapshotTransfers:
     def __init__(
         self,
         *,
-        api: StockApi,
         repository: SnapshotRepository,
         probe: ServerProbe,
         metrics: Metrics,
         tasks: BackgroundTasks,
     ) -> None:
-        self._api = api
         self._repository = repository
         self._probe = probe
         self._metrics = metrics
@@ -53,16 +51,16 @@ class SnapshotTransfers:
         usable = (item for item in snapshots if item.id not in self._refused)
         return best(usable, tokens, behaviour.can_restore_partly)
 
-    async def restore(self, match: Match, slot: int, headers: Headers) -> bool:
+    async def restore(self, match: Match, slot: int, api: StockApi) -> bool:
         """Verify a snapshot and fill a slot with it; return False when that is not possible.
 
         The slot is empty when llama-server refuses. Raises UpstreamError when llama-server fails
         otherwise: the snapshot is set aside. After True, `record_reuse` or `end_without_result`
         must be called.
         """
-        return await self._run_to_end(self._restore(match, slot, headers), "restoring a slot")
+        return await self._run_to_end(self._restore(match, slot, api), "restoring a slot")
 
-    async def _restore(self, match: Match, slot: int, headers: Headers) -> bool:
+    async def _restore(self, match: Match, slot: int, api: StockApi) -> bool:
         snapshot, began = match.snapshot, time.monotonic()
         try:
             await self._repository.verify(snapshot)
@@ -77,7 +75,7 @@ class SnapshotTransfers:
             return False
         try:
             async with self._repository.decrypted_file(snapshot) as name:
-                copied = await self._api.restore(slot, name, headers)
+                copied = await api.restore(slot, name)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
@@ -137,20 +135,20 @@ class SnapshotTransfers:
         """Return the seconds until a save does not stall the server too often; 0 or less: now."""
         return self._probe.costs.next_save_at - time.monotonic()
 
-    async def save(self, slot: int, tokens: Tokens, label: SnapshotLabel, headers: Headers) -> bool:
+    async def save(self, slot: int, tokens: Tokens, label: SnapshotLabel, api: StockApi) -> bool:
         """Save a slot that holds exactly `tokens`; return False when it was not saved.
 
         The file becomes a snapshot in the background. Raises UpstreamError when llama-server cannot
         be reached or does not answer.
         """
-        work = self._save(slot, tokens, label, headers, with_more=False)
+        work = self._save(slot, tokens, label, api, with_more=False)
         return await self._run_to_end(work, "saving a slot")
 
     async def save_with_answer(
-        self, slot: int, prompt: Tokens, label: SnapshotLabel, headers: Headers
+        self, slot: int, prompt: Tokens, label: SnapshotLabel, api: StockApi
     ) -> bool:
         """As `save`, of a slot whose tokens begin with `prompt`; the file says what follows."""
-        work = self._save(slot, prompt, label, headers, with_more=True)
+        work = self._save(slot, prompt, label, api, with_more=True)
         return await self._run_to_end(work, "saving a slot")
 
     async def _save(
@@ -158,12 +156,12 @@ class SnapshotTransfers:
         slot: int,
         tokens: Tokens,
         label: SnapshotLabel,
-        headers: Headers,
+        api: StockApi,
         with_more: bool,
     ) -> bool:
         part = self._repository.new_part()
         try:
-            copied = await self._api.save(slot, part, headers)
+            copied = await api.save(slot, part)
         except UpstreamRejected as error:
             self._discard(part, "failed", str(error))
             return False

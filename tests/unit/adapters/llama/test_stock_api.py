@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ class Client:
     async def call(self, *_: object) -> dict[str, Any]:
         return {}
 
-    def own_headers(self, _: Mapping[str, str] | None) -> dict[str, str]:
+    def own_headers(self) -> dict[str, str]:
         return {}
 
     @asynccontextmanager
@@ -44,7 +44,7 @@ class Client:
 
 def _fingerprint(status: int, body: bytes) -> str:
     api = StockApi(cast(LlamaClient, Client(status, body)))
-    return asyncio.run(api.fingerprint(None))
+    return asyncio.run(api.fingerprint())
 
 
 def test_the_fingerprint_depends_on_the_adapters() -> None:
@@ -61,6 +61,8 @@ def test_the_fingerprint_depends_on_the_adapters() -> None:
         (503, b"{}", UpstreamRejected),
         (200, b'[{"id"', UpstreamProtocolError),
         (200, b"", UpstreamProtocolError),
+        (200, b"[1]", UpstreamProtocolError),
+        (200, b'[{"id":0},null]', UpstreamProtocolError),
     ],
 )
 def test_adapters_that_are_not_listed_do_not_count_as_none(

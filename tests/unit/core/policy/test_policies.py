@@ -185,7 +185,7 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
         assert plan.stream == DecodeBudget(0)
         return
     needed = resident_tokens(then) + view.n_to_decode + reserve(view, config)
-    if plan.crowded:
+    if plan.over_capacity:
         least = (config.budget - config.least_budget) // 2
         stays = total(block.span for block in must_stay(then, config))
         loose = resident_tokens(then) - total(
@@ -344,7 +344,7 @@ def test_a_session_comes_back_under_its_budget(
     assert plan.adopt.spans[-1].end == view.adopt_to
     assert list(plan.adopt.spans) == sorted(plan.adopt.spans)
     assert decide(then, query, config).moves_nothing
-    if config.budget is not None and plan.crowded:
+    if config.budget is not None and plan.over_capacity:
         assert total(plan.adopt.spans) <= config.budget
     elif config.budget is not None and not plan.infeasible:
         tail = view.n_tokens - view.adopt_to
@@ -355,8 +355,8 @@ def test_the_block_with_the_answer_comes_back_for_the_oldest_filler() -> None:
     texts = [FILLER[0], "the oslo vault code is 48213", *FILLER[2:8]]
     view = line(texts, "rsrrrrrr")
     plan = decide(view, "what is the oslo vault code?", CONFIG)
-    assert moved(plan) == "-s/2 -s/3 +s/1"
-    assert [save.label for save in plan.saves] == ["s/2", "s/3"]
+    assert moved(plan) == "-s/3 -s/4 +s/1"  # the neighbour of the answer stays
+    assert [save.label for save in plan.saves] == ["s/3", "s/4"]
     assert plan.stream is not None and Span(64, 128) in plan.stream.protect
 
 
@@ -486,12 +486,12 @@ def test_a_tail_over_the_budget_frees_all_but_what_must_stay() -> None:
 def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
     view = line(FILLER[:12], "rrrrrrrrssss", tail=5000)
     plan = decide(view, "number9", replace(CONFIG, budget=1024))
-    assert plan.crowded and "+s/9" in moved(plan)
+    assert plan.over_capacity and "+s/9" in moved(plan)
     assert plan.stream is not None
     assert any(Span(9 * 64, 10 * 64).start in span for span in plan.stream.protect)
     assert plan.stream.min_budget <= 1024
     recency = decide(view, "number9", replace(CONFIG, budget=1024, name="recency"))
-    assert recency.infeasible and not recency.crowded
+    assert recency.infeasible and not recency.over_capacity
 
 
 def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> None:
@@ -499,7 +499,8 @@ def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> Non
     view = replace(view, n_past=256, resident=(Span(0, 256),), n_tokens=6 * 64 + 10)
     plan = decide(view, "number1", CONFIG)
     assert plan.stream is not None
-    assert [victim.label for victim in plan.stream.order] == ["s/2", "s/3", "s/1", "s/4", "s/5"]
+    # s/2 is older than s/3, but it is next to what the question is about.
+    assert [victim.label for victim in plan.stream.order] == ["s/3", "s/2", "s/1", "s/4", "s/5"]
 
 
 def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
@@ -593,6 +594,22 @@ def test_sorting_only_what_may_fit_takes_the_same(
         patch.setattr(planner, "_SORTED_AT_ONCE", 4)
         found = planner.best_fit(wanted, worth, table, room)
     assert found.tolist() == whole.tolist()
+
+
+def test_a_file_that_a_tool_is_called_with_comes_before_other_results_of_the_task() -> None:
+    system, user, answer, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
+    roles = [system, system, system, user, tool, tool, tool, answer, tool, answer, tool]
+    messages = [0, 0, 0, 1, 2, 2, 2, 3, 4, 5, 6]
+    view = line(FILLER[:11], "rrrrsssrrrd")
+    blocks = BlockTable(
+        replace(block, role=role, message=message, aliases=("src/a.py",) if message == 2 else ())
+        for block, role, message in zip(view.blocks, roles, messages, strict=True)
+    )
+    view = replace(view, blocks=blocks, n_past=640)
+    query = replace(Query.of("changed"), files=("src/a.py",))
+    plan = registry.decide(view, query, replace(CONFIG, budget=640))
+    assert "+s/4 +s/5 +s/6" in moved(plan)
+    assert not any(f"-s/{rule}" in moved(plan).split() for rule in (0, 1))
 
 
 def test_a_file_is_reread_after_a_restart_too() -> None:

@@ -153,7 +153,7 @@ def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
     for recall, label in (("text", "s/2"), ("model", "s/1")):
         alone = replace(config, recall=recall)
         plan = registry.decide(replace(view, model_relevance=found), question, alone)
-        assert [load.label for load in plan.loads] == [label]
+        assert label in {load.label for load in plan.loads}
     nothing = registry.decide(
         replace(view, model_relevance=found), question, replace(config, recall="none")
     )

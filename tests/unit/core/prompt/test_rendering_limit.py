@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 
 import numpy as np
 import orjson
@@ -20,44 +19,37 @@ def rendering(n_tokens: int) -> bytes:
     return head[:-1] + b',"tokens_b64":"' + tokens + b'","stops_b64":"' + b"A" * 4000 + b'"}'
 
 
-def pieces(text: bytes, size: int) -> Iterator[bytes]:
+def n_bytes_accepted(limit: RenderingLimit | TokenListLimit, text: bytes, size: int) -> int:
+    """Feed a text in pieces; return how many bytes were fed before it was refused."""
     for start in range(0, len(text), size):
-        yield text[start : start + size]
+        try:
+            limit.feed(text[start : start + size])
+        except PromptTooLong:
+            return start
+    return len(text)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100_000])
 @pytest.mark.parametrize("limit", range(30, 36))
 def test_a_rendering_as_long_as_the_context_is_read(limit: int, size: int) -> None:
     for n_tokens in (0, 1, limit - 1, limit):
-        counter = RenderingLimit(limit)
-        for piece in pieces(rendering(n_tokens), size):
-            counter.feed(piece)
+        text = rendering(n_tokens)
+        assert n_bytes_accepted(RenderingLimit(limit), text, size) == len(text)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 100_000])
 @pytest.mark.parametrize("limit", range(30, 36))
 def test_a_longer_one_is_refused(limit: int, size: int) -> None:
-    counter = RenderingLimit(limit)
-    with pytest.raises(PromptTooLong):
-        for piece in pieces(rendering(limit + 2), size):
-            counter.feed(piece)
+    text = rendering(limit + 2)
+    assert n_bytes_accepted(RenderingLimit(limit), text, size) < len(text)
 
 
 def test_no_more_is_read_than_the_context_takes() -> None:
-    counter, read = RenderingLimit(100), 0
-    with pytest.raises(PromptTooLong):
-        for piece in pieces(rendering(100_000), 64):
-            counter.feed(piece)
-            read += len(piece)
-    assert read < 2000
+    assert n_bytes_accepted(RenderingLimit(100), rendering(100_000), 64) < 2000
 
 
 @pytest.mark.parametrize("size", [1, 64])
 def test_a_list_of_tokens_is_read_up_to_the_context(size: int) -> None:
-    counter = TokenListLimit(100)
-    for piece in pieces(orjson.dumps({"tokens": list(range(100))}), size):
-        counter.feed(piece)
-    counter = TokenListLimit(100)
-    with pytest.raises(PromptTooLong):
-        for piece in pieces(orjson.dumps({"tokens": list(range(102))}), size):
-            counter.feed(piece)
+    short, long = (orjson.dumps({"tokens": list(range(n))}) for n in (100, 102))
+    assert n_bytes_accepted(TokenListLimit(100), short, size) == len(short)
+    assert n_bytes_accepted(TokenListLimit(100), long, size) < len(long)

@@ -56,7 +56,8 @@ _ITEMS = st.dictionaries(_KEYS, _VALUES, max_size=6)
 _BODIES = st.dictionaries(_KEYS, st.one_of(_VALUES, st.lists(_ITEMS, max_size=4)), max_size=8)
 
 
-def _only_request_errors(body: dict[str, Any]) -> None:
+def _check_only_request_errors(body: dict[str, Any]) -> None:
+    """Parse a body in every dialect; fails with any exception that is no RequestError."""
     text = json.dumps(body).encode()
     try:
         check_body(text, "application/json", LimitsConfig())
@@ -99,8 +100,8 @@ def parse_chat_or_refuse(chat: dict[str, Any]) -> None:
 @example({"system": [5], "messages": [{"role": [], "content": [{"type": []}]}]})
 @example({"messages": [{"tool_calls": [{"id": [], "function": {"name": {}, "arguments": 5}}]}]})
 @example({"evoke_policy": [], "evoke_recovery": {}, "evoke_recall": [[]]})
-def test_nothing_but_request_errors(body: dict[str, Any]) -> None:
-    _only_request_errors(body)
+def test_parsers_raise_nothing_but_request_errors(body: dict[str, Any]) -> None:
+    _check_only_request_errors(body)
 
 
 @settings(max_examples=100)

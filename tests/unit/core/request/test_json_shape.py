@@ -93,16 +93,19 @@ def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.Monk
     for piece in (1, 3, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
         text = '{"a":' + " \n" * 400 + '"' + "1" * 900 + '"' + " " * 900 + "}" + "\t" * 900
-        measure(text.encode(), LimitsConfig(json_number_chars=50))
+        shape = measure(text.encode(), LimitsConfig(json_number_chars=50))
+        assert (shape.depth, shape.keys) == (1, 1)
 
 
 @pytest.mark.parametrize(
     "text", ("", "}", "]]]]", '"', '"\\', "\\", "{]", ',,::"', "\xff\xfe", '{"a":1}}}}', "1" * 30)
 )
 def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
     for piece in (1, 2, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
-        measure(text.encode("latin-1"), LimitsConfig())
+        shapes.add(measure(text.encode("latin-1"), LimitsConfig()))
+    assert len(shapes) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+from typing import Any
 
 import orjson
 import pytest
@@ -102,7 +103,8 @@ def test_a_large_body_is_not_copied_when_members_are_put_into_it() -> None:
     body = b'{"messages":[{"role":"user","content":"' + b"a" * (2 * MIB) + b'"}]}'
     incoming = IncomingRequest(dialect="chat", body=body, headers={})
     request = ParsedRequest(incoming=incoming, tenant="", body=body)
-    turn = PreparedTurn(request=request, forwarded=ForwardedBody(body))
+    no_calls: Any = None
+    turn = PreparedTurn(request=request, calls=no_calls, forwarded=ForwardedBody(body))
     parts = asyncio.run(turn.with_members({"id_slot": b"3"}, {"messages"})).content
     assert any(isinstance(part, memoryview) and part.obj is body for part in parts)
     expected = edit_top_level(body, {"id_slot": b"3"}, ())

@@ -19,7 +19,7 @@ from evoke_proxy.core.request.look_ahead import (
     continued,
     kind_of,
     next_turns,
-    probes,
+    probe_bodies,
     snapshot_obstacle,
     stability,
 )
@@ -108,7 +108,7 @@ def _rendered(body: bytes, strips: bool, tools_last: bool) -> str:
 def test_what_a_template_keeps_is_measured(
     strips: bool, tools_last: bool, tools: bool, wanted: tuple[bool, bool]
 ) -> None:
-    found = stability([_rendered(body, strips, tools_last) for body in probes(tools)])
+    found = stability([_rendered(body, strips, tools_last) for body in probe_bodies(tools)])
     assert (found.boundary, found.ahead) == wanted
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from evoke_proxy.core.model.blocks import Role
@@ -48,7 +50,7 @@ def test_a_body_without_a_message_list_has_no_messages(messages: object) -> None
 def test_arguments_given_as_an_object_become_text() -> None:
     call = {"function": {"name": "read", "arguments": {"path": "ä"}}}
     [message] = from_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    assert message.tool_calls == (ToolCall("", "read", '{"path": "ä"}'),)
+    assert message.tool_calls == (ToolCall("", "read", '{"path":"ä"}'),)
 
 
 def test_what_a_message_shows_includes_its_calls() -> None:
@@ -100,6 +102,29 @@ def test_responses_join_what_the_assistant_does_in_a_row() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (from_anthropic, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        (from_responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+    ],
+)
+def test_a_message_that_has_only_an_image_counts(
+    read: Callable[[dict[str, object]], Sequence[Message]], body: dict[str, object]
+) -> None:
+    assert read(body) == [Message(Role.USER)]
+
+
+def test_an_item_that_is_no_object_counts_as_a_message_without_text() -> None:
+    assert from_responses({"input": [None, "a"]}) == [Message(Role.USER), Message(Role.USER)]
+    assert from_anthropic({"messages": [None, "a"]}) == [Message(Role.USER), Message(Role.USER)]
+
+
+def test_texts_of_one_assistant_are_joined_as_llama_server_joins_them() -> None:
+    items = [{"type": "message", "role": "assistant", "content": text} for text in ("a", "b")]
+    assert from_responses({"input": items}) == [Message(Role.ASSISTANT, "a\nb")]
+
+
 def test_a_responses_input_may_be_a_text() -> None:
     assert from_responses({"input": "hi"}) == [Message(Role.USER, "hi")]
 
@@ -148,9 +173,7 @@ def test_anthropic_tool_results_are_messages_of_their_own() -> None:
     assert found == [
         Message(Role.SYSTEM, "be brief"),
         Message(Role.USER, "hi"),
-        Message(
-            Role.ASSISTANT, "let me see", tool_calls=(ToolCall("c1", "read", '{"path": "a"}'),)
-        ),
+        Message(Role.ASSISTANT, "let me see", tool_calls=(ToolCall("c1", "read", '{"path":"a"}'),)),
         Message(Role.USER, "and?", keep="pin"),
         Message(Role.TOOL, "one", tool_call_id="c1", keep="pin"),
         Message(Role.TOOL, "two", tool_call_id="c2", keep="pin"),

@@ -63,6 +63,15 @@ REFUSED: dict[str, dict[str, Any]] = {
     "grammar_nested_between_tokens": {"grammar": "root ::= " + "( <)> " * 400},
     "grammar_nested_after_closings": {"grammar": ")" * 500 + "(" * 400},
     "long_grammar": {"grammar": 'root ::= "' + "a" * 65536 + '"'},
+    "optional_parts": {"grammar": 'root ::= ("a"? "b"?){0,125} "b"'},
+    "optional_rules": {"grammar": "root ::= " + "x " * 70 + '\nx ::= "a"?'},
+    "optional_parts_of_a_pattern": {"json_schema": {"pattern": "^(a?b?){0,125}$"}},
+    "long_pattern": {"tools": [{"input_schema": {"pattern": "a" * 8193}}]},
+    "enum": {"json_schema": {"enum": list(range(1001))}},
+    "enums": {"json_schema": {"allOf": [{"enum": list(range(900))}] * 5}},
+    "any_of": {"tools": [{"name": "x", "input_schema": {"anyOf": [{"type": "null"}] * 1001}}]},
+    "types": {"response_format": {"schema": {"type": ["string"] * 1001}}},
+    "pieces": {"content": "a" * 1_100_000, "with_pieces": True},
     "schema": {"json_schema": _properties(600)},
     "response_format": {
         "response_format": {"type": "json_schema", "json_schema": {"schema": _properties(600)}}
@@ -86,6 +95,11 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "words": {"grammar_triggers": [{"type": 1, "value": "<tool_call>"}], "stop": ["x"] * 100},
     "tokens": {"prompt": list(range(100_000))},
     "grammar": {"grammar": 'root ::= ("a" | "(((" [((((] | ("b" # ((((\n))*' * 200},
+    "words_of_a_grammar": {"grammar": "root ::= " + " | ".join(f'"w{i}"' for i in range(3000))},
+    "enum": {"json_schema": {"enum": list(range(1000))}},
+    "property_called_pattern": {"json_schema": {"properties": {"pattern": {"type": "string"}}}},
+    "pattern": {"json_schema": {"pattern": r"^\\d{4}-\\d{2}(-\\d{2}(T\\d+)?)?$"}},
+    "tokens_of_a_long_text": {"content": "a" * 1_100_000},
     "schema": {"json_schema": _properties(200)},
     "tools": {"tools": [{"name": "x", "input_schema": _properties(50)}] * 60},
     "arguments": {"messages": [_call(json.dumps({"a": "[" * 9999, "b": [[[[1]]]]}))]},
@@ -126,6 +140,12 @@ def test_no_spelling_hides_a_parameter(escaped: str) -> None:
 @pytest.mark.parametrize("unit", ('"', '\\"', "[", "[\\", "<", "#", "(", ")", '"\\', "(#\n"))
 def test_nesting_takes_linear_time(unit: str) -> None:
     assert exponent(lambda n: nesting(unit.encode() * n), 100_000) < 1.3
+
+
+def test_a_form_cannot_hide_a_grammar() -> None:
+    form, kind = _form(("grammar", b'root ::= ("a"? "b"?){0,125} "b"'))
+    with pytest.raises(RequestError, match="limits.grammar_paths"):
+        check_body(form, kind, LIMITS)
 
 
 def _form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:

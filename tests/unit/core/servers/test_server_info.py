@@ -10,7 +10,7 @@ FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
 
 
 @pytest.mark.parametrize(
-    ("props", "lacking", "reason"),
+    ("props", "obstacle", "reason"),
     [
         ({}, "unpatched", "not patched"),
         ({"evoke": None}, "unpatched", "--evoke-ram"),
@@ -21,9 +21,9 @@ FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
         ({"evoke": {"features": FEATURES}}, "", ""),
     ],
 )
-def test_what_a_server_lacks_is_named(props: dict[str, Any], lacking: str, reason: str) -> None:
+def test_what_a_server_lacks_is_named(props: dict[str, Any], obstacle: str, reason: str) -> None:
     info = ServerInfo.parse(props)
-    assert (info.lacking, info.patched) == (lacking, not lacking)
+    assert (info.obstacle, info.patched) == (obstacle, not obstacle)
     assert reason in info.reason
     assert bool(info.reason) == bool(reason)
 
@@ -31,7 +31,7 @@ def test_what_a_server_lacks_is_named(props: dict[str, Any], lacking: str, reaso
 def test_a_server_may_hold_budgets_and_not_adopt() -> None:
     for features, adopts in ((FEATURES, False), ([*FEATURES, "adopt"], True)):
         info = ServerInfo.parse({"evoke": {"features": features}})
-        assert (info.patched, info.adopts) == (True, adopts)
+        assert (info.patched, info.can_adopt) == (True, adopts)
 
 
 def test_the_rest_has_defaults() -> None:
@@ -68,3 +68,17 @@ def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> No
 )
 def test_the_context_of_a_slot_is_what_the_server_says(evoke: object, n_ctx: int | None) -> None:
     assert ServerInfo.parse({"evoke": evoke}).n_ctx == n_ctx
+
+
+def test_slots_that_share_cells_have_a_share_of_them() -> None:
+    limits = {"n_cells": 8192, "n_slot_cells": 2048}
+    info = ServerInfo.parse({"evoke": {"limits": limits}})
+    assert (info.n_cells, info.n_slot_cells) == (8192, 2048)
+    info = ServerInfo.parse({"evoke": {"limits": {"n_cells": 8192}}})
+    assert (info.n_cells, info.n_slot_cells) == (8192, 8192)
+    assert ServerInfo.parse({}).n_slot_cells is None
+
+
+def test_a_server_may_name_the_sessions_that_it_has() -> None:
+    for features, can_find in ((FEATURES, False), ([*FEATURES, "find"], True)):
+        assert ServerInfo.parse({"evoke": {"features": features}}).can_find is can_find

@@ -21,7 +21,7 @@ def _well(n: int = 2, n_slots: int = 1) -> ServerPool:
 
 def _missed(pool: ServerPool, at: int, now: float) -> bool:
     """A check that fails; whether it opens the breaker."""
-    pool.members[at].checking = True
+    pool.members[at].breaker.is_checking = True
     return pool.check_failed(at, now)
 
 
@@ -54,17 +54,17 @@ def test_failures_in_a_row_open_it_and_one_trial_after_a_back_off_closes_it() ->
     assert not _missed(pool, 0, 0.1) and not _missed(pool, 0, 0.2)
     pool.request_served(0)
     assert not _missed(pool, 0, 0.3) and not _missed(pool, 0, 0.4)
-    assert _missed(pool, 0, 0.5) and pool.members[0].breaker == OPEN
+    assert _missed(pool, 0, 0.5) and pool.members[0].breaker.state == OPEN
     pool.request_failed(0, 0.6)
-    assert pool.members[0].check_at == 1.5, "one that began before says nothing"
+    assert pool.members[0].breaker.check_at == 1.5, "one that began before says nothing"
     assert pool.choose(0, [0, 0]) == 1
     assert pool.due_checks(1.4) == []
-    assert pool.due_checks(1.5) == [0] and pool.members[0].breaker == HALF_OPEN
+    assert pool.due_checks(1.5) == [0] and pool.members[0].breaker.state == HALF_OPEN
     assert pool.due_checks(1.6) == [], "one trial at a time"
     assert pool.choose(0, [0, 0]) == 1, "no client's request is the trial"
-    assert pool.check_passed(0, 1.7, 1, "model") and pool.members[0].breaker == CLOSED
+    assert pool.check_passed(0, 1.7, 1, "model") and pool.members[0].breaker.state == CLOSED
     assert pool.choose(0, [0, 0]) == 0
-    assert pool.members[0].openings == 1
+    assert pool.members[0].breaker.openings == 1
 
 
 def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
@@ -73,13 +73,13 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
         if pool.due_checks(now) == [0]:
             opened = pool.check_failed(0, now)
             if opened:
-                waits.append(pool.members[0].check_at - now)
-        now = pool.members[0].check_at
+                waits.append(pool.members[0].breaker.check_at - now)
+        now = pool.members[0].breaker.check_at
     assert waits == [1.0, 2.0, 4.0, 6.0, 6.0, 6.0]
     assert pool.due_checks(now) == [0] and pool.check_passed(0, now, 1, "model")
     for _ in range(3):
         _missed(pool, 0, now)
-    assert pool.members[0].check_at - now == 1.0
+    assert pool.members[0].breaker.check_at - now == 1.0
 
 
 def test_requests_that_fail_open_no_breaker_of_a_server_that_answers_a_check() -> None:
@@ -92,9 +92,9 @@ def test_requests_that_fail_open_no_breaker_of_a_server_that_answers_a_check() -
         assert not pool.check_passed(0, now, 1, "model") and pool.accepts_requests(0)
         assert 0 in pool.due_checks(now), "one that failed after the check began asks for another"
         pool.check_passed(0, now, 1, "model")
-        if pool.members[1].checking:
+        if pool.members[1].breaker.is_checking:
             pool.check_passed(1, now, 1, "model")
-    assert pool.members[0].openings == 0
+    assert pool.members[0].breaker.openings == 0
 
 
 def test_requests_that_fail_count_when_the_check_fails_too() -> None:
@@ -119,12 +119,12 @@ def test_one_that_was_tried_may_be_again_once_it_is_back() -> None:
 
 def test_one_that_drains_gets_nothing_and_comes_back() -> None:
     pool = _well()
-    pool.members[0].draining = True
+    pool.drain(0, True)
     assert pool.choose(0, [0, 0]) == 1
-    pool.members[1].draining = True
+    pool.drain(1, True)
     assert pool.choose(0, [0, 0]) is None
     assert pool.due_checks(2.0) == [0, 1], "it is still looked after"
-    pool.members[0].draining = False
+    pool.drain(0, False)
     assert pool.choose(None, [9, 0]) == 0
 
 
@@ -149,7 +149,7 @@ def test_what_all_serve_is_what_the_first_served_as_long_as_anybody_does() -> No
     for _ in range(3):
         _missed(pool, 1, 1.0)
     assert pool.choose(0, [0, 0, 0]) == 2, "one that is down keeps what all serve"
-    pool.members[2].draining = True
+    pool.drain(2, True)
     assert pool.choose(0, [0, 0, 0]) is None, "rather nothing than another model"
     # The second comes back with what the first has had: an upgrade, one after the other.
     assert 1 in pool.due_checks(5.0)
@@ -163,8 +163,8 @@ def test_it_says_when_to_ask_again() -> None:
         for _ in range(3):
             _missed(pool, at, when)
     assert pool.retry_after(10.2) == 1.0  # never sooner than a second
-    pool.members[0].check_at = 15.5
-    pool.members[1].check_at = 14.5
+    pool.members[0].breaker.check_at = 15.5
+    pool.members[1].breaker.check_at = 14.5
     assert pool.retry_after(11.0) == 3.5
 
 
@@ -186,7 +186,7 @@ def test_whatever_happens_only_those_that_are_well_are_chosen(
     for kind, at, later in events:
         now += later
         member = pool.members[at]
-        was = member.breaker
+        was = member.breaker.state
         match kind:
             case "fail":
                 pool.request_failed(at, now)
@@ -209,17 +209,17 @@ def test_whatever_happens_only_those_that_are_well_are_chosen(
                 checking.remove(at)
                 pool.check_failed(at, now)
             case "drain":
-                member.draining = not member.draining
+                pool.drain(at, not member.draining)
         # An open one is left only by a trial, and a trial that fails waits longer.
         if was == OPEN:
-            assert member.breaker == OPEN or kind == "check"
-        if was == CLOSED and member.breaker == OPEN:
-            assert kind == "miss" and member.check_at == now + RULES.backoff_s
-        assert 0.0 <= member.backoff_s <= RULES.backoff_max_s
+            assert member.breaker.state == OPEN or kind == "check"
+        if was == CLOSED and member.breaker.state == OPEN:
+            assert kind == "miss" and member.breaker.check_at == now + RULES.backoff_s
+        assert 0.0 <= member.breaker.backoff_s <= RULES.backoff_max_s
         assert all(m.in_flight >= 0 for m in pool.members)
         assert 1.0 <= pool.retry_after(now) <= max(RULES.backoff_max_s, 1.0)
         chosen = pool.choose(at, [0, 0, 0])
-        able = [m for m in pool.members if m.breaker == CLOSED and not m.draining]
+        able = [m for m in pool.members if m.breaker.state == CLOSED and not m.draining]
         assert (chosen is None) == (not able)
         if chosen is not None:
             assert pool.members[chosen] in able

@@ -74,7 +74,7 @@ class House:
     refusals: int = 0
 
     def __post_init__(self) -> None:
-        self.session = Session("s", "", self.config, adopts=not self.slot.recurrent)
+        self.session = Session("s", "", self.config, can_adopt=not self.slot.recurrent)
 
     def begin(self, talk: Talk) -> Turn:
         rendered = talk.rendered()
@@ -164,7 +164,8 @@ def test_what_a_question_is_about_comes_back() -> None:
     house = House()
     talk = talk_of(60)
     talk.say(Role.ASSISTANT, words(50, 5))
-    talk.say(Role.USER, [777, 778, 779, *words(51, 40)])
+    # No later message has a word of this one, so that none of them needs it.
+    talk.say(Role.USER, [777, 778, 779, *(word + 1000 for word in words(51, 40))])
     for i in range(12):
         house.turn(talk, words(100 + i, 20))
         talk.say(Role.USER, words(200 + i, 50))
@@ -322,7 +323,7 @@ def test_after_a_restart_everything_is_decoded_again() -> None:
     talk = talk_of(300, 300, 300)
     house.turn(talk, words(9, 100))
     house.slot = SlotModel(n_cells=4096, epoch=50)
-    house.session.on_server_restart(adopts=True)
+    house.session.on_server_restart(can_adopt=True)
     talk.say(Role.USER, words(10, 30))
     books = house.turn(talk, words(11, 20))
     assert books.decoded == books.n_prompt
@@ -641,7 +642,7 @@ def happen(house: House, talk: Talk, event: str, seed: int) -> None:
     elif event == "restart":
         cells, recurrent = house.slot.n_cells, house.slot.recurrent
         house.slot = SlotModel(n_cells=cells, epoch=seed, recurrent=recurrent)
-        house.session.on_server_restart(adopts=not recurrent)
+        house.session.on_server_restart(can_adopt=not recurrent)
     elif event == "forget a copy" and house.slot.store:
         names = sorted(house.slot.store)
         del house.slot.store[names[seed % len(names)]]
@@ -668,3 +669,29 @@ def test_copies_of_text_that_is_decoded_again_are_made_anew() -> None:
     assert older and older <= {save.label for save in anew}
     house.copy_behind()
     assert house.session.unsaved(house.slot.view([])) == []
+
+
+def test_a_resumed_session_uses_copies_that_do_not_overlap_and_drops_the_others() -> None:
+    tokens = np.arange(200, dtype=np.int32)
+    session = Session("s", "", PolicyConfig())
+    copies = {
+        "s/100-164-t2/gen": Span(100, 164),
+        "s/0-64-a": Span(0, 64),
+        "s/64-128-b": Span(64, 128),
+        "s/128-150-c": Span(128, 150),
+        "s/128-190-old": Span(128, 190),
+        "s/190-194-t3/gen": Span(190, 194),
+    }
+    session.resume(tokens, copies)
+    layout = session.layout
+    used = {item.label: item.span for item in layout.ranges}
+    assert used == {label: copies[label] for label in used}
+    assert set(used) == {"s/0-64-a", "s/64-128-b", "s/128-150-c", "s/190-194-t3/gen"}
+    assert layout.stale == copies.keys() - used.keys()
+    assert layout.copies_end == len(session.tokens) == 194
+
+
+def test_a_session_resumed_without_copies_is_empty() -> None:
+    session = Session("s", "", PolicyConfig())
+    session.resume(np.arange(9, dtype=np.int32), {})
+    assert (len(session.tokens), session.layout.copies_end) == (0, 0)

@@ -29,7 +29,9 @@ from evoke_proxy.errors import SnapshotUnusable
 def _end_a_request(server: Server) -> None:
     incoming = IncomingRequest(dialect="chat", body=b"", headers={})
     request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
-    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    scope = TurnScope(
+        request, trace, server.slots, server.resources.metrics, server.resources.calls
+    )
     server._finalizer.finish(server.strategy, scope, ReplyReader(trace))
 
 

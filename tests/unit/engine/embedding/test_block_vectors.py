@@ -30,8 +30,8 @@ POLICY = PolicyConfig(budget=512)
 class FakeEmbedding:
     """Knows what `done` has; takes `seconds` for a question."""
 
-    def __init__(self, on: bool = True, seconds: float = 0.0) -> None:
-        self.on, self.seconds = on, seconds
+    def __init__(self, on: bool = True, seconds: float = 0.0, is_immediate: bool = False) -> None:
+        self.on, self.seconds, self.is_immediate = on, seconds, is_immediate
         self.submitted: list[str] = []
         self.done: dict[bytes, np.ndarray] = {}
         self.asked: list[str] = []
@@ -41,6 +41,10 @@ class FakeEmbedding:
 
     def vector(self, key: bytes) -> np.ndarray | None:
         return self.done.get(key)
+
+    def embed_blocks(self, texts: Any) -> np.ndarray:
+        self.asked += texts
+        return np.stack([EAST * number for number in range(1, len(texts) + 1)])
 
     def submit(self, texts: Any) -> None:
         self.submitted += [text for _, text in texts]
@@ -52,7 +56,7 @@ class FakeEmbedding:
 
 
 def vectors_of(fake: FakeEmbedding, policy: PolicyConfig = POLICY) -> BlockVectors:
-    return BlockVectors(fake, policy, Conversations(policy, 9))  # type: ignore[arg-type]
+    return BlockVectors(fake, Conversations(policy, 9))  # type: ignore[arg-type]
 
 
 def conversation(*said: str) -> Conversation:
@@ -83,7 +87,7 @@ async def beside(
 ) -> tuple[Any, RequestTrace]:
     """The vectors that were made, and what was waited for."""
     trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
-    rendered, made = await vectors.embed_beside(rendering(seconds), request(), trace)
+    rendered, made = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
     return made, trace
 
@@ -106,9 +110,37 @@ def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.Monke
     fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(known)
     fake.done = {key: EAST for keys in known.vectors.pending.values() for key in keys}
-    monkeypatch.setattr("evoke_proxy.engine.embedding.block_vectors._MAX_SUBMITTED", 2)
+    monkeypatch.setattr("evoke_proxy.engine.server.conversations._MAX_UNWRITTEN", 2)
     known.session.add_vectors(stacked(vectors_of(fake).take_new(known)))
     assert len(known.vectors.embedded) == 2 and not known.session.index.without_vectors(9)
+
+
+def test_an_immediate_encoder_embeds_what_is_missing_at_once() -> None:
+    said = ("The first one is right here. The second one is over there.", "", "More of it.", "Why?")
+    fake, known = FakeEmbedding(is_immediate=True), conversation(*said)
+    vectors, index = vectors_of(fake), known.session.index
+    vectors.submit(known)
+    assert not fake.submitted and not known.vectors.pending, "nothing is left for the background"
+    vectors.embed_missing(known.session, index._blocks)
+    assert fake.asked == [
+        "More of it.", "The first one is right here.", "The second one is over there.",
+    ]  # fmt: skip
+    assert [block.label for block in index.without_vectors(9)] == ["s/3", "s/1"]
+    assert index._vectors.get(0).tolist() == [[2, 0], [3, 0]]
+    assert index.n_with_vectors == 2
+    fake.asked.clear()
+    longer = BlockTable(
+        [*index._blocks, Block("user:4#0", "s/4", Span(36, 45), Role.USER, 2, 4, "And now?")]
+    )
+    vectors.embed_missing(known.session, longer)
+    assert fake.asked == ["Why?"], "the question of before, and not the one of now"
+
+
+def test_a_slow_encoder_embeds_nothing_at_once() -> None:
+    fake, known = FakeEmbedding(), conversation("The first one is here.", "Where is it?")
+    vectors = vectors_of(fake)
+    vectors.embed_missing(known.session, known.session.index._blocks)
+    assert not fake.asked and vectors.n_missing(known.session) == 0
 
 
 def test_nothing_is_submitted_without_an_embedder() -> None:
@@ -131,17 +163,21 @@ def test_questions_are_embedded_while_a_session_has_a_budget_of_its_own() -> Non
     conversations = Conversations(config, 9)
     known = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
     known.own_budget, known.session.config = True, POLICY
-    vectors = BlockVectors(fake, config, conversations)  # type: ignore[arg-type]
-    asyncio.run(vectors.embed_beside(rendering(), request(), RequestTrace(0.0)))
-    assert len(fake.asked) == 2
+    vectors = BlockVectors(fake, conversations)  # type: ignore[arg-type]
+    asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
+    assert len(fake.asked) == 3
     conversations.forget(known)
-    asyncio.run(vectors.embed_beside(rendering(), request(), RequestTrace(0.0)))
-    assert len(fake.asked) == 2
+    asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
+    assert len(fake.asked) == 3
 
 
 def test_a_question_is_embedded_during_the_rendering() -> None:
     made, trace = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
-    assert set(made) == {"Where is it?", "How is the old one called?"}
+    assert set(made) == {
+        "Where is it?",
+        "How is the old one called?",
+        "Where is it? How is the old one called?",
+    }
     assert trace.waits["embed"] == pytest.approx(0.05)
     _, quick = virtual_time.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
     assert quick.waits["embed"] == 0.0
@@ -153,7 +189,7 @@ def test_a_failed_rendering_raises_its_error() -> None:
 
     async def run() -> None:
         vectors = vectors_of(FakeEmbedding())
-        await vectors.embed_beside(failing(), request(), RequestTrace(0.0))
+        await vectors.embed_beside(failing, request(), RequestTrace(0.0))
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(run())

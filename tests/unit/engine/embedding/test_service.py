@@ -42,6 +42,8 @@ class FakeEncoder:
     """Notes what it is asked in which order; blocks and questions can be held up separately."""
 
     def __init__(self, fingerprint: bytes = b"fake") -> None:
+        self.name = "fake"
+        self.is_immediate = False
         self.fingerprint = fingerprint
         self.asked: list[tuple[str, tuple[str, ...]]] = []
         self.threads: list[tuple[str, int]] = []
@@ -150,6 +152,25 @@ def test_several_questions_are_one_inference() -> None:
         ]
         assert rig.encoder.asked[1:] == [("question", ("a", "c"))]
         assert await rig.embedding.embed_queries([]) == []
+
+    run(scene)
+
+
+def test_an_immediate_encoder_needs_no_thread_and_no_cache() -> None:
+    async def scene(rig: Rig) -> None:
+        assert not rig.embedding.is_immediate
+        with pytest.raises(EmbedderError, match="too long"):
+            rig.embedding.embed_blocks(["a"])
+        rig.encoder.is_immediate = True
+        found = await rig.embedding.embed_queries(["a", "a"])
+        assert [vector.tolist() for vector in found if vector is not None] == [
+            vector_of("qa").tolist()
+        ] * 2
+        assert rig.embedding.embed_blocks(["b"]).tolist() == [vector_of("bb").tolist()]
+        assert {name for name, _ in rig.encoder.threads} == {threading.current_thread().name}
+        assert len(rig.embedding._cache) == 0
+        assert rig.count("evoke_embedded_total", kind="question") == 2
+        assert rig.count("evoke_embedded_total", kind="block") == 1
 
     run(scene)
 
@@ -350,6 +371,7 @@ def test_half_of_a_surrogate_pair_has_a_key() -> None:
 
 def test_stopping_drops_waiting_texts_and_waits_for_the_running_batch() -> None:
     rig = Rig(FakeEncoder())
+    earlier = set(threading.enumerate())
 
     async def play() -> None:
         rig.encoder.may_embed.clear()
@@ -358,7 +380,8 @@ def test_stopping_drops_waiting_texts_and_waits_for_the_running_batch() -> None:
             await rig.until(lambda: len(rig.encoder.asked) == 1)
             rig.when_it_stops(rig.encoder.may_embed.set)
         assert len(rig.encoder.asked) == 1
-        assert not [t for t in threading.enumerate() if t.name.startswith("embed-")]
+        started = set(threading.enumerate()) - earlier
+        assert not [thread for thread in started if thread.name.startswith("embed-")]
         # Whoever still has it gets answers, not errors.
         rig.submit("late")
         assert await embed_query(rig.embedding, "late") is None
@@ -382,7 +405,7 @@ def test_a_running_question_ends_when_the_service_stops() -> None:
     asyncio.run(play())
 
 
-def test_without_a_directory_the_service_is_off_and_logs_it(
+def test_without_an_encoder_the_service_is_off_and_logs_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -393,13 +416,21 @@ def test_without_a_directory_the_service_is_off_and_logs_it(
         keys = rig.submit("block")
         assert rig.embedding.vector(keys[0]) is None
 
-    rig = run(scene, directory="")
+    rig = Rig(FakeEncoder(), directory="", model="none")
+    rig.embedding = EmbeddingService(rig.embedding._config, rig.metrics)
+
+    async def play() -> None:
+        async with rig.embedding:
+            await scene(rig)
+
+    asyncio.run(play())
     assert rig.encoder.asked == []
     assert rig.count("evoke_embed_seconds_count") == 0
+    assert rig.count("evoke_embedder_info", embedder="none") == 1
     said = [
         r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding.service"
     ]
-    assert said == ["no embedder (embedder.directory is empty): blocks are ranked by words alone"]
+    assert said == ["no embedder (embedder.model is none): blocks are ranked by words alone"]
 
 
 def test_the_start_logs_the_encoder(caplog: pytest.LogCaptureFixture) -> None:
@@ -407,6 +438,7 @@ def test_the_start_logs_the_encoder(caplog: pytest.LogCaptureFixture) -> None:
 
     async def scene(rig: Rig) -> None:
         assert rig.embedding.on
+        assert rig.count("evoke_embedder_info", embedder="fake") == 1
 
     run(scene)
     assert "embedder of the tests" in [record.getMessage() for record in caplog.records]

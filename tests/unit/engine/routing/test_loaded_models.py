@@ -11,7 +11,9 @@ import pytest
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config, UpstreamConfig
+from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.routing.loaded_models import LoadedModels
 
 BODY = b'{"model":"one"}'
@@ -52,7 +54,12 @@ class Entered:
 
 
 async def _request(models: LoadedModels[Entered], body: bytes = BODY) -> Entered | None:
-    return await models.load(str(json.loads(body)["model"]), {})
+    chat = parse_chat("chat", {"messages": [{"role": "user", "content": "Hi"}]})
+    incoming = IncomingRequest(dialect="chat", body=body, headers={})
+    model = str(json.loads(body)["model"])
+    return await models.load(
+        ParsedChat(incoming=incoming, tenant="", body=body, chat=chat, model=model)
+    )
 
 
 def test_a_cancelled_request_leaves_the_server_of_its_model_entered() -> None:

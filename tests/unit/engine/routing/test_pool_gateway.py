@@ -35,6 +35,7 @@ from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER
 from evoke_proxy.engine.routing.migration import migrate_conversation
 from evoke_proxy.engine.routing.pool_gateway import Origin, PoolGateway, _Routed
 from evoke_proxy.engine.strategies.budgeted.session_records import _belongs_to
+from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 from evoke_proxy.errors import ConfigError, NoServer, RequestError, UpstreamUnavailable
 
 CONFIG = Config(pool=PoolConfig(("a=http://one:1", "b=http://two:2")))
@@ -130,9 +131,7 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
     async def keep() -> None:
         done.append("saved")
 
-    async def run(
-        api: BlockApi, slot: int, action: str, body: dict[str, Any], client: object
-    ) -> dict[str, Any]:
+    async def run(api: BlockApi, slot: int, action: str, body: dict[str, Any]) -> dict[str, Any]:
         done.append((action, body["names"], body["tenant"]))
         return {}
 
@@ -141,7 +140,7 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
         source, target = gateway.servers[0], gateway.servers[1]
         monkeypatch.setattr(source, "keep", keep)
         monkeypatch.setattr(BlockApi, "run", run)
-        source.monitor.server = ServerInfo("", "", adopts=True)
+        source.monitor.server = ServerInfo("", "", can_adopt=True)
         source.conversations.recall(seated())
         (conversation,) = source.conversations
         source.server.slots.pool.record_move(conversation.id, 0)
@@ -194,9 +193,10 @@ def test_a_record_written_during_migration_is_kept(tmp_path: Path) -> None:
             view = SlotView(0, 7, 12, 0, (Span(0, 12),), 0)
             lease = source.server.slots.background(0, conversation.id)
             assert lease is not None
-            keeping = source.server.strategies.budgeted._records.save(
-                conversation, view, {}, {}, lease
+            job = SlotJob(
+                conversation=conversation, calls=source.server.resources.calls, lease=lease
             )
+            keeping = source.server.strategies.budgeted._records.save(job, view, {})
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             if moves:
@@ -225,8 +225,8 @@ def test_a_request_fails_over_until_no_server_is_left() -> None:
         sample = gateway.metrics.registry.get_sample_value
         assert sample("evoke_server_failovers_total", {"server": "a"}) == 1
         assert sample("evoke_server_failovers_total", {"server": "b"}) == 0
-        member = gateway.servers.pool.members[0]
-        assert (member.failures, member.unconfirmed) == (0, 1), "a check is to confirm it"
+        breaker = gateway.servers.pool.members[0].breaker
+        assert (breaker.failures, breaker.unconfirmed) == (0, 1), "a check is to confirm it"
 
     asyncio.run(passed())
 
@@ -285,7 +285,7 @@ def test_a_session_that_was_migrated_meanwhile_keeps_its_new_server() -> None:
     async def sent() -> None:
         gateway = _gateway()
         _set_healthy(gateway, 0, 1)
-        gateway.servers.pool.members[0].failures = 1
+        gateway.servers.pool.members[0].breaker.failures = 1
         route = Route(1, "there")
 
         @asynccontextmanager

@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -104,7 +104,7 @@ class House:
         others = {tenant or "nobody" for tenant in TENANTS} - {known.tenant or "nobody"}
         if before is not None:
             assert not any(f"marker-of-{other}".encode() in before.body for other in others)
-        known.snapshots = replace(known.snapshots, sent=asked)
+        known.snapshots.request_sent(asked)
 
 
 def test_ten_thousand_interleavings_of_two_tenants_never_cross() -> None:

@@ -36,12 +36,12 @@ class Watched:
     asked: int = 0
 
     def __post_init__(self) -> None:
-        upstream: Any = LlamaClient(UpstreamConfig())
-        upstream.info = self._info
-        self.watch = ServerMonitor(upstream, Config(), Metrics())
+        self.upstream: Any = LlamaClient(UpstreamConfig())
+        self.upstream.info = self._info
+        self.watch = ServerMonitor(self.upstream, Config(), Metrics())
         self.watch.on_start.append(self.starts.append)
 
-    async def _info(self, client: object) -> ServerInfo:
+    async def _info(self) -> ServerInfo:
         self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         await asyncio.sleep(0)
@@ -148,11 +148,11 @@ def test_an_answer_that_names_another_instance_is_followed_by_a_question() -> No
         watched = Watched([FIRST, SECOND])
         await watched.watch.ensure_current()
         for instance in (FIRST.instance, ""):  # older patches name none
-            await watched.watch.confirm(instance, {})
+            await watched.watch.confirm(instance, watched.upstream)
             assert watched.asked == 1
-        await watched.watch.confirm(SECOND.instance, {})
+        await watched.watch.confirm(SECOND.instance, watched.upstream)
         assert watched.starts == [FIRST, SECOND]
-        await watched.watch.confirm(SECOND.instance, {})
+        await watched.watch.confirm(SECOND.instance, watched.upstream)
         assert watched.asked == 2
 
     asyncio.run(run())

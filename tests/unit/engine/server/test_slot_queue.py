@@ -87,7 +87,9 @@ def _request(engine: ModelRouter) -> Ending:
     incoming = IncomingRequest(dialect="chat", body=b"", headers={})
     request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
     server = engine.server
-    scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+    scope = TurnScope(
+        request, trace, server.slots, server.resources.metrics, server.resources.calls
+    )
     return Ending(engine, scope, ReplyReader(trace))
 
 
@@ -265,7 +267,7 @@ def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[
     """Transfers whose background tasks are begun by `run`; they have nothing else."""
     none: Any = None
     tasks: Any = SimpleNamespace(run=run)
-    return SnapshotTransfers(api=none, repository=none, probe=none, metrics=none, tasks=tasks)
+    return SnapshotTransfers(repository=none, probe=none, metrics=none, tasks=tasks)
 
 
 def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
@@ -589,7 +591,9 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
             with await engine.server.slots.acquire("other", "", slot=0) as lease:
                 assert lease.victim == victim.id
                 with lease.vacating():
-                    await engine.server.strategies.budgeted._slots.save_rows(victim, view, {})
+                    await engine.server.strategies.budgeted._slots.save_rows(
+                        victim, view, engine.server.resources.calls.blocks
+                    )
                 await asyncio.sleep(100)
 
         async with asyncio.TaskGroup() as tasks:
@@ -654,7 +658,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
             done.append("dropped")
 
         monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
-        engine.monitor.server = ServerInfo("", "", adopts=True)
+        engine.monitor.server = ServerInfo("", "", can_adopt=True)
         (await engine.server.slots.acquire(known.id, "")).release()
         lease = await engine.server.slots.acquire("other", "")
         assert lease.victim == known.id
@@ -687,7 +691,8 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
         lease = await engine.server.slots.acquire("other", "")
         engine.conversations.forget(known)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(engine.server.strategies.budgeted._slots.drop_copies(known, {}))
+            blocks = engine.server.resources.calls.blocks
+            tasks.create_task(engine.server.strategies.budgeted._slots.drop_copies(known, blocks))
             await asyncio.sleep(1)
             assert not done
             done.append("saved")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.config import Config
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.shared import Shared
+from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.session_records import CopySpill, SessionPersistence
 
 
 def test_a_copy_that_is_made_again_is_not_on_disk_any_more() -> None:
     """llama-server lists what has changed, and not that an older copy was replaced."""
     config = Config()
-    spill = CopySpill(BlockApi(LlamaClient(config.upstream)))
+    spill = CopySpill()
     session = Session("s", "", config.policy)
     conversation = Conversation(session, session.tokens)
     spill.note_copied("s", ["s/a"])
@@ -27,15 +28,16 @@ def test_a_copy_that_is_made_again_is_not_on_disk_any_more() -> None:
     assert spill._read(conversation, restarted) == {"s/c"}
 
 
-def test_without_a_directory_the_copy_list_is_not_followed() -> None:
+def test_without_a_disk_tier_the_copy_list_is_not_followed() -> None:
     config = Config()
     conversations = Conversations(config.policy, 1)
     persistence = SessionPersistence(
-        client=LlamaClient(config.upstream),
+        home=config.upstream.url,
         slot_snapshots=None,
         conversations=conversations,
         embedding=Shared(config).embedding,
         homes=(),
+        discovery=SessionDiscovery(conversations, SlotQueue(config.limits)),
     )
     session = Session("s", "", config.policy)
     assert persistence.copies_since(Conversation(session, session.tokens)) == LATEST

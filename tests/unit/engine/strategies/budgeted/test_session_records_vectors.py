@@ -11,6 +11,7 @@ import pytest
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.engine.server.conversations import VectorState
 from evoke_proxy.engine.strategies.budgeted.session_records import VectorRecords
 
 
@@ -38,7 +39,7 @@ def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
     kept, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
-        state = SimpleNamespace(embedded={label: (b"k",) for label in labels})
+        state = VectorState(embedded={label: (b"k",) for label in labels})
         known: Any = SimpleNamespace(id="s", tenant="t", vectors=state)
         asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
         assert not known.vectors.embedded

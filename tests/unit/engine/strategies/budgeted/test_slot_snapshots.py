@@ -10,6 +10,7 @@ import numpy as np
 from snapshot_fixtures import snapshot
 
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 
 PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
@@ -22,7 +23,7 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     known.session = SimpleNamespace(tokens=PROMPT)
     conversations, saved = {"b": known}, []
 
-    async def fingerprint(_: object) -> str:
+    async def fingerprint() -> str:
         if not begins:
             conversations.clear()
         return "f"
@@ -40,13 +41,14 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     registered: Any = conversations
     slots = SlotSnapshots(
-        api=api,
         probe=probe,
         transfers=transfers,
         repository=repository,
         conversations=registered,
     )
-    asyncio.run(slots.save(0, known, {}))
+    calls: Any = SimpleNamespace(stock=api)
+    lease: Any = SimpleNamespace(slots=(0,))
+    asyncio.run(slots.save(SlotJob(conversation=known, calls=calls, lease=lease)))
     return len(saved)
 
 
@@ -69,7 +71,7 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
         filled.append(match.snapshot.id)
         return True
 
-    async def fingerprint(_: object) -> str:
+    async def fingerprint() -> str:
         asked.append(1)
         return "f"
 
@@ -79,9 +81,16 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     repository: Any = SimpleNamespace(snapshots=items)
     known: Any = SimpleNamespace(tenant="t", id="b")
     slots = SlotSnapshots(
-        api=api, probe=none, transfers=transfers, repository=repository, conversations=none
+        probe=none, transfers=transfers, repository=repository, conversations=none
     )
-    asyncio.run(slots.restore(0, known, PROMPT, n_past, {}))
+    turn: Any = SimpleNamespace(
+        conversation=known,
+        calls=SimpleNamespace(stock=api),
+        rendered=SimpleNamespace(tokens=PROMPT),
+        slot=0,
+        view=SimpleNamespace(n_past=lambda _: n_past),
+    )
+    asyncio.run(slots.restore(turn))
     return filled, len(asked)
 
 

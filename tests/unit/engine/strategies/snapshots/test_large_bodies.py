@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -16,13 +16,14 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.snapshots.slot_contents import SentRequest, SnapshotState
+from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
+from evoke_proxy.engine.server.conversations import SnapshotState
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
-from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 
 # What the loop may be busy with one body, in processor time of its thread.
 MOST_S = 0.02
@@ -35,16 +36,16 @@ class _Calls(StockApi):
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
-        self.n_ctx = None
+        super().__init__(cast(Any, None))
 
-    async def apply_template(self, body: bytes, client: Any) -> str:
+    async def apply_template(self, body: bytes) -> str:
         self.bodies.append(body)
         return "text" * len(self.bodies)
 
-    async def tokenize(self, text: str, special: bool, client: Any) -> Any:
+    async def tokenize(self, text: str, special: bool) -> Any:
         return TOKENS
 
-    async def count_tokens(self, path: str, body: bytes, client: Any) -> int:
+    async def count_tokens(self, path: str, body: bytes) -> int:
         return len(TOKENS)
 
 
@@ -66,8 +67,9 @@ def _request(dialect: str, body: bytes) -> ParsedChat:
     return ParsedChat(incoming=incoming, tenant="", body=body, chat=chat)
 
 
-def _scope(request: ParsedChat) -> TurnScope:
-    return TurnScope(request, RequestTrace(0.0), SlotQueue(LimitsConfig()), Metrics())
+def _scope(request: ParsedChat, api: _Calls) -> TurnScope:
+    calls: Any = SimpleNamespace(stock=api)
+    return TurnScope(request, RequestTrace(0.0), SlotQueue(LimitsConfig()), Metrics(), calls)
 
 
 def _body(n: int, first: str) -> bytes:
@@ -83,7 +85,7 @@ def test_large_chats_are_parsed_off_the_event_loop(dialect: str) -> None:
         calls = _Calls()
         strategy = _strategy(calls)
         began = time.thread_time()
-        turn = await strategy._render(request, _scope(request))
+        turn = await strategy._render(request, _scope(request, calls))
         took = time.thread_time() - began
         assert turn is not None
         assert len(orjson.loads(turn.body)["messages"]) == 2001
@@ -101,6 +103,7 @@ def test_large_chats_are_compared_off_the_event_loop() -> None:
     request = _request("chat", body)
     turn = SnapshotTurn(
         request=request,
+        calls=cast(Any, None),
         forwarded=ForwardedBody(body),
         chat=request.chat,
         body=body,

@@ -26,6 +26,7 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionRecords, VectorRecords
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
+from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 
 # The slot snapshots of each server that a test makes.
 whole: dict[Server, SlotSnapshots] = {}
@@ -54,7 +55,6 @@ def with_engine(
 
         snapshots = build_snapshots(Config(), router.shared, engine.resources)
         whole[engine] = SlotSnapshots(
-            api=StockApi(engine.client),
             probe=snapshots.probe,
             transfers=snapshots.transfers,
             repository=router.shared.repository,
@@ -79,7 +79,8 @@ async def decode(engine: Server, known: Conversation, happened: list[str], n: in
     lease = engine.slots.background(0, known.id, settle, engine.resources.background.run)
     assert lease is not None
     async with lease:
-        await whole[engine].decode_ahead(lease, known, np.arange(n, dtype=np.int32), {})
+        job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+        await whole[engine].decode_ahead(job, np.arange(n, dtype=np.int32))
 
 
 def test_a_turn_waits_for_background_decoding_that_is_about_to_end(monkeypatch: Any) -> None:
@@ -183,7 +184,8 @@ def test_a_session_deleted_during_its_save_is_not_recorded(monkeypatch: Any) -> 
             lease = engine.slots.background(0, known.id)
             assert lease is not None
             async with lease:
-                await engine.strategies.budgeted._records.save(known, view, {}, {}, lease)
+                job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+                await engine.strategies.budgeted._records.save(job, view, {})
             assert not engine.slots.pool.is_locked(known.id)
             engine.conversations.forget(known)
 
@@ -204,7 +206,8 @@ def test_operator_changes_during_a_save_are_recorded(
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
             lease = engine.slots.background(0, known.id)
             assert lease is not None
-            keeping = records.save(known, view, {}, {}, lease)
+            job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+            keeping = records.save(job, view, {})
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
             Admin(router).pin(known.id, True)

@@ -11,7 +11,7 @@ import pytest
 from repository_fixtures import vault
 from state_file_fixtures import cache, file
 
-from evoke_proxy.adapters.llama.stock_api import Headers, SlotCopy, StockApi
+from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import USER
@@ -38,18 +38,18 @@ class Calls(StockApi):
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
 
-    async def fingerprint(self, client: Headers) -> str:
+    async def fingerprint(self) -> str:
         return "told"
 
-    async def apply_template(self, body: bytes, client: Headers) -> str:
+    async def apply_template(self, body: bytes) -> str:
         return ""
 
-    async def list_slots(self, client: Headers) -> Sequence[SlotStatus]:
+    async def list_slots(self) -> Sequence[SlotStatus]:
         if self.slow:
             raise UpstreamTimeout("no answer in time", "")
         return [SlotStatus(0, 1, 2, self.busy)]
 
-    async def save(self, slot: int, name: str, client: Headers) -> SlotCopy:
+    async def save(self, slot: int, name: str) -> SlotCopy:
         self.saves += 1
         if self.saving is not None and self.go_on is not None:
             self.saving.set()
@@ -60,7 +60,7 @@ class Calls(StockApi):
 
 def probe_of(calls: Calls, repository: SnapshotRepository, slots: SlotQueue) -> ServerProbe:
     """A probe with the default settings."""
-    return ServerProbe(config=SnapshotsConfig(), api=calls, repository=repository, slots=slots)
+    return ServerProbe(config=SnapshotsConfig(), repository=repository, slots=slots)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,8 @@ def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
             is_dense=False, has_windows=True
         )  # as before anything is known
         async with BackgroundTasks() as tasks:
-            states = SnapshotTransfers(
-                api=calls, repository=it, probe=facts, metrics=Metrics(), tasks=tasks
-            )
-            assert await states.save(0, np.zeros(2, np.int32), LABEL, {})
+            states = SnapshotTransfers(repository=it, probe=facts, metrics=Metrics(), tasks=tasks)
+            assert await states.save(0, np.zeros(2, np.int32), LABEL, calls)
         return facts.behaviour
 
     with vault(tmp_path) as it:
@@ -102,14 +100,14 @@ def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
 
     async def learnt(facts: ServerProbe, *busy: bool) -> tuple[str, ServerBehaviour]:
         for calls.busy in busy:
-            await facts.learn({})
+            await facts.learn(calls)
         return facts.fingerprint, facts.behaviour
 
     async def asked_in_vain(facts: ServerProbe) -> tuple[str, ServerBehaviour]:
         await learnt(facts, True)
         calls.slow = True
         with pytest.raises(UpstreamTimeout):
-            await facts.learn({})
+            await facts.learn(calls)
         calls.slow = False
         return await learnt(facts, False)
 
@@ -136,9 +134,9 @@ def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) ->
         saves = calls.saves
         with await slots.acquire("mine", "") as own:
             with await slots.acquire("other", ""):
-                await facts.learn({}, own)
+                await facts.learn(calls, own)
                 assert calls.saves == saves, "another request may be in any slot"
-            await facts.learn({}, own)
+            await facts.learn(calls, own)
             assert calls.saves == saves + 1
         assert slots.pool.idle() and not any(slots.pool.is_locked(name) for name in ("mine", ""))
 
@@ -155,7 +153,7 @@ def test_a_request_waits_while_a_slot_is_probed(tmp_path: Path) -> None:
         facts = probe_of(calls, it, slots)
         calls.saving, calls.go_on = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(facts.learn(None))
+            tasks.create_task(facts.learn(calls))
             await calls.saving.wait()
             request = tasks.create_task(slots.acquire("a", ""))
             await asyncio.sleep(0)

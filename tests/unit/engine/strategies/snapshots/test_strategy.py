@@ -15,8 +15,8 @@ from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
-from evoke_proxy.engine.strategies.snapshots.turn import SnapshotTurn
 from evoke_proxy.errors import UpstreamTimeout
 
 BODY = b'{"messages":[{"role":"user","content":"hello"}]}'
@@ -31,6 +31,7 @@ def test_a_turn_whose_preparation_failed_is_not_expected_in_a_slot(
     async def fail(_: SnapshotStrategy, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         scope.turn = SnapshotTurn(
             request=request,
+            calls=scope.turn.calls,
             forwarded=ForwardedBody(request.body),
             chat=request.chat,
             body=request.body,
@@ -48,7 +49,9 @@ def test_a_turn_whose_preparation_failed_is_not_expected_in_a_slot(
         request = await build_gateway(config).parser.parse(incoming)
         assert isinstance(request, ParsedChat)
         trace = RequestTrace(0.0)
-        scope = TurnScope(request, trace, server.slots, server.resources.metrics)
+        scope = TurnScope(
+            request, trace, server.slots, server.resources.metrics, server.resources.calls
+        )
         strategy = server.strategies.snapshots
         assert strategy is not None
         prepared = await strategy.prepare(request, scope)

@@ -28,20 +28,25 @@ _BATCH_TOKENS = 1024
 # Longer texts are cut before the tokenizer reads them.
 _CHARS_PER_TOKEN = 32
 _DOES_NOT_LOAD = "embedder.directory: {} cannot be loaded: {}; export or fetch it again"
-_OR_WITHOUT = "leave embedder.directory empty to rank blocks by their words alone"
+_OR_WITHOUT = "leave embedder.directory empty for the built-in word vectors"
 
 
 class Embedder:
     """A loaded encoder; its methods may be called from several threads at a time.
 
     Attributes:
+        name: The last part of its directory.
+        is_immediate: False: a text takes milliseconds.
         dimensions: The length d of its vectors.
         fingerprint: 32 bytes that differ between encoders whose vectors differ.
     """
 
+    is_immediate = False
+
     def __init__(self, config: EmbedderConfig) -> None:
         """Load an encoder and run it once; raises ConfigError with the cause and the fix."""
         self._directory = Path(config.directory).expanduser()
+        self.name = self._directory.name
         model = _model_file(self._directory)
         self.recipe = recipe(_read_files(self._directory), config)
         self._tokenizer = _tokenizer(self._directory, self.recipe)
@@ -78,11 +83,11 @@ class Embedder:
         valid = [text[:limit].encode("utf-8", "replace").decode("utf-8") for text in texts]
         try:
             tokens = [encoding.ids for encoding in self._tokenizer.encode_batch(valid)]
-            found = [(batch, self._run([tokens[i] for i in batch])) for batch in _batches(tokens)]
+            results = [(batch, self._run([tokens[i] for i in batch])) for batch in _batches(tokens)]
         except Exception as error:  # onnxruntime's errors have no base of their own
             raise EmbedderError(f"the embedder failed: {_first_line(error)}") from error
-        vectors = np.zeros((len(texts), found[0][1].shape[1] if found else 0), np.float32)
-        for batch, rows in found:
+        vectors = np.zeros((len(texts), results[0][1].shape[1] if results else 0), np.float32)
+        for batch, rows in results:
             vectors[batch] = rows
         if not np.isfinite(vectors).all():
             raise EmbedderError("the embedder made vectors that are not numbers")
@@ -95,8 +100,8 @@ class Embedder:
         for row, ids in enumerate(batch):
             values[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
-        given = {_INPUTS[0]: values, _INPUTS[1]: mask, _INPUTS[2]: np.zeros_like(values)}
-        feed = {name: given[name].astype(kind) for name, kind in self._inputs.items()}
+        inputs = {_INPUTS[0]: values, _INPUTS[1]: mask, _INPUTS[2]: np.zeros_like(values)}
+        feed = {name: inputs[name].astype(kind) for name, kind in self._inputs.items()}
         rows = self._session.run([self._output], feed)[0]
         if rows.ndim not in (2, 3) or len(rows) != len(batch):
             raise ValueError(f"output {self._output} has shape {list(rows.shape)}")
@@ -126,8 +131,8 @@ def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 def _model_file(directory: Path) -> Path:
     if not directory.is_dir():
         raise ConfigError(
-            f"embedder.directory: {directory} is not a directory; docker/fetch_embedder.py fetches"
-            f" an encoder into one, or {_OR_WITHOUT}"
+            f"embedder.directory: {directory} is not a directory; evoke-proxy embedder fetch"
+            f" fetches an encoder, or {_OR_WITHOUT}"
         )
     for name in _MODELS:
         if (directory / name).is_file():
@@ -139,15 +144,15 @@ def _model_file(directory: Path) -> Path:
 
 
 def _read_files(directory: Path) -> dict[str, Any]:
-    found = {}
+    files = {}
     for name in FILES:
         path = directory / name
         try:
             if path.is_file():
-                found[name] = json.loads(path.read_bytes())
+                files[name] = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(_DOES_NOT_LOAD.format(path, error)) from error
-    return found
+    return files
 
 
 def _tokenizer(directory: Path, how: Recipe) -> Any:
@@ -199,8 +204,8 @@ def _session(model: Path, config: EmbedderConfig) -> Any:
 def _providers(available: Sequence[str], config: EmbedderConfig) -> list[Any]:
     # llama-server uses the same GPU, so the arena grows only as far as requested.
     cuda = (_CUDA, {"arena_extend_strategy": "kSameAsRequested"})
-    wanted = config.device != "cpu" and _CUDA in available
-    return [cuda, "CPUExecutionProvider"] if wanted else ["CPUExecutionProvider"]
+    uses_cuda = config.device != "cpu" and _CUDA in available
+    return [cuda, "CPUExecutionProvider"] if uses_cuda else ["CPUExecutionProvider"]
 
 
 def _no_cuda(why: str) -> ConfigError:
@@ -213,20 +218,20 @@ def _no_cuda(why: str) -> ConfigError:
 def _inputs(session: Any, model: Path) -> dict[str, npt.DTypeLike]:
     """The declared inputs of the graph, with their types."""
     kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
-    found = {value.name: kinds.get(value.type) for value in session.get_inputs()}
-    if not set(found) <= set(_INPUTS) or None in found.values() or _INPUTS[0] not in found:
+    inputs = {value.name: kinds.get(value.type) for value in session.get_inputs()}
+    if not set(inputs) <= set(_INPUTS) or None in inputs.values() or _INPUTS[0] not in inputs:
         raise ConfigError(
-            f"embedder.directory: {model} takes {', '.join(found)}; the proxy can give"
+            f"embedder.directory: {model} takes {', '.join(inputs)}; the proxy can give"
             f" {', '.join(_INPUTS)} as whole numbers: export a text encoder with these"
         )
-    return found  # type: ignore[return-value]
+    return inputs  # type: ignore[return-value]
 
 
 def _output(session: Any, model: Path, wanted: str | None) -> str:
-    found = [value.name for value in session.get_outputs()]
-    if wanted is not None and wanted not in found:
-        raise ConfigError(f"embedder.output: {model} has {', '.join(found)}, not {wanted!r}")
-    return wanted or next((name for name in _TOKEN_OUTPUTS if name in found), str(found[0]))
+    outputs = [value.name for value in session.get_outputs()]
+    if wanted is not None and wanted not in outputs:
+        raise ConfigError(f"embedder.output: {model} has {', '.join(outputs)}, not {wanted!r}")
+    return wanted or next((name for name in _TOKEN_OUTPUTS if name in outputs), str(outputs[0]))
 
 
 def _fingerprint(directory: Path, model: Path, how: Recipe, output: str) -> bytes:

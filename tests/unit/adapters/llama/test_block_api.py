@@ -1,19 +1,16 @@
-"""Attention that one call may not compute is asked for in several."""
+"""An `attention` call that is too much work is split into several."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
-from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
 from evoke_proxy.errors import PlanRefused
 
 ALLOWED = 100
@@ -45,9 +42,8 @@ class Server:
 def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     server = Server()
     client: Any = server
-    attending = AttentionReader(BlockApi(client), SimpleNamespace(server=UNKNOWN_SERVER))
     body = {"ranges": [[0, 4]] * 3, key: spans, "tenant": "t"}
-    return server, asyncio.run(attending.call(0, body, key, {}))
+    return server, asyncio.run(BlockApi(client).attention(0, body, key))
 
 
 def values(part: Mapping[str, Any]) -> list[float]:

@@ -1,0 +1,212 @@
+"""Runs a session's decisions against a slot that exists only as numbers.
+
+The whole decision code runs: segmentation, index, query, policy and planner. A plan is applied as
+llama-server applies it, and the prompt is decoded under the plan's decode budget: blocks leave in
+the plan's order, then oldest first. Rows have no content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from bench.vocabulary import Renderer
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import Mask
+from evoke_proxy.core.model.blocks import Block, Span
+from evoke_proxy.core.model.plan import DecodeBudget, Plan
+from evoke_proxy.core.policy.registry import quotes_evicted
+from evoke_proxy.core.policy.text_recovery import quote_evicted
+from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.vectors import chunks_of
+from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.core.session.session import Session
+
+_N_CELLS = 1 << 20
+# Vectors of texts, unit length, in their order.
+Embed = Callable[[Sequence[str]], Vectors]
+
+
+class SlotInProcess:
+    """One session on one slot."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        renderer: Renderer,
+        embed: Embed | None = None,
+        *,
+        embeds_first: bool = True,
+    ) -> None:
+        """Begin a session.
+
+        With `embeds_first` every block has its vector before the turn is planned, else after it,
+        as in the proxy: then a first turn is planned without vectors.
+        """
+        self._session = Session("bench", "bench", config)
+        self._renderer = renderer
+        self._embed = embed
+        self._embeds_first = embeds_first
+        self._tokens: Tokens = np.zeros(0, np.int32)
+        self._rows: Mask = np.zeros(0, np.bool_)
+        # The blocks that the last turn quoted as text.
+        self.quoted: tuple[Span, ...] = ()
+
+    def ask(self, messages: Sequence[Mapping[str, str]]) -> Mask:
+        """Return which positions of the prompt have rows when the answer begins."""
+        request = parse_chat("chat", {"messages": list(messages), "max_tokens": 1})
+        rendered = self._renderer.render(request.messages)
+        view = self._view(rendered)
+        vectors = self._question_vectors(request)
+        turn = self._session.begin(rendered, view, request, vectors)
+        if self._embeds_first and self._add_block_vectors():
+            turn = self._session.begin(rendered, view, request, vectors)
+        plan = self._session.plan(turn)
+        self.quoted = ()
+        if quotes_evicted(turn.config):
+            turn, plan = self._with_text(messages, turn, plan)
+            rendered, view = turn.rendered, self._view(turn.rendered)
+        self._session.applied(turn, plan)
+        evicted = self._run(plan, rendered, view)
+        n_resident = int(self._rows.sum())
+        budget = turn.config.budget
+        if budget is not None and n_resident > budget:
+            raise RuntimeError(f"{n_resident} rows exceed the budget of {budget}")
+        self._session.finish(
+            TokenAccounting(
+                decoded=len(rendered.tokens) - turn.view.n_past,
+                recovered=sum(len(load.span) for load in plan.loads),
+                resident_before=0,
+                omitted=0,
+                n_prompt=len(rendered.tokens),
+                auto_evicted=tuple(evicted),
+            )
+        )
+        # Write-back: while no request runs, the proxy copies what has no copy.
+        saves = self._session.unsaved(self._view(rendered))
+        self._session.add_copies([(save.label, save.span) for save in saves])
+        self._add_block_vectors()
+        return self._rows
+
+    def _with_text(
+        self, messages: Sequence[Mapping[str, str]], turn: Turn, plan: Plan
+    ) -> tuple[Turn, Plan]:
+        """Return the turn with the evicted text that it needs, if that fits, and its plan."""
+        body = json.dumps({"messages": list(messages), "max_tokens": 1}).encode()
+        recalled = quote_evicted(turn, turn.query, body)
+        if recalled is None:
+            return turn, plan
+        vectors = self._question_vectors(turn.request)
+        rendered = self._renderer.render(recalled.request.messages)
+        longer = self._session.begin(rendered, self._view(rendered), recalled.request, vectors)
+        longer_plan = self._session.plan(longer)
+        if longer_plan.infeasible and not plan.infeasible:
+            view = self._view(turn.rendered)
+            return self._session.begin(turn.rendered, view, turn.request, vectors), plan
+        self.quoted = tuple(block.span for block in recalled.blocks)
+        return longer, longer_plan
+
+    def _view(self, rendered: Rendered) -> SlotView:
+        shared = common_prefix(self._tokens, rendered.tokens)
+        n_free = _N_CELLS - int(self._rows.sum())
+        return SlotView(0, 1, len(self._tokens), shared, _spans(self._rows), n_free)
+
+    def _question_vectors(self, request: ChatRequest) -> Mapping[str, Vectors | None]:
+        if self._embed is None:
+            return {}
+        clauses = query_of(request).texts
+        return dict(zip(clauses, self._embed(clauses), strict=True)) if clauses else {}
+
+    def _add_block_vectors(self) -> bool:
+        if self._embed is None:
+            return False
+        index = self._session.index
+        index.update(self._session.layout.blocks)
+        lacking = index.without_vectors(1 << 20)
+        chunks = [(block.label, chunks_of(block.text) or (block.text,)) for block in lacking]
+        if not chunks:
+            return False
+        flat = iter(self._embed([text for _, texts in chunks for text in texts]))
+        self._session.add_vectors(
+            (label, np.stack([next(flat) for _ in texts])) for label, texts in chunks
+        )
+        return True
+
+    def _run(self, plan: Plan, rendered: Rendered, view: SlotView) -> list[tuple[Span, str | None]]:
+        n_past = view.n_past(len(rendered.tokens))
+        rows = np.zeros(len(rendered.tokens), np.bool_)
+        n_same = min(len(self._rows), n_past)
+        rows[:n_same] = self._rows[:n_same]
+        if plan.adopt is not None:
+            n_past, rows[:] = plan.adopt.n_tokens, False
+            for span in plan.adopt.spans:
+                rows[span.start : span.end] = True
+        for evict in plan.evicts:
+            rows[evict.span.start : evict.span.end] = False
+        for load in plan.loads:
+            rows[load.span.start : load.span.end] = True
+        stream = plan.stream or DecodeBudget(0)
+        evicted = _decode(rows, n_past, stream)
+        self._tokens, self._rows = rendered.tokens, rows
+        return evicted
+
+
+def _decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str | None]]:
+    """Give rows to the positions from `start` on, within the decode budget."""
+    evicted: list[tuple[Span, str | None]] = []
+    if not stream.budget:
+        rows[start:] = True
+        return evicted
+    waiting = list(stream.order)
+    spared = np.zeros(len(rows), np.bool_)
+    spared[: stream.sink] = True
+    for span in stream.protect:
+        spared[span.start : span.end] = True
+    at, n_rows = start, int(rows.sum())
+    while at < len(rows):
+        n = min(stream.block, len(rows) - at)
+        while n_rows + n > stream.budget:
+            span_and_label = _next_evicted(rows, at, stream, spared, waiting)
+            if span_and_label is None:
+                break
+            evicted.append(span_and_label)
+            n_rows = int(rows.sum())
+        n = min(n, stream.budget - n_rows)
+        if n <= 0:
+            raise RuntimeError("the decode budget has no room for a token")
+        rows[at : at + n] = True
+        at, n_rows = at + n, n_rows + n
+    return evicted
+
+
+def _next_evicted(
+    rows: Mask, at: int, stream: DecodeBudget, spared: Mask, waiting: list[Block]
+) -> tuple[Span, str | None] | None:
+    """Evict the next block of the order that is decoded, or else the oldest rows."""
+    recent = max(0, at - stream.recent)
+    for i, block in enumerate(waiting):
+        span = block.span
+        if span.end <= recent and rows[span.start : span.end].any():
+            del waiting[i]
+            rows[span.start : span.end] = False
+            return span, block.label
+    free = np.flatnonzero(rows[:recent] & ~spared[:recent])
+    if not len(free):
+        return None
+    first = int(free[0])
+    end = first
+    while end < recent and end - first < stream.block and rows[end] and not spared[end]:
+        end += 1
+    rows[first:end] = False
+    return Span(first, end), None
+
+
+def _spans(rows: Mask) -> tuple[Span, ...]:
+    edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)).tolist()
+    return tuple(Span(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True))

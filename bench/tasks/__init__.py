@@ -1,0 +1,1 @@
+"""Tasks of one difficulty each: many values, several hops, pronouns, inference and others."""

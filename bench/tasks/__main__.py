@@ -1,0 +1,170 @@
+"""Is what a task needs in the cache when the answer begins, by kind of task?
+
+A case is one conversation (real dialogs as haystack, `bench/data`) with messages planted in it, and
+a turn that asks about them. A case counts when every message that its answer needs is whole in the
+cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
+
+* `needle`, `multi-key`: one fact; inside a long text, or among similar ones
+* `multi-value`: eight values of one key
+* `multi-query 4`, `multi-query 12`: so many questions in one turn
+* `variable tracking`: a value handed on over four hops
+* `common words`: what occurs most often
+* `two hops`: a fact about what another fact names; `same words`: the question has words of both
+* `pronoun follow-ups`: "And what does she do for a living?" after a question about a person
+* `one-fact inference`: "Could I adopt a kitten?" where the landlord forbids pets
+* `standing instructions`: "always answer in French", said long before
+* `corrections`: the newest value of a fact that changed
+* `summaries`: twelve decisions
+
+Arms: `default`, the proxy with default settings and a budget; `breadcrumb`, the same with
+`recovery: breadcrumb`, quoted text counting as present; `none`, without a budget; `bm25`, `newest`,
+`random`, `oracle`: fills of the same budget without the proxy. The conversation is a turn of its
+own before the question. The decision code runs in this process; with `--server` the proxy and the
+patched server run, without `breadcrumb`. `--agree` runs both on the same cases.
+
+The templates of the splits are disjoint. Tune on `tuning` only; published figures are of
+`reporting`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import record
+from bench.tasks import plot, score
+from bench.tasks.cases import Case, cases, kinds
+from bench.tasks.engines import Engine, InProcess, engine
+from bench.tasks.templates import SPLITS
+
+_COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messages")
+# Cases of a kind by the length of conversations, and for all other lengths.
+_COUNTS = {4000: 40, 32000: 16}
+_FEWEST = 6
+_EXAMPLES = """examples:
+  python -m bench.tasks --split tuning --lengths 4000 --shares 8
+  python -m bench.tasks --split tuning --kinds multi-value --lengths 4000 --shares 8 --misses 3
+  python -m bench.tasks --server --count 2 --lengths 4000 --shares 8 --arms default
+  python -m bench.tasks --split tuning --agree --count 1 --lengths 4000 --shares 8
+  python -m bench.tasks --out bench/results/tasks.json
+"""
+
+
+def measure(made: Engine, case: Case, shares: Sequence[int], arms: Sequence[str]) -> Iterator[Any]:
+    """Yield one row for each share of the conversation and each arm."""
+    messages = [*case.messages, *case.asked]
+    spans = made.spans(messages)
+    tokens = spans[len(case.messages) - 1][1]
+    split, length = case.id.split()[0], int(case.id.split()[-2])
+    common = {"kind": case.kind, "scene": case.scene, "case": case.id, "split": split,
+              "length": length, "tokens": tokens}  # fmt: skip
+    for share in shares:
+        budget = score.budget_of(tokens, share)
+        found = {k: v for k, v in score.fills(case, spans, budget).items() if k in arms}
+        for arm in arms:
+            if arm in score.ENGINE_ARMS:
+                name = f"{case.id} {share} {arm} {time.monotonic_ns()}".replace(" ", "-")
+                rows = made.resident(messages, arm, None if arm == "none" else budget, name)
+                found[arm] = score.whole_share(case, spans, rows)
+        for arm in arms:
+            yield {**common, "share": share, "budget": budget, "arm": arm,
+                   "whole": found[arm] >= 1.0, "messages": round(found[arm], 3)}  # fmt: skip
+
+
+def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
+    """Yield the first cases of each kind that the default misses, in words."""
+    for kind in kinds():
+        missed = [r for r in rows if r["kind"] == kind and r["arm"] == "default" and not r["whole"]]
+        for row in missed[:most]:
+            number = int(row["case"].split()[-1])
+            case = cases(row["split"], kind, row["length"], number + 1)[number]
+            yield f"\n{row['case']} at 1/{row['share']}: {row['messages']:.0%} of the messages"
+            yield from (f"  needed   {case.messages[at]['content']}" for at in case.needed)
+            yield from (f"  {message['role']:<9}{message['content']}" for message in case.asked)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write JSON and SVG; 1 when the reporting split misses a bar."""
+    args = _parser().parse_args(argv)
+    lengths, shares = (
+        [int(part) for part in text.split(",")] for text in (args.lengths, args.shares)
+    )
+    chosen = [kind for kind in kinds() if not args.kinds or kind in args.kinds.split(",")]
+    arms = [arm for arm in score.ARMS if arm in args.arms.split(",")]
+    arms = [arm for arm in arms if not (args.server and arm == "breadcrumb")]
+    if args.agree:
+        differences = differing(args.split, lengths[0], shares, args.count or 1)
+        print("\n".join(differences) or "both forms agree")
+        return int(bool(differences))
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        count = args.count or _COUNTS.get(length, _FEWEST)
+        with engine(args.server, length) as made:
+            for kind in chosen:
+                began = time.monotonic()
+                for case in cases(args.split, kind, length, count):
+                    rows += measure(made, case, shares, arms)
+                took = time.monotonic() - began
+                print(f"{kind}, {length} tokens: {took:.0f} s", file=sys.stderr, flush=True)
+    found = score.cells(rows)
+    print(record.table([cell for cell in found if cell["arm"] == "default"], _COLUMNS))
+    for line in misses(rows, args.misses):
+        print(line)
+    summary = {"split": args.split, **score.summarise(rows)}
+    picture = _picture(summary, args.split)
+    record.tell("tasks", found, summary, args.out, picture)
+    return int(bool(summary["missed"]) and args.split == "reporting")
+
+
+def differing(split: str, length: int, shares: Sequence[int], count: int) -> list[str]:
+    """Return the cases on which the form in this process and that on servers differ."""
+    fast = InProcess()
+    said = []
+    with engine(True, length) as real:
+        for kind in kinds():
+            for case in cases(split, kind, length, count):
+                pairs = zip(
+                    measure(fast, case, shares, ("default",)),
+                    measure(real, case, shares, ("default",)),
+                    strict=True,
+                )
+                for quick, slow in pairs:
+                    if (quick["tokens"], quick["messages"]) != (slow["tokens"], slow["messages"]):
+                        said.append(
+                            f"{case.id} at 1/{quick['share']}: {quick['messages']} of the messages"
+                            f" in this process, {slow['messages']} on servers"
+                        )
+    return said
+
+
+def _picture(summary: dict[str, Any], split: str) -> str:
+    whole = summary["whole"].get("4000", {}).get("1/8", {})
+    title = f"All needed messages in the cache, % of cases: 4,000 tokens, 1/8, split {split}"
+    return plot.bars(title, whole, score.BARS)
+
+
+def _parser() -> Any:
+    parser = record.command("tasks", __doc__, _EXAMPLES)
+    parser.add_argument("--split", choices=SPLITS, default="reporting", help="(reporting)")
+    parser.add_argument("--kinds", default="", help="separated by commas (all)")
+    parser.add_argument(
+        "--lengths", default="4000,32000,128000", help="of conversations, in tokens"
+    )
+    parser.add_argument("--shares", default="4,8,16", help="budgets, as 1/share of a conversation")
+    parser.add_argument("--arms", default=",".join(score.ARMS), help="separated by commas (all)")
+    parser.add_argument("--count", type=int, default=0, help="cases of a kind (40, 16, 6)")
+    parser.add_argument(
+        "--misses", type=int, default=0, help="print so many missed cases of a kind"
+    )
+    parser.add_argument(
+        "--server", action="store_true", help="real servers instead of this process"
+    )
+    parser.add_argument("--agree", action="store_true", help="compare both forms, first length")
+    parser.add_argument("--out", type=Path, help="the JSON file (out/bench/tasks.json)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""Makes cases: a conversation in which the needed messages are spread, and a turn that asks.
+
+The haystack is the dialogs of MTRAG-UN (`bench/data`), which people led with an assistant about
+laws, finance, software and much else. The dialogs of the two splits are disjoint; a conversation
+that is longer than the dialogs of its split goes on with those of the other one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from bench.tasks.templates import QUERIES, SPLITS, Names, Scene, Templates, pools_in, read
+
+DIALOGS = Path(__file__).parents[1] / "data/mtrag_dialogs.json"
+SYSTEM = "You are a helpful assistant."
+# How many characters of the haystack a token has, and how many tokens each message adds.
+_CHARACTERS, _FRAME = 4.75, 5
+# Where a passage begins: the user quotes it.
+_QUOTING = ("I found this text.", "Here is what I read today.", "This was in the newsletter.")
+# Standing instructions come in this first part of a conversation.
+_EARLY, _INSTRUCTIONS = 0.2, "standing instructions"
+Message = Mapping[str, str]
+Exchange = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A conversation and a turn that asks about it.
+
+    Attributes:
+        id: Split, kind, length and number.
+        kind: What the case tests.
+        scene: Which template of the kind it was made from.
+        messages: The conversation before the turn, from the system prompt on.
+        asked: The messages of the turn; the last one is the question.
+        needed: Indexes of the messages that the answer needs.
+    """
+
+    id: str
+    kind: str
+    scene: int
+    messages: Sequence[Message]
+    asked: Sequence[Message]
+    needed: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planted:
+    """What the haystack gets: the exchange, and whether the answer needs it."""
+
+    exchange: Exchange
+    needed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plot:
+    """What happens in a case: exchanges in their order, those at any place, and the last turn."""
+
+    scene: int
+    ordered: Sequence[_Planted]
+    anywhere: Sequence[_Planted]
+    asked: Sequence[Message]
+
+
+def cases(split: str, kind: str, length: int, count: int) -> list[Case]:
+    """Return cases of about `length` tokens; they depend on nothing but the arguments."""
+    templates = read(split)
+    return [_case(templates, kind, length, number) for number in range(count)]
+
+
+def kinds() -> list[str]:
+    """Return every kind of case."""
+    return read(SPLITS[0]).kinds
+
+
+def tokens_of(text: str) -> float:
+    """Return about how many tokens a message of this text takes."""
+    return len(text) / _CHARACTERS + _FRAME
+
+
+def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
+    name = f"{templates.split} {kind} {length} {number}"
+    rng = random.Random(name)
+    if kind in QUERIES:
+        plot = _queries(rng, templates, QUERIES[kind])
+    else:
+        scenes = templates.scenes_of(kind)
+        plot = _staged(rng, templates, scenes[number % len(scenes)], number % len(scenes))
+    planted = _merged(rng, plot.ordered, plot.anywhere)
+    taken = sum(tokens_of(text) for each in planted for text in each.exchange)
+    straw = list(_haystack(rng, templates.split, length - taken))
+    messages: list[Message] = [{"role": "system", "content": SYSTEM}]
+    needed = []
+    for exchange, part in _placed(rng, straw, planted, kind):
+        if part is not None and part.needed:
+            needed.append(len(messages))
+        messages += _said(exchange)
+    return Case(name, kind, plot.scene, messages, plot.asked, needed)
+
+
+def _staged(rng: random.Random, templates: Templates, scene: Scene, at: int) -> _Plot:
+    names = Names(rng, templates.pools)
+    say = [names.fill(text) for text in scene.say]
+    old = [names.fill(text) for text in scene.old]
+    other = [names.fill(text) for text in scene.other]
+    # Pools of the turn distinguish the rivals, so each rival takes a name of every one.
+    turn = [scene.ask, *(text for pair in scene.before for text in pair)]
+    keys = {pool for text in turn for pool in pools_in(text) if pool in templates.pools}
+    for _ in range(scene.rivals):
+        if any(names.left(pool) == 0 for pool in keys):
+            break
+        other.append(names.renewed().fill(scene.say[0]))
+    if scene.passage:
+        say[0] = _inside_passage(rng, templates.split, say[0])
+    asked = [
+        *(m for pair in scene.before for m in _said([names.fill(text) for text in pair])),
+        {"role": "user", "content": names.fill(scene.ask)},
+    ]
+
+    def planted(texts: Sequence[str], needed: bool) -> list[_Planted]:
+        return [_Planted((text, rng.choice(templates.replies)), needed) for text in texts]
+
+    return _Plot(at, [*planted(old, False), *planted(say, True)], planted(other, False), asked)
+
+
+def _queries(rng: random.Random, templates: Templates, count: int) -> _Plot:
+    names = Names(rng, templates.pools)
+    pairs = rng.sample(list(templates.pairs), len(templates.pairs))
+    stated = [
+        _Planted((names.renewed().fill(pair.say), rng.choice(templates.replies)), at < count)
+        for at, pair in enumerate(pairs)
+    ]
+    asks = [pair.ask for pair in pairs[:count]]
+    rng.shuffle(asks)
+    layout = rng.randrange(3)
+    if layout == 0:
+        text = " ".join([rng.choice(templates.openings), *asks])
+    elif layout == 1:
+        numbered = [f"{at}. {ask}" for at, ask in enumerate(asks, 1)]
+        text = "\n".join([rng.choice(templates.openings), *numbered])
+    else:
+        text = "\n".join(asks)
+    return _Plot(layout, [], stated, [{"role": "user", "content": text}])
+
+
+def _inside_passage(rng: random.Random, split: str, fact: str) -> str:
+    """Return a quoted text of the haystack with the fact between two of its sentences."""
+    texts = [text for text in _sentenced(split) if 500 < len(text) < 900]
+    sentences = rng.choice(texts).split(". ")
+    sentences.insert(rng.randrange(1, len(sentences)), fact.removesuffix("."))
+    return f"{rng.choice(_QUOTING)} {'. '.join(sentences)}"
+
+
+@cache
+def _sentenced(split: str) -> list[str]:
+    """Answers of the split's dialogs that consist of at least three sentences in one line."""
+    answers = (answer for dialog in _dialogs()[split] for _, answer in dialog)
+    return [text for text in answers if text.count(". ") >= 3 and "\n" not in text]
+
+
+@cache
+def _dialogs() -> Mapping[str, list[list[Exchange]]]:
+    given = json.loads(DIALOGS.read_text("utf-8"))
+    return {
+        split: [[(asked, said) for asked, said in dialog] for dialog in given[split]]
+        for split in SPLITS
+    }
+
+
+def _haystack(rng: random.Random, split: str, tokens: float) -> Iterator[Exchange]:
+    """Yield dialogs in a random order until they have so many tokens."""
+    left = tokens
+    for source in (split, *(other for other in SPLITS if other != split)):
+        dialogs = _dialogs()[source]
+        for dialog in rng.sample(dialogs, len(dialogs)):
+            for exchange in dialog:
+                if left <= 0:
+                    return
+                left -= sum(tokens_of(text) for text in exchange)
+                yield exchange
+
+
+def _merged(
+    rng: random.Random, ordered: Sequence[_Planted], anywhere: Sequence[_Planted]
+) -> list[_Planted]:
+    """Return all of both; the first keep their order, the others are put at random places."""
+    merged = list(ordered)
+    for each in anywhere:
+        merged.insert(rng.randint(0, len(merged)), each)
+    return merged
+
+
+def _placed(
+    rng: random.Random, straw: Sequence[Exchange], planted: Sequence[_Planted], kind: str
+) -> Iterator[tuple[Exchange, _Planted | None]]:
+    """Yield the haystack with the planted exchanges, in their order, at random places of it."""
+    early = kind == _INSTRUCTIONS
+    positions = sorted(
+        rng.randint(0, int(len(straw) * (_EARLY if early and at == 0 else 1)))
+        for at in range(len(planted))
+    )
+    waiting = list(zip(positions, planted, strict=True))
+    for at in range(len(straw) + 1):
+        while waiting and waiting[0][0] == at:
+            part = waiting.pop(0)[1]
+            yield part.exchange, part
+        if at < len(straw):
+            yield straw[at], None
+
+
+def _said(texts: Sequence[str]) -> list[Message]:
+    """Return messages of these texts, the user and the assistant in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]

@@ -1,0 +1,106 @@
+"""Counts and places tokens as a model's vocabulary does, without a server.
+
+The vocabulary is one of the vocabulary-only models of the pinned llama.cpp; the prompt is rendered
+with the chatml template, as llama-server renders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import gguf
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+
+from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
+from evoke_proxy.core.prompt.segment import GAP
+from evoke_proxy.core.request.messages import Message
+from evoke_proxy.server_build import patches_dir
+from evoke_proxy.server_build.cache import cache_dir
+from evoke_proxy.server_build.fetch import pristine_source, read_pin
+
+# The words of Qwen2's vocabulary, as its tokenizer.json cuts them.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTROL = 3
+_GENERATION = "<|im_start|>assistant\n"
+
+
+@lru_cache
+def qwen2() -> Tokenizer:
+    """Return the tokenizer of ggml-vocab-qwen2.gguf; it is converted once, into the cache."""
+    path = cache_dir() / "models" / "qwen2-tokenizer.json"
+    if not path.exists():
+        pin = read_pin(patches_dir())
+        tree = pristine_source(pin, cache_dir(), lambda _: None)
+        source = tree / "models" / "ggml-vocab-qwen2.gguf"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _converted(gguf.GGUFReader(source)).save(str(path))
+    return Tokenizer.from_file(str(path))
+
+
+def _converted(reader: Any) -> Tokenizer:
+    def texts(name: str) -> list[str]:
+        field = reader.fields[name]
+        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
+
+    tokens = texts("tokenizer.ggml.tokens")
+    merges = [(a, b) for a, b in (text.split(" ", 1) for text in texts("tokenizer.ggml.merges"))]
+    types = reader.fields["tokenizer.ggml.token_type"]
+    kinds = [int(types.parts[i][0]) for i in types.data]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, by_bytes])
+    special = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL)
+    made.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    return made
+
+
+class Renderer:
+    """Renders chats with the chatml template; remembers the tokens of each message."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        self._tokenizer = tokenizer or qwen2()
+        self._rendered: dict[tuple[Role, str], tuple[list[int], list[int]]] = {}
+
+    def length(self, message: Message) -> int:
+        """How many tokens a message takes."""
+        return len(self._tokens(message)[0])
+
+    def render(self, messages: Sequence[Message], slot: SlotView | None = None) -> Rendered:
+        """Return the rendering of a chat that waits for an answer."""
+        tokens, starts, spans = list[int](), list[int](), list[MessageSpan]()
+        for index, message in enumerate(messages):
+            own, sentences = self._tokens(message)
+            starts += [len(tokens) + at for at in sentences]
+            span = Span(len(tokens), len(tokens) + len(own))
+            spans.append(MessageSpan(index, message.role, span))
+            tokens += own
+        ending = self._tokenizer.encode(_GENERATION).ids
+        return Rendered(
+            tokens=np.array([*tokens, *ending], np.int32),
+            generation=len(tokens),
+            spans=tuple(spans),
+            slots=(slot,) if slot is not None else (),
+            sentence_starts=np.array(starts, np.int64),
+        )
+
+    def _tokens(self, message: Message) -> tuple[list[int], list[int]]:
+        """Return the tokens of a message, and the positions where its sentences start."""
+        key = message.role, message.text
+        if key not in self._rendered:
+            head = f"<|im_start|>{message.role}\n"
+            encoded = self._tokenizer.encode(f"{head}{message.text}<|im_end|>\n")
+            gaps = [m.end() + len(head) for m in GAP.finditer(message.text) if m.start() > 0]
+            ends = [end for _, end in encoded.offsets]
+            starts = np.searchsorted(ends, gaps, "right").tolist()
+            self._rendered[key] = encoded.ids, starts
+        return self._rendered[key]

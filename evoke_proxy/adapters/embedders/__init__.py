@@ -1,0 +1,1 @@
+"""Text embedders: the built-in word vectors, and encoders in ONNX format."""

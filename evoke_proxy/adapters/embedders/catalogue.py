@@ -1,0 +1,116 @@
+"""The text encoders that `evoke-proxy embedder fetch` knows, each file pinned by its SHA-256."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HUB = "https://huggingface.co"
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedFile:
+    """A file of an encoder.
+
+    Attributes:
+        path: Its path in the repository, and in the directory where it is stored.
+        size: Bytes.
+        sha256: Its hash, in hexadecimal.
+    """
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedEncoder:
+    """An encoder at one revision of its repository.
+
+    Attributes:
+        name: What the user calls it.
+        repository: Its repository on the model hub.
+        revision: The commit.
+        licence: SPDX identifier.
+        files: The files that the proxy reads.
+    """
+
+    name: str
+    repository: str
+    revision: str
+    licence: str
+    files: tuple[PinnedFile, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+# The preferred one first.
+ENCODERS = (
+    PinnedEncoder(
+        name="bge-small-en-v1.5",
+        repository="BAAI/bge-small-en-v1.5",
+        revision="5c38ec7c405ec4b44b94cc5a9bb96e735b38267a",
+        licence="MIT",
+        files=(
+            PinnedFile(
+                "config.json",
+                743,
+                "094f8e891b932f2000c92cfc663bac4c62069f5d8af5b5278c4306aef3084750",
+            ),
+            PinnedFile(
+                "tokenizer.json",
+                711_396,
+                "d241a60d5e8f04cc1b2b3e9ef7a4921b27bf526d9f6050ab90f9267a1f9e5c66",
+            ),
+            PinnedFile(
+                "onnx/model.onnx",
+                133_093_490,
+                "828e1496d7fabb79cfa4dcd84fa38625c0d3d21da474a00f08db0f559940cf35",
+            ),
+        ),
+    ),
+    PinnedEncoder(
+        name="all-MiniLM-L6-v2",
+        repository="sentence-transformers/all-MiniLM-L6-v2",
+        revision="1110a243fdf4706b3f48f1d95db1a4f5529b4d41",
+        licence="Apache-2.0",
+        files=(
+            PinnedFile(
+                "1_Pooling/config.json",
+                190,
+                "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
+            PinnedFile(
+                "sentence_bert_config.json",
+                53,
+                "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            PinnedFile(
+                "tokenizer.json",
+                466_247,
+                "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            ),
+            PinnedFile(
+                "onnx/model.onnx",
+                90_405_214,
+                "6fd5d72fe4589f189f8ebc006442dbb529bb7ce38f8082112682524616046452",
+            ),
+        ),
+    ),
+)
+DEFAULT = ENCODERS[0].name
+
+
+def encoder_names() -> tuple[str, ...]:
+    """The names of all encoders, the preferred one first."""
+    return tuple(encoder.name for encoder in ENCODERS)
+
+
+def encoder_named(name: str) -> PinnedEncoder:
+    """The encoder of a name; KeyError when there is none."""
+    match = next((encoder for encoder in ENCODERS if encoder.name == name), None)
+    if match is None:
+        raise KeyError(name)
+    return match

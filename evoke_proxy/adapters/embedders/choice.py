@@ -1,0 +1,82 @@
+"""Chooses and loads the text embedder that the configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from evoke_proxy.adapters.embedders.catalogue import encoder_named, encoder_names
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.runtimes import conflicting_runtimes, missing_packages
+from evoke_proxy.adapters.embedders.store import EncoderStore
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.retrieval.encoding import Encoder
+from evoke_proxy.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def load_encoder(config: EmbedderConfig) -> Encoder | None:
+    """Load the encoder of a configuration; None when blocks are ranked by words alone.
+
+    `embedder.model: auto` is the encoder in `embedder.directory`, else one that was fetched, else
+    the built-in word vectors. A fetched one that cannot be loaded is logged with the fix, and the
+    word vectors are used. Raises ConfigError with the cause and the fix when the encoder that the
+    configuration names cannot be loaded.
+    """
+    if config.directory and config.model != "auto":
+        raise ConfigError(
+            f"embedder.model is {config.model}, but embedder.directory names an encoder; remove one"
+        )
+    if config.model == "none":
+        return None
+    if config.model == "built-in":
+        return WordVectorEmbedder()
+    if config.directory:
+        return _onnx(config)
+    store = EncoderStore(config.store)
+    return _fetched(config, store) if config.model == "auto" else _named(config, store)
+
+
+def _named(config: EmbedderConfig, store: EncoderStore) -> Encoder:
+    if config.model not in encoder_names():
+        raise ConfigError(
+            f"embedder.model: {config.model!r} is not one of auto, built-in, none,"
+            f" {', '.join(encoder_names())}; another encoder is named by embedder.directory"
+        )
+    encoder = encoder_named(config.model)
+    if not store.has(encoder):
+        raise ConfigError(
+            f"embedder.model: {encoder.name} is not in {store.root}; run evoke-proxy embedder fetch"
+            f" {encoder.name}"
+        )
+    return _onnx(replace(config, directory=str(store.directory(encoder))))
+
+
+def _fetched(config: EmbedderConfig, store: EncoderStore) -> Encoder:
+    for encoder in store.stored():
+        if missing := missing_packages():
+            _log.warning(
+                "%s was fetched but not loaded: %s not installed; pip install 'evoke-proxy[cpu]'"
+                " (or [gpu]). The built-in word vectors are used",
+                encoder.name,
+                " and ".join(missing),
+            )
+            break
+        try:
+            return _onnx(replace(config, directory=str(store.directory(encoder))))
+        except ConfigError as error:
+            _log.warning(
+                "%s was fetched but not loaded: %s. Fetch it again: evoke-proxy embedder fetch %s",
+                encoder.name,
+                error,
+                encoder.name,
+            )
+    return WordVectorEmbedder()
+
+
+def _onnx(config: EmbedderConfig) -> Encoder:
+    if conflict := conflicting_runtimes():
+        _log.warning("%s", conflict)
+    return Embedder(config)

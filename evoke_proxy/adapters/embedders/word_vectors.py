@@ -1,0 +1,61 @@
+"""The built-in text embedder: a table of word vectors that travels with the package."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.word_vectors import WordVectors
+from evoke_proxy.errors import ConfigError
+from evoke_proxy.models import word_vectors_file
+
+
+class WordVectorEmbedder:
+    """Embeds texts with a table of word vectors, without a network and without other packages.
+
+    Its methods may be called from several threads at a time. Questions and documents are embedded
+    alike.
+
+    Attributes:
+        name: `built-in`.
+        is_immediate: True: a text takes microseconds.
+        dimensions: The length d of its vectors.
+        fingerprint: 32 bytes that differ between tables.
+    """
+
+    name = "built-in"
+    is_immediate = True
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Load a table, by default that of the package; ConfigError when it cannot be read."""
+        path = path or word_vectors_file()
+        try:
+            data = path.read_bytes()
+            self.fingerprint = hashlib.blake2b(data, digest_size=32).digest()
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                pieces = file["pieces"].tobytes().decode("utf-8").split("\n")
+                self._table = WordVectors(pieces, file["rows"], file["scales"])
+        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+            raise ConfigError(
+                f"the built-in word vectors cannot be read: {path}: {error}; install evoke-proxy"
+                " again, or set embedder.model to none"
+            ) from error
+        self.dimensions = self._table.dimensions
+
+    def describe(self) -> str:
+        """The embedder in one line, for the log."""
+        return f"built-in word vectors: {self.dimensions} dimensions, CPU"
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of questions, float32; see `documents`."""
+        return self._table.vectors(texts)
+
+    def documents(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of texts, float32; zeros for a text without a known word."""
+        return self._table.vectors(texts)

@@ -1,0 +1,311 @@
+"""The part of `evoke-proxy doctor` about eviction: cells, budget, host memory, disk, embedder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from evoke_proxy.adapters.embedders.choice import load_encoder
+from evoke_proxy.adapters.embedders.runtimes import conflicting_runtimes
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.config import AUTO, Config
+from evoke_proxy.config.schema import is_loopback
+from evoke_proxy.core.request.look_ahead import Stability
+from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status
+from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
+from evoke_proxy.errors import EvokeError, UpstreamRejected
+
+_MIB = 1 << 20
+# Context that is suggested, in cells.
+_CONTEXT_PER_CELL = 4
+# Host memory and disk that are suggested where the size of a row is not known, MiB.
+_RAM_MIB, _DISK_MIB = 4096, 32768
+_THOUGHT, _ANSWER = "a passing consideration", "The answer is 4."
+# What a patched server without --evoke-ram answers to block calls; a stock one answers 404.
+_NOT_SUPPORTED = 501
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """Host memory and disk for saved blocks, bytes.
+
+    Attributes:
+        ram_budget, ram_used: Host memory that is given and used.
+        ram_dropped: Copies that were given up for lack of room.
+        disk_budget, disk_used: Disk space that is given and used; 0 without a disk tier.
+        disk_problem: Why there is no disk tier, or the last error of it; empty when it works.
+        row_bytes: Bytes of one token.
+        host_free: Memory that this machine has left; None when llama-server runs on another one.
+    """
+
+    ram_budget: int = 0
+    ram_used: int = 0
+    ram_dropped: int = 0
+    disk_budget: int = 0
+    disk_used: int = 0
+    disk_problem: str = ""
+    row_bytes: int = 0
+    host_free: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What eviction and recovery need, as found; also a part of the JSON output.
+
+    Attributes:
+        is_patched: Whether llama-server is a patched build.
+        reason: Why block calls do not work; empty when they do.
+        n_slots: Number of slots.
+        n_cells: Cells of a slot, with those that it shares; None when unknown.
+        n_slot_cells: Cells that a slot can fill while the others are full; None when unknown.
+        n_ctx: Context of a slot, tokens.
+        n_ctx_train: Context that the model was trained for; None when unknown.
+        budget: The budget that is in force and why.
+        store: Host memory and disk; None without block calls.
+        encoder: What blocks are ranked with.
+        ranks_by_words: Whether blocks are ranked by words alone.
+        thoughts: "kept", "removed" or "unknown": what the template does with earlier thoughts.
+        template: Which renderings of a chat stay a prefix of the next turn; None when unknown.
+        uses_word_vectors: Whether the built-in word vectors rank blocks.
+        runtime_conflict: What is wrong with the installed onnxruntime, and the fix; may be empty.
+    """
+
+    is_patched: bool
+    reason: str
+    n_slots: int
+    n_cells: int | None
+    n_slot_cells: int | None
+    n_ctx: int
+    n_ctx_train: int | None
+    budget: BudgetStatus
+    store: StoreState | None
+    encoder: str
+    ranks_by_words: bool
+    thoughts: str
+    template: Stability | None = None
+    uses_word_vectors: bool = False
+    runtime_conflict: str = ""
+
+    @property
+    def logical_context(self) -> int:
+        """The value to suggest for `--ctx-logical`."""
+        wanted = _CONTEXT_PER_CELL * (self.n_cells or self.n_ctx or 1)
+        return min(wanted, self.n_ctx_train or wanted)
+
+    @property
+    def can_exceed_cells(self) -> bool:
+        """Whether a chat may be longer than the cells."""
+        return self.n_cells is not None and self.n_ctx > self.n_cells
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Host memory that full conversations in all slots have outside the cells."""
+        row_bytes = self.store.row_bytes if self.store is not None else 0
+        return max(0, self.n_ctx - (self.n_slot_cells or self.n_ctx)) * row_bytes * self.n_slots
+
+
+async def examine_eviction(client: LlamaClient, config: Config, n_ctx: int) -> Eviction:
+    """Ask a server; raises EvokeError when it does not answer, ConfigError for the embedder."""
+    info = await client.info()
+    encoder = load_encoder(config.embedder)
+    return Eviction(
+        is_patched=info.obstacle in ("", "unsupported") or await _is_patched(client),
+        reason=info.reason,
+        n_slots=info.n_slots,
+        n_cells=info.n_cells,
+        n_slot_cells=info.n_slot_cells,
+        n_ctx=info.n_ctx or n_ctx,
+        n_ctx_train=await _trained_context(client),
+        budget=budget_status(config.policy, info),
+        store=await _store(client, info) if info.patched else None,
+        encoder=encoder.describe() if encoder is not None else "none: words alone",
+        ranks_by_words=encoder is None,
+        thoughts=await _thoughts(StockApi(client)),
+        template=await probe_template(StockApi(client), False),
+        uses_word_vectors=encoder is not None and encoder.is_immediate,
+        runtime_conflict=conflicting_runtimes(),
+    )
+
+
+def changes(found: Eviction, config: Config) -> list[str]:
+    """What keeps eviction from working as configured, and what to type; the most important first.
+
+    For a server without block calls there is nothing unless the configuration has a budget.
+    """
+    budget = config.policy.budget
+    if found.store is None:
+        if budget is None or budget == AUTO:
+            return []
+        return [found.budget.warning]
+    store = found.store
+    rules = (
+        (bool(found.budget.problem), found.budget.warning),
+        (not found.can_exceed_cells and found.budget.tokens is None, "a chat longer than"
+         f" {found.n_ctx} tokens is refused: start llama-server with --ctx-logical"
+         f" {found.logical_context}"),
+        (bool(store.disk_budget or store.disk_problem) and bool(store.disk_problem),
+         f"the disk tier does not work ({store.disk_problem}): make its directory writable for the"
+         " server's user, with mode 0700, and leave room there"),
+        (not store.disk_budget and not store.disk_problem, "a restart of llama-server loses every"
+         f" conversation: start it with --evoke-disk DIR:{_DISK_MIB} (MiB)"),
+        (found.evicted_bytes > store.ram_budget + store.disk_budget, "full conversations in all"
+         f" slots need {_mib(found.evicted_bytes)} for evicted blocks, and {_mib(store.ram_budget)}"
+         f" of host memory and {_mib(store.disk_budget)} of disk are given: start llama-server with"
+         f" --evoke-ram {_rounded_mib(found.evicted_bytes)}, or with a larger --evoke-disk"),
+        (store.ram_dropped > 0, f"{store.ram_dropped} saved blocks were given up for lack of room:"
+         f" start llama-server with --evoke-ram {2 * store.ram_budget // _MIB}, or with a larger"
+         " --evoke-disk"),
+        (_exceeds_host(store), f"--evoke-ram gives {_mib(store.ram_budget)}, and this machine has"
+         f" {_mib(store.host_free or 0)} left: start llama-server with a smaller --evoke-ram, and"
+         " with --evoke-disk for the rest"),
+        (found.template is not None and not found.template.boundary, "its template rewrites earlier"
+         " messages of the user, so each turn decodes the conversation once more: set one that"
+         " does not with --chat-template-file"),
+        (found.ranks_by_words, "blocks are ranked by words alone, so a question in other words"
+         " finds nothing: remove `embedder.model: none`"),
+        (bool(found.runtime_conflict), found.runtime_conflict),
+    )  # fmt: skip
+    return [text for applies, text in rules if applies]
+
+
+def hints(found: Eviction) -> list[str]:
+    """What could be better, and what to type; nothing is wrong without it."""
+    shared = found.n_cells is not None and (found.n_slot_cells or 0) < found.n_cells
+    rules = (
+        (found.store is None and found.is_patched, "to evict and recover, start it with --evoke-ram"
+         f" {_RAM_MIB} --evoke-disk DIR:{_DISK_MIB} --ctx-logical {found.logical_context}"),
+        (found.store is None and not found.is_patched, "to evict and recover, build the patched"
+         " llama-server (`evoke-proxy build-server`) and start it with --evoke-ram"
+         f" {_RAM_MIB} --evoke-disk DIR:{_DISK_MIB} --ctx-logical {found.logical_context}"),
+        (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) take"
+         " turns in it with the conversation; -np 2 gives them another, with half of the cells"),
+        (found.n_slots > 1 and shared and found.store is not None, f"{found.n_slots} slots share"
+         f" {found.n_cells} cells, so a budget is a share of them; -no-kvu gives each its own"),
+        (found.thoughts == "removed", "its template removes the thoughts of earlier answers, so"
+         " after an answer with thoughts its text is decoded once more: --reasoning-budget 0"
+         " switches thoughts off, --chat-template-file sets a template that keeps them"),
+        (found.uses_word_vectors, "the built-in word vectors rank blocks; an ONNX encoder finds"
+         " more: run evoke-proxy embedder fetch"),
+    )  # fmt: skip
+    return [text for applies, text in rules if applies]
+
+
+def report(found: Eviction) -> list[str]:
+    """The lines of the text output."""
+    store = found.store
+    cells = f"{found.n_slot_cells} cells" if found.n_slot_cells else "unknown cells"
+    if store is None:
+        return [
+            f"eviction   not possible: {found.reason}",
+            f"embedder   {found.encoder}",
+            f"thoughts   {found.thoughts}",
+        ]
+    disk = f"{_mib(store.disk_used)} of {_mib(store.disk_budget)}" if store.disk_budget else "none"
+    host = "" if store.host_free is None else f"; this machine has {_mib(store.host_free)} left"
+    return [
+        f"eviction   possible; each slot: {cells}, context {found.n_ctx} tokens",
+        f"budget     {found.budget.problem or found.budget.text}",
+        f"memory     {_mib(store.ram_used)} of {_mib(store.ram_budget)} hold saved blocks,"
+        f" {store.ram_dropped} were given up{host}",
+        f"disk       {disk}{f' ({store.disk_problem})' if store.disk_problem else ''}",
+        f"embedder   {found.encoder}",
+        f"thoughts   {found.thoughts}",
+    ]
+
+
+def free_memory() -> int | None:
+    """Bytes that programs of this machine can still allocate; None when it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+    except OSError:
+        return None
+    values = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(values[0]) * 1024 if values else None
+
+
+def parse_store(answer: Mapping[str, Any], host_free: int | None) -> StoreState:
+    """The stores in an answer about a slot (patches/API.md)."""
+    ram, disk = answer.get("ram") or {}, answer.get("disk")
+    tier = disk if isinstance(disk, dict) else {}
+    return StoreState(
+        ram_budget=int(ram.get("budget") or 0),
+        ram_used=int(ram.get("used") or 0),
+        ram_dropped=int(ram.get("n_dropped") or 0),
+        disk_budget=int(tier.get("budget") or 0),
+        disk_used=int(tier.get("used") or 0),
+        disk_problem=str(tier.get("unusable") or tier.get("last_error") or ""),
+        row_bytes=int(answer.get("row_bytes") or 0),
+        host_free=host_free,
+    )
+
+
+async def _store(client: LlamaClient, info: ServerInfo) -> StoreState:
+    host = urlsplit(client.url).hostname or ""
+    host_free = free_memory() if is_loopback(host) else None
+    return parse_store(await BlockApi(client).slot(0, "", LATEST), host_free)
+
+
+async def _is_patched(client: LlamaClient) -> bool:
+    """Whether a server without block calls is a patched build: it knows the path, and refuses."""
+    try:
+        await client.call("GET", "/slots/0/blocks")
+    except UpstreamRejected as error:
+        return error.status == _NOT_SUPPORTED
+    except EvokeError:
+        return False
+    return True
+
+
+async def _trained_context(client: LlamaClient) -> int | None:
+    """The context that the model was trained for; None when the server does not say."""
+    try:
+        models = (await client.call("GET", "/v1/models")).get("data") or ()
+        n_ctx = (models[0].get("meta") or {}).get("n_ctx_train") if models else None
+    except EvokeError:
+        return None
+    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
+
+
+async def _thoughts(api: StockApi) -> str:
+    """What the template does with the thoughts of an earlier answer."""
+    think = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
+    texts = []
+    for answer in (
+        {"role": "assistant", "content": think},
+        {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT},
+    ):
+        messages = [
+            {"role": "user", "content": "What is 2 and 2?"},
+            answer,
+            {"role": "user", "content": "And 3 and 3?"},
+        ]
+        try:
+            texts.append(await api.apply_template(json.dumps({"messages": messages}).encode()))
+        except EvokeError:
+            continue
+    if not texts:
+        return "unknown"
+    return "removed" if not any(_THOUGHT in text for text in texts) else "kept"
+
+
+def _exceeds_host(store: StoreState) -> bool:
+    to_come = store.ram_budget - store.ram_used
+    return store.host_free is not None and to_come > store.host_free
+
+
+def _mib(n_bytes: int) -> str:
+    if n_bytes >= 10 * 1024 * _MIB:
+        return f"{n_bytes / _MIB / 1024:.0f} GiB"
+    return f"{n_bytes / _MIB:.0f} MiB" if n_bytes >= 10 * _MIB else f"{n_bytes / _MIB:.1f} MiB"
+
+
+def _rounded_mib(n_bytes: int) -> int:
+    """The next larger multiple of 64 MiB, in MiB."""
+    return -(-n_bytes // (64 * _MIB)) * 64

@@ -1,0 +1,239 @@
+"""`evoke-proxy plan`: prints where the conversations of a model would be kept; starts nothing."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from evoke_proxy.adapters.machine import measure
+from evoke_proxy.adapters.model_file import read_shape
+from evoke_proxy.config import PolicySettings
+from evoke_proxy.core.servers.memory_plan import (
+    KV_TYPES,
+    KvTypes,
+    MemoryPlan,
+    Wishes,
+    make_plan,
+)
+from evoke_proxy.errors import ConfigError
+from evoke_proxy.server_build import BuildError, finished_server_path
+
+DESCRIPTION = """\
+Read a model file and the free memory of this machine, and print how many cells a session gets, and
+how much of a conversation is on the device, in host memory and on disk. Starts nothing."""
+
+EXAMPLES = """examples:
+  evoke-proxy plan model.gguf
+      what `evoke-proxy up -m model.gguf` would do on this machine
+  evoke-proxy plan model.gguf --vram 16GiB --context 131072 --sessions 4
+      the same for another machine, and for four conversations at a time"""
+
+_MIB = 1 << 20
+_UNITS = {"": _MIB, "k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+# The options of llama-server that decide the plan, by their short or other names.
+_ALIASES = {
+    "-c": "--ctx-size",
+    "-np": "--parallel",
+    "-ctk": "--cache-type-k",
+    "-ctv": "--cache-type-v",
+}
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as 16GiB, 512M or 4096 (MiB)."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def count(text: str) -> int:
+    """A number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model and the wishes."""
+    parser.add_argument("model", type=Path, metavar="FILE", help="the GGUF file of the model")
+    add_wishes(parser)
+    parser.add_argument(
+        "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
+    )
+
+
+def add_wishes(parser: argparse.ArgumentParser) -> None:
+    """Declare what a user may ask of the plan."""
+    parser.add_argument(
+        "--context",
+        type=count,
+        metavar="N",
+        help="longest conversation, tokens (default: what the model was trained for)",
+    )
+    parser.add_argument(
+        "--sessions", type=count, metavar="N", help="conversations at a time (default: 1)"
+    )
+    parser.add_argument(
+        "--cells",
+        type=count,
+        metavar="N",
+        help="cells of a session in the KV cache (default: what the free memory holds)",
+    )
+    parser.add_argument(
+        "--vram", type=size, metavar="SIZE", help="memory of the device, such as 16GiB"
+    )
+    parser.add_argument("--ram", type=size, metavar="SIZE", help="host memory for blocks")
+    parser.add_argument("--disk", type=size, metavar="SIZE", help="disk for blocks; 0 for none")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; raises ConfigError when the model cannot be read."""
+    given = ServerOptions(tuple(arguments.server_options))
+    try:
+        server = finished_server_path()
+    except BuildError:
+        server = None
+    state = default_state(str(arguments.model))
+    plan = plan_for(arguments.model, arguments, given, server, state)
+    program = str(server) if server is not None else "llama-server"
+    command = server_command(program, ["-m", str(arguments.model)], given, state, plan)
+    print("\n".join([*table(plan), "", shlex.join(command)]))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options that the user gives to llama-server."""
+
+    words: tuple[str, ...]
+
+    def value(self, name: str) -> str | None:
+        """The value of an option, by its long name; the last one counts."""
+        found = None
+        for i, word in enumerate(self.words):
+            option, equals, value = word.partition("=")
+            if _ALIASES.get(option, option) == name:
+                found = value if equals else "".join(self.words[i + 1 : i + 2])
+        return found
+
+    def number(self, name: str) -> int | None:
+        """As `value`, of an option that is a number above 0; None for other values."""
+        text = self.value(name)
+        return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
+
+
+def plan_for(
+    model: Path,
+    arguments: argparse.Namespace,
+    given: ServerOptions,
+    server: Path | None,
+    state: Path,
+) -> MemoryPlan:
+    """The plan for a model file on this machine; options of llama-server override wishes."""
+    machine = measure(server, state)
+    if arguments.vram is not None:
+        machine = replace(machine, device=arguments.vram)
+    return make_plan(read_shape(model), machine, wishes(arguments, given))
+
+
+def wishes(arguments: argparse.Namespace, given: ServerOptions) -> Wishes:
+    """What the command line asks for."""
+    sessions = given.number("--parallel") or arguments.sessions or 1
+    cells = given.number("--ctx-size")
+    types = [given.value(f"--cache-type-{name}") or "f16" for name in "kv"]
+    for name in types:
+        if name not in KV_TYPES:
+            raise ConfigError(f"{name}: no type of the KV cache; known: {', '.join(KV_TYPES)}")
+    ram = given.number("--evoke-ram")
+    return Wishes(
+        sessions=sessions,
+        context=given.number("--ctx-logical") or arguments.context,
+        cells=cells // sessions if cells else arguments.cells,
+        ram_mib=ram or (arguments.ram // _MIB if arguments.ram is not None else None),
+        disk_mib=arguments.disk // _MIB if arguments.disk is not None else None,
+        kv=KvTypes(*types),
+    )
+
+
+def default_state(model: str) -> Path:
+    """The directory for the blocks and the log of a model."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    key = hashlib.sha256(model.encode()).hexdigest()[:8]
+    return Path(base).expanduser() / "evoke-proxy" / f"{Path(model).stem[:60]}-{key}"
+
+
+def server_command(
+    program: str,
+    model: Sequence[str],
+    given: ServerOptions,
+    state: Path,
+    plan: MemoryPlan | None,
+) -> list[str]:
+    """The command line of llama-server without its address; without a plan the model is unknown.
+
+    Options that the user gives replace those of the plan.
+    """
+    if plan is None:
+        wanted = {"--ctx-size": "16384", "--parallel": "1", "--kv-eviction": "1"}
+        wanted |= {"--evoke-ram": "4096", "--evoke-disk": f"{state / 'blocks'}:16384"}
+    else:
+        wanted = {"--ctx-size": str(plan.cells * plan.sessions), "--parallel": str(plan.sessions)}
+        if plan.shape.layers:
+            wanted["--ctx-logical"] = str(plan.context)
+            wanted["--evoke-ram"] = str(plan.ram_mib)
+        if plan.shape.layers and plan.disk_mib:
+            wanted["--evoke-disk"] = f"{state / 'blocks'}:{plan.disk_mib}"
+    words = [
+        word
+        for name, value in wanted.items()
+        if given.value(name) is None
+        for word in (name, value)
+    ]
+    return [program, *model, *words, *given.words]
+
+
+def table(plan: MemoryPlan) -> list[str]:
+    """The plan as lines for a person."""
+    shape, budget = plan.shape, plan.budget(PolicySettings().reserve_tokens)
+    saved = max(0, plan.whole_bytes - plan.device_bytes)
+    outside = int(plan.row_bytes * max(0, plan.context - plan.cells))
+    rows = [
+        ("model", f"{shape.architecture}, {shape.kind}, weights {_bytes(shape.weight_bytes)}"),
+        ("sessions", str(plan.sessions)),
+        ("context", f"{plan.context} tokens (--ctx-logical)"),
+        ("cells", f"{plan.cells} of each session (-c {plan.cells * plan.sessions})"),
+        (
+            "budget",
+            f"{budget} tokens of each session" if budget else "off: a context fits its cells",
+        ),
+        ("on the device", f"{_bytes(plan.device_bytes)} of each session"),
+        (
+            "whole context",
+            f"{_bytes(plan.whole_bytes)} there: saves {_bytes(saved)} of each session",
+        ),
+        ("not in cells", f"{_bytes(outside)} of each session, at most"),
+        ("host memory", f"{plan.ram_mib} MiB for all (--evoke-ram)"),
+        ("disk", f"{plan.disk_mib} MiB for all (--evoke-disk)" if plan.disk_mib else "none"),
+    ]
+    if not shape.layers:
+        rows = [
+            *rows[:3],
+            ("cells", "none: the model has a recurrent state only, nothing is evicted"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]
+
+
+def _bytes(number: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (_MIB, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.2f} {name}"
+    return f"{number / 1024:.0f} KiB"

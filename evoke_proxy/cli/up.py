@@ -1,0 +1,256 @@
+"""`evoke-proxy up`: starts a patched llama-server and the proxy in front of it, and keeps both."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evoke_proxy.adapters.port_owner import taken_by
+from evoke_proxy.cli import plan as planning
+from evoke_proxy.cli import serve
+from evoke_proxy.cli.supervision import Child, Stop, describe, say
+from evoke_proxy.config import Config, env_name, load, parse_listen
+from evoke_proxy.core.servers.memory_plan import MemoryPlan
+from evoke_proxy.demo.processes import free_port, healthy
+from evoke_proxy.errors import ConfigError
+from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server, finished_server_path
+from evoke_proxy.server_build.build import first_build_notice, n_cores
+from evoke_proxy.server_build.toolchain import BACKENDS
+
+DESCRIPTION = """\
+Start a patched llama-server and the proxy in front of it, with as many cells as the free memory
+holds, and conversations as long as the model was trained for. Both are stopped together, and a
+server that crashes is started again. Options after `--` are passed to llama-server."""
+
+EXAMPLES = """examples:
+  evoke-proxy up -m model.gguf
+      serve a model at http://127.0.0.1:8090
+  evoke-proxy up -m model.gguf --cells 16384 --context 65536
+      keep 16,384 tokens of a conversation of up to 65,536 in the KV cache
+  evoke-proxy up -hf ggml-org/gemma-3-4b-it-GGUF -- -ngl 20 --jinja
+      llama-server downloads the model, and gets two options more"""
+
+# Seconds that llama-server may take to stop: it writes its blocks to disk.
+_SERVER_STOP_S = 20.0
+# Seconds that the proxy has beside `limits.drain_timeout_s`.
+_PROXY_STOP_S = 15.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the model, the wishes, and the options of the proxy."""
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("-m", "--model", type=Path, metavar="FILE", help="the GGUF file")
+    model.add_argument(
+        "-hf", "--hf-repo", metavar="REPO", help="a model that llama-server downloads"
+    )
+    planning.add_wishes(parser)
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", help="directory for blocks and the server's log"
+    )
+    parser.add_argument(
+        "--server",
+        type=Path,
+        metavar="FILE",
+        help="a patched llama-server (default: the built one)",
+    )
+    parser.add_argument(
+        "--backend", choices=("auto", "cpu", *BACKENDS), default="auto", help="what it is built for"
+    )
+    parser.add_argument(
+        "--build", action="store_true", help="build llama-server if it is missing, without asking"
+    )
+    serve.add_proxy_arguments(parser)
+    parser.add_argument(
+        "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What `up` starts.
+
+    Attributes:
+        server: llama-server.
+        proxy: The proxy.
+        port: The port of llama-server.
+    """
+
+    server: Child
+    proxy: Child
+    port: int
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run both until a signal; 1 when something cannot be started, 2 for wrong settings."""
+    given = planning.ServerOptions(tuple(arguments.server_options))
+    port = given.number("--port") or free_port()
+    config = _config(arguments, port)
+    try:
+        binary = _server(arguments)
+    except BuildError as error:
+        say(str(error))
+        return 1
+    if binary is None or not _ports_are_free(config, port):
+        return 1
+    model, state, plan = _planned(arguments, given, binary)
+    command = planning.server_command(str(binary), model, given, state, plan)
+    for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
+        command += [name, value] if given.value(name) is None else []
+    keeps_slots = plan is not None and plan.shape.kind != "dense"
+    if keeps_slots and given.value("--slot-save-path") is None:
+        command += ["--slot-save-path", str(state / "slots")]
+        _private(state / "slots")
+    _private(state)
+    if plan is not None:
+        print("\n".join([*planning.table(plan), ""]))
+    print(shlex.join(command), flush=True)
+    env = _proxy_environment(given, config, state / "slots" if keeps_slots else None)
+    stack = Stack(
+        server=Child(
+            "llama-server", command, os.environ, state / "llama-server.log", _SERVER_STOP_S
+        ),
+        proxy=Child(
+            "the proxy",
+            _proxy_command(arguments, port),
+            env,
+            None,
+            config.limits.drain_timeout_s + _PROXY_STOP_S,
+        ),
+        port=port,
+    )
+    return keep(stack)
+
+
+def keep(stack: Stack) -> int:
+    """Start both, keep them running until a signal, and stop both; returns the exit code."""
+    stop = Stop(on_second=[stack.proxy.kill, stack.server.kill])
+    stop.install()
+    try:
+        if stack.server.log is not None:
+            stack.server.log.unlink(missing_ok=True)
+        stack.server.start()
+        if not _is_ready(stack, stop):
+            return 0 if stop.requested else 1
+        stack.proxy.start()
+        while not stop.wait():
+            code = stack.proxy.exit_code
+            if code in (1, 2):  # an address or a setting: a new start would not change it
+                say(f"the proxy ended with {describe(code)}")
+                return code
+            stack.proxy.keep_running()
+            stack.server.keep_running()
+    finally:
+        if stop.requested:
+            say("stopping: running answers may finish")
+        stack.proxy.stop()
+        stack.server.stop()
+    return 0
+
+
+def _is_ready(stack: Stack, stop: Stop) -> bool:
+    """Wait until llama-server answers; False when it ends before that, or a signal comes."""
+    while not healthy(stack.port):
+        code = stack.server.exit_code
+        if code is not None:
+            say(f"llama-server ended with {describe(code)} while it started. Its last lines:")
+            print(stack.server.tail(), file=sys.stderr, flush=True)
+            return False
+        if stop.wait():
+            return False
+    return True
+
+
+def _config(arguments: argparse.Namespace, port: int) -> Config:
+    """The settings of the proxy, which are checked before anything is started."""
+    arguments.upstream = [f"http://127.0.0.1:{port}"]
+    return load(arguments.config, os.environ, serve.overrides(arguments))
+
+
+def _server(arguments: argparse.Namespace) -> Path | None:
+    """The patched llama-server; built where the user agrees, None where not."""
+    named = arguments.server or os.environ.get("EVOKE_PATCHED_SERVER")
+    if named:
+        path = shutil.which(str(named))
+        if path is None:
+            raise ConfigError(f"--server: {named} is no program")
+        return Path(path)
+    options = BuildOptions(backend=_backend(arguments.backend))
+    built = finished_server_path(options)
+    if built is not None:
+        return built
+    say("the patched llama-server is not built yet")
+    say(first_build_notice(n_cores(), n_cores()))
+    if not arguments.build:
+        if not sys.stdin.isatty():
+            say("run it again with --build, or build it with: evoke-proxy build-server")
+            return None
+        if input("Build it now? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+            return None
+    return ensure_server(options=options)
+
+
+def _backend(wanted: str) -> str:
+    """The backend to build for: CUDA where its compiler and a GPU are found, else the CPU."""
+    if wanted != "auto":
+        return "" if wanted == "cpu" else wanted
+    return "cuda" if shutil.which("nvidia-smi") and shutil.which("nvcc") else ""
+
+
+def _ports_are_free(config: Config, port: int) -> bool:
+    """Whether every address is free; says who has the others."""
+    is_free = True
+    named = config.security.admin_listen != type(config.security)().admin_listen
+    addresses = [*config.listen, *(config.security.admin_listen if named else ())]
+    for host, number in [*map(parse_listen, addresses), ("127.0.0.1", port)]:
+        owner = taken_by(host, number)
+        if owner is not None:
+            say(f"{host}:{number} is taken by {owner}: stop it, or choose another (--listen)")
+            is_free = False
+    return is_free
+
+
+def _planned(
+    arguments: argparse.Namespace, given: planning.ServerOptions, binary: Path
+) -> tuple[Sequence[str], Path, MemoryPlan | None]:
+    """The options that name the model, the directory of its state, and the plan."""
+    name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
+    state = arguments.state or planning.default_state(name)
+    if arguments.model is None:
+        say("the model is not here yet: cells and memory are defaults, change them after --")
+        return ["-hf", arguments.hf_repo], state, None
+    plan = planning.plan_for(arguments.model, arguments, given, binary, state)
+    return ["-m", str(arguments.model)], state, plan
+
+
+def _private(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:
+    words = [sys.executable, "-m", "evoke_proxy", "serve", "--upstream", f"http://127.0.0.1:{port}"]
+    for name in ("config", "budget", "policy", "log_level", "log_format"):
+        value = getattr(arguments, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    for name in ("listen", "admin_listen"):
+        for value in getattr(arguments, name) or ():
+            words += [f"--{name.replace('_', '-')}", value]
+    return words
+
+
+def _proxy_environment(
+    given: planning.ServerOptions, config: Config, slots: Path | None
+) -> dict[str, str]:
+    """The environment of the proxy: with the server's key, and the directory of its slots."""
+    env = dict(os.environ)
+    key = given.value("--api-key")
+    if key and not config.upstream.api_key:
+        env[env_name("upstream.api_key")] = key
+    if slots is not None and not config.snapshots.directory:
+        env[env_name("snapshots.directory")] = str(slots)
+    return env

@@ -1,0 +1,72 @@
+"""Spends the room of a budget: on what stays, on the ranking, then on what is worth keeping."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
+from evoke_proxy.core.policy.planner import Candidates, WorkingSet, best_fit, fill_capacity
+from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.retrieval.units import Units
+
+# Blocks with at least this score are taken before the ranking; see the scores of `policy.evoke`.
+BEFORE_RANKING = 3.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spending:
+    """The order in which room is spent.
+
+    Attributes:
+        units: The units of the blocks.
+        order: Indexes of the units that the question needs, best first.
+        margin: Added to the scores of resident blocks that the ranking does not reach, one number
+            or one per block [n].
+    """
+
+    units: Units
+    order: Positions
+    margin: float | FloatArray
+
+
+def spend(
+    candidates: Candidates, scores: FloatArray, capacity: int | None, spending: Spending
+) -> WorkingSet:
+    """Return the required blocks, then the ranked units that fit, then the best other blocks.
+
+    A unit is taken as a whole or, when only some of its blocks have rows, as far as they have. One
+    that does not fit is skipped for a shorter one.
+    """
+
+    def fill(room: int) -> Mask:
+        optional, blocks = candidates.optional, candidates.blocks
+        taken = best_fit(optional & (scores >= BEFORE_RANKING), scores, blocks, room)
+        room -= int(candidates.lengths[taken].sum())
+        ranked = _first_fit(spending, candidates.lengths, optional & ~taken, room)
+        room -= int(candidates.lengths[ranked].sum())
+        taken |= ranked
+        worth = scores + np.where(candidates.was_resident, spending.margin, 0.0)
+        return taken | best_fit(optional & ~taken, worth, blocks, room)
+
+    return fill_capacity(candidates, capacity, fill)
+
+
+def kept(spending: Spending, view: PolicyView, scores: FloatArray, room: int) -> Mask:
+    """Return the blocks [n] to keep of all, as if each had rows, for `room` tokens."""
+    taken = best_fit(scores >= BEFORE_RANKING, scores, view.blocks, room)
+    lengths = view.blocks.lengths
+    return taken | _first_fit(spending, lengths, ~taken, room - int(lengths[taken].sum()))
+
+
+def _first_fit(spending: Spending, lengths: Positions, wanted: Mask, room: int) -> Mask:
+    """Return the wanted blocks of the ranked units that fit into `room`, taken in their order."""
+    units = spending.units
+    costs = units.sums(np.where(wanted, lengths, 0))[spending.order]
+    is_taken = np.zeros(len(units), np.bool_)
+    for unit, cost in zip(spending.order.tolist(), costs.tolist(), strict=True):
+        if 0 < cost <= room:
+            is_taken[unit] = True
+            room -= cost
+    return wanted & is_taken[units.of_block]

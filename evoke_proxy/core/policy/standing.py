@@ -1,0 +1,93 @@
+"""Chooses what stays beside the ranking: instructions that hold for every answer, live work.
+
+Each kind has a share of the room, so that none displaces what the question needs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import ROLES, BlockTable, Mask, Positions
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.policy.view import PolicyView
+
+# Shares of the room: the system prompt with its tools, the user's standing instructions, the newest
+# rules of the project, the tool results of a running task, and the last messages of a chat.
+_SYSTEM_SHARE, _INSTRUCTION_SHARE, _RULES_SHARE = 0.5, 0.1, 0.15
+_TASK_SHARE, _RECENT_SHARE = 0.3, 0.1
+# Files with rules for agents; their newest reading holds for the whole project.
+_RULE_FILES = ("claude.md", "agents.md")
+_SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
+
+
+def question_start(blocks: BlockTable) -> int:
+    """Return the index of the first block of what is asked: the last message or tool results."""
+    if not len(blocks):
+        return 0
+    last = int(blocks.messages[-1])
+    first = int(blocks.messages.searchsorted(last))
+    while first and blocks.roles[-1] == _TOOL and blocks.roles[first - 1] == _TOOL:
+        first = int(blocks.messages.searchsorted(blocks.messages[first - 1]))
+    return first
+
+
+def rule_blocks(view: PolicyView, capacity: int) -> Mask:
+    """Return the blocks [n] that hold for every answer, for `capacity` tokens."""
+    blocks = view.blocks
+    stays = np.zeros(len(blocks), np.bool_)
+    end = question_start(blocks)
+    if not end:
+        return stays
+    before = np.arange(len(blocks)) < end
+    is_system = np.flatnonzero(before & (blocks.roles == _SYSTEM))
+    _take(stays, blocks, is_system, int(_SYSTEM_SHARE * capacity))
+    instructions = np.flatnonzero(before & view.index.instructions(blocks))[::-1]
+    _take(stays, blocks, instructions, int(_INSTRUCTION_SHARE * capacity))
+    for name in _RULE_FILES:
+        rules = view.index.named(name, blocks, end)
+        if len(rules):
+            newest = rules[blocks.messages[rules] == blocks.messages[rules[-1]]]
+            _take(stays, blocks, newest, int(_RULES_SHARE * capacity))
+    return stays
+
+
+def live_blocks(view: PolicyView, capacity: int) -> Mask:
+    """Return the blocks [n] of a running task or a chat's last messages, for `capacity` tokens."""
+    blocks = view.blocks
+    stays = np.zeros(len(blocks), np.bool_)
+    end = question_start(blocks)
+    before = np.arange(len(blocks)) < end
+    users = np.flatnonzero(before & (blocks.roles == _USER))
+    is_task = len(users) > 0 and blocks.roles[-1] == _TOOL
+    if is_task:
+        asked = users[blocks.messages[users] == blocks.messages[users[-1]]]
+        _take(stays, blocks, asked, int(_RECENT_SHARE * capacity))
+    start = int(users[-1]) + 1 if is_task else 0
+    share = _TASK_SHARE if is_task else _RECENT_SHARE
+    _take_newest(stays, blocks, range(start, end), int(share * capacity))
+    return stays
+
+
+def _take(stays: Mask, blocks: BlockTable, indexes: Positions, room: int) -> None:
+    """Add the blocks that fit, in this order."""
+    for i in indexes.tolist():
+        if room <= 0:
+            return
+        length = int(blocks.ends[i] - blocks.starts[i])
+        if not stays[i] and length <= room:
+            stays[i] = True
+            room -= length
+
+
+def _take_newest(stays: Mask, blocks: BlockTable, indexes: range, room: int) -> None:
+    """Add the newest messages, up to the first that does not fit."""
+    starts, messages = blocks.starts, blocks.messages
+    end = indexes.stop
+    while end > indexes.start:
+        first = max(indexes.start, int(messages.searchsorted(messages[end - 1])))
+        length = int(blocks.ends[end - 1] - starts[first])
+        if length > room:
+            return
+        stays[first:end] = True
+        room -= length
+        end = first

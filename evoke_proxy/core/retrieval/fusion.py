@@ -1,0 +1,68 @@
+"""Fuses several rankings of the same units into one order.
+
+Scores of different signals are standardized and added (z-score fusion: Montague and Aslam,
+"Relevance Score Normalization for Metasearch", 2001). Rankings of different questions are
+interleaved, so that each question gets its share of the room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Positions
+
+# A smaller spread of scores is a rounding error.
+_MIN_SPREAD = 1e-9
+
+
+def standardized(scores: FloatArray) -> FloatArray:
+    """Return scores [u] with mean 0 and standard deviation 1; all 0 when they are all equal."""
+    if not len(scores):
+        return scores
+    centred = scores - scores.mean()
+    spread = float(np.sqrt((centred @ centred) / len(centred)))
+    fused: FloatArray = centred / spread if spread > _MIN_SPREAD else np.zeros(len(scores))
+    return fused
+
+
+def with_neighbours(values: FloatArray, shares: Sequence[float]) -> FloatArray:
+    """Return values [..., u] plus shares of those of the units 1, 2, ... before and after."""
+    smoothed: FloatArray = values.copy()
+    for distance, share in enumerate(shares, 1):
+        smoothed[..., distance:] += share * values[..., :-distance]
+        smoothed[..., :-distance] += share * values[..., distance:]
+    return smoothed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranking:
+    """One ranking among several that share a budget.
+
+    Attributes:
+        order: Indexes of the ranked units, best first.
+        weight: The tokens it gets for one token of a ranking of weight 1.
+    """
+
+    order: Positions
+    weight: float = 1.0
+
+
+def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
+    """Return the units of all rankings, each once, so that each ranking gets its share of tokens.
+
+    A unit comes when its ranking has spent as many tokens, relative to its weight, as the others;
+    `lengths` [u] are the tokens of the units. Of equal ones the earlier ranking comes first.
+    """
+    if not rankings:
+        return np.zeros(0, np.int64)
+    if len(rankings) == 1:
+        return rankings[0].order
+    units = np.concatenate([ranking.order for ranking in rankings])
+    spent = [lengths[ranking.order].cumsum() / ranking.weight for ranking in rankings]
+    merged = units[np.argsort(np.concatenate(spent), kind="stable")]
+    _, first = np.unique(merged, return_index=True)
+    order: Positions = merged[np.sort(first)]
+    return order

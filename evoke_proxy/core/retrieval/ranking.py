@@ -1,0 +1,349 @@
+"""Ranks the units of a session for a query: the order in which a budget is spent on them.
+
+Each text of the query ranks all units by the words they contain, by those of their neighbours, and
+by vectors where there are any. The scores of these signals are standardized and added. What the
+best units name is looked up again. The rankings are interleaved.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
+from evoke_proxy.core.retrieval.fusion import (
+    Ranking,
+    interleaved,
+    standardized,
+    with_neighbours,
+)
+from evoke_proxy.core.retrieval.instructions import asks_for_advice
+from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.stemming import stem
+from evoke_proxy.core.retrieval.units import Units
+
+# Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
+_K1 = 1.2
+_B = 0.75
+# Shares that a unit gets of the words of the next units, and of the scores of the next two: a
+# question and its answer stand in different messages.
+_NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES = (0.5,), (0.5, 0.25)
+# Function words count less than their rarity says. They structure a question, but some carry
+# meaning: "give", "where".
+_FUNCTION_WORD_WEIGHT = 0.3
+_FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
+# Weight of the turns before in the score of a text that refers to them.
+_CONTEXT_WEIGHT = 0.5
+# Weights of the rankings beside that of the whole text: one clause of several, a message that the
+# user sent before the last one, and what the best units name.
+_CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_WEIGHT = 0.5, 0.5, 0.34
+# The same of the model's attention beside a text that it is fused with.
+_MODEL_WEIGHT = 0.5
+# The same of what a user has said to be impossible, when advice is asked for.
+_RESTRICTION_WEIGHT = 0.34
+# A unit that the query mentions by name comes before all others.
+_MENTION = 100.0
+# The second look reads this many of the best units of each text, follows so many names from unit to
+# unit, and ignores a name that more units contain.
+_READ_UNITS, _MAX_HOPS, _MAX_NAMED_UNITS = 2, 5, 6
+# It reads at most so many units that it has found itself. Each hop makes them worth less.
+_MAX_READ, _HOP_WEIGHT = 8, 0.9
+_SENTENCE_START_CERTAINTY = 0.6
+_MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
+# Of so many of the best units of a text, a later version comes before an earlier one. It contains
+# the same words of the query, and this share of all words of both.
+_COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
+# Longest query, in terms.
+_MAX_TERMS = 256
+
+_WORD = re.compile(r"\w+")
+
+
+class UnitSource(Protocol):
+    """The look-ups that a ranking needs; blocks are numbered in prompt order."""
+
+    def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
+        """Return blocks that contain forms of a word, and how often; a block may occur twice."""
+        ...
+
+    def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
+        """Return, for terms that no block contains, the most similar term of a block."""
+        ...
+
+    def mentions(self, text: str) -> FloatArray:
+        """Return [n] above 0 for blocks that a text mentions by name, more for later ones."""
+        ...
+
+    @property
+    def restrictions(self) -> Mask:
+        """Return [n] whether the user says in a block what is not possible."""
+        ...
+
+    def block_text(self, block: int) -> str:
+        """Return the text of a block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Look:
+    """The scores of the units for one text.
+
+    Attributes:
+        scores: [u] fused score; the mean unit has 0.
+        has_evidence: [u] whether a signal found something in the unit or beside it.
+    """
+
+    scores: FloatArray
+    has_evidence: FloatArray
+
+    def plus(self, other: _Look, weight: float) -> _Look:
+        """Return the sum of two looks, the other one weighted."""
+        evidence = np.maximum(self.has_evidence, other.has_evidence)
+        return _Look(self.scores + weight * other.scores, evidence)
+
+    def ranking(self, weight: float) -> Ranking:
+        """Return the units with evidence and a score above the mean; of equals the latest first."""
+        found = np.flatnonzero((self.has_evidence > 0) & (self.scores > 0))[::-1]
+        return Ranking(found[np.argsort(-self.scores[found], kind="stable")], weight)
+
+
+class UnitRanker:
+    """Ranks the first `n_ranked` units of a session; the rest ask the question themselves."""
+
+    def __init__(self, source: UnitSource, units: Units, n_ranked: int) -> None:
+        self._source = source
+        self._units = units
+        self._n = n_ranked
+        lengths = units.lengths[:n_ranked].astype(np.float64)
+        self._norms = _length_norms(lengths)
+        self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
+        self._counts: dict[str, FloatArray] = {}
+
+    def order(
+        self,
+        query: Query,
+        cosines: Sequence[FloatArray | None],
+        topic_cosines: FloatArray | None,
+        model_relevance: FloatArray | None = None,
+    ) -> Positions:
+        """Return the units that a query finds, in the order in which room is spent on them.
+
+        `cosines` are those of the blocks [n] with each clause of the query, `topic_cosines` those
+        with the whole text; `model_relevance` [n] is the relevance by the model's attention.
+        """
+        rankings = list[Ranking]()
+        if model_relevance is not None:
+            by_model = self._units.maxima(model_relevance)[: self._n]
+            model_look = _Look(standardized(by_model), by_model)
+            # It is also fused with the text of a single question. Several signals of the text are
+            # added there, so that a block without its words would not be found by the model alone.
+            weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
+            rankings.append(model_look.ranking(weight))
+        look = partial(self._look, query=query, cosines=cosines)
+        n_own, n_asked = query.n_own, query.n_own + query.n_earlier
+        context = [look(i) for i in range(n_asked, len(query.clauses))]
+        looks = list[_Look]()
+        if n_own != 1 and query.text:
+            looks.append(self._score(query.text, topic_cosines))
+        looks += [look(i) for i in range(n_own)]
+        looks = [self._in_context(one, context) for one in looks]
+        if model_relevance is not None and query.n_own == 1:
+            looks[0] = looks[0].plus(model_look, 1.0)
+        weights = [1.0, *[_CLAUSE_WEIGHT] * (len(looks) - 1)]
+        looks += [look(i) for i in range(n_own, n_asked)]
+        weights += [_EARLIER_WEIGHT] * (len(looks) - len(weights))
+        first = [one.ranking(weight) for one, weight in zip(looks, weights, strict=False)]
+        first = self._latest_first(query, first)
+        second = self._second_look(query, first)
+        if looks and query.clauses and asks_for_advice(query.clauses[0]):
+            first.append(self._restrictions(looks[0]))
+        return interleaved(
+            [*rankings, *first, Ranking(second, _SECOND_LOOK_WEIGHT)], self._units.lengths
+        )
+
+    def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
+        """Return rankings in which a later version of a unit comes before the earlier one."""
+        asked = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
+        asked -= _FUNCTION_STEMS
+        words = dict[int, set[str]]()
+        found = list[Ranking]()
+        for ranking in rankings:
+            best = list[int]()
+            for unit in ranking.order[:_COMPARED_UNITS].tolist():
+                words.setdefault(unit, self._content_words(unit))
+                older = (i for i, other in enumerate(best) if other < unit)
+                versions = (i for i in older if _is_version(words[unit], words[best[i]], asked))
+                best.insert(next(versions, len(best)), unit)
+            order = np.array([*best, *ranking.order[_COMPARED_UNITS:].tolist()], np.int64)
+            found.append(Ranking(order, ranking.weight))
+        return found
+
+    def _content_words(self, unit: int) -> set[str]:
+        """Return the stems of a unit's first words, without function words."""
+        stems = {stem(term) for term in terms_of(self._read(unit))}
+        return stems - _FUNCTION_STEMS
+
+    def _read(self, unit: int) -> str:
+        """Return the beginning of the text of a unit."""
+        blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
+        return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
+
+    def _restrictions(self, look: _Look) -> Ranking:
+        """Return the units in which the user says what is not possible, best first."""
+        found = np.flatnonzero(self._units.any(self._source.restrictions)[: self._n])[::-1]
+        order = found[np.argsort(-look.scores[found], kind="stable")]
+        return Ranking(order, _RESTRICTION_WEIGHT)
+
+    def _look(self, clause: int, query: Query, cosines: Sequence[FloatArray | None]) -> _Look:
+        return self._score(query.clauses[clause], cosines[clause] if cosines else None)
+
+    @staticmethod
+    def _in_context(look: _Look, context: Sequence[_Look]) -> _Look:
+        weight = _CONTEXT_WEIGHT
+        for one in context:
+            look, weight = look.plus(one, weight), weight / 2
+        return look
+
+    def _score(self, text: str, cosines: FloatArray | None) -> _Look:
+        """Return the scores of the units for one text."""
+        by_words, by_neighbours = self._bm25(text)
+        near = with_neighbours(by_words, _NEIGHBOUR_SCORES)
+        scores = standardized(by_words) + standardized(by_neighbours) + standardized(near)
+        evidence = by_neighbours
+        if cosines is not None:
+            of_units = self._units.maxima(np.nan_to_num(cosines, nan=-1.0))[: self._n]
+            has_vector = of_units > -1.0
+            of_units = np.where(
+                has_vector, of_units, of_units[has_vector].mean() if has_vector.any() else 0.0
+            )
+            smoothed = with_neighbours(of_units, _NEIGHBOUR_SCORES)
+            by_meaning = standardized(of_units)
+            scores = scores + by_meaning + standardized(smoothed)
+            evidence = np.maximum(evidence, by_meaning)
+        mentions = self._units.maxima(self._source.mentions(text))[: self._n]
+        if mentions.any():
+            scores = scores + np.where(mentions > 0, _MENTION + mentions, 0.0)
+            evidence = np.maximum(evidence, mentions)
+        return _Look(scores, evidence)
+
+    def _bm25(self, text: str) -> tuple[FloatArray, FloatArray]:
+        """Return the BM25 scores [u] of the units, and of the units with their neighbours."""
+        stems = self._stems(text)
+        if not stems or not self._n:
+            return np.zeros(self._n), np.zeros(self._n)
+        counts = np.stack([self._unit_counts(one) for one in stems])
+        frequencies = (counts > 0).sum(axis=1)
+        weights = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        is_function_word = [one in _FUNCTION_STEMS for one in stems]
+        weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
+        weights = weights[:, None]
+        near = with_neighbours(counts, _NEIGHBOUR_WORDS)
+        by_words = (weights * counts * (_K1 + 1) / (counts + self._norms)).sum(axis=0)
+        by_neighbours = (weights * near * (_K1 + 1) / (near + self._neighbour_norms)).sum(axis=0)
+        return by_words, by_neighbours
+
+    def _stems(self, text: str) -> list[str]:
+        """Return the stems of a text's terms, each once; misspelt terms are corrected."""
+        terms = list(dict.fromkeys(terms_of(text)))[:_MAX_TERMS]
+        corrected = self._source.corrected(terms)
+        return list(dict.fromkeys(stem(corrected.get(term, term)) for term in terms))
+
+    def _unit_counts(self, word_stem: str) -> FloatArray:
+        """Return how often each unit [u] contains forms of a word."""
+        counts = self._counts.get(word_stem)
+        if counts is None:
+            blocks, found = self._source.form_counts(word_stem)
+            units = self._units.of_block[blocks]
+            counts = np.bincount(units, found, len(self._units))[: self._n].astype(np.float64)
+            self._counts[word_stem] = counts
+        return counts
+
+    def _second_look(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
+        """Return the units that share a rare name or value with the best ones, nearest first.
+
+        Names that the query has are left out: the first look has found them. What is found is read
+        in turn, the nearest first, so that a chain of names is followed.
+        """
+        texts = (query.text, *query.clauses)
+        read_names = {stem(term) for text in texts for term in terms_of(text)}
+        weights = dict[int, float]()
+        for ranking in rankings:
+            for rank, unit in enumerate(ranking.order[:_READ_UNITS].tolist()):
+                weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
+        hops, n_first = dict.fromkeys(weights, 0), len(weights)
+        read, found = set[int](), dict[int, None]()
+        for _ in range(n_first + _MAX_READ):
+            waiting = [unit for unit in weights if unit not in read and hops[unit] < _MAX_HOPS]
+            if not waiting:
+                break
+            unit = max(waiting, key=lambda unit: weights[unit])
+            read.add(unit)
+            if hops[unit]:
+                found.setdefault(unit)
+            for other, weight in self._linked(unit, read_names):
+                weight *= _HOP_WEIGHT * weights[unit]
+                hops.setdefault(other, hops[unit] + 1)
+                if hops[other]:
+                    weights[other] = max(weights.get(other, 0.0), weight)
+        rest = (unit for unit in weights if hops[unit])
+        found |= dict.fromkeys(sorted(rest, key=lambda unit: -weights[unit]))
+        return np.array(list(found), np.int64)
+
+    def _linked(self, unit: int, read_names: set[str]) -> list[tuple[int, float]]:
+        """Return the units that share a new rare name with this one, and how close: 0 to 1.
+
+        The names become read ones.
+        """
+        scores, total = np.zeros(self._n), math.log1p(self._n / 2)
+        for name, weight in names_in(self._read(unit)).items():
+            name_stem = stem(name)
+            if name_stem in read_names:
+                continue
+            read_names.add(name_stem)
+            counts = self._unit_counts(name_stem)
+            frequency = int((counts > 0).sum())
+            if 1 < frequency <= _MAX_NAMED_UNITS:
+                scores[counts > 0] += weight * math.log1p(self._n / frequency)
+        scores[unit] = 0.0
+        linked = np.flatnonzero(scores)
+        return [(i, min(1.0, float(scores[i]) / total)) for i in linked.tolist()]
+
+
+def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
+    """Return whether a text, by its words, answers as much as another one and mostly equals it."""
+    has_all = other & asked <= words & asked
+    return has_all and len(words & other) >= _MIN_SHARED_WORDS * len(words | other) > 0
+
+
+def names_in(text: str) -> dict[str, float]:
+    """Return names and values of a text in lower case, and how certain each is: 0 to 1.
+
+    These are words with a digit, an underscore or an inner capital, and capitalized words; one at
+    the start of a sentence may be another word.
+    """
+    names = dict[str, float]()
+    for match in _WORD.finditer(text):
+        word, start = match[0], match.start()
+        is_value = not word.isalpha() or not (word.islower() or word[1:].islower())
+        if len(word) < 2 or not (is_value or word[0].isupper()):
+            continue
+        lowered = word.lower()
+        if lowered not in FUNCTION_WORDS:
+            follows_word = start > 1 and text[start - 1] == " " and text[start - 2] not in ".!?\n"
+            certainty = 1.0 if is_value or follows_word else _SENTENCE_START_CERTAINTY
+            names[lowered] = max(certainty, names.get(lowered, 0.0))
+    return names
+
+
+def _length_norms(lengths: FloatArray) -> FloatArray:
+    """Return the normalization of term counts by length, of BM25."""
+    mean = max(float(lengths.mean()), 1.0) if len(lengths) else 1.0
+    norms: FloatArray = _K1 * (1 - _B + _B * lengths / mean)
+    return norms

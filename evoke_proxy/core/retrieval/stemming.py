@@ -1,0 +1,115 @@
+"""Reduces English words to stems, so that forms of one word match.
+
+Porter, "An algorithm for suffix stripping" (1980), steps 1 to 5.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_MIN_CHARS, _MAX_CHARS = 3, 40
+_CACHED_WORDS = 1 << 15
+
+_STEP_2 = (
+    *(("ational", "ate"), ("tional", "tion"), ("enci", "ence"), ("anci", "ance"), ("izer", "ize")),
+    *(("abli", "able"), ("alli", "al"), ("entli", "ent"), ("eli", "e"), ("ousli", "ous")),
+    *(("ization", "ize"), ("ation", "ate"), ("ator", "ate"), ("alism", "al"), ("iveness", "ive")),
+    *(("fulness", "ful"), ("ousness", "ous"), ("aliti", "al"), ("iviti", "ive"), ("biliti", "ble")),
+)
+_STEP_3 = (
+    *(("icate", "ic"), ("ative", ""), ("alize", "al"), ("iciti", "ic"), ("ical", "ic")),
+    *(("ful", ""), ("ness", "")),
+)
+_STEP_4 = (
+    *("al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "ion"),
+    *("ou", "ism", "ate", "iti", "ous", "ive", "ize"),
+)
+
+
+@lru_cache(_CACHED_WORDS)
+def stem(word: str) -> str:
+    """Return the stem of a word in lower case.
+
+    A word of fewer than 3 or more than 40 characters, or with other characters than a to z, is its
+    own stem.
+    """
+    if not _MIN_CHARS <= len(word) <= _MAX_CHARS or not (word.isascii() and word.isalpha()):
+        return word
+    word = _without_plural(word)
+    word = _without_participle(word)
+    if word.endswith("y") and _has_vowel(word[:-1]):
+        word = word[:-1] + "i"
+    word = _replaced(_replaced(word, _STEP_2), _STEP_3)
+    word = _without_suffix(word)
+    return _without_final(word)
+
+
+def _form(word: str) -> str:
+    """Return `v` for each vowel and `c` for each consonant; y after a consonant is a vowel."""
+    form = ""
+    for letter in word:
+        is_vowel = letter in "aeiou" or (letter == "y" and form.endswith("c"))
+        form += "v" if is_vowel else "c"
+    return form
+
+
+def _measure(word: str) -> int:
+    """Return m of the form [C](VC){m}[V], in runs of vowels and consonants."""
+    return _form(word).count("vc")
+
+
+def _has_vowel(word: str) -> bool:
+    return "v" in _form(word)
+
+
+def _ends_cvc(word: str) -> bool:
+    return _form(word).endswith("cvc") and word[-1] not in "wxy"
+
+
+def _without_plural(word: str) -> str:
+    if word.endswith(("sses", "ies")):
+        return word[:-2]
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+
+
+def _without_participle(word: str) -> str:
+    if word.endswith("eed"):
+        return word[:-1] if _measure(word[:-3]) > 0 else word
+    suffix = next((s for s in ("ed", "ing") if word.endswith(s)), "")
+    rest = word[: -len(suffix)] if suffix else ""
+    if not rest or not _has_vowel(rest):
+        return word
+    if rest.endswith(("at", "bl", "iz")):
+        return rest + "e"
+    if len(rest) > 1 and rest[-1] == rest[-2] and rest[-1] not in "aeioulsz":
+        return rest[:-1]
+    return rest + "e" if _measure(rest) == 1 and _ends_cvc(rest) else rest
+
+
+def _replaced(word: str, endings: tuple[tuple[str, str], ...]) -> str:
+    """Replace the longest matching ending of a stem with measure above 0."""
+    found = max((pair for pair in endings if word.endswith(pair[0])), key=_length, default=None)
+    if found is None:
+        return word
+    rest = word[: -len(found[0])]
+    return rest + found[1] if _measure(rest) > 0 else word
+
+
+def _length(pair: tuple[str, str]) -> int:
+    return len(pair[0])
+
+
+def _without_suffix(word: str) -> str:
+    suffix = max((s for s in _STEP_4 if word.endswith(s)), key=len, default="")
+    rest = word[: -len(suffix)] if suffix else word
+    if not suffix or _measure(rest) <= 1:
+        return word
+    return word if suffix == "ion" and not rest.endswith(("s", "t")) else rest
+
+
+def _without_final(word: str) -> str:
+    if word.endswith("e"):
+        rest = word[:-1]
+        if _measure(rest) > 1 or (_measure(rest) == 1 and not _ends_cvc(rest)):
+            word = rest
+    return word[:-1] if word.endswith("ll") and _measure(word) > 1 else word

@@ -1,0 +1,75 @@
+"""Groups the blocks of a prompt into the units that are ranked and recovered together.
+
+A unit is a message, or one block of a message that is too long to be taken as a whole. What is
+understood together is judged together: half of a short message rarely contains a complete fact.
+Blocks stay the unit of copying.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """The u units of n blocks; the blocks of a unit are contiguous.
+
+    Attributes:
+        of_block: [n] index of the unit of each block, ascending.
+        first_blocks: [u] index of the first block of each unit.
+        lengths: [u] tokens of each unit.
+    """
+
+    of_block: Positions
+    first_blocks: Positions
+    lengths: Positions
+
+    @classmethod
+    def of(cls, blocks: BlockTable, max_tokens: int) -> Units:
+        """Group blocks by message; the blocks of a message above `max_tokens` stay single."""
+        if not len(blocks):
+            none = np.zeros(0, np.int64)
+            return cls(none, none, none)
+        starts_message = np.ones(len(blocks), np.bool_)
+        starts_message[1:] = blocks.messages[1:] != blocks.messages[:-1]
+        message = np.cumsum(starts_message) - 1
+        is_long = np.bincount(message, blocks.lengths) > max_tokens
+        first_blocks = np.flatnonzero(starts_message | is_long[message])
+        is_first = np.zeros(len(blocks), np.int64)
+        is_first[first_blocks] = 1
+        return cls(
+            is_first.cumsum() - 1, first_blocks, np.add.reduceat(blocks.lengths, first_blocks)
+        )
+
+    def __len__(self) -> int:
+        return len(self.first_blocks)
+
+    def blocks_of(self, unit: int) -> range:
+        """Return the indexes of the blocks of a unit."""
+        is_last = unit + 1 == len(self)
+        end = len(self.of_block) if is_last else int(self.first_blocks[unit + 1])
+        return range(int(self.first_blocks[unit]), end)
+
+    def sums(self, values: FloatArray | Positions) -> Positions:
+        """Return the sum [u] over each unit of integer values [n] of the blocks."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        return np.add.reduceat(np.asarray(values, np.int64), self.first_blocks)
+
+    def maxima(self, values: FloatArray) -> FloatArray:
+        """Return the maximum [u] over each unit of values [n] of the blocks."""
+        if not len(self):
+            return np.zeros(0)
+        found: FloatArray = np.maximum.reduceat(values, self.first_blocks)
+        return found
+
+    def any(self, mask: Mask) -> Mask:
+        """Return which units [u] contain a block of a mask [n]."""
+        if not len(self):
+            return np.zeros(0, np.bool_)
+        found: Mask = np.logical_or.reduceat(mask, self.first_blocks)
+        return found

@@ -1,0 +1,154 @@
+"""Says whether the configured budget is in force at a llama-server, and what to change if not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evoke_proxy.config import AUTO, PolicyConfig, PolicySettings
+from evoke_proxy.core.servers.server_info import ServerInfo
+
+# Tokens of context that the advice suggests for each token of a budget, or for each cell.
+_CONTEXT_PER_BUDGET = 4
+# At most the cells divided by this are reserved for the answer by `auto`.
+_MAX_RESERVE_DIVISOR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetStatus:
+    """Whether sessions without a budget of their own are kept within one.
+
+    Attributes:
+        tokens: The budget that is in force; None when nothing is evicted by the proxy.
+        reason: Code of why a configured budget is not in force, or has no effect; empty otherwise.
+            A code is stable: it is shown to everybody.
+        problem: The same as a sentence, for operators; also where eviction happens without a
+            budget. Empty when everything is as configured.
+        fix: What to type or change; empty without a problem.
+        text: What sessions keep in the KV cache and why, as a clause without a full stop.
+    """
+
+    tokens: int | None
+    reason: str = ""
+    problem: str = ""
+    fix: str = ""
+    text: str = "the proxy evicts only where a request or an operator sets a budget"
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the configuration asks for a budget that is not in force."""
+        return bool(self.reason)
+
+    @property
+    def warning(self) -> str:
+        """Problem and fix as one line; empty without a problem."""
+        return f"{self.problem}: {self.fix}" if self.problem else ""
+
+
+def effective_policy(settings: PolicySettings, server: ServerInfo) -> PolicyConfig:
+    """Return the policy of sessions at a server; a configured budget holds at every server."""
+    if settings.budget == AUTO:
+        return settings.with_budget(_automatic(settings, server).tokens)
+    return settings.with_budget(settings.budget)
+
+
+def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
+    """The status of `policy.budget` at a server that has answered `GET /props`."""
+    budget = policy.budget
+    if budget is None:
+        return _without_budget(server)
+    if budget == AUTO:
+        return _automatic(policy, server)
+    if server.is_router:
+        return BudgetStatus(
+            None,
+            "router",
+            f"the budget of {budget} tokens is not in force: a router forwards no block calls",
+            "run a patched llama-server for each model and name them in pool.upstreams, or remove"
+            " policy.budget",
+        )
+    if not server.patched:
+        return _unpatched(budget, server)
+    if server.n_cells is not None and budget > server.n_cells:
+        room = server.n_cells - policy.reserve_tokens
+        smaller = f"set policy.budget (--budget) to {room}" if room >= policy.least_budget else ""
+        larger = f"start llama-server with more cells (-c, at least {budget} for each slot)"
+        return BudgetStatus(
+            None,
+            "exceeds_cells",
+            f"the budget of {budget} tokens has no effect: a slot has {server.n_cells} cells",
+            " or ".join(filter(None, (smaller, larger))),
+        )
+    if server.n_ctx is not None and budget >= server.n_ctx:
+        return BudgetStatus(
+            None,
+            "exceeds_context",
+            f"the budget of {budget} tokens has no effect: the context of a slot is"
+            f" {server.n_ctx} tokens",
+            f"start llama-server with --ctx-logical {_CONTEXT_PER_BUDGET * budget}, or lower"
+            " policy.budget (--budget)",
+        )
+    length = f" of up to {server.n_ctx}" if server.n_ctx else ""
+    return BudgetStatus(budget, text=f"sessions keep {budget} tokens{length}")
+
+
+def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
+    """The cells of a slot less the reserve for the answer, where its context exceeds the cells.
+
+    The reserve is `reserve_tokens`, at most a quarter of the cells. Slots that share their cells
+    get equal shares.
+    """
+    n_ctx, n_cells, n_all = server.n_ctx, server.n_slot_cells, server.n_cells
+    if not server.patched or n_ctx is None or n_cells is None or n_all is None:
+        return BudgetStatus(None, text="nothing is evicted, because llama-server names no cells")
+    if not server.can_exceed_cells:
+        text = (
+            f"nothing is evicted, because the context of {n_ctx} tokens fits the cells; for longer"
+            f" conversations start llama-server with --ctx-logical {_CONTEXT_PER_BUDGET * n_all}"
+        )
+        return BudgetStatus(None, text=text)
+    tokens = n_cells - min(policy.reserve_tokens, n_cells // _MAX_RESERVE_DIVISOR)
+    if tokens < policy.least_budget:
+        return BudgetStatus(
+            None,
+            "exceeds_cells",
+            f"a slot has only {n_cells} cells, and the least budget is {policy.least_budget}",
+            "start llama-server with more cells (-c) or fewer slots (-np)",
+        )
+    share = f", its share of {n_all}" if n_cells < n_all else ""
+    text = (
+        f"sessions keep {tokens} tokens of up to {n_ctx} (auto: a slot has {n_cells} cells{share})"
+    )
+    return BudgetStatus(tokens, text=text)
+
+
+def _unpatched(budget: int, server: ServerInfo) -> BudgetStatus:
+    problem = f"the budget of {budget} tokens is not in force: {server.reason}"
+    if server.obstacle == "unsupported":
+        return BudgetStatus(
+            None,
+            "unsupported",
+            problem,
+            "remove what the reason names from the command line of llama-server, or remove"
+            " policy.budget (patches/SUPPORT.md lists what works)",
+        )
+    if server.obstacle == "unreachable":
+        return BudgetStatus(None, "unreachable", problem, "start llama-server")
+    return BudgetStatus(
+        None,
+        "no_block_calls",
+        problem,
+        "build the patched llama-server with `evoke-proxy build-server` and start it with"
+        " --evoke-ram 4096 (MiB), or remove policy.budget",
+    )
+
+
+def _without_budget(server: ServerInfo) -> BudgetStatus:
+    """Without a budget nothing is wrong, except where llama-server evicts by itself."""
+    if not server.patched or not server.can_exceed_cells:
+        return BudgetStatus(None)
+    return BudgetStatus(
+        None,
+        problem="policy.budget is off, so llama-server evicts the oldest blocks itself when"
+        f" its {server.n_cells} cells are full, and nothing is recovered",
+        fix="set policy.budget (--budget) to auto, or to fewer tokens than that",
+    )

@@ -1,0 +1,257 @@
+"""Computes how many cells a session gets, and the memory that its conversation takes where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+# llama-server rounds the cells of a slot up to a multiple of this, and decodes so many at once.
+_CELL_STEP, _BATCH = 256, 512
+# Bytes of one value of a KV type of llama-server.
+KV_TYPES: Mapping[str, float] = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 34 / 32,
+    "q5_1": 24 / 32,
+    "q5_0": 22 / 32,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+    "iq4_nl": 18 / 32,
+}
+# Share of the free memory that is used, and bytes for what is computed besides weights and rows.
+_SHARE, _COMPUTE_BYTES = 0.9, 768 * _MIB
+# Without a device the cells are in host memory, which other programs use too.
+_CPU_SHARE = 0.25
+# Share of the free host memory and of the free disk that blocks may take at most.
+_RAM_SHARE, _DISK_SHARE = 0.5, 0.5
+_LEAST_CELLS = 2048
+_LEAST_RAM_MIB, _LEAST_DISK_MIB = 256, 1024
+# Copies have tokens and positions besides their rows; a second version may exist for a while.
+_COPY_FACTOR, _DISK_FACTOR = 1.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """The K and V of one attention layer.
+
+    Attributes:
+        n_k: Values of K per token.
+        n_v: Values of V per token.
+        is_windowed: Whether the layer keeps only the latest tokens (sliding window).
+    """
+
+    n_k: int
+    n_v: int
+    is_windowed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a model file says about its memory.
+
+    Attributes:
+        architecture: For example `llama`.
+        layers: Its attention layers.
+        n_recurrent: Number of layers with a recurrent state.
+        state_bytes: Bytes of all recurrent states of one session.
+        window: Tokens that windowed layers keep; 0 without such layers.
+        n_trained: Tokens of context that the model was trained for; 0 when unknown.
+        weight_bytes: Bytes of all files of the model.
+    """
+
+    architecture: str
+    layers: tuple[LayerKv, ...]
+    n_recurrent: int = 0
+    state_bytes: int = 0
+    window: int = 0
+    n_trained: int = 0
+    weight_bytes: int = 0
+
+    @property
+    def kind(self) -> str:
+        """`dense`, `iswa` (windows beside full attention), `hybrid` or `recurrent`."""
+        if not self.layers:
+            return "recurrent"
+        if self.n_recurrent:
+            return "hybrid"
+        return "iswa" if any(layer.is_windowed for layer in self.layers) else "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class KvTypes:
+    """The types of K and V in the cache, as llama-server names them."""
+
+    k: str = "f16"
+    v: str = "f16"
+
+    def bytes_of(self, layer: LayerKv) -> float:
+        """Bytes of one token in a layer."""
+        return layer.n_k * KV_TYPES[self.k] + layer.n_v * KV_TYPES[self.v]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Free memory of a machine, in bytes.
+
+    Attributes:
+        device: Of the GPUs that llama-server would use; None without one.
+        ram: Host memory that is available.
+        disk: On the file system of the blocks.
+    """
+
+    device: int | None
+    ram: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user asks for; None where the plan decides.
+
+    Attributes:
+        sessions: Number of slots.
+        context: Longest conversation in tokens.
+        cells: Cells of a slot.
+        ram_mib: Host memory for blocks.
+        disk_mib: Disk for blocks; 0 for none.
+        kv: Types of the cache.
+    """
+
+    sessions: int = 1
+    context: int | None = None
+    cells: int | None = None
+    ram_mib: int | None = None
+    disk_mib: int | None = None
+    kv: KvTypes = KvTypes()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where the conversations of a model are kept.
+
+    Attributes:
+        shape: The model.
+        sessions: Number of slots.
+        cells: Cells of a slot.
+        context: Longest conversation in tokens.
+        row_bytes: Bytes of one token in the layers of full attention: what a saved block takes.
+        device_bytes: Bytes of K, V and states of one session.
+        whole_bytes: The same if the whole context were in cells.
+        ram_mib: Host memory for the blocks of all sessions; 0 without block calls.
+        disk_mib: Disk for the blocks of all sessions; 0 for none.
+        notes: What limits the plan, as sentences.
+    """
+
+    shape: ModelShape
+    sessions: int
+    cells: int
+    context: int
+    row_bytes: int
+    device_bytes: int
+    whole_bytes: int
+    ram_mib: int
+    disk_mib: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether a conversation can be longer than its cells."""
+        return bool(self.shape.layers) and self.context > self.cells
+
+    def budget(self, n_reserved: int) -> int | None:
+        """The automatic budget, with `n_reserved` tokens for an answer; None: no limit."""
+        return self.cells - min(n_reserved, self.cells // 4) if self.can_evict else None
+
+
+def session_bytes(shape: ModelShape, cells: int, kv: KvTypes = KvTypes()) -> int:
+    """Return the bytes that llama-server allocates for the K, V and states of one slot.
+
+    Windowed layers have cells for the window and one batch (llama_kv_cache_iswa).
+    """
+    cells = _padded(cells)
+    windowed = min(cells, _padded(shape.window + _BATCH))
+    full = sum(
+        kv.bytes_of(layer) * (windowed if layer.is_windowed else cells) for layer in shape.layers
+    )
+    return int(full) + shape.state_bytes
+
+
+def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan:
+    """Return the plan for a model on a machine: as many cells as fit, the rest elsewhere."""
+    notes: list[str] = []
+    context = _context(shape, wishes, notes)
+    row_bytes = int(
+        sum(wishes.kv.bytes_of(layer) for layer in shape.layers if not layer.is_windowed)
+    )
+    cells = wishes.cells or _cells(shape, machine, wishes, context, notes)
+    cells = min(_padded(cells), _padded(context)) if wishes.cells is None else _padded(cells)
+    context = max(context, cells) if shape.n_trained == 0 else context
+    ram, disk = (0, 0) if not shape.layers else _stores(machine, wishes, row_bytes, context, notes)
+    return MemoryPlan(
+        shape=shape,
+        sessions=wishes.sessions,
+        cells=cells,
+        context=context,
+        row_bytes=row_bytes,
+        device_bytes=session_bytes(shape, cells, wishes.kv),
+        whole_bytes=session_bytes(shape, context, wishes.kv),
+        ram_mib=ram,
+        disk_mib=disk,
+        notes=tuple(notes),
+    )
+
+
+def _padded(cells: int) -> int:
+    return -(-cells // _CELL_STEP) * _CELL_STEP
+
+
+def _context(shape: ModelShape, wishes: Wishes, notes: list[str]) -> int:
+    trained = shape.n_trained
+    wanted = wishes.context or trained or wishes.cells or _LEAST_CELLS
+    if trained and wanted > trained:
+        notes.append(
+            f"The model was trained for {trained} tokens, so that the context is {trained} and not"
+            f" {wanted}: more needs RoPE scaling (--rope-scaling, --rope-scale)."
+        )
+        return trained
+    return wanted
+
+
+def _cells(
+    shape: ModelShape, machine: Machine, wishes: Wishes, context: int, notes: list[str]
+) -> int:
+    """As many cells as the memory holds for each session, at most the context."""
+    if machine.device is None:
+        free = machine.ram * _CPU_SHARE
+    else:
+        free = machine.device * _SHARE - shape.weight_bytes - _COMPUTE_BYTES
+    row = sum(wishes.kv.bytes_of(layer) for layer in shape.layers if not layer.is_windowed)
+    rest = session_bytes(shape, _CELL_STEP, wishes.kv) - row * _CELL_STEP
+    most = context if row == 0 else int((free / wishes.sessions - rest) / row)
+    if most < min(_LEAST_CELLS, context):
+        notes.append(
+            f"The free memory holds {max(0, most)} cells for each of {wishes.sessions} sessions"
+            " beside the weights: llama-server may not start, or keeps layers on the CPU."
+        )
+    least = min(_LEAST_CELLS, context)
+    return min(context, max(least, most // _CELL_STEP * _CELL_STEP))
+
+
+def _stores(
+    machine: Machine, wishes: Wishes, row_bytes: int, context: int, notes: list[str]
+) -> tuple[int, int]:
+    """MiB of host memory and of disk for the blocks of all sessions."""
+    needed = row_bytes * context * wishes.sessions * _COPY_FACTOR / _MIB
+    ram = wishes.ram_mib
+    if ram is None:
+        most = int(machine.ram * _RAM_SHARE / _MIB)
+        ram = max(_LEAST_RAM_MIB, min(int(needed) + 1, most))
+        if needed > ram:
+            notes.append(f"Host memory holds {ram} of {int(needed)} MiB: the rest is on disk.")
+    disk = wishes.disk_mib
+    if disk is None:
+        most = int(machine.disk * _DISK_SHARE / _MIB)
+        disk = min(max(_LEAST_DISK_MIB, int(_DISK_FACTOR * needed)), most)
+    return ram, disk

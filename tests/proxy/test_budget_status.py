@@ -1,0 +1,133 @@
+"""What readiness and the log say about a budget that is not in force, on real servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from harness import RunningProxy, ask, llama_server, pool, proxy, server_binary, until, unused_port
+
+
+@pytest.fixture(scope="module")
+def small_port() -> Iterator[int]:
+    """A patched server whose slot has 1,024 cells, which are its context."""
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16")
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def long_port() -> Iterator[int]:
+    """A patched server whose context is four times its 1,024 cells."""
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--ctx-logical", "4096")
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+def ready(running: RunningProxy) -> dict[str, Any]:
+    answer = ask(running.port, "GET", "/evoke/ready")
+    assert answer.status == 200
+    said: dict[str, Any] = json.loads(answer.body)
+    return said
+
+
+def test_a_budget_that_evicts_is_ready(long_port: int) -> None:
+    with proxy(long_port, policy__budget=700) as running:
+        said = ready(running)
+    assert (said["status"], said["reasons"]) == ("ready", [])
+    assert "sessions keep 700 tokens of up to 4096" in said["checks"]["budget"]["detail"]
+
+
+def test_a_budget_beyond_the_cells_is_degraded_with_the_fix(long_port: int) -> None:
+    with proxy(long_port, policy__budget=3000) as running:
+        said = ready(running)
+    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_cells"])
+    assert "--budget) to 768 or start" in said["checks"]["budget"]["detail"]
+
+
+def test_a_budget_that_the_context_cannot_reach_is_degraded(small_port: int) -> None:
+    with proxy(small_port, policy__budget=1024) as running:
+        said = ready(running)
+    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_context"])
+    assert "--ctx-logical 4096" in said["checks"]["budget"]["detail"]
+
+
+def test_a_budget_at_a_stock_server_is_degraded(
+    stock_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy(stock_port, policy__budget=3000) as running:
+        said = ready(running)
+    assert (said["status"], said["reasons"]) == ("degraded", ["budget:no_block_calls"])
+    (logged,) = [it for it in caplog.records if "is not in force" in it.getMessage()]
+    assert logged.levelname == "WARNING"
+    assert "--evoke-ram" in logged.getMessage()
+
+
+def test_a_reload_that_makes_the_budget_too_large_warns(
+    long_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy(long_port, policy__budget=700) as running:
+        config = running.engine.config
+        larger = replace(config, policy=replace(config.policy, budget=3000))
+        running.loop.call_soon_threadsafe(running.engine.adjust, larger)
+        until(lambda: ready(running)["status"] == "degraded")
+    (logged,) = [it for it in caplog.records if "has no effect" in it.getMessage()]
+    assert logged.levelname == "WARNING"
+    assert "--budget) to 768" in logged.getMessage()
+
+
+def test_each_server_of_a_pool_has_its_own_reason(long_port: int, stock_port: int) -> None:
+    with pool({"a": long_port, "b": stock_port}, policy__budget=700) as running:
+        said = ready(running)
+    assert (said["status"], said["reasons"]) == ("degraded", ["budget_b:no_block_calls"])
+
+
+def test_a_logical_context_without_a_budget_does_not_claim_that_nothing_is_evicted(
+    long_port: int,
+) -> None:
+    with proxy(long_port, policy__budget="off") as running:
+        said = ready(running)
+    detail = said["checks"]["budget"]["detail"]
+    assert "nothing is evicted" not in detail
+    assert "llama-server evicts the oldest blocks itself" in detail and "--budget" in detail
+
+
+def check_config(*arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "evoke_proxy", "check-config", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.splitlines()
+
+
+def test_check_config_compares_the_budget_with_the_servers(
+    small_port: int, long_port: int, stock_port: int
+) -> None:
+    ports = {"small": small_port, "long": long_port, "stock": stock_port, "none": unused_port()}
+    named = [f"--upstream={name}=http://127.0.0.1:{port}" for name, port in ports.items()]
+    lines = check_config("--budget", "700", "--listen", "127.0.0.1:0", *named)
+    servers = [line for line in lines if line.startswith("server ")]
+    assert "small: patched, 1 slots of 1024 cells, context 1024 tokens" in servers[0]
+    assert "long: patched, 1 slots of 1024 cells, context 4096 tokens" in servers[1]
+    assert servers[3].endswith("which budget it can keep is unknown")
+    (warning,) = [line for line in lines if line.startswith("warning ")]
+    assert "stock: the budget of 700 tokens is not in force" in warning and "--evoke-ram" in warning
+    assert lines[-1] == "the configuration is valid, with 1 warning"
+    lines = check_config("--budget", "1500", *named)
+    assert sum(line.startswith("warning ") for line in lines) == 3
+    lines = check_config("--budget", "1500", *named, "--offline")
+    assert lines[-1] == "the configuration is valid"
+
+
+def test_clients_get_the_code_and_no_detail(small_port: int, tmp_path: Any) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 4, "utf-8")
+    token.chmod(0o600)
+    secured = {"security__admin_token_file": str(token)}
+    with proxy(small_port, policy__budget=1024, **secured) as running:
+        said = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_context"])
+    assert "checks" not in said

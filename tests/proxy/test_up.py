@@ -1,0 +1,182 @@
+"""`evoke-proxy up` as a process: figures of its plan, crashes, taken ports, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import ask, server_binary, until
+
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.model_file import read_shape
+from evoke_proxy.core.servers.memory_plan import (
+    KvTypes,
+    Machine,
+    Wishes,
+    make_plan,
+    session_bytes,
+)
+from evoke_proxy.demo.processes import free_port, healthy
+from evoke_proxy.models import bundled_model
+
+_LISTENS = re.compile(r"^evoke-proxy listens on http://127\.0\.0\.1:(\d+)", re.MULTILINE)
+_SIZES = re.compile(r"(?:KV|RS) buffer size = +([0-9.]+) MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A running `evoke-proxy up`."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text("utf-8", "replace")
+
+    @property
+    def server_port(self) -> int:
+        found = re.search(r"--port (\d+)", self.output)
+        assert found, self.output
+        return int(found[1])
+
+    @property
+    def server_pid(self) -> int:
+        (pid,) = _processes(f"--port\0{self.server_port}\0")
+        return pid
+
+
+def _processes(words: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:  # it has ended
+            continue
+        if words.encode() in line and b"llama-server" in line.split(b"\0")[0]:
+            found.append(int(path.parent.name))
+    return found
+
+
+@contextmanager
+def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Iterator[Up]:
+    """`evoke-proxy up` with the bundled model; ended with the block."""
+    command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
+    command += ["--server", server_binary(patched=True), "--state", str(folder / "state")]
+    command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", *options]
+    command += ["--", "-t", "1", *server_options]
+    log = folder / "output"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EVOKE_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
+        )
+    try:
+        yield Up(process, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_a_killed_server_is_started_again_and_a_signal_stops_both(tmp_path: Path) -> None:
+    with up(tmp_path, "--cells", "1024") as running:
+        until(lambda: _LISTENS.search(running.output), "the proxy listens")
+        found = _LISTENS.search(running.output)
+        assert found is not None
+        port = int(found[1])
+        assert "sessions keep 768 tokens of up to 8192" in running.output
+        first = running.server_pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda: "started again in 1 s" in running.output, "the crash is said")
+        until(lambda: healthy(running.server_port), "it answers again")
+        assert running.server_pid != first
+        assert "llama-server ended with SIGKILL" in running.output
+        assert "| " in running.output.partition("its last lines")[2]
+        body = b'{"messages": [{"role": "user", "content": "Good morning."}], "max_tokens": 4}'
+        until(
+            lambda: ask(port, "POST", "/v1/chat/completions", body).status == 200,
+            "a chat is answered after the restart",
+        )
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(60) == 0
+        assert not _processes(f"--port\0{running.server_port}\0")
+        assert not healthy(port)
+
+
+def test_a_server_that_cannot_start_ends_it_with_the_last_lines(tmp_path: Path) -> None:
+    with up(tmp_path, server_options=["--no-such-option"]) as running:
+        assert running.process.wait(60) == 1
+        assert "while it started. Its last lines" in running.output
+        assert "--no-such-option" in running.output.rpartition("last lines")[2]
+
+
+def test_a_taken_port_names_its_owner(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with up(tmp_path, "--listen", address) as running:
+            assert running.process.wait(60) == 1
+            assert f"{address} is taken by process {os.getpid()} (" in running.output
+
+
+def test_a_missing_server_is_not_built_without_consent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("EVOKE_")}
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=env | {"EVOKE_CACHE": str(tmp_path / "empty")},
+    )
+    assert done.returncode == 1
+    assert "--build" in done.stderr and "minutes" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("tiny-dense", KvTypes()),
+        ("dense-8", KvTypes("q8_0", "q8_0")),  # two KV heads of four
+        ("tiny-gemma", KvTypes()),
+        ("tiny-gpt-oss", KvTypes()),
+        ("tiny-lfm2-window", KvTypes()),
+        ("tiny-qwen35", KvTypes()),
+        ("tiny-jamba", KvTypes()),
+        ("tiny-mamba", KvTypes()),
+    ],
+)
+def test_the_bytes_of_a_plan_are_those_that_the_server_allocates(
+    name: str, kv: KvTypes, tmp_path: Path
+) -> None:
+    model, port, log = ensure(SHAPES[name]), free_port(), tmp_path / "log"
+    command = [server_binary(patched=True), "-m", str(model), "-c", "4096", "-np", "2", "-t", "1"]
+    command += ["-ctk", kv.k, "-ctv", kv.v, "-fa", "on", "--no-warmup", "--port", str(port)]
+    command += ["--evoke-ram", "16"]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "-lv", "4"], stdout=output, stderr=output)
+    try:
+        until(lambda: healthy(port), "the server answers")
+        limits = json.loads(ask(port, "GET", "/props").body)["evoke"].get("limits", {})
+    finally:
+        process.kill()
+        process.wait()
+    plan = make_plan(read_shape(model), Machine(None, 1 << 34, 1 << 34), Wishes(kv=kv))
+    assert limits.get("row_bytes", 0) == plan.row_bytes, "what a saved block takes"
+    reported = sum(float(size) for size in _SIZES.findall(log.read_text("utf-8", "replace")))
+    planned = 2 * session_bytes(read_shape(model), 2048, kv) / (1 << 20)
+    assert planned == pytest.approx(reported, rel=0.01, abs=0.01)

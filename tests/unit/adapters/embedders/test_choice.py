@@ -1,0 +1,30 @@
+"""Which embedder a configuration gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from evoke_proxy.adapters.embedders.choice import load_encoder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.errors import ConfigError
+
+
+@pytest.mark.parametrize("config", [EmbedderConfig(), EmbedderConfig(model="built-in")])
+def test_the_word_vectors_are_the_default(config: EmbedderConfig) -> None:
+    assert isinstance(load_encoder(config), WordVectorEmbedder)
+
+
+def test_none_is_words_alone() -> None:
+    assert load_encoder(EmbedderConfig(model="none")) is None
+
+
+def test_a_directory_is_loaded_and_not_passed_over(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match="neither model.onnx"):
+        load_encoder(EmbedderConfig(directory=str(tmp_path)))
+
+
+@pytest.mark.parametrize("model", ["built-in", "none"])
+def test_two_answers_are_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="remove one"):
+        load_encoder(EmbedderConfig(model=model, directory="/somewhere"))

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from evoke_proxy.adapters.machine import measure
+
+MIB = 1 << 20
+
+
+def program(path: Path, output: str) -> Path:
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n", "utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_devices_are_those_of_the_server(tmp_path: Path) -> None:
+    listed = "Available devices:\n  CUDA0: NVIDIA H200 (143156 MiB, 142000 MiB free)\n"
+    listed += "  Vulkan0: Some GPU (8192 MiB, 8000 MiB free)"
+    server = program(tmp_path / "server", listed)
+    assert measure(server, tmp_path).device == 150_000 * MIB
+    assert measure(program(tmp_path / "cpu", "Available devices:"), tmp_path).device is None
+    assert measure(tmp_path / "none", tmp_path).device is None
+
+
+def test_host_memory_and_disk_are_measured(tmp_path: Path) -> None:
+    machine = measure(program(tmp_path / "cpu", ""), tmp_path / "not" / "yet" / "there")
+    assert machine.ram > 64 * MIB
+    assert machine.disk > 0

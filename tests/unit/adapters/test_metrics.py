@@ -1,0 +1,72 @@
+"""The registry of metrics, and the pages that describe them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from evoke_proxy.adapters.metrics import BlockStore, Metrics
+
+ROOT = Path(__file__).parents[3]
+OPERATE = (ROOT / "docs/operate.md").read_text("utf-8")
+
+
+def test_the_operate_page_lists_every_metric_and_no_other() -> None:
+    """If this fails: the lines to put into the table are in the message."""
+    rows = {
+        f"| `{family.name}{'_total' * (family.type == 'counter')}` | {family.type} |"
+        f" {family.documentation} |"
+        for family in Metrics().registry.collect()
+        if family.name.startswith("evoke_")
+    }
+    described = {line for line in OPERATE.splitlines() if line.startswith("| `evoke_")}
+    assert described == rows
+
+
+def test_every_alert_has_a_runbook_line() -> None:
+    (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text("utf-8"))["groups"]
+    _, _, page = OPERATE.partition("\n## Alerts\n")
+    rows = [
+        line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| Evoke")
+    ]
+    assert [row[0] for row in rows] == [rule["alert"] for rule in group["rules"]]
+    assert all(len(row) == 3 and all(row) for row in rows)
+    for rule in group["rules"]:
+        assert rule["annotations"]["runbook"] == f"docs/operate.md, Alerts: {rule['alert']}"
+
+
+def test_no_series_tells_when_a_metric_was_created() -> None:
+    metrics = Metrics()
+    metrics.count_evictions("plan", 1)
+    assert b"_created" not in metrics.exposition()
+
+
+def test_evictions_and_recoveries_have_reasons_that_sum_to_the_totals() -> None:
+    metrics = Metrics()
+    value = metrics.registry.get_sample_value
+    for number, reason in enumerate(("plan", "decode", "operator"), 1):
+        metrics.count_evictions(reason, number)
+        assert value("evoke_evictions_total", {"reason": reason}) == number
+    assert value("evoke_blocks_evicted_total") == 3
+    for number, reason in enumerate(("question", "slot", "text"), 1):
+        metrics.count_recoveries(reason, number)
+        assert value("evoke_recoveries_total", {"reason": reason}) == number
+    assert value("evoke_blocks_recovered_total") == 3
+    assert value("evoke_blocks_as_text_total") == 3
+
+
+def test_block_stores_are_those_of_the_latest_scrape() -> None:
+    metrics = Metrics()
+    value = metrics.registry.get_sample_value
+    assert value("evoke_ram_used_bytes", {"server": ""}) == 0
+    metrics.set_stores(
+        {"a": BlockStore(ram_used=3, ram_budget=9, ram_dropped=2), "b": BlockStore()}
+    )
+    assert value("evoke_ram_used_bytes", {"server": "a"}) == 3
+    assert value("evoke_ram_budget_bytes", {"server": "a"}) == 9
+    assert value("evoke_ram_dropped_total", {"server": "a"}) == 2
+    assert value("evoke_ram_used_bytes", {"server": "b"}) == 0
+    metrics.set_stores({"b": BlockStore(disk_used=4)})
+    assert value("evoke_ram_used_bytes", {"server": "a"}) is None
+    assert value("evoke_disk_used_bytes", {"server": "b"}) == 4

@@ -1,0 +1,207 @@
+"""Cases of `bench.tasks`: what is planted, what is needed, and how they are scored."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from bench.tasks import plot, score
+from bench.tasks.__main__ import measure
+from bench.tasks.cases import SYSTEM, Case, cases, kinds, tokens_of
+from bench.tasks.engines import InProcess, history_of
+from bench.tasks.templates import QUERIES, SPLITS, Templates, pools_in, read
+
+
+def _texts(templates: Templates) -> set[str]:
+    scenes = [
+        text
+        for scene in templates.scenes
+        for text in [
+            *scene.say, scene.ask, *scene.old, *scene.other, *(t for b in scene.before for t in b)
+        ]
+    ]  # fmt: skip
+    pairs = [text for pair in templates.pairs for text in (pair.say, pair.ask)]
+    return {*scenes, *pairs, *templates.replies, *templates.openings}
+
+
+def _size(case: Case) -> float:
+    return sum(tokens_of(message["content"]) for message in case.messages)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", kinds())
+def test_a_case_is_alike_each_time_and_needs_messages_of_the_user(split: str, kind: str) -> None:
+    made = cases(split, kind, 4000, 6)
+    assert made == cases(split, kind, 4000, 6)
+    assert len({case.messages for case in map(_hashable, made)}) == len(made)
+    for case in made:
+        assert case.messages[0] == {"role": "system", "content": SYSTEM}
+        assert [m["role"] for m in case.messages[1:]] == ["user", "assistant"] * (
+            len(case.messages) // 2
+        )
+        assert case.needed and all(a < b for a, b in pairwise(case.needed))
+        assert all(case.messages[index]["role"] == "user" for index in case.needed)
+        assert case.asked[-1]["role"] == "user"
+        assert 3600 < _size(case) < 4700
+
+
+def _hashable(case: Case) -> Case:
+    texts = tuple(message["content"] for message in case.messages)
+    return Case(case.id, case.kind, case.scene, texts, (), tuple(case.needed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", kinds())
+def test_every_slot_is_filled_and_the_needed_texts_are_those_of_the_template(
+    split: str, kind: str
+) -> None:
+    templates = read(split)
+    for case in cases(split, kind, 4000, 10):
+        needed = [case.messages[index]["content"] for index in case.needed]
+        asked = [message["content"] for message in case.asked]
+        assert not [text for text in (*needed, *asked) if re.search(r"\{[a-z]+\d*\}", text)]
+        if kind in QUERIES:
+            assert len(needed) == QUERIES[kind]
+            assert case.asked[-1]["content"].count("?") >= QUERIES[kind]
+        else:
+            scene = templates.scenes_of(kind)[case.scene]
+            assert len(needed) == len(scene.say)
+            for template, text in zip(scene.say, needed, strict=True):
+                words = [re.escape(part) for part in re.split(r"\{\w+\}", template.rstrip("."))]
+                assert re.search(".+".join(words), text), (template, text)
+
+
+def test_what_is_needed_is_as_much_as_the_kind_says() -> None:
+    for split in SPLITS:
+        templates = read(split)
+        assert all(len(scene.say) == 8 for scene in templates.scenes_of("multi-value"))
+        assert all(len(scene.say) == 12 for scene in templates.scenes_of("summaries"))
+        assert all(len(scene.say) == 5 for scene in templates.scenes_of("variable tracking"))
+        assert all(scene.before for scene in templates.scenes_of("pronoun follow-ups"))
+        assert all(scene.old for scene in templates.scenes_of("corrections"))
+        assert len(templates.pairs) >= max(QUERIES.values())
+
+
+def test_the_splits_share_no_template_and_no_name() -> None:
+    tuning, reporting = map(read, SPLITS)
+    assert not _texts(tuning) & _texts(reporting)
+    named = {name for names in tuning.pools.values() for name in names}
+    assert not named & {name for names in reporting.pools.values() for name in names}
+
+
+def test_replaced_values_come_before_the_newest_one() -> None:
+    for case in cases("tuning", "corrections", 4000, 14):
+        texts = [message["content"] for message in case.messages]
+        scene = read("tuning").scenes_of("corrections")[case.scene]
+        beginning = scene.old[0].split("{")[0]
+        if len(beginning) > 8:
+            old = next(at for at, text in enumerate(texts) if text.startswith(beginning))
+            assert old < case.needed[-1]
+
+
+def test_rivals_differ_from_the_fact_in_the_names_of_the_question() -> None:
+    templates = read("tuning")
+    for case in cases("tuning", "multi-key", 4000, 8):
+        scene = templates.scenes_of("multi-key")[case.scene]
+        ending = re.split(r"\{\w+\}", scene.say[0])[0]
+        if ending:
+            alike = [m["content"] for m in case.messages if m["content"].startswith(ending)]
+            keys = [pool for pool in pools_in(scene.ask) if pool in templates.pools]
+            names = {name for pool in keys for name in templates.pools[pool]}
+            found = [next(name for name in names if name in text) for text in alike]
+            assert len(alike) > 4 and len(set(found)) == len(found)
+
+
+def test_standing_instructions_come_early() -> None:
+    for case in cases("tuning", "standing instructions", 4000, 10):
+        assert case.needed[0] < 0.4 * len(case.messages)
+
+
+def _case(n: int, needed: tuple[int, ...], texts: dict[int, str]) -> Case:
+    messages = [{"role": "user", "content": texts.get(at, "straw")} for at in range(n)]
+    asked = [{"role": "user", "content": "Where is the geranium?"}]
+    return Case("id", "kind", 0, messages, asked, needed)
+
+
+def _spans(n: int, size: int = 50) -> dict[int, tuple[int, int]]:
+    return {at: (at * size, (at + 1) * size) for at in range(n + 1)}
+
+
+def test_a_message_counts_when_every_position_has_a_row() -> None:
+    case, spans = _case(4, (1, 2), {}), _spans(4)
+    assert score.whole_share(case, spans, [(50, 150)]) == 1.0
+    assert score.whole_share(case, spans, [(50, 149)]) == 0.5
+    assert score.whole_share(case, spans, [(51, 149)]) == 0.0
+
+
+def test_fills_spend_what_the_turn_and_the_system_prompt_leave() -> None:
+    case = _case(10, (3,), {3: "the geranium is on the sill"})
+    # 200 tokens: 50 for the system prompt, 50 for the turn, two messages of 50.
+    found = score.fills(case, _spans(10), 200)
+    assert found["oracle"] == found["bm25"] == 1.0
+    assert found["newest"] == 0.0
+    assert score.fills(case, _spans(10), 149)["oracle"] == 0.0
+    assert score.fills(_case(10, (9,), {}), _spans(10), 200)["newest"] == 1.0
+    assert score.fills(case, _spans(10), 100_000)["random"] == 1.0
+
+
+def _row(kind: str, arm: str, case: int, whole: float) -> dict[str, object]:
+    return {
+        "kind": kind, "scene": case % 2, "case": f"{kind} {case}", "length": 4000, "share": 8,
+        "tokens": 4000, "arm": arm, "whole": whole >= 1, "messages": whole,
+    }  # fmt: skip
+
+
+def test_the_summary_has_percentages_differences_and_the_missed_bars() -> None:
+    rows = [
+        *(_row("multi-value", "default", at, 1.0 if at < 5 else 0.5) for at in range(10)),
+        *(_row("multi-value", "bm25", at, 1.0 if at < 2 else 0.0) for at in range(10)),
+        *(_row("multi-query 4", "default", at, 1.0) for at in range(10)),
+        *(_row("multi-query 4", "bm25", at, 1.0) for at in range(10)),
+    ]
+    summary = score.summarise(rows)
+    assert summary["whole"]["4000"]["1/8"]["default"] == {
+        "multi-value": 50.0, "multi-query 4": 100.0, "mean of kinds": 75.0,
+    }  # fmt: skip
+    assert summary["default_minus_bm25"]["4000 1/8"]["points"] == 15.0
+    assert summary["missed"] == ["multi-value at 4000"]
+    cell = next(c for c in score.cells(rows) if c["arm"] == "default")
+    assert (cell["cases"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
+
+
+def test_the_plot_has_a_bar_for_each_kind_and_arm() -> None:
+    whole = {"default": {"a": 40.0, "b": 100.0}, "bm25": {"a": 10.0, "b": 0.0}}
+    picture = plot.bars("title", whole, {"a": 60})
+    assert picture.count('height="8"') == 4
+    assert picture.count('stroke="#b3261e"') == 1
+    assert plot.bars("title", {}, {}) == ""
+
+
+def test_the_form_in_one_process_measures_every_arm_of_a_case() -> None:
+    """Without a budget everything is there; with one, what the fills and the engine chose."""
+    case = cases("tuning", "multi-key", 4000, 1)[0]
+    rows = {row["arm"]: row for row in measure(InProcess(), case, (8,), score.ARMS)}
+    assert list(rows) == list(score.ARMS)
+    assert rows["none"]["messages"] == rows["oracle"]["messages"] == 1.0
+    assert 3600 < rows["default"]["tokens"] < 4400
+    assert rows["default"]["budget"] == rows["default"]["tokens"] // 8
+
+
+def test_quoted_text_counts_as_present() -> None:
+    case = cases("tuning", "multi-key", 4000, 1)[0]
+    messages, made = [*case.messages, *case.asked], InProcess()
+    spans = made.spans(messages)
+    copied = made.resident(messages, "default", 512, "a")
+    quoted = made.resident(messages, "breadcrumb", 512, "b")
+    assert sum(end - start for start, end in copied) <= 512
+    assert score.whole_share(case, spans, quoted) == 1.0
+
+
+def test_the_turn_before_the_question_ends_with_a_message_of_the_user() -> None:
+    case = cases("tuning", "pronoun follow-ups", 4000, 1)[0]
+    before = history_of([*case.messages, *case.asked])
+    assert before[-1] == case.asked[0]
+    case = cases("tuning", "multi-key", 4000, 1)[0]
+    assert history_of([*case.messages, *case.asked]) == case.messages[:-1]

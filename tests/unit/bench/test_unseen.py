@@ -1,0 +1,55 @@
+"""What is held out of the bundled model's training stays out of it."""
+
+from __future__ import annotations
+
+from bench import unseen
+from bench.model import vocab
+from bench.model.tasks import estimated_tokens
+from bench.model.unseen import FORMATS, NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
+from evoke_proxy.demo.runner import recalled
+
+_TRAINED = {
+    *vocab.NUMBER_ATTRIBUTES,
+    *vocab.PAIR_ATTRIBUTES,
+    *vocab.CODE_ATTRIBUTES,
+    *vocab.PAIR_PARAPHRASES,
+    *vocab.NUMBER_PARAPHRASES,
+}
+
+
+def test_no_unseen_attribute_or_question_is_in_the_training() -> None:
+    attributes = {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES}
+    questions = {*attributes.values(), *NEW_QUESTIONS.values()}
+    assert len(attributes) >= 30 and len(NEW_QUESTIONS) >= 30
+    assert not attributes.keys() & _TRAINED
+    trained = {*vocab.PAIR_PARAPHRASES.values(), *vocab.NUMBER_PARAPHRASES.values()}
+    assert not questions & trained
+    assert not questions & {question for question, _ in vocab.SMALL_TALK}
+    assert NEW_QUESTIONS.keys() <= _TRAINED
+    assert len(questions) == len(attributes) + len(NEW_QUESTIONS)
+
+
+def test_no_question_has_a_word_of_its_attribute() -> None:
+    for attribute, question in {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES, **NEW_QUESTIONS}.items():
+        words = set(question.lower().rstrip("?").split())
+        assert not words & set(attribute.split()) - {"of"}, attribute
+
+
+def test_only_the_trained_format_names_the_key() -> None:
+    assert FORMATS["key"] == ""
+    assert all(beginning for name, beginning in FORMATS.items() if name != "key")
+
+
+def test_a_session_states_every_fact_once_and_asks_for_it_in_both_wordings() -> None:
+    for name in unseen.SETS:
+        asked = set()
+        for script in unseen.scripts(name, 1500, 40):
+            said = " ".join(m["content"] for m in script.messages[: -2 * len(script.probes)])
+            assert 0.7 * 1500 < estimated_tokens(script.messages) < 1.6 * 1500
+            for probe in script.probes:
+                assert said.count(probe.fact.statement) == 1
+                assert probe.value is not None and recalled(probe.answer, probe.value)
+                asked.add(probe.question)
+        assert len(asked) >= 30, name
+    own, other = (unseen.scripts(name, 1500, 40) for name in ("new attribute", "new, reworded"))
+    assert own[0].probes[0].question != other[0].probes[0].question

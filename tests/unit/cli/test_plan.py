@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from evoke_proxy.cli.plan import ServerOptions, add_wishes, server_command, size, table, wishes
+from evoke_proxy.core.servers.memory_plan import LayerKv, Machine, ModelShape, Wishes, make_plan
+from evoke_proxy.errors import ConfigError
+
+GIB = 1 << 30
+SHAPE = ModelShape("llama", (LayerKv(512, 512),) * 28, n_trained=131_072, weight_bytes=5 * GIB)
+MACHINE = Machine(16 * GIB, 64 * GIB, 500 * GIB)
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_wishes(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("16GiB", 16 * GIB), ("512M", 512 << 20), ("4096", 4 * GIB), ("1.5g", 3 * GIB // 2)],
+)
+def test_sizes_have_units(text: str, number: int) -> None:
+    assert size(text) == number
+
+
+def test_a_size_without_a_number_is_refused() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="16GiB"):
+        size("much")
+
+
+def test_options_of_llama_server_override_wishes() -> None:
+    given = ServerOptions(("-c", "4096", "-np", "2", "--ctx-logical=65536", "-ctk", "q8_0"))
+    found = wishes(arguments("--sessions", "3", "--cells", "100", "--context", "9"), given)
+    assert (found.sessions, found.cells, found.context) == (2, 2048, 65_536)
+    assert (found.kv.k, found.kv.v) == ("q8_0", "f16")
+    with pytest.raises(ConfigError, match="known: f32"):
+        wishes(arguments(), ServerOptions(("-ctv", "q9")))
+
+
+def test_the_command_has_every_option_once() -> None:
+    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384, sessions=2))
+    given = ServerOptions(("--evoke-ram", "100", "-ngl", "20"))
+    command = server_command("server", ["-m", "x.gguf"], given, Path("/state"), plan)
+    assert command[:3] == ["server", "-m", "x.gguf"]
+    assert command.count("--evoke-ram") == 1
+    assert command[command.index("--ctx-size") + 1] == "32768"
+    assert command[command.index("--ctx-logical") + 1] == "131072"
+    assert command[command.index("--evoke-disk") + 1] == f"/state/blocks:{plan.disk_mib}"
+    assert command[-4:] == ["--evoke-ram", "100", "-ngl", "20"]
+
+
+def test_a_recurrent_model_gets_no_block_options() -> None:
+    plan = make_plan(ModelShape("mamba", (), 4, 100, n_trained=8192), MACHINE, Wishes())
+    command = server_command("server", ["-m", "x"], ServerOptions(()), Path("/state"), plan)
+    assert not [word for word in command if "evoke" in word or "logical" in word]
+    assert "nothing is evicted" in "\n".join(table(plan))
+
+
+def test_a_model_that_is_not_here_yet_gets_its_trained_context() -> None:
+    command = server_command("server", ["-hf", "a/b"], ServerOptions(()), Path("/state"), None)
+    assert command[1:3] == ["-hf", "a/b"]
+    # With --kv-eviction the logical context is what the model was trained for.
+    assert command[command.index("--kv-eviction") + 1] == "1"
+
+
+def test_the_table_tells_what_is_saved() -> None:
+    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384))
+    text = "\n".join(table(plan))
+    assert "16384 of each session (-c 16384)" in text
+    assert "16128 tokens of each session" in text
+    assert "896.00 MiB of each session" in text
+    assert "7.00 GiB there: saves 6.12 GiB" in text

@@ -1,0 +1,37 @@
+"""Blocks of one message are one unit, unless the message is too long."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.retrieval.units import Units
+
+
+def table(messages: list[int]) -> BlockTable:
+    return BlockTable(
+        Block(f"user:{m}#{i}", f"s/{i}", Span(i * 10, i * 10 + 10), Role.USER, 1, m, "text")
+        for i, m in enumerate(messages)
+    )
+
+
+def test_a_message_is_one_unit_and_the_blocks_of_a_long_one_are_single() -> None:
+    units = Units.of(table([0, 0, 1, 2, 2, 2, 3]), max_tokens=20)
+    assert units.of_block.tolist() == [0, 0, 1, 2, 3, 4, 5]
+    assert units.lengths.tolist() == [20, 10, 10, 10, 10, 10]
+    assert [list(units.blocks_of(i)) for i in (0, 4, 5)] == [[0, 1], [5], [6]]
+
+
+def test_values_of_blocks_are_summed_or_maximized_over_units() -> None:
+    units = Units.of(table([0, 0, 1]), max_tokens=64)
+    values = np.array([1.0, 2.0, 5.0])
+    assert units.sums(values).tolist() == [3, 5]
+    assert units.maxima(values).tolist() == [2.0, 5.0]
+    assert units.any(np.array([False, True, False])).tolist() == [True, False]
+
+
+def test_no_blocks_are_no_units() -> None:
+    units = Units.of(table([]), max_tokens=64)
+    assert len(units) == 0 == len(units.sums(np.zeros(0))) == len(units.any(np.zeros(0, np.bool_)))
+    assert len(units.maxima(np.zeros(0))) == 0

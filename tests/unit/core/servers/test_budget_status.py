@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evoke_proxy.config import PolicySettings
+from evoke_proxy.core.servers.budget_status import budget_status, effective_policy
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
+
+PATCHED = ServerInfo("", "", n_ctx=32_768, n_cells=8192, n_slot_cells=8192)
+STOCK = ServerInfo.parse({})
+
+
+def policy(budget: int | None) -> PolicySettings:
+    return PolicySettings(budget=budget)
+
+
+def test_a_budget_below_the_cells_is_in_force() -> None:
+    status = budget_status(policy(6000), PATCHED)
+    assert (status.tokens, status.reason, status.warning) == (6000, "", "")
+    assert not status.is_degraded
+
+
+@pytest.mark.parametrize(
+    ("budget", "server", "reason", "fix"),
+    [
+        (8193, PATCHED, "exceeds_cells", "--budget) to 7936 or start llama-server with more cells"),
+        (200, replace(PATCHED, n_cells=150), "exceeds_cells", "-c, at least 200"),
+        (8192, replace(PATCHED, n_ctx=8192), "exceeds_context", "--ctx-logical 32768"),
+        (3000, STOCK, "no_block_calls", "--evoke-ram"),
+        (3000, replace(STOCK, obstacle="unsupported"), "unsupported", "SUPPORT.md"),
+        (3000, UNKNOWN_SERVER, "unreachable", "start llama-server"),
+        (3000, ServerInfo.parse({"role": "router"}), "router", "pool.upstreams"),
+    ],
+)
+def test_a_budget_that_is_not_in_force_has_a_code_and_a_fix(
+    budget: int, server: ServerInfo, reason: str, fix: str
+) -> None:
+    status = budget_status(policy(budget), server)
+    assert (status.tokens, status.reason, status.is_degraded) == (None, reason, True)
+    assert str(budget) in status.problem
+    assert fix in status.fix
+    assert status.warning == f"{status.problem}: {status.fix}"
+
+
+def test_a_server_of_an_earlier_version_does_not_say_its_cells() -> None:
+    server = replace(PATCHED, n_cells=None, n_ctx=None)
+    assert budget_status(policy(10**6), server).tokens == 10**6
+
+
+def test_no_budget_is_a_problem_only_where_llama_server_evicts_by_itself() -> None:
+    for server in (STOCK, UNKNOWN_SERVER, replace(PATCHED, n_ctx=8192)):
+        status = budget_status(policy(None), server)
+        assert (status.tokens, status.warning, status.is_degraded) == (None, "", False)
+    status = budget_status(policy(None), PATCHED)
+    assert "evicts the oldest blocks itself when its 8192 cells" in status.problem
+    assert "policy.budget" in status.fix
+    assert not status.is_degraded
+
+
+FEATURES = ["blocks", "plan", "render", "reuse", "stream"]
+
+
+def server_with(**limits: int) -> ServerInfo:
+    return ServerInfo.parse({"evoke": {"features": FEATURES, "limits": limits}})
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        ({"n_ctx_logical": 65536, "n_cells": 16384, "n_slot_cells": 16384}, 16384 - 256),
+        # A quarter of the cells at most is left for the answer.
+        ({"n_ctx_logical": 6144, "n_cells": 768, "n_slot_cells": 768}, 768 - 192),
+        # Four slots that share their cells: the share of one.
+        ({"n_ctx_logical": 65536, "n_cells": 16384, "n_slot_cells": 4096}, 4096 - 256),
+        # A server that does not tell the share.
+        ({"n_ctx_logical": 65536, "n_cells": 16384}, 16384 - 256),
+        # One slot may fill all cells, so that its context fits although its share does not.
+        ({"n_ctx_logical": 16384, "n_cells": 16384, "n_slot_cells": 4096}, None),
+        ({"n_ctx_logical": 8192, "n_cells": 8192, "n_slot_cells": 8192}, None),
+        # Sinks, recent tokens and one block do not fit.
+        ({"n_ctx_logical": 8192, "n_cells": 160, "n_slot_cells": 160}, None),
+        ({}, None),
+    ],
+)
+def test_auto_is_what_the_cells_of_a_slot_hold(limits: dict[str, int], tokens: int | None) -> None:
+    settings = PolicySettings()
+    assert budget_status(settings, server_with(**limits)).tokens == tokens
+    assert effective_policy(settings, server_with(**limits)).budget == tokens
+
+
+def test_the_text_of_auto_names_what_would_change_it() -> None:
+    cells = {"n_cells": 8192, "n_slot_cells": 8192}
+    fits = budget_status(PolicySettings(), server_with(n_ctx_logical=8192, **cells))
+    assert "--ctx-logical 32768" in fits.text and not fits.problem
+    small = server_with(n_ctx_logical=8192, n_cells=160, n_slot_cells=160)
+    assert "(-c)" in budget_status(PolicySettings(), small).warning
+    on = budget_status(PolicySettings(), server_with(n_ctx_logical=65536, **cells))
+    assert "7936 tokens of up to 65536" in on.text and not on.problem
+    shared = server_with(n_ctx_logical=65536, n_cells=8192, n_slot_cells=2048)
+    assert "its share of 8192" in budget_status(PolicySettings(), shared).text
+
+
+@pytest.mark.parametrize("budget", [None, 512])
+def test_sessions_have_a_configured_budget_at_every_server(budget: int | None) -> None:
+    settings = PolicySettings(budget=budget)
+    for server in (PATCHED, STOCK, UNKNOWN_SERVER):
+        assert effective_policy(settings, server).budget == budget
+
+
+def test_the_policy_has_every_option_of_the_settings() -> None:
+    settings = PolicySettings(name="discard", block_tokens=32, writeback=False, budget=700)
+    found = settings.with_budget(300)
+    assert (found.name, found.block_tokens, found.writeback) == ("discard", 32, False)
+    assert found.budget == 300 and found.least_budget == settings.least_budget

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from evoke_proxy.core.servers.memory_plan import (
+    KvTypes,
+    LayerKv,
+    Machine,
+    ModelShape,
+    Wishes,
+    make_plan,
+    session_bytes,
+)
+
+GIB, MIB = 1 << 30, 1 << 20
+# 28 layers with 4 KV heads of 128: 56 KiB of f16 rows per token.
+DENSE = ModelShape("qwen2", (LayerKv(512, 512),) * 28, n_trained=131_072, weight_bytes=5 * GIB)
+ROW = 28 * 1024 * 2
+ROOMY = Machine(device=12 * GIB, ram=64 * GIB, disk=500 * GIB)
+
+
+def test_as_many_cells_as_the_device_holds_beside_the_weights() -> None:
+    plan = make_plan(DENSE, ROOMY, Wishes())
+    free = 0.9 * 12 * GIB - 5 * GIB - 768 * MIB
+    assert plan.cells % 256 == 0
+    assert free - 256 * ROW < plan.cells * ROW <= free
+    assert (plan.row_bytes, plan.context) == (ROW, 131_072)
+    assert plan.device_bytes == plan.cells * ROW
+    assert plan.whole_bytes == 131_072 * ROW
+    four = make_plan(DENSE, ROOMY, Wishes(sessions=4))
+    assert plan.cells // 4 - 256 < four.cells <= plan.cells // 4
+
+
+def test_a_context_that_fits_needs_no_eviction() -> None:
+    plan = make_plan(DENSE, ROOMY, Wishes(context=32_768))
+    assert (plan.cells, plan.context) == (32_768, 32_768)
+    assert not plan.can_evict and plan.budget(256) is None
+
+
+def test_the_budget_leaves_room_for_the_answer() -> None:
+    plan = make_plan(DENSE, ROOMY, Wishes(cells=16_384))
+    assert plan.can_evict and plan.budget(256) == 16_384 - 256
+    assert make_plan(DENSE, ROOMY, Wishes(cells=512)).budget(256) == 512 - 128
+
+
+def test_a_context_beyond_the_training_is_cut_and_said() -> None:
+    plan = make_plan(DENSE, ROOMY, Wishes(context=200_000))
+    assert plan.context == 131_072
+    assert any("RoPE scaling" in note for note in plan.notes)
+
+
+def test_host_memory_and_disk_hold_the_blocks_of_all_sessions() -> None:
+    plan = make_plan(DENSE, ROOMY, Wishes(cells=16_384, context=65_536, sessions=2))
+    needed = 2 * 65_536 * ROW * 1.1 / MIB
+    assert needed <= plan.ram_mib <= needed + 1
+    assert plan.disk_mib == int(2 * needed)
+    small = Machine(device=16 * GIB, ram=4 * GIB, disk=3 * GIB)
+    plan = make_plan(DENSE, small, Wishes(cells=16_384, context=65_536, sessions=2))
+    assert (plan.ram_mib, plan.disk_mib) == (2048, 1536)
+    assert any("Host memory" in note for note in plan.notes)
+    asked = make_plan(DENSE, small, Wishes(cells=16_384, ram_mib=700, disk_mib=0))
+    assert (asked.ram_mib, asked.disk_mib) == (700, 0)
+
+
+def test_a_device_without_room_is_said() -> None:
+    plan = make_plan(DENSE, Machine(4 * GIB, 64 * GIB, GIB), Wishes())
+    assert plan.cells == 2048
+    assert any("llama-server may not start" in note for note in plan.notes)
+
+
+def test_without_a_device_the_cells_take_a_quarter_of_the_host_memory() -> None:
+    plan = make_plan(DENSE, Machine(None, 16 * GIB, 100 * GIB), Wishes())
+    assert 4 * GIB - 256 * ROW < plan.cells * ROW <= 4 * GIB
+
+
+def test_a_recurrent_model_has_no_cells_to_evict() -> None:
+    shape = ModelShape("mamba", (), n_recurrent=4, state_bytes=4 * 5000, n_trained=8192)
+    plan = make_plan(shape, ROOMY, Wishes())
+    assert shape.kind == "recurrent"
+    assert not plan.can_evict and plan.budget(256) is None
+    assert (plan.ram_mib, plan.disk_mib) == (0, 0)
+    assert plan.device_bytes == 20_000
+
+
+@pytest.mark.parametrize(
+    ("kv", "factor"),
+    [(KvTypes(), 1.0), (KvTypes("q8_0", "q8_0"), 34 / 64), (KvTypes("f16", "q4_0"), 41 / 64)],
+)
+def test_types_of_the_cache_change_its_size(kv: KvTypes, factor: float) -> None:
+    assert session_bytes(DENSE, 4096, kv) == pytest.approx(factor * 4096 * ROW)
+
+
+def test_windowed_layers_keep_the_window_and_a_batch() -> None:
+    layers = (LayerKv(64, 64), LayerKv(64, 64, is_windowed=True))
+    shape = ModelShape("gemma3", layers, window=64, n_trained=8192)
+    assert shape.kind == "iswa"
+    assert session_bytes(shape, 8192) == (8192 + 768) * 256
+    assert make_plan(shape, ROOMY, Wishes()).row_bytes == 256

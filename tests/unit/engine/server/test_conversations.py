@@ -1,0 +1,66 @@
+"""The identity of a conversation, and the states of the strategies that serve it."""
+
+from __future__ import annotations
+
+from session_fixtures import seated
+
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.snapshots.slot_contents import SentRequest
+from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
+
+POLICY = PolicyConfig()
+
+
+def _conversation() -> tuple[Conversations, Conversation]:
+    conversations = Conversations(POLICY, 8)
+    return conversations, conversations.recall(seated())
+
+
+def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:
+    _, conversation = _conversation()
+    tokens = conversation.tokens
+    conversation.budgeted.plan_ran(7, POLICY)
+    conversation.budgeted.request_sent(SentTurn("chat", b"body", AnswerReader()))
+    conversation.snapshots.request_sent(SentRequest(b"a longer body", tokens, b""))
+    conversation.snapshots.branch_continued("branch")
+    assert conversation.body_bytes == len(b"body") + len(b"a longer body")
+    conversation.drop_bodies()
+    assert conversation.body_bytes == 0
+    assert (conversation.budgeted.epoch, conversation.snapshots.branch) == (7, "branch")
+
+
+def test_a_conversation_that_moves_leaves_its_rows_and_takes_its_identity() -> None:
+    source, conversation = _conversation()
+    target = Conversations(POLICY, 8)
+    conversation.budgeted.plan_ran(7, POLICY)
+    conversation.budgeted.tokens_counted(100)
+    with conversation.using():
+        source.move(conversation, target)
+    assert conversation.has_moved and not list(source)
+    (moved,) = target
+    assert moved.identity is conversation.identity and not moved.has_moved
+    assert (moved.budgeted.epoch, moved.budgeted.n_resident, moved.in_use) == (None, 0, 0)
+    assert (conversation.budgeted.epoch, conversation.budgeted.n_resident) == (7, 100)
+
+
+def test_rows_that_an_operator_evicts_are_not_resident_any_more() -> None:
+    _, conversation = _conversation()
+    conversation.budgeted.tokens_counted(100)
+    conversation.budgeted.rows_evicted(30)
+    assert conversation.budgeted.n_resident == 70
+
+
+def test_a_taken_request_is_forgotten() -> None:
+    _, conversation = _conversation()
+    sent = SentTurn("chat", b"body", AnswerReader())
+    conversation.budgeted.request_sent(sent)
+    assert conversation.budgeted.take_sent() is sent and conversation.budgeted.take_sent() is None
+
+
+def test_a_forgotten_conversation_is_not_resumed_from_its_slot() -> None:
+    conversations, conversation = _conversation()
+    assert conversations.may_resume("of an earlier process")
+    assert not conversations.may_resume(conversation.id)
+    conversations.forget(conversation)
+    assert not conversations.may_resume(conversation.id)
