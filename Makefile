@@ -16,7 +16,7 @@ demo: venv
 	@$(BIN)/evoke-proxy demo
 
 test: build .venv/clients
-	@$(BIN)/python tests/run.py -n $(JOBS) --dist loadfile --continue-on-collection-errors $(TESTS)
+	@$(BIN)/python tests/run.py -n $(JOBS) --dist loadfile --no-loadscope-reorder --continue-on-collection-errors $(TESTS)
 
 check: venv
 	$(BIN)/ruff check .

@@ -1,16 +1,19 @@
 """Runs pytest and ends with one line that a program can read: `N passed, N failed`.
 
 Arguments are handed to pytest. An error in set-up, tear-down or collection counts as a failure.
+The slowest files are listed, so that it is seen what a run spends its time on.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 _WORST_FIRST = ("failed", "skipped", "passed")
+_SLOWEST = 15
 
 
 class Tally:
@@ -18,9 +21,11 @@ class Tally:
 
     def __init__(self) -> None:
         self._outcomes: dict[str, str] = {}
+        self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report.nodeid, report.outcome)
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
@@ -29,6 +34,10 @@ class Tally:
     def _note(self, nodeid: str, outcome: str) -> None:
         before = self._outcomes.get(nodeid, outcome)
         self._outcomes[nodeid] = min(before, outcome, key=_WORST_FIRST.index)
+
+    def slowest(self) -> list[str]:
+        """One line for each of the slowest files: seconds of all its tests, and its name."""
+        return [f"{spent:7.1f} s  {name}" for name, spent in self._seconds.most_common(_SLOWEST)]
 
     def line(self, exit_code: int) -> str:
         """The closing line; a run that failed as a whole never reports `0 failed`."""
@@ -44,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     tally = Tally()
     code = int(pytest.main(list(arguments), plugins=[tally]))
     sys.stderr.flush()
+    print("slowest files:", *tally.slowest(), sep="\n")
     print(tally.line(code), flush=True)
     return code
 

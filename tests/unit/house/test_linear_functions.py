@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,11 @@ from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.body_parsing import parse_object
 
+# Every unit is tried once at a small and a large size; the slowest few are measured closely, and all
+# whose time grows by more than this power of the size.
+_CLOSELY, _SUSPECT = 3, 1.2
+# What takes less is noise of the clock.
+_LEAST_S = 0.0005
 # Texts that are repeated.
 UNITS = (
     *CHARACTERS,
@@ -116,12 +122,42 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
 }
 
 
+def _seconds(run: Callable[[str], object], text: str) -> float:
+    began = time.thread_time()
+    run(text)
+    return time.thread_time() - began
+
+
+def _suspects(run: Callable[[str], object]) -> list[str]:
+    """The units to measure closely: the slowest, and all whose time seems to grow fast."""
+    grown: dict[str, float] = {}
+    slow: dict[str, float] = {}
+    for unit in UNITS:
+        small, large = (_seconds(run, unit * (size // len(unit))) for size in (2048, 16384))
+        grown[unit], slow[unit] = large / max(small, _LEAST_S), large
+    slowest = sorted(UNITS, key=lambda unit: -slow[unit])[:_CLOSELY]
+    fast_growing = [
+        unit for unit in UNITS if slow[unit] > 2 * _LEAST_S and grown[unit] > 8**_SUSPECT
+    ]
+    return list(dict.fromkeys([*slowest, *fast_growing]))
+
+
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_text_is_read_in_linear_time(name: str) -> None:
     run = OF_TEXT[name]
-    for unit in UNITS:
+    for unit in _suspects(run):
         made = {size: unit * (size // len(unit)) for size in (2048, 4096, 8192, 16384)}
         assert exponent(lambda n, made=made: run(made[n]), 2048) < 1.3, unit  # type: ignore[misc]
+
+
+def _quadratic(text: str) -> None:
+    """Takes quadratic time, a few milliseconds, for spaces only."""
+    for _ in range(text.count(" ") ** 2 // 2000):
+        pass
+
+
+def test_quadratic_time_of_one_unit_is_found() -> None:
+    assert " " in _suspects(_quadratic)
 
 
 def _messages(n: int, **more: Any) -> list[dict[str, Any]]:

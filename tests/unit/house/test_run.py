@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ BROKEN = "import nothing_of_this_name\n"
 def test_closing_line(tmp_path: Path, source: str, line: str, code: int) -> None:
     (tmp_path / "test_sample.py").write_text(source)
     command = [sys.executable, str(RUN), "-q", "-p", "no:cacheprovider", "test_sample.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take seconds to load
+    done = subprocess.run(
+        command, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == line
     assert done.returncode == code
