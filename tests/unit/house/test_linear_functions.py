@@ -34,8 +34,8 @@ from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.body_parsing import parse_object
 
-# Every unit is tried once at a small and a large size; the slowest few are measured closely, and all
-# whose time grows by more than this power of the size.
+# Every unit is tried once at a small and a large size; the slowest few are measured closely, and
+# all whose time grows by more than this power of the size.
 _CLOSELY, _SUSPECT = 3, 1.2
 # What takes less is noise of the clock.
 _LEAST_S = 0.0005
