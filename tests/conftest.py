@@ -1,4 +1,4 @@
-"""Processes that tests start end with the tests, even when these are killed."""
+"""Kills the processes that tests start when the test run ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_FOR_BUILDS = (
+_BUILD_SETTINGS = (
     "EVOKE_CACHE",
     "EVOKE_PATCHED_SERVER",
     "EVOKE_STOCK_SERVER",
@@ -20,21 +20,23 @@ _REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """All processes that are started from here on have a mark, and somebody watches over us."""
+    """Marks all processes started from here on, and starts the reaper that kills them."""
     for name in [name for name in os.environ if name.startswith("EVOKE_")]:
-        if name not in _FOR_BUILDS:  # settings of the machine are not those that a test expects
+        if (
+            name not in _BUILD_SETTINGS
+        ):  # a setting of this machine would change what a test expects
             del os.environ[name]
-    # An encoder that was fetched on this machine is not in use by default.
+    # An encoder that was fetched on this machine must not become the default.
     os.environ["XDG_DATA_HOME"] = str(Path(__file__).with_name("no-data"))
     os.environ["TESTED_BY"] = f"{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, str(Path(__file__).with_name("reaper.py"))]
-    # In a session of its own: what ends us all does not end it.
+    # In its own session, so that a signal to our process group does not end it.
     config.stash[_REAPER] = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """It does its work, and is gone."""
+    """Closes the reaper's input, upon which it kills what is left, and waits for it."""
     if reaper := config.stash.get(_REAPER, None):
         reaper.communicate()

@@ -1,9 +1,9 @@
-"""Random operations and invalid bodies against servers of every memory kind, with sanitizers.
+"""Fuzzes patched servers of every memory kind, built with sanitizers.
 
-Of the operations some are those of a client, held against bookkeeping of our own, some are calls
-that no client would make, and some are made by several clients at once who hang up. A report of a
-sanitizer, a leak, a crash, an answer that takes two minutes or a state that disagrees ends it, with
-the seed that repeats it.
+There are three kinds of operations: valid ones, whose results are compared with a model of the
+slots; invalid calls; and calls of several concurrent clients, some of which disconnect. The run
+ends at the first sanitizer report, leak, crash, answer that takes two minutes, or difference from
+the model. The last line printed has the seed that repeats it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from adapters import write_adapter, write_vector  # noqa: E402
 from concurrent_clients import run_clients  # noqa: E402
 from invalid_bodies import send_invalid_calls  # noqa: E402
 from llama import Llama, running  # noqa: E402
-from operations import play  # noqa: E402
+from operations import run_operations  # noqa: E402
 
 from bench.random_models import SHAPES, ensure  # noqa: E402
 from evoke_proxy.server_build import BuildOptions, ensure_server  # noqa: E402
@@ -45,8 +45,8 @@ _EPSILON, _OTHER_EPSILON = (
 )
 _VECTOR = ("--control-vector-scaled", "{folder}/vector.gguf:1.0")
 _OTHER_VECTOR = ("--control-vector-scaled", "{folder}/vector.gguf:1.5")
-_LASTING = 120  # operations before a server's copies are looked for by others
-_PIECE = 500  # operations before others get their turn: what is wrong everywhere shows early
+_BEFORE_RESTART = 120  # operations before a restarted server looks for the copies
+_PIECE = 500  # operations per server in a round: a fault of all servers shows early
 _ASAN = "detect_leaks=1:handle_abort=1:allocator_may_return_null=1"
 _TSAN = f"exitcode=0:history_size=4:suppressions={ROOT}/tests/tsan.supp"
 _USUAL = ("-c", "4096", "--evoke-ram", "4", "-t", "1")
@@ -58,14 +58,15 @@ class Case:
 
     shape: str
     options: tuple[str, ...]
-    other: tuple[str, ...] = ()  # with these instead of the last as many its copies are of no use
+    other: tuple[str, ...] = ()
+    """Replaces the last options of equal number: such a server must not use the copies."""
 
     def __str__(self) -> str:
         return f"{self.shape} {' '.join(self.options)}"
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The options of a server that computes something else from the same text."""
+        """The options of a server that computes different rows from the same text."""
         return (*self.options[: len(self.options) - len(self.other)], *self.other)
 
 
@@ -77,7 +78,7 @@ CASES = (
     Case("tiny-gemma", (*_SEPARATE, "-fa", "on", "--swa-full")),
     Case("tiny-gemma2", (*_UNIFIED, "-fa", "on")),
     Case("tiny-gpt-oss", (*_SEPARATE, "-fa", "off")),
-    # more context than cells; what leaves is chosen in every way
+    # a context longer than the cells, with every eviction mode
     Case("tiny-dense", (*_FEW, *_SEPARATE, "-fa", "on", "--kv-eviction", "1")),
     Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "2")),
     Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "3")),
@@ -87,19 +88,19 @@ CASES = (
     Case("tiny-jamba", (*_FEW, *_SEPARATE, "-fa", "on", "--kv-eviction", "2")),
     Case("tiny-qwen35", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "3")),
     Case("tiny-qwen2vl", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "1")),
-    # host memory that does not hold what is saved
+    # too little host memory for the saved copies, which go to disk
     Case("tiny-dense", (*_SEPARATE, "-fa", "on", *_ON_DISK)),
     Case("tiny-lfm2", (*_UNIFIED, "-fa", "on", *_ON_DISK)),
     Case("tiny-bos", (*_FEW, *_UNIFIED, "-fa", "on", "--kv-eviction", "2", *_ON_DISK)),
-    # an adapter at scales that change from request to request
+    # an adapter whose scale changes from request to request
     Case("tiny-dense", (*_UNIFIED, "-fa", "on", *_ADAPTED)),
     Case("tiny-moe", (*_SEPARATE, "-fa", "off", *_ADAPTED, *_ON_DISK)),
     Case("tiny-dense", (*_FEW, *_UNIFIED, "-fa", "off", "--kv-eviction", "2", *_ADAPTED)),
-    # split modes that start without a device
+    # split modes that work without a GPU
     Case("tiny-dense", (*_UNIFIED, "-fa", "on", "--split-mode", "row")),
     Case("tiny-moe", (*_SEPARATE, "-fa", "off", "--split-mode", "none")),
     Case("tiny-bos", (*_SEPARATE, "-fa", "on", "--split-mode", "layer")),
-    # what a folder has is of no use to a server that computes something else
+    # a folder with copies of a server that computes different rows
     Case("tiny-dense", (*_SEPARATE, "-fa", "on", *_ON_DISK, *_EPSILON), _OTHER_EPSILON),
     Case("tiny-moe", (*_UNIFIED, "-fa", "on", *_ON_DISK, *_VECTOR), _OTHER_VECTOR),
     Case("tiny-dense", (*_UNIFIED, *_ON_DISK, "-fa", "on"), ("-fa", "off")),
@@ -107,7 +108,7 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fuzz until so many operations are done; 0 when nothing was found."""
+    """Fuzzes until `--operations` are done; returns 0. A finding is raised."""
     args = _parser().parse_args(argv)
     if not args.plain:
         os.environ["EVOKE_PATCHED_SERVER"] = str(
@@ -126,58 +127,58 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_adapter(Path(folder, "adapter.gguf"), seed, case.shape)
             write_vector(Path(folder, "vector.gguf"), seed, case.shape)
             if case.other:
-                outlive(case, Path(folder), seed)
+                check_reuse_after_restart(case, Path(folder), seed)
             with watched(case, Path(folder)) as server:
                 operate(server, piece, seed)
         done += piece
-    print(f"{done} operations on {len(cases)} kinds of servers: nothing found")
+    print(f"{done} operations on {len(cases)} kinds of servers: nothing findings")
     return 0
 
 
 def _turns(cases: Sequence[Case], seed: int) -> Iterator[tuple[int, Case]]:
-    """Every case with one seed, then every case with the next, without end."""
+    """Yields every case with the first seed, then every case with the next, without end."""
     for each in itertools.count(seed):
         yield from ((each, case) for case in cases)
 
 
 def operate(server: Llama, count: int, seed: int) -> None:
-    """So many operations of the three kinds."""
-    play(server, count * 2 // 5, seed)
+    """Runs `count` operations, divided among the three kinds."""
+    run_operations(server, count * 2 // 5, seed)
     send_invalid_calls(server, count * 3 // 10, seed)
     run_clients(server, count - count * 2 // 5 - count * 3 // 10, seed)
 
 
-def outlive(case: Case, folder: Path, seed: int) -> None:
-    """What a server leaves in its folder is found by one of its kind, and by no other."""
+def check_reuse_after_restart(case: Case, folder: Path, seed: int) -> None:
+    """The copies on disk are used by a server with the same options, and by no other."""
     with watched(case, folder) as server:
-        model = play(server, _LASTING, seed)
+        model = run_operations(server, _BEFORE_RESTART, seed)
         server.post("/slots/0?action=block-spill", {"all": True})
     with watched(replace(case, options=case.changed), folder) as server:
-        assert server.slot()["blocks"] == [], "copies of another set-up are used"
+        assert server.slot()["blocks"] == [], "a server used copies of other options"
     with watched(case, folder) as server:
-        assert model.outlived(server) > 0
+        assert model.compare_after_restart(server) > 0
         server.post("/slots/0?action=block-drop", {"all": True})
 
 
 @contextmanager
 def watched(case: Case, folder: Path) -> Iterator[Llama]:
-    """A server of this kind; RuntimeError when a sanitizer has something to say about it."""
+    """Runs the server of `case`; RuntimeError with the reports if a sanitizer wrote any."""
     with tempfile.TemporaryDirectory() as scratch:
         reports = Path(scratch, "reports")
         reports.mkdir()
-        where = f"log_path={reports}/report"
-        os.environ["TSAN_OPTIONS"] = f"{where}:{_TSAN}"
-        os.environ["ASAN_OPTIONS"] = f"{where}:{_ASAN}"
-        os.environ["UBSAN_OPTIONS"] = f"{where}:print_stacktrace=1"
+        log_path = f"log_path={reports}/report"
+        os.environ["TSAN_OPTIONS"] = f"{log_path}:{_TSAN}"
+        os.environ["ASAN_OPTIONS"] = f"{log_path}:{_ASAN}"
+        os.environ["UBSAN_OPTIONS"] = f"{log_path}:print_stacktrace=1"
         model = ensure(SHAPES[case.shape])
         try:
             options = [option.format(folder=folder) for option in case.options]
             with running(True, *_USUAL, *options, model=model) as server:
                 yield server
         finally:
-            found = [path.read_text(errors="replace") for path in sorted(reports.iterdir())]
-            if found:
-                raise RuntimeError(f"{case}:\n" + "\n".join(found))
+            findings = [path.read_text(errors="replace") for path in sorted(reports.iterdir())]
+            if findings:
+                raise RuntimeError(f"{case}:\n" + "\n".join(findings))
 
 
 def _parser() -> argparse.ArgumentParser:

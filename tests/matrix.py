@@ -1,6 +1,6 @@
 """Runs the tests on server builds that the CI does not build, and records the results.
 
-Each target is a way to build llama-server and the tests that mean something there. The result is
+A target names the build flags of llama-server and the tests that depend on them. The result is
 written to tests/results/TARGET.json with the command, the commit and the machine, and is committed
 with the change that it was run for.
 """
@@ -29,7 +29,7 @@ from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # 
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
 
 RESULTS = ROOT / "tests" / "results"
-# Tests of blocks and of what is decoded around them; the others do not depend on the backend.
+# Tests that copy K/V rows or decode around them; the others do not depend on the backend.
 BLOCKS = tuple(
     f"tests/contract/test_{name}.py"
     for name in "adopt compact disk errors exact follow_up live memories modes probe stream".split()
@@ -44,14 +44,14 @@ class Target:
     flags: tuple[str, ...] = ()
     sanitizer: str = ""
     programs: Mapping[str, str] = field(default_factory=dict)
-    """Programs the build needs, each with the Debian packages that bring it."""
+    """Programs that the build needs, each with the Debian packages that contain it."""
     settings: tuple[str, ...] = ()
-    """Variables of cmake that the environment may set."""
+    """cmake variables that are taken from the environment if they are set there."""
     server_args: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     tests: tuple[str, ...] = ("tests/contract",)
     rpc: bool = False
-    """Whether a process that computes for the server is started beside it."""
+    """Whether an rpc-server is started, which computes for llama-server."""
     stock: bool = True
     """Whether the tests need the unpatched server, too."""
     command: tuple[str, ...] = ()
@@ -127,14 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
     started = time.monotonic()
     try:
-        done = _run(target, [*args.rest, *options])
+        finished = _run(target, [*args.rest, *options])
     except BuildError as error:
         print(f"test-matrix: {error}", file=sys.stderr)
         return 1
-    closing = next((line for line in reversed(done.lines) if line.strip()), "")
-    path = _write(args.target, done, closing, time.monotonic() - started)
-    print(f"{args.target}: exit status {done.status}, {closing}\nwritten: {path.relative_to(ROOT)}")
-    return done.status
+    closing = next((line for line in reversed(finished.lines) if line.strip()), "")
+    path = _write(args.target, finished, closing, time.monotonic() - started)
+    print(f"{args.target}: exit status {finished.status}, {closing}")
+    print(f"written: {path.relative_to(ROOT)}")
+    return finished.status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cache_of(target: str) -> Path:
-    """The target's build cache beside the default one, so that its build locks nobody else's.
+    """The target's own build cache, beside the default one: two builds never lock each other.
 
     Downloads are linked, not fetched again. `EVOKE_CACHE` replaces both.
     """
@@ -171,15 +172,15 @@ def _cache_of(target: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Done:
-    """What came of one run: the command as a person types it, its exit status and its output."""
+class FinishedRun:
+    """One finished run: the command as a person types it, its exit status and its output."""
 
     command: str
     status: int
     lines: tuple[str, ...]
 
 
-def _run(target: Target, chosen: Sequence[str]) -> Done:
+def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
     if target.command:
         return _execute([sys.executable, *target.command, *chosen], os.environ)
     servers = {}
@@ -202,8 +203,8 @@ def _run(target: Target, chosen: Sequence[str]) -> Done:
         return _execute([sys.executable, "tests/run.py", *tests], environment)
 
 
-def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Done:
-    """Runs a command in the checkout, showing what it prints."""
+def _execute(command: Sequence[str], environment: Mapping[str, str]) -> FinishedRun:
+    """Runs a command in the checkout and prints its output as it comes."""
     lines = []
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
@@ -213,12 +214,12 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Done:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
     command_line = " ".join(["python", *command[1:]])
-    return Done(command_line, process.returncode, tuple(lines))
+    return FinishedRun(command_line, process.returncode, tuple(lines))
 
 
 @contextlib.contextmanager
 def _rpc_server(target: Target) -> Iterator[int]:
-    """A process that computes for others, built in the tree of the target's server."""
+    """Runs an rpc-server, built in the source tree of the target; yields its port."""
     tree = max((cache_dir() / "trees").glob("*/build"), key=lambda path: path.stat().st_mtime)
     build = ["cmake", "--build", str(tree), "--target", "rpc-server", "-j", str(os.cpu_count())]
     if subprocess.run(build, capture_output=True, text=True).returncode != 0:
@@ -233,22 +234,22 @@ def _rpc_server(target: Target) -> Iterator[int]:
         process.wait(20)
 
 
-def _write(name: str, done: Done, closing: str, seconds: float) -> Path:
+def _write(name: str, finished: FinishedRun, closing: str, seconds: float) -> Path:
     target = TARGETS[name]
     record = {
         "target": name,
         "about": target.about,
         "command": f"make test-matrix TARGET={name}",
-        "runs": done.command,
+        "runs": finished.command,
         "cmake_flags": list(target.flags),
         "server_args": list(target.server_args),
         "date": datetime.date.today().isoformat(),
         "checkout": checkout(),
         "machine": machine(),
         "seconds": round(seconds),
-        "exit_status": done.status,
+        "exit_status": finished.status,
         "result": closing,
-        "failures": [line for line in done.lines if line.startswith(("FAILED", "ERROR"))],
+        "failures": [line for line in finished.lines if line.startswith(("FAILED", "ERROR"))],
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

@@ -1,7 +1,7 @@
 """Runs pytest and ends with one line that a program can read: `N passed, N failed`.
 
 Arguments are handed to pytest. An error in set-up, tear-down or collection counts as a failure.
-The slowest files are listed, so that it is seen what a run spends its time on.
+The slowest files are listed, so that it is outcomes what a run spends its time on.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ class Tally:
         self._seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._note(report.nodeid, report.outcome)
+        self._record(report.nodeid, report.outcome)
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome != "passed":
-            self._note(report.nodeid, report.outcome)
+            self._record(report.nodeid, report.outcome)
 
-    def _note(self, nodeid: str, outcome: str) -> None:
+    def _record(self, nodeid: str, outcome: str) -> None:
         before = self._outcomes.get(nodeid, outcome)
         self._outcomes[nodeid] = min(before, outcome, key=_WORST_FIRST.index)
 
     def slowest(self) -> list[str]:
-        """One line for each of the slowest files: seconds of all its tests, and its name."""
+        """Returns a line for each of the slowest files, with the seconds of all its tests."""
         return [f"{spent:7.1f} s  {name}" for name, spent in self._seconds.most_common(_SLOWEST)]
 
     def line(self, exit_code: int) -> str:
-        """The closing line; a run that failed as a whole never reports `0 failed`."""
-        seen = list(self._outcomes.values())
-        failed = max(seen.count("failed"), int(exit_code != 0))
-        skipped = seen.count("skipped")
-        line = f"{seen.count('passed')} passed, {failed} failed"
+        """Returns the closing line; it never says `0 failed` when `exit_code` is not 0."""
+        outcomes = list(self._outcomes.values())
+        failed = max(outcomes.count("failed"), int(exit_code != 0))
+        skipped = outcomes.count("skipped")
+        line = f"{outcomes.count('passed')} passed, {failed} failed"
         return f"{line}, {skipped} skipped" if skipped else line
 
 

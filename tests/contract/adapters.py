@@ -1,4 +1,4 @@
-"""LoRA adapters and control vectors of random weights, for the models of bench.random_models."""
+"""Writes LoRA adapters and control vectors with random weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.random_models import SHAPES
 
 
 def write_adapter(path: Path, seed: int, shape: str = "tiny-dense") -> None:
-    """A LoRA adapter for the attention of every layer."""
+    """Writes a LoRA adapter for the attention of every layer of a random model."""
     random, model = np.random.default_rng(seed), SHAPES[shape]
     writer = gguf.GGUFWriter(path, model.arch)
     writer.add_type("adapter")
@@ -28,7 +28,7 @@ def write_adapter(path: Path, seed: int, shape: str = "tiny-dense") -> None:
 
 
 def write_vector(path: Path, seed: int, shape: str = "tiny-dense") -> None:
-    """A control vector for every layer but the first."""
+    """Writes a control vector for every layer except the first."""
     random, model = np.random.default_rng(seed), SHAPES[shape]
     writer = gguf.GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", model.arch)

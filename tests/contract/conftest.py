@@ -18,7 +18,7 @@ def stock() -> Iterator[Llama]:
 
 @pytest.fixture(scope="session")
 def plain() -> Iterator[Llama]:
-    """The patched server that nobody asked for anything."""
+    """The patched server without any option of the patches."""
     with running(True, "-c", "4096", "-np", "2") as server:
         yield server
 
@@ -46,7 +46,7 @@ def shared() -> Iterator[Llama]:
 
 @pytest.fixture(params=["one", "two", "shared"])
 def server(request: pytest.FixtureRequest) -> Llama:
-    """Every layout of slots and cells, with empty slots."""
+    """A server of each layout of slots and cells, with empty slots and no saved blocks."""
     chosen: Llama = request.getfixturevalue(request.param)
     for slot in range(1 if request.param == "one" else 2):
         chosen.erase(slot)

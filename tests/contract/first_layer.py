@@ -1,6 +1,7 @@
-"""Computes the attention of the bundled model's first layer from weights and tokens.
+"""Computes the attention of the bundled model's first layer in numpy.
 
-There it depends on nothing but the tokens and their positions, so that holes need no emulation.
+In the first layer keys and queries depend only on the tokens and their positions. An evicted range
+is therefore just left out of the softmax.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ def _file() -> tuple[dict[str, Floats], dict[str, float]]:
 
 
 def _rotated(heads: Floats, positions: npt.NDArray[np.int64], base: float) -> Floats:
-    """Each pair of neighbouring channels turned by its angle; [token, head, channel]."""
+    """Applies RoPE: rotates each pair of neighbouring channels; shape [token, head, channel]."""
     size = heads.shape[-1]
     angle = positions[:, None] * base ** (-np.arange(0, size, 2) / size)[None, :]
     cos, sin = np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
     even, odd = heads[..., 0::2], heads[..., 1::2]
-    turned = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return turned.reshape(heads.shape).astype(np.float32)
+    rotated = np.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    return rotated.reshape(heads.shape).astype(np.float32)
 
 
 def _half(values: Floats) -> Floats:
-    """As it is stored, or multiplied, at 16 bits."""
+    """Rounds to 16-bit floats, as llama.cpp stores and multiplies them."""
     return values.astype(np.float16).astype(np.float32)
 
 
 def queries_and_keys(tokens: list[int]) -> tuple[Floats, Floats]:
-    """[token, head, channel] of queries and of the keys in the cache."""
+    """Returns queries and cached keys, each of shape [token, head, channel]."""
     weights, settings = _file()
     embedded = weights["token_embd.weight"][tokens]
     scale = np.sqrt((embedded**2).mean(axis=1, keepdims=True) + 1e-5)
@@ -56,7 +57,10 @@ def queries_and_keys(tokens: list[int]) -> tuple[Floats, Floats]:
 
 
 def attention(tokens: list[int], row: int, hidden: range = range(0)) -> Floats:
-    """What the token at `row` looks at: [head, position up to itself], without the hidden ones."""
+    """Attention of the token at `row`, with the positions in `hidden` masked.
+
+    The shape is [head, position], with the positions from 0 to `row`; each row sums to 1.
+    """
     queries, keys = queries_and_keys(tokens[: row + 1])
     group = queries.shape[1] // keys.shape[1]
     keys = np.repeat(keys, group, axis=1)

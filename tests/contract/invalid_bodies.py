@@ -1,4 +1,4 @@
-"""Invalid bodies for block calls, and the errors they must get."""
+"""Sends random, mostly invalid bodies to block calls and checks the answers."""
 
 from __future__ import annotations
 
@@ -74,30 +74,30 @@ RENDERED: list[Any] = [
 ]
 
 
-def body(chance: random.Random, action: str, epoch: int) -> dict[str, Any]:
-    """A body for this action: mostly right in its parts, never as a whole by intention."""
-    found: dict[str, Any] = {"epoch": epoch} if chance.random() < 0.9 else {}
-    needed = NEEDED[action] if chance.random() < 0.9 else []
-    for field in [*needed, *chance.sample(sorted(FIELDS), chance.choice([0, 0, 1, 2, 6]))]:
-        usual = chance.random() < 0.9
-        found[field] = chance.choice(FIELDS[field] if usual else ODD)
-    if chance.random() < 0.3:
+def body(rng: random.Random, action: str, epoch: int) -> dict[str, Any]:
+    """A random body for `action`: most fields are valid by themselves, but not together."""
+    found: dict[str, Any] = {"epoch": epoch} if rng.random() < 0.9 else {}
+    needed = NEEDED[action] if rng.random() < 0.9 else []
+    for field in [*needed, *rng.sample(sorted(FIELDS), rng.choice([0, 0, 1, 2, 6]))]:
+        expected_type = rng.random() < 0.9
+        found[field] = rng.choice(FIELDS[field] if expected_type else ODD)
+    if rng.random() < 0.3:
         kinds = ["save", "evict", "load", "drop", "stream", "reuse", "probe", "attn-capture", "fly"]
         found["ops"] = [
-            {"op": chance.choice(kinds)}
-            | {f: chance.choice(FIELDS[f]) for f in chance.sample(sorted(FIELDS), 4)}
-            for _ in range(chance.randint(1, 4))
+            {"op": rng.choice(kinds)}
+            | {f: rng.choice(FIELDS[f]) for f in rng.sample(sorted(FIELDS), 4)}
+            for _ in range(rng.randint(1, 4))
         ]
     return found
 
 
-def broken(chance: random.Random, raw: bytes) -> bytes:
-    """The same bytes with something done to them that a client would not do."""
-    at = chance.randint(0, len(raw))
-    deep = chance.choice([150, 250, 20_000, 1_000_000])
-    return chance.choice([
+def damaged(rng: random.Random, raw: bytes) -> bytes:
+    """The bytes damaged in a random way: cut, nested, repeated, not JSON, and others."""
+    at = rng.randint(0, len(raw))
+    deep = rng.choice([150, 250, 20_000, 1_000_000])
+    return rng.choice([
         raw[:at],
-        raw[:at] + bytes([chance.randint(0, 255)]) + raw[at:],
+        raw[:at] + bytes([rng.randint(0, 255)]) + raw[at:],
         raw[:at] + b"\xff\xfe" + raw[at:],
         raw[:-1] + b',"x":' + b"[" * deep + b"]" * deep + b"}",
         b'{"name":' * deep + b"1" + b"}" * deep,
@@ -108,22 +108,25 @@ def broken(chance: random.Random, raw: bytes) -> bytes:
         b"",
         b"null",
         b"\xef\xbb\xbf" + raw,
-        b'{"names":["' + b"n" * chance.choice([201, 200_000]) + b'"]}',
+        b'{"names":["' + b"n" * rng.choice([201, 200_000]) + b'"]}',
     ])  # fmt: skip
 
 
-def checked_answer(status: int, answer: bytes, asked: object) -> Any:
-    """The parsed answer; every one is JSON, and says in its own words why it is not 200."""
-    assert status == 200 or 400 <= status < 600, (asked, status)
+def checked_answer(status: int, answer: bytes, request: object) -> Any:
+    """Returns the parsed answer, which must be JSON. An error needs a message and is never 500."""
+    assert status == 200 or 400 <= status < 600, (request, status)
     parsed = json.loads(answer)
-    assert status == 200 or parsed["error"]["message"], (asked, answer)
-    assert status != 500, (asked, answer)
+    assert status == 200 or parsed["error"]["message"], (request, answer)
+    assert status != 500, (request, answer)
     return parsed
 
 
 def send_invalid_calls(server: Llama, requests: int, seed: int = 7) -> Counter[tuple[str, int]]:
-    """So many calls of every kind, by (action, status); the server answers all and goes on."""
-    chance, seen = random.Random(seed), Counter[tuple[str, int]]()
+    """Makes `requests` random calls and counts them by (action, status).
+
+    Every call must be answered, and the server must still decode a prompt correctly at the end.
+    """
+    rng, counts = random.Random(seed), Counter[tuple[str, int]]()
     server.erase(0)
     server.erase(1)
     prompt = server.tokens(sample_text(220))
@@ -132,48 +135,50 @@ def send_invalid_calls(server: Llama, requests: int, seed: int = 7) -> Counter[t
             server.erase(0)
             server.complete(prompt, 0, n_predict=1)
             server.act("block-save", name="a", p0=64, p1=128)
-        kind, status = one(server, chance)
-        seen[kind, status] += 1
+        kind, status = random_call(server, rng)
+        counts[kind, status] += 1
         state = server.slot(0)
         assert sum(b - a for a, b in state["resident"]) == state["n_resident"]
     server.erase(0)
     assert server.complete(prompt, 0)["timings"]["evoke"]["decoded"] == len(prompt)
-    return seen
+    return counts
 
 
-def one(server: Llama, chance: random.Random) -> tuple[str, int]:
-    """One call, its answer checked: (action, status)."""
-    luck = chance.random()
-    if luck < 0.05:
-        path = f"/slots/{chance.choice(SLOTS)}/blocks?tenant={chance.choice(TENANTS)}"
-        if luck < 0.02:
-            ranges = chance.choice(["", "0-64", "5-1", "0-1,", "x", "9" * 30 + "-1", "%00"])
-            path = f"/slots/{chance.choice(SLOTS)}/attention?per_head=1&ranges={ranges}"
+def random_call(server: Llama, rng: random.Random) -> tuple[str, int]:
+    """Makes one random call and checks its answer; returns (action, status)."""
+    draw = rng.random()
+    if draw < 0.05:
+        path = f"/slots/{rng.choice(SLOTS)}/blocks?tenant={rng.choice(TENANTS)}"
+        if draw < 0.02:
+            ranges = rng.choice(["", "0-64", "5-1", "0-1,", "x", "9" * 30 + "-1", "%00"])
+            path = f"/slots/{rng.choice(SLOTS)}/attention?per_head=1&ranges={ranges}"
         status, answer = server.raw("GET", path)
         checked_answer(status, answer, path)
         return "blocks", status
-    if luck < 0.15:
-        return "render", rendered(server, chance)
-    action = chance.choice(ACTIONS)
-    raw = json.dumps(body(chance, action, server.epoch(0))).encode()
-    if chance.random() < 0.1:
-        raw = broken(chance, raw)
-    slot = chance.choice(SLOTS)
+    if draw < 0.15:
+        return "render", random_rendering(server, rng)
+    action = rng.choice(ACTIONS)
+    raw = json.dumps(body(rng, action, server.epoch(0))).encode()
+    if rng.random() < 0.1:
+        raw = damaged(rng, raw)
+    slot = rng.choice(SLOTS)
     status, answer = server.raw("POST", f"/slots/{slot}?action={action}", raw)
     checked_answer(status, answer, (action, slot, raw[:500]))
     return action, status
 
 
-def rendered(server: Llama, chance: random.Random) -> int:
-    """One request to render, wrong in some way; its status. The server answers a template that a
-    message does not suit with 500."""
-    dialect = chance.choice(["chat", "responses", "messages", "completions", None, 7])
-    request = {"dialect": dialect, "body": chance.choice([*RENDERED, *ODD])}
-    if chance.random() < 0.5:
-        request["compact"] = chance.choice([True, True, False, *ODD])
+def random_rendering(server: Llama, rng: random.Random) -> int:
+    """Makes one invalid rendering request and returns its status.
+
+    Upstream answers 500 when the chat template fails on a message.
+    """
+    dialect = rng.choice(["chat", "responses", "messages", "completions", None, 7])
+    request = {"dialect": dialect, "body": rng.choice([*RENDERED, *ODD])}
+    if rng.random() < 0.5:
+        request["compact"] = rng.choice([True, True, False, *ODD])
     raw = json.dumps(request).encode()
-    if chance.random() < 0.1:
-        raw = broken(chance, raw)
+    if rng.random() < 0.1:
+        raw = damaged(rng, raw)
     status, answer = server.raw("POST", "/evoke/render", raw)
     assert status in (200, 400, 500), answer
     assert status == 200 or json.loads(answer)["error"]["message"]

@@ -15,7 +15,7 @@ from typing import Any
 from evoke_proxy.demo.processes import free_port, healthy, serving
 from evoke_proxy.server_build.build import ensure_server
 
-# A patched server then answers `block-rows`: a checksum of each row of a slot.
+# Makes a patched server answer `block-rows`, which returns a checksum of each row of a slot.
 os.environ["LLAMA_EVOKE_ROW_SUMS"] = "1"
 
 MODEL = Path(__file__).parents[2] / "evoke_proxy/models/tiny-recall-f16.gguf"
@@ -24,14 +24,14 @@ Json = dict[str, Any]
 
 
 def binary(patched: bool) -> Path:
-    """The server to test: what the environment names, else what `make build` has built."""
+    """The server to test: that named in the environment, else the one that `make build` built."""
     named = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
     return Path(named) if named else ensure_server(patched=patched, progress=False)
 
 
 @dataclass(frozen=True)
 class Llama:
-    """A running server: `ask` gives (status, body); the other calls insist on 200."""
+    """A running server. `ask` and `raw` return any status; the other calls require a 200."""
 
     port: int
 
@@ -63,11 +63,11 @@ class Llama:
         return answer
 
     def act(self, action: str, slot: int = 0, **body: object) -> Any:
-        """A block call with the slot's present epoch; insists on 200."""
+        """Makes a block call with the slot's current epoch; requires a 200."""
         return self.post(f"/slots/{slot}?action={action}", {"epoch": self.epoch(slot)} | body)
 
     def refuse(self, action: str, slot: int = 0, **body: object) -> Json:
-        """The error of a block call that must fail, checked against its own HTTP status."""
+        """Makes a block call that must fail; returns its error, whose code is the HTTP status."""
         epoch = self.epoch(slot) if slot < 2 else 0
         path = f"/slots/{slot}?action={action}"
         status, answer = self.ask("POST", path, {"epoch": epoch} | body)
@@ -86,7 +86,7 @@ class Llama:
     def complete(
         self, prompt: object, slot: int = 0, *, marker: bool = True, **more: object
     ) -> Json:
-        """Greedy decoding; a marked request keeps the holes of its slot."""
+        """Decodes greedily. With `marker` the request keeps the holes of its slot."""
         body: Json = {"prompt": prompt, "temperature": 0, "n_predict": 8, "cache_prompt": True}
         body |= {"id_slot": slot, "return_tokens": True, "ignore_eos": True}
         body |= {"evoke": {"epoch": self.epoch(slot)}} if marker else {}
@@ -97,23 +97,23 @@ class Llama:
         self.post(f"/slots/{slot}?action=erase", {})
 
 
-# How far two log probabilities may differ that were computed from the same rows in batches of
-# another shape or in other cells: sums in another order round differently, on each CPU in its way.
+# The largest difference of two log probabilities that come from the same rows, but in batches of
+# another shape or from other cells: a sum in another order rounds differently, on each CPU.
 ROUNDING = 0.05
 _UNLIKELY = -6.0
 
 
 def distributions(answer: Json) -> list[dict[int, float]]:
-    """The log probabilities by token id of each generated token; the request asks by `n_probs`."""
+    """The log probabilities by token id, per generated token; the request must set `n_probs`."""
     steps = answer["completion_probabilities"]
     return [{p["id"]: p["logprob"] for p in step["top_logprobs"]} for step in steps]
 
 
 def largest_difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
-    """The largest difference of two log probabilities, up to the first token chosen differently.
+    """The largest difference of two log probabilities, up to the first different token.
 
-    Both list the same tokens in each step: the whole vocabulary. Tokens less likely than one in
-    400 are left out: their log probabilities amplify rounding.
+    Both must list the whole vocabulary in each step. Tokens less likely than one in 400 are left
+    out, because their log probabilities amplify rounding.
     """
     most = 0.0
     for a, b in zip(one, other, strict=True):
@@ -127,9 +127,9 @@ def largest_difference(one: list[dict[int, float]], other: list[dict[int, float]
 
 @contextmanager
 def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama]:
-    """A server on a free loopback port; ends with the block. A start that fails shows its log.
+    """Runs a server on a free loopback port until the block ends. A failed start shows its log.
 
-    `EVOKE_SERVER_ARGS` names further options, those of a backend for example (tests/matrix.py).
+    `EVOKE_SERVER_ARGS` may contain further options, such as those of a backend (tests/matrix.py).
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,9 @@ def run(source: Path, folder: Path) -> str:
 
 
 def run_sanitized(source: Path, sources: Sequence[str], folder: Path) -> str:
-    """Runs the program with files of the patches, all with sanitizers if the compiler has them.
+    """Compiles a program with files of the patches and runs it.
+
+    All of it is compiled with sanitizers if the compiler has them.
 
     The program gets the path of an empty folder. Returns what it prints.
     """
@@ -42,12 +44,12 @@ def run_sanitized(source: Path, sources: Sequence[str], folder: Path) -> str:
 def build(
     source: Path, folder: Path, sources: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
-    """Returns the program, compiled in `folder`. Skips when the libraries are of other patches."""
+    """Compiles a program in `folder`. Skips the test if the libraries are of other patches."""
     binary(patched=True)
-    order = build_spec(True, find_toolchain(), None, patches_dir(), cache_dir())
-    tree = cache_dir() / "trees" / order.tree_key
+    spec = build_spec(True, find_toolchain(), None, patches_dir(), cache_dir())
+    tree = cache_dir() / "trees" / spec.tree_key
     if not _has_our_sources(tree):
-        pytest.skip("the latest build of this machine was of other patches")
+        pytest.skip("the latest build on this machine has other patches")
     libraries = [tree / "build/src/libllama.a", *tree.glob("build/ggml/**/lib*.a")]
     libraries += tree.glob("build/vendor/**/lib*.a")
     if sources:
@@ -57,7 +59,7 @@ def build(
     objects = [_object(path, tuple(command)) for path in sources]
     command += [str(source), *map(str, objects), "-o", str(program)]
     command += ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
-    subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl", *order.tools.libraries], check=True)
+    subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl", *spec.tools.libraries], check=True)
     return program
 
 
@@ -93,7 +95,7 @@ def _links_sanitizers() -> bool:
 
 
 def _has_our_sources(tree: Path) -> bool:
-    """Whether the tree was built from our sources as they are now: it is shared with others."""
+    """Whether the tree was built from our sources as they are now; builds share the tree."""
     library = tree / "build/src/libllama.a"
     homes = {"llama": "src", "server": "tools/server"}
     return library.exists() and all(

@@ -1,4 +1,4 @@
-"""A saved conversation is loaded into an emptied slot or another one."""
+"""Adopting a saved conversation into an emptied slot or another slot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operations import PARTS
 
 
 def save_all(server: Llama, slot: int, size: int = 64) -> list[str]:
-    """Every token of the slot in blocks; the names in order."""
+    """Saves all tokens of the slot in blocks; returns their names in order."""
     n_tokens = server.slot(slot)["n_tokens"]
     names = []
     ops = []
@@ -51,7 +51,7 @@ def test_adopting_some_blocks_requires_the_last_one(server: Llama) -> None:
     assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
 
 
-def test_another_slot_may_adopt(two: Llama) -> None:
+def test_another_slot_adopts_the_blocks_of_a_slot(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
     history = two.tokens(sample_text(300))

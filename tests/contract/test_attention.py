@@ -1,4 +1,4 @@
-"""Captured attention is the softmax of the model, by position."""
+"""Capturing attention: the captured values are the model's softmax, by position."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ HEADS = 4
 
 
 def masses(server: Llama, n: int, slot: int = 0, **more: object) -> Json:
-    """The mass of each of the first n positions."""
+    """The attention mass of each of the first `n` positions."""
     body = {"ranges": [[i, i + 1] for i in range(n)]} | more
     answer: Json = server.post(f"/slots/{slot}?action=attention", body)
     return answer
 
 
 def by_head(server: Llama, n: int, slot: int = 0) -> npt.NDArray[np.float64]:
-    """[layer and head, position]"""
+    """The attention mass, of shape [layer and head, position]."""
     return np.array([h["mass"] for h in masses(server, n, slot, per_head=True)["heads"]])
 
 
 def text(server: Llama, answer: Json, prompt: list[int], slot: int = 0) -> list[int]:
-    """The tokens of a slot: the last one that was sampled has not been decoded."""
+    """The decoded tokens of a slot: all but the last one sampled."""
     tokens: list[int] = (prompt + answer["tokens"])[: server.slot(slot)["n_tokens"]]
     return tokens
 
@@ -51,7 +51,7 @@ def test_rows_are_the_softmax_through_evictions_and_loads(server: Llama) -> None
     end = len(tokens)
     whole = attention(tokens, end - 1)
     assert np.allclose(by_head(server, end), whole, atol=3e-4)
-    assert np.unique(whole.round(4)).size > 100  # it is no flat row that would match anything
+    assert np.unique(whole.round(4)).size > 100  # not a flat row that would match anything
 
     server.act("block-save", name="b", p0=40, p1=220, evict=True)
     answer = server.complete(tokens, n_predict=30)
@@ -62,14 +62,14 @@ def test_rows_are_the_softmax_through_evictions_and_loads(server: Llama) -> None
     assert np.allclose(row, hidden, atol=3e-4)
     assert not np.allclose(row, attention(tokens, len(tokens) - 1), atol=3e-4)
 
-    # what was decoded meanwhile took cells of the block: it comes back to others
+    # rows decoded meanwhile took cells of the block, so it is loaded into other cells
     assert not server.act("block-load", names=["b"])["same_cells"]
     tokens = text(server, server.complete(tokens), tokens)
     assert np.allclose(by_head(server, len(tokens)), attention(tokens, len(tokens) - 1), atol=3e-4)
 
 
 def test_sums_are_over_every_generated_token_and_the_end_of_the_prompt(server: Llama) -> None:
-    """Of a graph that is built once and used again for most tokens."""
+    """Most tokens reuse one compute graph; none of their rows may be missing."""
     prompt = server.tokens(sample_text(100))
     server.act("attn-capture", layers=[0], mode="sum", window=6)
     tokens = text(server, server.complete(prompt, n_predict=40), prompt)
@@ -106,7 +106,7 @@ def test_ewma_weighs_the_last_rows_most(server: Llama) -> None:
 
 
 def last_rows(server: Llama, prompt: list[int], layers: list[int]) -> npt.NDArray[np.float64]:
-    """Of each head of each layer, of the last token of a prompt that fills several batches."""
+    """The attention of the last token in each layer and head; the prompt fills several batches."""
     server.act("attn-capture", layers=layers, mode="ewma", decay=0, per_head=True)
     server.complete(prompt, n_predict=3)
     return by_head(server, len(prompt) + 2)
@@ -126,19 +126,19 @@ def test_every_layer_and_head_sums_to_one_with_and_without_flash_attention(
     assert flash.shape == plain.shape == (len(LAYERS) * HEADS, len(prompt) + 2)
     assert np.allclose(flash.sum(axis=1), 1, atol=ROW_SUM)
     assert np.allclose(plain.sum(axis=1), 1, atol=ROW_SUM)
-    # deeper layers see what flash attention rounds differently
+    # in deeper layers the rounding of flash attention shows
     assert np.allclose(flash, plain, atol=2e-2)
 
 
 @pytest.mark.parametrize("shape", ["tiny-gemma2", "tiny-gpt-oss"])
 def test_soft_caps_and_sinks_are_those_of_the_model(shape: str) -> None:
-    """Without flash attention it is upstream's own softmax that is read."""
+    """Without flash attention the capture reads upstream's own softmax."""
     found = []
     for flash in ("on", "off"):
         options = ("-c", "1024", "--evoke-ram", "8", "-np", "1", "-fa", flash)
         with running(True, *options, model=ensure(SHAPES[shape])) as server:
             full = server.get("/props")["evoke"]["limits"]["attention"]["layers"]
-            assert full == [1, 3]  # the others have a window
+            assert full == [1, 3]  # the other layers have a sliding window
             prompt = server.tokens(sample_text(120))
             server.act("attn-capture", layers=[1], mode="ewma", decay=0, per_head=True)
             server.complete(prompt, n_predict=4)
@@ -147,7 +147,7 @@ def test_soft_caps_and_sinks_are_those_of_the_model(shape: str) -> None:
             assert error["code"] == 400 and "0 is not a layer" in error["message"]
     assert np.allclose(found[0], found[1], atol=3e-4)
     total = found[1].sum(axis=1)
-    if shape == "tiny-gpt-oss":  # the rest went to the sinks
+    if shape == "tiny-gpt-oss":  # the sinks take the rest
         assert np.all(total < 0.999) and np.all(total > 0.5)
     else:
         assert np.allclose(total, 1, atol=ROW_SUM)
@@ -156,7 +156,7 @@ def test_soft_caps_and_sinks_are_those_of_the_model(shape: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "layers"),
     [
-        ("tiny-lfm2", (), [1, 3]),  # the others are recurrent
+        ("tiny-lfm2", (), [1, 3]),  # the other layers are recurrent
         ("tiny-qwen2vl", (), LAYERS),
         ("tiny-moe", ("-ctk", "q8_0", "-ctv", "q8_0"), LAYERS),
     ],
@@ -188,11 +188,11 @@ def test_attention_of_slots_that_decode_together_does_not_mix(
         server.erase(slot)
         server.act("attn-capture", slot, layers=[0], mode="sum", window=4, per_head=bool(slot))
 
-    def play(slot: int) -> Any:
+    def decode(slot: int) -> Any:
         return server.complete(prompts[slot], slot, n_predict=60)
 
     with ThreadPoolExecutor() as pool:
-        answers = list(pool.map(play, (0, 1)))
+        answers = list(pool.map(decode, (0, 1)))
     for slot, answer in enumerate(answers):
         tokens = text(server, answer, prompts[slot], slot)
         first = len(prompts[slot]) - 4
@@ -200,7 +200,7 @@ def test_attention_of_slots_that_decode_together_does_not_mix(
         for row in range(first, len(tokens)):
             expected[: row + 1] += attention(tokens, row).mean(axis=0)
         got = masses(server, len(tokens), slot)
-        # a prompt that is decoded in two pieces, beside the other slot's token, has two ends
+        # a prompt decoded in two batches, because of the other slot's token, has two ends
         assert len(tokens) - first <= got["n_obs"] <= len(tokens) - first + 4
         assert got["total"] == pytest.approx(got["n_obs"], rel=ROW_SUM)
         if got["n_obs"] == len(tokens) - first:
@@ -282,7 +282,7 @@ def test_query_rows_and_key_bounds_are_those_of_the_first_layer(server: Llama) -
     assert np.array_equal(numbers(answer["key_bounds"]["data"], 2, 2, 2, 128), limits[1:])
 
 
-def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) -> None:
+def test_key_products_are_the_maximum_over_resident_or_saved_rows(server: Llama) -> None:
     prompt = server.tokens(sample_text(120))
     server.act("attn-capture", layers=[0, 2], queries=8)
     server.complete(prompt, n_predict=5)
@@ -308,7 +308,7 @@ def test_products_are_the_greatest_of_the_rows_and_of_the_copies(server: Llama) 
     assert np.allclose(whole[:, 0], expected, atol=0.02)
     assert not np.allclose(whole[:, 1], expected, atol=0.5)
 
-    # Of a copy they are those of the rows it was made from, in whatever layer.
+    # A copy has the products of the rows that it was made from, in every layer.
     server.act("block-save", name="b", p0=40, p1=100, evict=True)
     server.act("block-evict", p0=10, p1=20)
     saved = read()
@@ -323,11 +323,11 @@ def test_a_probe_keeps_the_queries_of_its_tokens(one: Llama) -> None:
     prompt = one.tokens(sample_text(120))
     one.act("attn-capture", layers=[0], queries=8)
     one.act("block-plan", ops=[{"op": "probe"}])
-    said = one.complete(prompt, n_predict=5)["tokens"]
+    tokens = one.complete(prompt, n_predict=5)["tokens"]
     rows = one.post("/slots/0?action=attention", {"with_queries": True})["query_rows"]
-    # The last token that was made has not been decoded.
+    # The last generated token has not been decoded.
     assert rows["pos"] == list(range(len(prompt) - 4, len(prompt) + 4))
-    queries, _ = queries_and_keys([*prompt, *said[:-1]])
+    queries, _ = queries_and_keys([*prompt, *tokens[:-1]])
     assert np.allclose(numbers(rows["data"], 1, 8, HEADS, 64)[0], queries[-8:], atol=1e-3)
 
     one.complete(prompt, n_predict=5)
@@ -358,18 +358,18 @@ def test_removed_tokens_have_no_mass(one: Llama) -> None:
 
 
 def test_an_eval_callback_sees_the_softmax_that_is_captured(tmp_path: Path) -> None:
-    """Through the library itself: upstream's own tensors, no server and no JSON between them."""
-    said = run(Path(__file__).parents[1] / "attn_capture/attn_capture.cpp", tmp_path)
-    assert said.count("upstream's softmax") == said.count("in all layers") == 3
+    """A C++ program reads upstream's own tensors, without a server or JSON."""
+    tokens = run(Path(__file__).parents[1] / "attn_capture/attn_capture.cpp", tmp_path)
+    assert tokens.count("upstream's softmax") == tokens.count("in all layers") == 3
 
 
 @pytest.fixture
 def wide(tmp_path: Path) -> Iterator[tuple[Llama, int]]:
-    """A server with so many cells that rows of attention are large, and its process."""
+    """A server with so many cells that rows of attention are large, and its process id."""
     port = free_port()
     command = [str(binary(True)), "-m", str(MODEL), "-t", "1", "--port", str(port), "-np", "4"]
     command += ["-kvu", "-c", "65536", "-ub", "256", "-fa", "on", "--evoke-ram", "8"]
-    # A thread's own arena would reserve most of the address space that a test leaves.
+    # A malloc arena per thread would reserve most of the address space that a test allows.
     environment = plain_environment() | {"MALLOC_ARENA_MAX": "1"}
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -385,13 +385,13 @@ def wide(tmp_path: Path) -> Iterator[tuple[Llama, int]]:
 
 
 def limit_memory(process: int, more: int) -> None:
-    """The process can take so many bytes of address space more."""
+    """Lets the process allocate at most `more` further bytes of address space."""
     status = Path(f"/proc/{process}/status").read_text()
     size = int(next(line for line in status.splitlines() if line.startswith("VmSize")).split()[1])
     resource.prlimit(process, resource.RLIMIT_AS, (size * 1024 + more, resource.RLIM_INFINITY))
 
 
-def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
+def test_a_capture_that_does_not_fit_memory_is_refused_and_changes_no_slot(
     wide: tuple[Llama, int],
 ) -> None:
     server, process = wide
@@ -409,8 +409,8 @@ def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
     ])  # fmt: skip
     assert (error["type"], error["op"]) == ("no_memory", 1)
     assert server.slot(0)["blocks"] == [] and server.slot(1) == other
-    set_to = server.act("attn-capture", 0, layers=[0], window=1)  # so little there is
-    assert set_to["layers"] == [0]
+    small = server.act("attn-capture", 0, layers=[0], window=1)  # for this there is memory
+    assert small["layers"] == [0]
     for slot in (0, 1):
         answer = server.complete([*prompt, *prompt[:40]], slot, n_predict=4)
         assert answer["timings"]["evoke"]["decoded"] < 50, "the slot was emptied"
@@ -420,14 +420,14 @@ def test_a_capture_without_memory_is_refused_and_takes_nothing_from_others(
 def test_capturing_attention_allocates_no_memory_while_decoding(
     wide: tuple[Llama, int],
 ) -> None:
-    """What they need at most is there when the call is answered: no decode takes any."""
+    """All memory is allocated before the call is answered; no decode allocates more."""
     server, process = wide
     prompt = server.tokens(sample_text(3000))[:2000]
     for slot in (0, 1):
         server.complete(prompt[:400], slot, n_predict=1)
     for slot in (0, 1):
         server.act("attn-capture", slot, layers=LAYERS, window=64, queries=32)
-    limit_memory(process, 24 << 20)  # threads for requests, no rows of 200 MiB
+    limit_memory(process, 24 << 20)  # enough for request threads, not for 200 MiB of rows
     with ThreadPoolExecutor(2) as pool:
         turns = [pool.submit(server.complete, prompt, slot, n_predict=30) for slot in (0, 1)]
         assert all(turn.result()["timings"]["evoke"]["decoded"] > 0 for turn in turns)
@@ -436,8 +436,10 @@ def test_capturing_attention_allocates_no_memory_while_decoding(
         assert answer["layers"] == LAYERS and answer["n_obs"] > 64
 
 
-def test_too_many_rows_of_attention_are_halved(wide: tuple[Llama, int]) -> None:
-    """Slots that share cells share the room for rows too: the third one finds it short."""
+def test_the_window_is_halved_when_captured_rows_exceed_their_limit(
+    wide: tuple[Llama, int],
+) -> None:
+    """Slots that share cells share the limit on captured rows too; it is short for the third."""
     server, _ = wide
     settings = {"layers": LAYERS, "window": 64, "queries": 64, "per_head": True, "mode": "sum"}
     windows = [server.act("attn-capture", slot, **settings)["window"] for slot in (0, 1, 2)]

@@ -1,4 +1,4 @@
-"""Limits of one block call; the largest permitted call does not block others."""
+"""Limits of one block call: the largest permitted call does not block other clients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from llama import Json, Llama, sample_text
 
 OPS, PROTECT, ORDER, NAMES, RANGES = 4096, 4096, 16384, 16384, 16384
-# What the main loop may take for one call, on a slow core that others use too.
+# The longest time of the main loop for one call, on a slow core that is shared.
 LONGEST_MS = 150.0
 STREAM: Json = {"budget": 2000, "sink": 4, "recent": 64, "block": 64}
 
 
 HEADS: Json = {"per_head": True}
-# Rows are kept of the last 64 tokens of a prompt: what one position costs `products` most.
+# Queries of the last 64 tokens of a prompt are kept: the most expensive case for `products`.
 CAPTURE: Json = {"layers": [0, 1, 2, 3], "mode": "snapkv", "window": 64, "queries": 64} | HEADS
 
 
 def ranges(count: int) -> list[list[int]]:
-    """Ranges of one token with gaps, the last one first."""
+    """`count` ranges of one token with gaps between them, in descending order."""
     return [[2 * i, 2 * i + 1] for i in reversed(range(count))]
 
 
@@ -71,7 +71,7 @@ def filled(two: Llama) -> Iterator[Llama]:
 
 
 @pytest.mark.parametrize(("action", "body"), LARGEST)
-def test_the_largest_lists_do_not_hold_up_the_main_loop(
+def test_the_largest_permitted_lists_do_not_block_the_main_loop(
     filled: Llama, action: str, body: Json
 ) -> None:
     best = min(float(filled.act(action, **body)["t_ms"]) for _ in range(3))
@@ -89,7 +89,7 @@ def test_more_than_the_limit_is_refused_and_the_reason_names_it(
 
 
 @pytest.mark.parametrize("value", [2**31, 2**32 + 5, 2**40, 2**63, 2**64 - 1, -1, -(2**40)])
-def test_numbers_of_64_bits_are_checked_not_cut(filled: Llama, value: int) -> None:
+def test_64_bit_numbers_out_of_range_are_refused_not_truncated(filled: Llama, value: int) -> None:
     bodies: list[tuple[str, Json]] = [
         ("stream", STREAM | {"protect": [[0, value]]}),
         ("stream", STREAM | {"protect": [[value, value]]}),
@@ -110,8 +110,8 @@ def test_numbers_of_64_bits_are_checked_not_cut(filled: Llama, value: int) -> No
     assert filled.slot(0) == before
 
 
-def test_a_refusal_names_the_limit(filled: Llama) -> None:
-    """As many ranges as that allows are computed."""
+def test_a_too_large_call_is_refused_with_the_limit_it_exceeds(filled: Llama) -> None:
+    """As many ranges as the limit allows are computed."""
     error = filled.refuse("attention", products=[[0, 1899]] * 15)
     assert error["type"] == "too_much_work" and error["needed"] > error["allowed"]
     count = 15 * error["allowed"] // error["needed"]
@@ -120,7 +120,7 @@ def test_a_refusal_names_the_limit(filled: Llama) -> None:
     assert filled.refuse("attention", products=[[0, 1899]] * (count + 1))["type"] == error["type"]
 
 
-def test_masses_cost_the_same_however_much_their_ranges_overlap(filled: Llama) -> None:
+def test_the_cost_of_masses_does_not_grow_with_overlapping_ranges(filled: Llama) -> None:
     def milliseconds(count: int) -> float:
         body: Json = {"ranges": [[0, 1899]] * count} | HEADS
         return min(float(filled.act("attention", **body)["t_ms"]) for _ in range(20))
@@ -128,7 +128,7 @@ def test_masses_cost_the_same_however_much_their_ranges_overlap(filled: Llama) -
     assert milliseconds(15) < 3.0 * milliseconds(1)
 
 
-def test_protected_ranges_mean_the_same_in_any_order(filled: Llama) -> None:
+def test_protected_ranges_are_sorted_and_merged(filled: Llama) -> None:
     wanted = [[0, 10], [20, 40], [50, 51]]
     for protect in (wanted, wanted[::-1], [[0, 5], [5, 10], [50, 51], [30, 40], [20, 35], [7, 7]]):
         filled.act("stream", budget=1800, sink=0, recent=16, block=16, protect=protect)
@@ -136,14 +136,14 @@ def test_protected_ranges_mean_the_same_in_any_order(filled: Llama) -> None:
 
 
 def test_another_client_decodes_during_a_large_call(filled: Llama) -> None:
-    """No token of slot 1 comes late while slot 0 gets the largest calls, one after the other."""
-    late, done = [0.0], threading.Event()
+    """No token of slot 1 takes long while slot 0 gets the largest calls, one after the other."""
+    longest, done = [0.0], threading.Event()
 
     def decode() -> None:
         while not done.is_set():
-            began = time.monotonic()
+            start = time.monotonic()
             filled.complete([5, 6, 7], 1, marker=False, n_predict=1)
-            late[0] = max(late[0], time.monotonic() - began)
+            longest[0] = max(longest[0], time.monotonic() - start)
 
     other = threading.Thread(target=decode)
     other.start()
@@ -154,4 +154,4 @@ def test_another_client_decodes_during_a_large_call(filled: Llama) -> None:
     finally:
         done.set()
         other.join()
-    assert late[0] < 3.0
+    assert longest[0] < 3.0

@@ -1,4 +1,4 @@
-"""Closing gaps and loading at another position: keys are rotated with small rounding errors."""
+"""Compacting a slot and loading at another position: keys are rotated, with rounding errors."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def serving(*options: str, shape: str = "tiny-dense") -> Iterator[Llama]:
 
 
 def read(server: Llama, prompt: list[int], slot: int = 0) -> tuple[list[dict[int, float]], int]:
-    """All logprobs of every greedy step, and how many tokens were decoded for them."""
-    how = {"n_predict": STEPS, "n_probs": VOCABULARY, "grammar": "root ::= [ -~]*"}
-    answer = server.complete(prompt, slot, **how)
+    """Decodes greedily; returns all log probabilities of each step, and the tokens decoded."""
+    fields = {"n_predict": STEPS, "n_probs": VOCABULARY, "grammar": "root ::= [ -~]*"}
+    answer = server.complete(prompt, slot, **fields)
     found = distributions(answer)
     assert all(len(step) == VOCABULARY for step in found)
     return found, answer["timings"]["evoke"]["decoded"]
 
 
 def start_conversation(server: Llama) -> list[int]:
-    """A fresh conversation in slot 0 of which a block is saved."""
+    """Starts a new conversation in slot 0 and saves one block of it; returns its tokens."""
     server.erase()
     prompt = server.tokens(sample_text(300))
     server.complete(prompt, n_predict=1)
@@ -50,7 +50,7 @@ def start_conversation(server: Llama) -> list[int]:
 
 
 def evict_and_load_between(server: Llama) -> None:
-    """The block goes, what is behind it moves down; it comes back, and that moves up again."""
+    """Evicts the block, closes the gap, and loads the block at its old position."""
     server.act("block-evict", names=["b"])
     closed = server.act("block-compact")
     assert closed["n_closed"] == BLOCK[1] - BLOCK[0]
@@ -58,28 +58,28 @@ def evict_and_load_between(server: Llama) -> None:
 
 
 def round_trips(server: Llama, count: int) -> float:
-    """How far what follows is from that of a conversation that nothing was done to."""
+    """The largest difference of log probabilities after `count` round trips and after none."""
     prompt = start_conversation(server)
     tail = server.tokens(sample_text(20, seed=3))
     whole, _ = read(server, prompt + tail)
     prompt = start_conversation(server)
     for _ in range(count):
         evict_and_load_between(server)
-        server.complete(prompt, n_predict=1)  # keys are turned now, not together with the next
+        server.complete(prompt, n_predict=1)  # rotates the keys now, not with the next trip
     repeated, decoded = read(server, prompt + tail)
     assert decoded == len(tail)
     return largest_difference(whole, repeated)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounding_of_round_trips_does_not_accumulate(kind: str) -> None:
+def test_rounding_errors_of_round_trips_do_not_accumulate(kind: str) -> None:
     options, tolerance = KINDS[kind]
     with serving(*options) as server:
         once, ten = round_trips(server, 1), round_trips(server, 10)
         assert 0 < once < tolerance and 0 < ten < 2 * tolerance
 
 
-def test_compact_closes_gaps_and_decoding_continues_the_shorter_text() -> None:
+def test_compact_closes_gaps_and_decoding_continues_from_the_shorter_text() -> None:
     with serving() as server:
         prompt = start_conversation(server)
         server.act("block-evict", p0=BLOCK[0], p1=BLOCK[1])
@@ -128,9 +128,9 @@ def test_blocks_saved_before_a_shift_are_saved_rotated() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compact_does_not_change_other_slots(kind: str, tmp_path: Path) -> None:
-    """A shift goes over all keys of all slots: by nothing, it must leave every bit."""
+    """A shift rotates the keys of all slots: those that shift by 0 keep every bit."""
 
-    def neighbour(server: Llama, name: str) -> bytes:
+    def saved_state(server: Llama, name: str) -> bytes:
         server.post("/slots/1?action=save", {"filename": name})
         return (tmp_path / name).read_bytes()
 
@@ -138,10 +138,10 @@ def test_compact_does_not_change_other_slots(kind: str, tmp_path: Path) -> None:
     with serving(*options) as server:
         prompt = start_conversation(server)
         server.complete(server.tokens(sample_text(100, seed=4)), 1, n_predict=1)
-        before = neighbour(server, "before")
+        before = saved_state(server, "before")
         evict_and_load_between(server)
         server.complete([*prompt, 7])
-        assert neighbour(server, "after") == before
+        assert saved_state(server, "after") == before
 
 
 @pytest.mark.parametrize("shape", ["tiny-gemma", "tiny-jamba", "tiny-qwen2vl"])
@@ -167,7 +167,7 @@ def test_a_refused_compact_changes_nothing() -> None:
             (400, {"names": ["b"], "at": len(prompt) + 1}),
             (400, {"names": ["b"], "at": -1}),
             (400, {"names": ["b", "b"], "at": 0}),
-            (404, {"names": ["nobody"], "at": 0}),
+            (404, {"names": ["unknown"], "at": 0}),
             (409, {"names": ["b"], "at": 0, "epoch": 1}),
             (400, {"names": ["b"], "at": "end"}),
         ):

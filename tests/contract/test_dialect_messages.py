@@ -1,8 +1,8 @@
-"""The converters of the proxy make the messages that llama-server's converters make.
+"""The proxy's dialect converters, compared with those of llama-server.
 
-Bodies of the Anthropic and responses dialects are rendered twice: as they are, and after the
-conversion. Both renderings must be the same, and the text that the proxy reads from a message must
-be printed in the span of that message.
+Bodies of the Anthropic and responses dialects are rendered twice: unchanged, and converted to chat
+bodies. Both renderings must be equal, and the text that the proxy reads from a message must be in
+that message's span.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_responses
 from evoke_proxy.server_build.cache import cache_dir
 
-# Templates that print tool calls and their results: with typed content, without it, and with the
-# arguments as the text that they are in the message.
+# Templates that print tool calls and results: one with typed content, one without, and one that
+# prints the arguments as the string in the message.
 TEMPLATES = ("Qwen3.5-4B", "Qwen-QwQ-32B", "meetkai-functionary-medium-v3.2")
 CONVERTERS = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 READERS = {"messages": from_anthropic, "responses": from_responses}
-STAMPED = "x-anthropic-billing-header: cc_version=2; cch=a5145;You help."
+BILLING_SYSTEM = "x-anthropic-billing-header: cc_version=2; cch=a5145;You help."
 TOOL = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 
@@ -40,16 +40,16 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def anthropic_body(random_: random.Random) -> dict[str, Any]:
+def anthropic_body(rng: random.Random) -> dict[str, Any]:
     """A body with every kind of block that llama-server accepts, in random numbers."""
 
     def words(kind: str) -> str:
-        return f"{kind} {random_.randrange(10**6)}."
+        return f"{kind} {rng.randrange(10**6)}."
 
     messages: list[dict[str, Any]] = []
-    for turn in range(random_.randrange(1, 4)):
-        question = [text(words("question")) for _ in range(random_.randrange(1, 3))]
-        messages.append({"role": "user", "content": random_.choice((question, words("plain")))})
+    for turn in range(rng.randrange(1, 4)):
+        question = [text(words("question")) for _ in range(rng.randrange(1, 3))]
+        messages.append({"role": "user", "content": rng.choice((question, words("plain")))})
         calls = [
             {
                 "type": "tool_use",
@@ -57,49 +57,51 @@ def anthropic_body(random_: random.Random) -> dict[str, Any]:
                 "name": "read",
                 "input": {"path": words("file"), "n": [1, 2.5, None], "é": True},
             }
-            for number in range(random_.randrange(3))
+            for number in range(rng.randrange(3))
         ]
-        thoughts = [{"type": "thinking", "thinking": words("thought")}] * random_.randrange(3)
-        answer = [*thoughts, *(text(words("answer")) for _ in range(random_.randrange(3))), *calls]
+        thoughts = [{"type": "thinking", "thinking": words("thought")}] * rng.randrange(3)
+        answer = [*thoughts, *(text(words("answer")) for _ in range(rng.randrange(3))), *calls]
         messages.append({"role": "assistant", "content": answer or words("answer")})
         contents = (words("result"), [text(words("one")), text(words("two"))], [], None)
         results = [
             {
                 "type": "tool_result",
                 "tool_use_id": call["id"],
-                "content": random_.choice(contents),
+                "content": rng.choice(contents),
             }
             for call in calls
         ]
         if results:
             messages.append({"role": "user", "content": [*results, text(words("after"))]})
     messages.append({"role": "user", "content": words("last")})
-    system = random_.choice((STAMPED, [text(STAMPED), text("Be brief.")], "You help.", None))
+    system = rng.choice(
+        (BILLING_SYSTEM, [text(BILLING_SYSTEM), text("Be brief.")], "You help.", None)
+    )
     tools = [{"name": "read", "description": "Reads a file.", "input_schema": TOOL}]
     body = {"messages": messages, "tools": tools, "max_tokens": 1}
     return body if system is None else body | {"system": system}
 
 
-def responses_body(random_: random.Random) -> dict[str, Any]:
+def responses_body(rng: random.Random) -> dict[str, Any]:
     """A body with every kind of item that llama-server accepts, in random numbers."""
 
     def words(kind: str) -> str:
-        return f"{kind} {random_.randrange(10**6)}."
+        return f"{kind} {rng.randrange(10**6)}."
 
-    def said(kind: str) -> dict[str, Any]:
+    def text_part(kind: str) -> dict[str, Any]:
         return {"type": kind, "text": words("part")}
 
     items: list[dict[str, Any]] = []
-    for turn in range(random_.randrange(1, 4)):
-        parts = [said("input_text") for _ in range(random_.randrange(1, 3))]
-        items.append({"role": "user", "content": random_.choice((parts, words("plain")))})
+    for turn in range(rng.randrange(1, 4)):
+        parts = [text_part("input_text") for _ in range(rng.randrange(1, 3))]
+        items.append({"role": "user", "content": rng.choice((parts, words("plain")))})
         thought = {"type": "reasoning", "summary": [], "content": [text(words("thought"))]}
-        answers = [[said("output_text"), said("output_text")], words("answer")]
+        answers = [[text_part("output_text"), text_part("output_text")], words("answer")]
         message = {
             "type": "message",
             "role": "assistant",
             "status": "completed",
-            "content": random_.choice(answers),
+            "content": rng.choice(answers),
         }
         calls = [
             {
@@ -108,22 +110,22 @@ def responses_body(random_: random.Random) -> dict[str, Any]:
                 "name": "read",
                 "arguments": json.dumps({"path": words("file"), "é": 1}),
             }
-            for number in range(random_.randrange(3))
+            for number in range(rng.randrange(3))
         ]
-        items += [thought] * random_.randrange(2) + [message] * random_.randrange(1, 3) + calls
-        outputs = (words("result"), [said("input_text"), said("input_text")])
+        items += [thought] * rng.randrange(2) + [message] * rng.randrange(1, 3) + calls
+        outputs = (words("result"), [text_part("input_text"), text_part("input_text")])
         items += [
             {
                 "type": "function_call_output",
                 "call_id": call["call_id"],
-                "output": random_.choice(outputs),
+                "output": rng.choice(outputs),
             }
             for call in calls
         ]
     items.append({"role": "user", "content": words("last")})
     tools = [{"type": "function", "name": "read", "parameters": TOOL}, {"type": "web_search"}]
     body = {"input": items, "tools": tools, "max_output_tokens": 1}
-    return random_.choice((body, body | {"instructions": "You help."}))
+    return rng.choice((body, body | {"instructions": "You help."}))
 
 
 def rendering(server: Llama, dialect: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Saved blocks on disk: overflow of memory, restarts, damaged files."""
+"""Saved blocks on disk: memory overflow, restarts, damaged files, failing disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from invalid_bodies import send_invalid_calls
 from llama import MODEL, Json, Llama, binary, running, sample_text
-from operations import play
+from operations import run_operations
 from test_exact import logprobs
 
 from bench.random_models import SHAPES, ensure
@@ -53,7 +53,7 @@ def disk(server: Llama) -> Json:
 
 
 def save_each(server: Llama, cached: list[int]) -> list[str]:
-    """A save for each block of slot 0, one call each: together they may be more than memory."""
+    """Saves each block of slot 0 with a call of its own; together they may exceed the memory."""
     names = []
     for p0 in range(0, len(cached), SIZE):
         names.append(f"0/{p0}")
@@ -73,7 +73,7 @@ def files(folder: Path, kind: str = "kvb") -> list[Path]:
 
 
 def size(folder: Path) -> int:
-    """Of all block files; the server may be deleting one."""
+    """The size of all block files in bytes; the server may be deleting one."""
     total = 0
     for path in files(folder):
         with suppress(FileNotFoundError):
@@ -82,32 +82,32 @@ def size(folder: Path) -> int:
 
 
 def check_since(server: Llama, names: list[str]) -> None:
-    """Only what has changed is listed to who knows the rest."""
+    """With `since`, only blocks changed since that version are listed."""
     path = "/slots/0/blocks?tenant="
     latest = server.get(f"{path}&since=latest")
     assert latest["blocks"] == [] and latest["tokens_hash"] == server.slot()["tokens_hash"]
     version = latest["version"]
-    server.act("block-save", name="again", p0=64, p1=128)
+    server.act("block-save", name="renamed", p0=64, p1=128)
     changed = {block["name"] for block in server.get(f"{path}&since={version}")["blocks"]}
-    assert {names[1], "again"} <= changed < {*names, "again"}
+    assert {names[1], "renamed"} <= changed < {*names, "renamed"}
     assert len(server.get(f"{path}&since={version + 1000}")["blocks"]) == len(names) + 1
     assert server.ask("GET", f"{path}&since=never")[0] == 400
-    server.act("block-drop", names=["again"])
+    server.act("block-drop", names=["renamed"])
 
 
-def talk(server: Llama) -> list[int]:
-    """A conversation in slot 0; the tokens that have a row afterwards."""
+def fill_slot(server: Llama) -> list[int]:
+    """Decodes a conversation in slot 0; returns the tokens that have a row."""
     history = server.tokens(sample_text(900))
     server.erase()
     first = server.complete(history)
     return history + list(first["tokens"][:-1])
 
 
-def test_blocks_beyond_memory_are_on_disk_and_load_bit_identical(tmp_path: Path) -> None:
+def test_blocks_that_exceed_memory_go_to_disk_and_load_bit_identical(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=1)) as server:
         evoke = server.get("/props")["evoke"]
         assert "disk" in evoke["features"] and evoke["limits"]["disk_bytes"] == 64 << 20
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
         names = save_each(server, cached)
         assert len(names) * SIZE * ROW > 3 << 20  # three times the memory
@@ -127,7 +127,7 @@ def test_blocks_beyond_memory_are_on_disk_and_load_bit_identical(tmp_path: Path)
 
 def test_a_restarted_server_finds_its_blocks(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d")) as server:
-        cached = talk(server)
+        cached = fill_slot(server)
         server.act("attn-capture", layers=[0, 2], queries=8)
         names = save_each(server, cached)
         available, limits = bounds(server, cached)
@@ -135,12 +135,12 @@ def test_a_restarted_server_finds_its_blocks(tmp_path: Path) -> None:
         reference = logprobs(server, cached + cached[:9], 0)
         assert tiers(server) == {"ram": len(names)} and disk(server)["n_files"] == 0
     kept = files(tmp_path / "d")
-    assert len(kept) == len(names)  # written at the end
+    assert len(kept) == len(names)  # written when the server stops
     with running(True, *options(tmp_path / "d")) as server:
         assert tiers(server) == {"disk": len(names)}
         server.act("block-adopt", 1, tokens=cached, names=names[-1:])
         server.act("attn-capture", 1, layers=[0, 2], queries=8)
-        available, found = bounds(server, cached, 1)  # of blocks that are only on disk
+        available, found = bounds(server, cached, 1)  # the blocks are only on disk
         assert available.count(False) <= 1
         each = [limits[at : at + 2048] for at in range(0, len(limits), 2048)]
         assert found == b"".join(part for part, here in zip(each, available, strict=True) if here)
@@ -156,14 +156,14 @@ def test_a_restarted_server_finds_its_blocks(tmp_path: Path) -> None:
 
 
 def bounds(server: Llama, cached: list[int], slot: int = 0) -> tuple[list[bool], bytes]:
-    """Of each block, resident or not: whether its key bounds are known, and what they are."""
+    """Per block, resident or not: whether its key bounds are known; and the bounds as bytes."""
     ranges = [[p0, min(len(cached), p0 + SIZE)] for p0 in range(0, len(cached), SIZE)]
     answer = server.post(f"/slots/{slot}?action=attention", {"bounds": ranges})["key_bounds"]
     return answer["known"], base64.b64decode(answer["data"])
 
 
 def checksum(data: bytes) -> int:
-    """That of server-blocks-file.cpp, seed 0, of a multiple of 32 bytes."""
+    """The checksum of server-blocks-file.cpp with seed 0; `data` is a multiple of 32 bytes."""
     mask = (1 << 64) - 1
     p1, p2, p3, p4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63
 
@@ -176,8 +176,8 @@ def checksum(data: bytes) -> int:
     lanes = [(p1 + p2) & mask, p2, 0, -p1 & mask]
     for i, lane in enumerate(struct.unpack(f"<{len(data) // 8}Q", data)):
         lanes[i % 4] = mixed(lanes[i % 4], lane)
-    turned = zip(lanes, (1, 7, 12, 18), strict=True)
-    h = sum(rotated(lane, r) for lane, r in turned) & mask
+    rotations = zip(lanes, (1, 7, 12, 18), strict=True)
+    h = sum(rotated(lane, r) for lane, r in rotations) & mask
     for lane in lanes:
         h = ((h ^ mixed(0, lane)) * p1 + p4) & mask
     h = (h + len(data)) & mask
@@ -187,10 +187,10 @@ def checksum(data: bytes) -> int:
 
 
 def test_damaged_files_are_renamed_and_not_used(tmp_path: Path) -> None:
-    """Every number of the head, its text and lists, the rows; cut at any place; grown."""
-    folder, chance = tmp_path / "d", random.Random(5)
+    """Each header number, the header's text and lists, the rows; truncated; extended."""
+    folder, rng = tmp_path / "d", random.Random(5)
     with running(True, *options(folder)) as server:
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
         server.act("block-save", name="b", p0=64, p1=128, evict=True)
         assert spill(server, release=True)["n_spilled"] == 1
@@ -198,7 +198,7 @@ def test_damaged_files_are_renamed_and_not_used(tmp_path: Path) -> None:
         whole = path.read_bytes()
         n_head = len(whole) - SIZE * ROW
         for i in range(DAMAGES):
-            path.write_bytes(damaged(whole, n_head, i, chance))
+            path.write_bytes(damaged(whole, n_head, i, rng))
             error = server.refuse("block-load", names=["b"])
             assert (error["code"], error["type"], error["name"]) == (404, "unknown_block", "b"), i
             assert not files(folder) and server.slot()["ram"]["used"] == 0
@@ -211,17 +211,17 @@ def test_damaged_files_are_renamed_and_not_used(tmp_path: Path) -> None:
         assert logprobs(server, cached, 0) == reference
 
 
-def test_a_forged_file_whose_rows_name_other_tokens_is_not_used(tmp_path: Path) -> None:
-    """Checksums and names are right; a model might look up a row by a token it does not have."""
+def test_a_forged_file_with_other_tokens_at_its_rows_is_not_used(tmp_path: Path) -> None:
+    """Checksums and names are right; a token outside the vocabulary would be an invalid index."""
     folder = tmp_path / "d"
     with running(True, *options(folder)) as server:
-        cached = talk(server)
+        cached = fill_slot(server)
         server.act("block-save", name="b", p0=64, p1=128, evict=True)
         assert spill(server, release=True)["n_spilled"] == 1
         (path,) = files(folder)
         whole = path.read_bytes()
         tokens = struct.pack("<64i", *cached[64:128])
-        rows = whole.index(tokens, whole.index(tokens) + 1)  # the tokens that made the rows
+        rows = whole.index(tokens, whole.index(tokens) + 1)  # the tokens stored with the rows
         for forged in (1 << 30, -5, cached[64] + 1):
             bad = bytearray(whole)
             bad[rows : rows + 4] = struct.pack("<i", forged)
@@ -237,19 +237,19 @@ def test_a_forged_file_whose_rows_name_other_tokens_is_not_used(tmp_path: Path) 
             server.post("/slots/0?action=block-spill", {"names": ["b"], "release": True})
 
 
-def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> bytes:
-    """The `number`th way to damage a block file."""
+def damaged(whole: bytes, n_head: int, number: int, rng: random.Random) -> bytes:
+    """A block file damaged in the way with this number, from 0 to DAMAGES - 1."""
     bad = bytearray(whole)
-    if number < 112:  # each byte of the numbers at the start
-        bad[number] ^= 1 << chance.randrange(8)
+    if number < 112:  # each byte of the header's numbers
+        bad[number] ^= 1 << rng.randrange(8)
     elif number < 150:
-        bad[chance.randrange(112, n_head)] ^= 1 << chance.randrange(8)
+        bad[rng.randrange(112, n_head)] ^= 1 << rng.randrange(8)
     elif number < 180:
-        bad[chance.randrange(n_head, len(bad))] ^= 1 << chance.randrange(8)
+        bad[rng.randrange(n_head, len(bad))] ^= 1 << rng.randrange(8)
     elif number < 195:
-        del bad[chance.choice([0, 8, 47, n_head - 1, n_head, chance.randrange(len(bad))]) :]
+        del bad[rng.choice([0, 8, 47, n_head - 1, n_head, rng.randrange(len(bad))]) :]
     else:
-        bad += bytes(chance.randrange(1, 64))
+        bad += bytes(rng.randrange(1, 64))
     assert bytes(bad) != whole
     return bytes(bad)
 
@@ -257,11 +257,11 @@ def damaged(whole: bytes, n_head: int, number: int, chance: random.Random) -> by
 def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder)) as server:
-        cached = talk(server)
+        cached = fill_slot(server)
         names = save_each(server, cached)
     good = files(folder)
     whole = good[0].read_bytes()
-    (folder / "notes.txt").write_text("mine")
+    (folder / "notes.txt").write_text("not a block")
     (folder / "evoke-0.kvb").write_bytes(b"")
     (folder / "evoke-1.kvb").write_bytes(whole)  # under another block's name
     (folder / "evoke-2.kvb").mkdir()
@@ -272,9 +272,9 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     with running(True, *options(folder)) as server:
         assert len(blocks(server)) == len(names) - 2
         assert disk(server)["n_damaged"] == 4
-        left = [name for name in names if name in blocks(server) and name != names[-1]]
-        server.act("block-adopt", tokens=cached, names=[*left, names[-1]])
-    assert (folder / "notes.txt").read_text() == "mine"
+        usable = [name for name in names if name in blocks(server) and name != names[-1]]
+        server.act("block-adopt", tokens=cached, names=[*usable, names[-1]])
+    assert (folder / "notes.txt").read_text() == "not a block"
     assert not files(folder, "tmp") and len(files(folder, "bad")) == 4
 
 
@@ -282,7 +282,7 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
 def killable(
     folder: Path, *before: str, ram: int = 1, mib: int = 64
 ) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
-    """A server as a process; `before` is what its command is an argument of."""
+    """Runs a server that can be killed; `before` is a command that its command is appended to."""
     port = free_port()
     command = [*before, str(binary(patched=True)), "-m", str(MODEL), "-t", "1"]
     command += ["--port", str(port), "--slot-save-path", str(folder.parent)]
@@ -310,7 +310,7 @@ def test_a_server_killed_while_it_writes_leaves_only_complete_files(tmp_path: Pa
         with killable(folder) as (server, process):
             before = set(blocks(server))
             assert len(before) == len(files(folder)) >= written
-            cached = talk(server)
+            cached = fill_slot(server)
             for name in sorted(before - {"0/1600"}):  # the last rows cannot be evicted
                 server.act("block-evict", names=[name])
                 assert server.act("block-load", names=[name])["same_cells"]
@@ -324,11 +324,13 @@ def test_a_server_killed_while_it_writes_leaves_only_complete_files(tmp_path: Pa
     assert not files(folder, "bad")
 
 
-def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
+def test_calls_that_scan_the_folder_do_not_disturb_writes_and_removals(
     tmp_path: Path,
 ) -> None:
-    """Every block call scans a folder that has changed; this must neither delete a file that is
-    being written nor list a copy again that has just been dropped."""
+    """A block call scans the folder if it has changed.
+
+    The scan must neither delete a file that is being written nor list a dropped copy again.
+    """
     with running(True, *options(tmp_path / "d")) as server, ExitStack() as stack:
         server.complete(server.tokens(sample_text(900))[:500], n_predict=1)
         saves = [{"op": "save", "name": str(p), "p0": p, "p1": p + 8} for p in range(0, 480, 8)]
@@ -336,7 +338,7 @@ def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
 
         def scan() -> None:
             while not stopped.is_set():
-                server.ask("POST", "/slots/0?action=block-drop", {"names": ["nobody"]})
+                server.ask("POST", "/slots/0?action=block-drop", {"names": ["unknown"]})
 
         threads = [threading.Thread(target=scan) for _ in range(4)]
         for thread in threads:
@@ -356,7 +358,7 @@ def test_writes_and_removals_are_not_disturbed_by_calls_that_scan_the_folder(
 def test_the_least_recently_used_file_is_deleted_above_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder, mib=1, ram=1)) as server:
-        talk(server)
+        fill_slot(server)
         names = []
         for p0 in range(0, 1536, SIZE):
             names.append(str(p0))
@@ -373,13 +375,13 @@ def test_the_least_recently_used_file_is_deleted_above_the_limit(tmp_path: Path)
         assert server.refuse("block-evict", names=[names[0]])["type"] == "unknown_block"
 
 
-def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: Path) -> None:
+def test_after_the_clock_is_set_back_new_files_are_not_the_oldest(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with running(True, *options(folder, mib=1, ram=1)) as server:
-        cached = talk(server)
+        cached = fill_slot(server)
         save_each(server, cached[:512])
         spill(server)
-    ahead = time.time() + 30 * 86400  # what their times are if it was a month ahead until now
+    ahead = time.time() + 30 * 86400  # the clock was a month ahead when they were written
     for path in files(folder):
         os.utime(path, (ahead, ahead))
     with running(True, *options(folder, mib=1, ram=1)) as server:
@@ -391,14 +393,14 @@ def test_a_clock_that_is_set_back_does_not_make_new_files_the_oldest(tmp_path: P
         spill(server)
         assert disk(server)["n_deleted"] > 0
         on_disk = {name for name, block in blocks(server).items() if block["on_disk"]}
-        assert set(names[-4:]) <= on_disk, "the newest are there"
+        assert set(names[-4:]) <= on_disk, "the newest copies are deleted"
     with running(True, *options(folder, mib=1, ram=1)) as server:
         assert set(names[-4:]) <= set(blocks(server))
         server.complete(server.tokens(sample_text(900, seed=6)))
         server.act("block-save", name="one more", p0=0, p1=SIZE)
         spill(server)
         assert {names[-1], "one more"} <= set(blocks(server)), (
-            "their times say so at the next start"
+            "the newest copies are deleted after a restart"
         )
 
 
@@ -407,11 +409,11 @@ def test_two_servers_share_a_folder_and_only_identical_blocks(tmp_path: Path) ->
     with ExitStack() as stack:
         first = stack.enter_context(running(True, *options(folder)))
         second = stack.enter_context(running(True, *options(folder)))
-        cached = talk(first)
+        cached = fill_slot(first)
         first.erase()
         first.complete(cached, n_predict=1)
         names = save_each(first, cached)
-        # from the saved rows, in a batch of the same nine tokens as the second server's below
+        # decodes the saved rows and the same nine tokens as the second server does below
         reference = first.complete(cached + cached[:9], n_predict=20)
         assert reference["timings"]["prompt_n"] == 9
         assert second.refuse("block-adopt", tokens=cached, names=names)["type"] == "unknown_block"
@@ -422,13 +424,13 @@ def test_two_servers_share_a_folder_and_only_identical_blocks(tmp_path: Path) ->
         assert answer["tokens"] == reference["tokens"]
         first.post("/slots/0?action=block-drop", {"names": names[:1]})
         assert wait_until(lambda: len(files(folder)) == len(names) - 1)
-        assert second.slot()["ram"]["used"] > 0  # its own copies stay
+        assert second.slot()["ram"]["used"] > 0  # its copies in memory stay
     with running(True, *options(folder), "-ctk", "q8_0", "-ctv", "q8_0") as other:
         error = other.refuse("block-adopt", tokens=cached, names=names[1:])
         assert (error["code"], error["type"]) == (409, "other_model")
         assert "KV types" in error["message"]
         other.complete(cached)
-        save_each(other, cached)  # the same names: of this server they are its own
+        save_each(other, cached)  # the same names, but copies of this server
     with running(True, *options(folder), model=ensure(SHAPES["tiny-dense"])) as other:
         error = other.refuse("block-adopt", tokens=cached, names=names[1:])
         assert error["type"] == "other_model" and "model" in error["message"]
@@ -437,13 +439,13 @@ def test_two_servers_share_a_folder_and_only_identical_blocks(tmp_path: Path) ->
 
 def test_tenants_are_separate_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d")) as server:
-        talk(server)
+        fill_slot(server)
         server.act("block-save", name="mine", p0=64, p1=128, tenant="a")
         server.act("block-save", name="mine", p0=256, p1=320, tenant="b")
         server.act("block-evict", p0=64, p1=128)
     assert len(files(tmp_path / "d")) == 2
     with running(True, *options(tmp_path / "d")) as server:
-        talk(server)
+        fill_slot(server)
         server.act("block-evict", p0=64, p1=128)
         assert blocks(server) == {}
         assert [block["p0"] for block in blocks(server, "b").values()] == [256]
@@ -454,10 +456,10 @@ def test_tenants_are_separate_on_disk(tmp_path: Path) -> None:
         assert wait_until(lambda: len(files(tmp_path / "d")) == 1)
 
 
-def test_a_failing_disk_costs_at_most_copies(tmp_path: Path) -> None:
+def test_a_failing_disk_loses_copies_but_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "d"
     with killable(folder) as (server, process):
-        cached = talk(server)
+        cached = fill_slot(server)
         log = (tmp_path / "log").stat().st_size
         assert log < 90_000
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -465,21 +467,21 @@ def test_a_failing_disk_costs_at_most_copies(tmp_path: Path) -> None:
         error = server.refuse("block-spill", names=["a"])
         assert error["code"] == 503 and "File too large" in error["message"]
         assert tiers(server) == {"ram": 1} and not list(folder.iterdir())
-        names = save_each(server, cached)  # three times the memory, and the disk takes nothing
+        names = save_each(server, cached)  # three times the memory, and no write succeeds
         state = disk(server)
         assert state["n_failed"] > 0 and state["n_dropped"] > 0
         assert names[-1] in blocks(server) and names[0] not in blocks(server)
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
         assert spill(server)["n_spilled"] == len(blocks(server))
-        # the folder disappears: what was there is lost, what comes is written into a new one
+        # the folder is deleted: its copies are lost, new ones are written into a new folder
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
         server.act("block-save", name="c", p0=0, p1=SIZE)
         assert server.post("/slots/0?action=block-spill", {"names": ["c"]})["n_spilled"] == 1
         assert len(files(folder)) >= 1 and folder.stat().st_mode & 0o777 == 0o700
-        # something else has its name
+        # a file has the folder's name
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -491,7 +493,7 @@ def test_a_failing_disk_costs_at_most_copies(tmp_path: Path) -> None:
 
 
 def small_disk(folder: Path) -> tuple[str, ...]:
-    """What the command of a server is an argument of, for which the folder is a disk of 2 MiB."""
+    """A command prefix that mounts a disk of 2 MiB at the folder, visible to that server only."""
     mount = 'mount -t tmpfs -o size=2m,mode=700 none "$0" && exec "$@"'
     folder.mkdir(mode=0o700)
     own = ("unshare", "-m", "sh", "-c", mount, str(folder))
@@ -500,12 +502,12 @@ def small_disk(folder: Path) -> tuple[str, ...]:
         or not shutil.which("nsenter")
         or subprocess.run([*own, "true"], capture_output=True).returncode
     ):
-        pytest.skip("this system lets nobody here mount a file system")
+        pytest.skip("this system does not allow mounting a file system")
     return own
 
 
 def remount(process: subprocess.Popen[bytes], folder: Path, how: str) -> None:
-    """Make the disk of a server `ro` or `rw`: for root, too, unlike a mode."""
+    """Makes the disk of a server `ro` or `rw`; unlike a file mode, this also binds root."""
     inside = ("nsenter", "-t", str(process.pid), "-m", "mount", "-o", f"remount,{how}", str(folder))
     subprocess.run(inside, check=True, timeout=30)
 
@@ -520,13 +522,15 @@ def load_each(server: Llama, names: list[str]) -> None:
         assert server.act("block-load", names=[name])["same_cells"]
 
 
-@pytest.mark.parametrize("mib", [64, 1], ids=["below the cap", "at the cap"])
-def test_a_read_only_disk_keeps_its_blocks_and_is_written_later(tmp_path: Path, mib: int) -> None:
-    """At the cap a write begins with the deletion of an old file, which fails as well."""
+@pytest.mark.parametrize("mib", [64, 1], ids=["below the limit", "at the limit"])
+def test_a_read_only_disk_keeps_its_blocks_and_is_used_when_writable(
+    tmp_path: Path, mib: int
+) -> None:
+    """At the limit a write starts by deleting an old file, which fails as well."""
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8, mib=mib) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
         names = save_each(server, cached)[1:10]
         old, new = names[:7], names[7:]
@@ -551,11 +555,11 @@ def test_a_read_only_disk_keeps_its_blocks_and_is_written_later(tmp_path: Path, 
 
 
 def test_a_disk_that_fills_during_a_write_keeps_its_files(tmp_path: Path) -> None:
-    """Half of a block fits; the only file there is of a tenant that has no more than the writer."""
+    """Half of a block fits. The only file belongs to a tenant with no more than the writer has."""
     folder = tmp_path / "d"
     with killable(folder, *small_disk(folder), ram=8) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
         server.act("block-save", name="kept", p0=64, p1=128, tenant="a")
         body: Json = {"names": ["kept"], "release": True, "tenant": "a"}
@@ -585,14 +589,14 @@ def test_a_disk_that_fills_during_a_write_keeps_its_files(tmp_path: Path) -> Non
 def test_a_full_file_system_is_reported_and_used_again_later(
     tmp_path: Path,
 ) -> None:
-    """A real one, of 2 MiB, that only the server's process sees."""
+    """A real file system of 2 MiB that only the server's process sees."""
     folder = tmp_path / "d"
     own = small_disk(folder)
     with killable(folder, *own, ram=8) as (server, process):
         there = Path(f"/proc/{process.pid}/root{folder}")
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
-        names = save_each(server, cached)[:24]  # 3 MB, that the memory has room for
+        names = save_each(server, cached)[:24]  # 3 MB, which fits the memory
         with (there / "another's").open("wb", buffering=0) as other:
             while shutil.disk_usage(there).free:
                 other.write(bytes(4096))
@@ -601,10 +605,10 @@ def test_a_full_file_system_is_reported_and_used_again_later(
         assert disk(server)["n_failed"] > 0 and not files(there) and not files(there, "tmp")
         assert set(names) <= set(blocks(server)) and disk(server)["n_dropped"] == 0
 
-        os.truncate(there / "another's", 1 << 20)  # a third of them has room now
+        os.truncate(there / "another's", 1 << 20)  # now a third of them fits
         spill(server)
         assert disk(server)["n_deleted"] > 0 and len(files(there)) >= 5
-        assert set(names) <= set(blocks(server))  # what went from there is in memory still
+        assert set(names) <= set(blocks(server))  # copies deleted from disk are still in memory
 
         (there / "another's").unlink()
         left = [name for name in names if name in blocks(server)][:12]
@@ -634,23 +638,23 @@ def test_an_unusable_folder_disables_only_the_disk(
         assert "disk" not in evoke["features"] and evoke["limits"]["disk_bytes"] == 0
         assert why in disk(server)["unusable"]
         assert server.refuse("block-spill", all=True)["code"] == 501
-        talk(server)
+        fill_slot(server)
         assert server.act("block-save", name="a", p0=0, p1=64)["n_tokens"] == 64
         assert blocks(server)["a"]["tier"] == "ram"
 
 
 def test_random_operations_with_most_blocks_on_disk(tmp_path: Path) -> None:
     with running(True, *options(tmp_path / "d", ram=4)) as server:
-        model = play(server, 200)
+        model = run_operations(server, 200)
         spill(server)
         assert disk(server)["n_written"] > 5
     with running(True, *options(tmp_path / "d", ram=4)) as server:
-        assert model.outlived(server) > 100
-        play(server, 100, seed=2)
+        assert model.compare_after_restart(server) > 100
+        run_operations(server, 100, seed=2)
         send_invalid_calls(server, 200)
         state = disk(server)
         assert state["n_failed"] == state["n_damaged"] == 0
-        cached = talk(server)
+        cached = fill_slot(server)
         reference = logprobs(server, cached, 0)
         server.act("block-save", name="last", p0=64, p1=512, evict=True)
         spill(server, release=True)
@@ -665,9 +669,9 @@ def test_there_is_no_disk_without_the_option(two: Llama) -> None:
     assert two.get("/props")["evoke"]["limits"]["disk_bytes"] == 0
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Every refusal: its status, its type, and an unchanged slot."""
+"""Refused block calls: status, error type, and an unchanged slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llama import Llama, running, sample_text
 
 @pytest.fixture
 def filled(one: Llama) -> Iterator[Llama]:
-    """A slot with 300-odd tokens, one saved block that is evicted and one that is resident."""
+    """A slot with 300 tokens, one saved and evicted block, and one saved and resident block."""
     one.erase()
     one.post("/slots/0?action=block-drop", {"all": True})
     one.complete(one.tokens(sample_text(260)))
@@ -24,8 +24,8 @@ def filled(one: Llama) -> Iterator[Llama]:
 
 SAVE = {"op": "save", "name": "gone", "p0": 0, "p1": 32}
 LOAD = {"op": "load", "names": ["gone"]}
-# Saves run first: after them a name would be another block's, or nobody's.
-MIXED_UP: list[list[dict[str, Any]]] = [
+# Saves run first: afterwards a name of these plans would be that of another block, or of none.
+CONFLICTING: list[list[dict[str, Any]]] = [
     [SAVE, LOAD],
     [LOAD, SAVE],
     [SAVE, SAVE | {"p0": 200, "p1": 240}],
@@ -34,7 +34,7 @@ MIXED_UP: list[list[dict[str, Any]]] = [
 ]
 
 CASES: list[tuple[str, dict[str, Any], int, str]] = [
-    *(("block-plan", {"ops": ops}, 400, "invalid_request_error") for ops in MIXED_UP),
+    *(("block-plan", {"ops": ops}, 400, "invalid_request_error") for ops in CONFLICTING),
     ("block-plan", {"ops": [{"op": "drop", "names": ["gone"]}, LOAD]}, 404, "unknown_block"),
     ("block-save", {"name": "x", "p0": 200, "p1": 100}, 400, "invalid_request_error"),
     ("block-save", {"name": "x", "p0": -1, "p1": 100}, 400, "invalid_request_error"),
@@ -118,7 +118,7 @@ def test_a_block_of_other_tokens_is_stale(one: Llama) -> None:
     assert row["stale"] and not row["resident"]
 
 
-def test_more_than_the_cells_or_the_budget_is_503() -> None:
+def test_a_load_beyond_the_cells_or_the_budget_is_503() -> None:
     with running(True, "-c", "512", "--evoke-ram", "16", "-np", "1") as server:
         history = server.tokens(sample_text(280))[:300]
         server.complete(history)
@@ -129,13 +129,13 @@ def test_more_than_the_cells_or_the_budget_is_503() -> None:
         assert error["needed"] == 256 and error["free"] < 200
 
 
-def test_more_than_the_host_memory_is_413_and_saves_nothing() -> None:
+def test_a_save_beyond_the_host_memory_is_413_and_saves_nothing() -> None:
     with running(True, "-c", "4096", "--evoke-ram", "1", "-np", "1") as server:
         server.complete(server.tokens(sample_text(800)))
         error = server.refuse("block-save", name="big", p0=0, p1=700)
         assert (error["code"], error["type"]) == (413, "ram_budget")
         assert server.slot()["ram"]["used"] == 0
-        # least recently used copies make room, the budget is never passed
+        # the least recently used copies are dropped, and the budget is never exceeded
         for i in range(8):
             server.act("block-save", name=f"b{i}", p0=i * 64, p1=i * 64 + 64)
             ram = server.slot()["ram"]
@@ -157,11 +157,11 @@ def test_without_the_flag_there_are_no_block_calls(plain: Llama) -> None:
         assert (status, answer["error"]["type"]) == (501, "not_supported_error")
 
 
-def test_a_plan_that_finds_no_memory_leaves_copies_and_names_as_they_were() -> None:
-    """The copies fit the budget, but not beside those that the plan loads: nothing is changed."""
+def test_a_plan_without_enough_memory_changes_no_copy_and_no_name() -> None:
+    """The copies fit the budget, but not together with those that the plan loads."""
     with running(True, "-c", "2048", "-np", "1", "--evoke-ram", "1", "-fa", "on") as server:
         row = server.get("/props")["evoke"]["limits"]["row_bytes"]
-        size = (1 << 20) // row // 8  # eight blocks of so many tokens are all of the memory
+        size = (1 << 20) // row // 8  # tokens per block: eight blocks fill the memory
         server.complete(server.tokens(sample_text(2000))[: 12 * size], n_predict=1)
         for i in range(7):
             server.act("block-save", name=f"b{i}", p0=i * size, p1=(i + 1) * size)

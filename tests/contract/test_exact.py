@@ -1,4 +1,4 @@
-"""Evicting a block and loading it at its position is bit-identical to no eviction."""
+"""Exactness: evicting and loading a block gives the same bits as never evicting it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = 2048
 
 
 def logprobs(server: Llama, prompt: list[int], slot: int) -> list[object]:
-    """All logprobs of every greedy step."""
+    """All log probabilities of each greedy step."""
     answer = server.complete(prompt, slot, n_predict=STEPS, n_probs=VOCABULARY)
     steps = answer["completion_probabilities"]
     assert len(steps) == STEPS
@@ -40,7 +40,7 @@ def test_evict_and_load_is_bit_identical_to_never_evicting(server: Llama) -> Non
     assert conversation(server, 0, evict=True, load=False) != reference
 
 
-def test_a_second_slot_is_exact_too_while_the_first_has_holes(two: Llama) -> None:
+def test_a_second_slot_is_exact_while_the_first_has_holes(two: Llama) -> None:
     reference = conversation(two, 1, evict=False, load=False)
     conversation(two, 0, evict=True, load=False)
     assert conversation(two, 1, evict=True, load=True) == reference
@@ -68,7 +68,7 @@ def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
         server.complete(history, n_predict=1)
         server.act("block-save", name="a", p0=101, p1=214, evict=True)
         server.act("block-save", name="b", p0=301, p1=398, evict=True)
-        # b takes the first cells of a, and a takes cells behind the prompt
+        # b takes the first cells of a, and a takes cells after the prompt
         assert not server.act("block-load", names=["b", "a"], place="contig")["same_cells"]
         reference = logprobs(server, history, 0)
         saved = server.act("block-save", name="all", p0=33, p1=500, evict=True)
@@ -78,7 +78,7 @@ def test_a_copy_of_scattered_cells_is_exact(kv: str) -> None:
 
 
 def test_rows_in_other_cells_change_only_the_rounding(one: Llama) -> None:
-    """Rows that come back elsewhere change the order of a sum, not the information."""
+    """Rows in other cells change the order of a sum, not its terms."""
     one.erase()
     history = one.tokens(sample_text(400))
     one.complete(history, n_predict=1)
@@ -88,9 +88,9 @@ def test_rows_in_other_cells_change_only_the_rounding(one: Llama) -> None:
 
     reference = answer()
     one.act("block-save", name="moved", p0=60, p1=300, evict=True)
-    without = answer()
+    holed = answer()
     loaded = one.act("block-load", names=["moved"], place="contig")
     assert loaded["n_loaded"] == 240
-    effect = largest_difference(reference, without)
+    effect = largest_difference(reference, holed)
     assert effect > 0.1
     assert largest_difference(reference, answer()) < effect / 3

@@ -1,4 +1,4 @@
-"""The features that the server reports."""
+"""The features that llama-server reports in /props."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from llama import Llama, running
 FEATURES = "blocks adopt attention compact find plan probe render reuse stream".split()
 
 
-def test_the_feature_table_of_a_patched_server(two: Llama) -> None:
+def test_a_patched_server_reports_its_features_and_limits(two: Llama) -> None:
     table = two.get("/props")["evoke"]
     assert table["version"] == 1 and table["memory"] == "dense"
     assert sorted(table["features"]) == sorted(FEATURES)
@@ -18,32 +18,32 @@ def test_the_feature_table_of_a_patched_server(two: Llama) -> None:
     assert limits["n_cells"] == two.slot(0)["n_cells"]
 
 
-def test_each_process_has_an_instance_id_of_its_own_and_keeps_it(two: Llama) -> None:
-    def named(server: Llama) -> set[str]:
+def test_each_server_process_has_its_own_constant_instance_id(two: Llama) -> None:
+    def instances(server: Llama) -> set[str]:
         prompt = {"messages": [{"role": "user", "content": "Hello."}]}
         rendered = server.post("/evoke/render", {"dialect": "chat", "body": prompt})
         return {server.get("/props")["evoke"]["instance"], rendered["instance"]}
 
-    first = named(two)
+    first = instances(two)
     two.complete(two.tokens("The river. "), 0)
-    assert named(two) == first and len(first) == 1
-    (id,) = first
-    assert len(id) == 16 and not set(id) - set("0123456789abcdef")
+    assert instances(two) == first and len(first) == 1
+    (instance,) = first
+    assert len(instance) == 16 and not set(instance) - set("0123456789abcdef")
     with running(True, "-c", "512", "--evoke-ram", "8") as another:
-        assert len(named(another)) == 1 and named(another) != first
+        assert len(instances(another)) == 1 and instances(another) != first
 
 
-def test_stock_has_no_table(stock: Llama) -> None:
+def test_a_stock_server_reports_no_evoke_features(stock: Llama) -> None:
     assert "evoke" not in stock.get("/props")
 
 
-def test_features_that_conflict_with_blocks_are_off() -> None:
-    """The RAM cache copies slots with holes, and a context shift renumbers positions."""
+def test_the_ram_cache_and_context_shift_are_off_with_blocks() -> None:
+    """The RAM cache would copy slots with holes, and a context shift renumbers positions."""
     options = ("-c", "512", "-np", "2", "-kvu", "--evoke-ram", "8", "--context-shift")
     with running(True, *options, "--cache-ram", "100") as server:
         first = server.complete(server.tokens("The river. " * 20), 0)
         server.complete(server.tokens("A machine. " * 20), 1)
-        # idle slots keep their rows when another one starts
+        # an idle slot keeps its rows when another one starts
         assert server.slot(0)["n_resident"] == server.slot(0)["n_tokens"] > 0
         epoch = server.epoch(0)
         prompt = server.tokens("The river. " * 20) + first["tokens"]

@@ -1,4 +1,4 @@
-"""What a client that was started again learns: whose rows a slot has, which copies fit a text."""
+"""What a restarted client can look up: the session of a slot, and the copies that fit a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def save(server: Llama, name: str, p0: int, p1: int, **fields: Any) -> None:
     server.act("block-save", name=name, p0=p0, p1=p1, **fields)
 
 
-def found(server: Llama, tokens: list[int], **fields: Any) -> list[str]:
+def found_names(server: Llama, tokens: list[int], **fields: Any) -> list[str]:
     return [block["name"] for block in server.act("block-find", tokens=tokens, **fields)["blocks"]]
 
 
@@ -19,18 +19,22 @@ def test_the_copies_of_a_session_that_fit_a_text_are_found(one: Llama) -> None:
     one.erase()
     history = one.tokens(sample_text(300))
     one.complete(history)
-    mine = {"tenant": "x", "session": "s1"}
-    save(one, "s1/first", 0, 64, **mine)
-    save(one, "s1/last", 128, 192, **mine)
+    owner = {"tenant": "x", "session": "s1"}
+    save(one, "s1/first", 0, 64, **owner)
+    save(one, "s1/last", 128, 192, **owner)
     save(one, "s2/first", 64, 128, tenant="x", session="s2")
     save(one, "other", 0, 64, tenant="y", session="s1")
-    one.erase()  # whatever the slot holds
-    assert found(one, history, **mine) == ["s1/first", "s1/last"]
-    assert found(one, history[:128], **mine) == ["s1/first"]
+    one.erase()  # the slot's contents do not matter
+    assert found_names(one, history, **owner) == ["s1/first", "s1/last"]
+    assert found_names(one, history[:128], **owner) == ["s1/first"]
     changed = [*history[:100], (history[100] + 1) % 100 + 1, *history[101:]]
-    assert found(one, changed, **mine) == ["s1/first"]
-    assert found(one, history, tenant="x", session="s2") == ["s2/first"]
-    assert found(one, history, tenant="x") == found(one, history, tenant="c", session="s1") == []
+    assert found_names(one, changed, **owner) == ["s1/first"]
+    assert found_names(one, history, tenant="x", session="s2") == ["s2/first"]
+    assert (
+        found_names(one, history, tenant="x")
+        == found_names(one, history, tenant="c", session="s1")
+        == []
+    )
     for wrong in ([], [-1], ["x"], "x"):
         assert one.refuse("block-find", tokens=wrong)["code"] == 400
 
@@ -53,7 +57,7 @@ def test_a_slot_names_the_session_of_its_latest_plan_until_another_client_uses_i
     assert [one.slot()[name] for name in owner] == ["", ""]
 
 
-def test_an_adopted_slot_belongs_to_who_adopted(one: Llama) -> None:
+def test_an_adopted_slot_belongs_to_the_session_that_adopted_it(one: Llama) -> None:
     one.erase()
     history = one.tokens(sample_text(200))
     one.complete(history)

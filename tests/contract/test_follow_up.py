@@ -1,4 +1,4 @@
-"""Requests on a slot with holes, with and without a marker."""
+"""Follow-up requests on a slot with holes, with and without a marker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_unmarked_request_on_a_slot_with_holes_gets_a_correct_answer(server: 
     assert server.epoch() != before
 
 
-def test_a_marker_with_an_old_epoch_is_treated_as_none(server: Llama) -> None:
+def test_a_marker_with_an_old_epoch_is_reported_stale_and_ignored(server: Llama) -> None:
     history = server.tokens(sample_text(300))
     server.complete(history)
     server.act("block-save", name="b", p0=64, p1=128, evict=True)

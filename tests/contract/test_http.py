@@ -24,7 +24,7 @@ HEADS = {
 
 
 def answers(port: int, heads: list[bytes]) -> list[bytes]:
-    """Status lines of one connection: each head is sent when the one before it was answered."""
+    """The status codes on one connection; each head is sent after the answer to the one before."""
     lines: list[bytes] = []
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
         try:
@@ -45,7 +45,7 @@ def answers(port: int, heads: list[bytes]) -> list[bytes]:
 def test_nothing_is_read_after_a_head_that_cannot_be_parsed(options: tuple[str, ...]) -> None:
     with running(True, "-c", "256", *options) as server:
         for name, head in HEADS.items():
-            # an answer may be lost: the connection is reset when bytes of the head are unread
+            # the 400 may be lost: a connection closed with unread bytes is reset
             assert answers(server.port, [head, VALID]) in ([], [b"400"]), name
             assert answers(server.port, [VALID, head, VALID]) in ([b"200"], [b"200", b"400"]), name
-        assert answers(server.port, [VALID, VALID, CLOSING]) == [b"200"] * 3  # kept alive as before
+        assert answers(server.port, [VALID, VALID, CLOSING]) == [b"200"] * 3  # keep-alive works

@@ -1,7 +1,7 @@
-"""The key of a stored block covers everything that its rows depend on.
+"""The identity of a stored block: its key covers everything that its rows depend on.
 
-Differences are of log probabilities of the full vocabulary. Copies into other cells or out of other
-batches differ by rounding only; rows that were made from something else differ by a lot more.
+Log probabilities of the full vocabulary are compared. Rows in other cells or from other batches
+change them by rounding only; rows computed from something else change them by much more.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bench.random_models import SHAPES, ensure
 
 VOCABULARY = 2048
 HOLE, BLOCK = (64, 192), (256, 384)
-# Other rows make a difference of more than 0.15 here, batches of another shape one of 0.02.
-MADE_OTHERWISE, ROUNDING = 0.08, 0.04
+# Other rows change a log probability by more than 0.15 here, batches of another shape by 0.02.
+OTHER_ROWS, ROUNDING = 0.08, 0.04
 EPSILON = "--override-kv", "llama.attention.layer_norm_rms_epsilon=float:0.3"
 
 
@@ -57,7 +57,7 @@ def text(server: Llama) -> list[int]:
 
 
 def decode_with_a_hole(server: Llama, tokens: list[int], slot: int = 0) -> None:
-    """Everything of the text but the hole is resident; what is behind it was decoded without."""
+    """Decodes the text so that the hole is evicted and the rows after it never saw it."""
     server.erase(slot)
     server.complete(tokens[: HOLE[1] + 8], slot, n_predict=1)
     server.act("block-save", slot, name="hole", p0=HOLE[0], p1=HOLE[1], session="h", evict=True)
@@ -79,7 +79,7 @@ def save(server: Llama, name: str, session: str = "", slot: int = 0) -> Json:
 def logprobs_after_reload(
     server: Llama, name: str, session: str = "", slot: int = 0
 ) -> dict[int, float]:
-    """What follows the text when the block has gone and come back from its copy."""
+    """The log probabilities after the block was evicted and loaded from its copy."""
     tokens = text(server)
     server.act("block-evict", slot, p0=BLOCK[0], p1=BLOCK[1])
     server.act("block-load", slot, names=[name], session=session)
@@ -93,7 +93,7 @@ def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
     with serving(*(disk_options(tmp_path) if disk else ())) as server:
         tokens = text(server)
 
-        def moved_out() -> None:
+        def spill_if_disk() -> None:
             if disk:
                 server.post("/slots/0?action=block-spill", {"all": True, "release": True})
                 assert all(block["tier"] == "disk" for block in listed(server).values())
@@ -101,22 +101,22 @@ def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
         decode_with_a_hole(server, tokens)
         first = save(server, "holed", "h")
         assert not first["whole"] and int(first["visibility"], 16)
-        moved_out()
+        spill_if_disk()
         decode_whole(server, tokens)
         reference = logprobs(server, tokens)
         second = save(server, "whole", "w")
         assert second["whole"] and not int(second["visibility"], 16)
-        moved_out()
+        spill_if_disk()
         found = listed(server)
         assert found["whole"]["whole"] and not found["holed"]["whole"]
         assert found["holed"]["visibility"] == first["visibility"]
         assert logprobs_after_reload(server, "whole", "w") == reference
-        moved_out()
-        assert difference(logprobs_after_reload(server, "holed", "h"), reference) > MADE_OTHERWISE
+        spill_if_disk()
+        assert difference(logprobs_after_reload(server, "holed", "h"), reference) > OTHER_ROWS
 
 
-def test_rows_that_are_decoded_anew_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
-    """Before and after a restart."""
+def test_rows_decoded_again_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
+    """The new copy is the one that is loaded, before and after a restart."""
     with serving(*disk_options(tmp_path)) as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
@@ -132,8 +132,8 @@ def test_rows_that_are_decoded_anew_replace_the_copy_of_the_same_name(tmp_path: 
         assert logprobs_after_reload(server, "b") == reference
 
 
-def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> None:
-    """The same text, all of it visible, in pieces of another size: the latest save counts."""
+def test_rows_decoded_in_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> None:
+    """Both copies are of the same text with all of it visible; the latest save is loaded."""
     with serving() as server:
         tokens = text(server)
         decode_whole(server, tokens)
@@ -148,7 +148,7 @@ def test_rows_of_other_batches_replace_the_copy_bit_for_bit(tmp_path: Path) -> N
 
 
 def test_only_its_own_session_loads_an_incomplete_copy(tmp_path: Path) -> None:
-    """In the slot where it was made, in another one, and after a restart."""
+    """In the slot where it was saved, in another slot, and after a restart."""
     with serving(*disk_options(tmp_path)) as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
@@ -179,7 +179,7 @@ def check_adoption(server: Llama, tokens: list[int], names: list[str]) -> None:
 
 
 def test_rows_decoded_from_incomplete_rows_are_incomplete() -> None:
-    """The hole is filled again: what is decoded then sees everything, but not as it should be."""
+    """After the hole is loaded again, new rows see all rows, but some of these are incomplete."""
     with serving() as server:
         tokens = text(server)
         decode_with_a_hole(server, tokens)
@@ -193,8 +193,8 @@ def test_rows_decoded_from_incomplete_rows_are_incomplete() -> None:
         assert server.slot()["n_reusable"] == HOLE[1] + 8
 
 
-def test_loaded_complete_rows_do_not_complete_a_window() -> None:
-    """The layers with a window keep rows of their own, which were decoded behind the hole."""
+def test_loading_complete_rows_does_not_make_a_window_complete() -> None:
+    """Layers with a sliding window keep their own rows, which were decoded after the hole."""
     usual = ("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on", "--evoke-ram", "16")
     with running(True, *usual, model=ensure(SHAPES["tiny-gemma"])) as server:
         tokens = text(server)
@@ -207,7 +207,7 @@ def test_loaded_complete_rows_do_not_complete_a_window() -> None:
         server.complete(tokens, n_predict=1)
         found = server.slot()
         assert found["resident"] == [[0, len(tokens)]]
-        assert found["n_reusable"] <= HOLE[1] + 8  # where the rows behind the hole begin
+        assert found["n_reusable"] <= HOLE[1] + 8  # where the rows after the hole begin
         assert not server.act("block-save", name="last", p0=last, p1=last + 1)["whole"]
         decode_whole(server, tokens)
         assert server.slot()["n_reusable"] == len(tokens)
@@ -234,7 +234,7 @@ def test_recovered_rows_keep_the_visibility_of_their_copy() -> None:
         used = server.slot()["ram"]["used"]
         repeated = save(server, "c", "h")
         assert repeated["visibility"] == first["visibility"]
-        assert server.slot()["ram"]["used"] == used  # the same rows are kept once
+        assert server.slot()["ram"]["used"] == used  # equal rows are stored once
 
 
 @pytest.mark.parametrize("reason", ["epsilon", "rope", "weights", "vector", "vector scale"])
@@ -267,10 +267,10 @@ def test_a_server_with_other_computation_does_not_use_the_disk(reason: str, tmp_
         error = server.refuse("block-adopt", tokens=tokens, names=["b"])
         assert (error["code"], error["type"]) == (409, "other_model")
         decode_whole(server, tokens)
-        assert difference(logprobs(server, tokens), own) > MADE_OTHERWISE
+        assert difference(logprobs(server, tokens), own) > OTHER_ROWS
     if reason == "vector":
         write_vector(vector, seed=1)
-    with serving(*usual, *disk_options(tmp_path)) as server:  # of its own it finds all
+    with serving(*usual, *disk_options(tmp_path)) as server:  # the server that saved uses its copy
         adopted = server.act("block-adopt", tokens=tokens, names=["b"])
         assert adopted["same_cells"] and adopted["whole"]
         assert logprobs(server, tokens) == own
@@ -293,7 +293,7 @@ class Adapted:
 
 @pytest.mark.parametrize("change", ["contents", "scale"])
 def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path) -> None:
-    """In memory for another scale; on disk, after a restart, for other contents at one path."""
+    """A copy in memory is stale at another scale; one on disk with another adapter in the file."""
     adapter = tmp_path / "adapter.gguf"
     write_adapter(adapter, seed=1)
     options = ("--lora", str(adapter), *disk_options(tmp_path))
@@ -302,7 +302,7 @@ def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path)
         run = Adapted(server, tokens)
         own = run.decode(1.0)
         server.act("block-save", name="b", p0=0, p1=len(tokens))
-        assert difference(run.decode(0.0), own) > MADE_OTHERWISE
+        assert difference(run.decode(0.0), own) > OTHER_ROWS
         if change == "scale":
             for scale in (1.0001, 0.0):
                 run.decode(scale)
@@ -315,7 +315,7 @@ def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path)
     write_adapter(adapter, seed=2)
     with serving(*options) as server:
         run = Adapted(server, tokens)
-        assert difference(run.decode(1.0), own) > MADE_OTHERWISE
+        assert difference(run.decode(1.0), own) > OTHER_ROWS
         assert listed(server)["b"]["stale"]
         assert server.refuse("block-adopt", tokens=tokens, names=["b"])["type"] == "stale_block"
     write_adapter(adapter, seed=1)
@@ -327,7 +327,7 @@ def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path)
 
 
 def test_two_slots_with_one_prompt_keep_their_own_visibility() -> None:
-    """`n` answers to one prompt: the second slot has the rows of the first."""
+    """With `n` = 2 answers the second slot shares the rows of the first."""
     with serving("-kvu") as server:
         tokens = text(server)
         server.erase(0)

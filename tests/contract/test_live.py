@@ -1,4 +1,4 @@
-"""Block calls while a slot decodes: answered at once and harmless to the stream."""
+"""Block calls while a slot decodes: they are answered and do not disturb the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from llama import Llama, running, sample_text
 
-# What is left of a slot: whoever asks meanwhile has a second or more for it on any machine.
+# Tokens to generate: enough for a second or more of decoding on any machine.
 LENGTH = 1400
 
 
@@ -31,7 +31,7 @@ def generating(two: Llama) -> Llama:
     assert answers[0]["timings"]["evoke"]["marker"] == "ok"
 
 
-def test_calls_run_between_two_decodes(generating: Llama) -> None:
+def test_block_calls_run_while_the_slot_decodes(generating: Llama) -> None:
     saved = generating.act("block-save", name="live", p0=64, p1=128, evict=True)
     assert saved["n_evicted"] == 64
     loaded = generating.act("block-load", names=["live"])
@@ -40,7 +40,7 @@ def test_calls_run_between_two_decodes(generating: Llama) -> None:
 
 
 def test_many_calls_at_once_are_all_answered(generating: Llama) -> None:
-    """The stock slot actions, deferred in numbers, hang for ever; these do not."""
+    """Many deferred stock slot actions hang forever; block calls do not."""
 
     def save(i: int) -> int:
         path = "/slots/0?action=block-save"
@@ -58,20 +58,20 @@ def test_adopting_into_a_busy_slot_is_503(generating: Llama) -> None:
     assert (error["code"], error["type"]) == (503, "unavailable_error")
 
 
-def test_evicting_up_to_the_write_cursor_is_refused(generating: Llama) -> None:
+def test_evicting_the_rows_being_decoded_is_refused(generating: Llama) -> None:
     top = generating.slot(0)["n_tokens"]
     error = generating.refuse("block-evict", p0=top - 40, p1=top + 1000)
     assert error["code"] == 400
     assert generating.slot(0)["n_tokens"] >= top
 
 
-def test_the_other_slot_is_served_meanwhile(generating: Llama) -> None:
+def test_the_other_slot_answers_while_one_decodes(generating: Llama) -> None:
     answer = generating.complete(generating.tokens(sample_text(60)), 1, n_predict=4)
     assert answer["timings"]["predicted_n"] == 4
 
 
-def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
-    """Slots share 1024 cells, and slot 1 needs those that slot 0 is reserved with."""
+def test_a_reserved_idle_slot_is_saved_before_another_takes_its_cells() -> None:
+    """Both slots share 1024 cells, and slot 1 needs cells of the reserved slot 0."""
     options = ("-c", "1024", "-np", "2", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
         cached = server.tokens(sample_text(2000))
@@ -102,7 +102,7 @@ def test_an_idle_slot_that_is_emptied_for_others_is_saved_first() -> None:
         assert repeated["tokens"] == reference["tokens"]
 
 
-def test_an_abandoned_idle_slot_is_emptied_first() -> None:
+def test_an_idle_slot_that_is_not_reserved_is_emptied_first() -> None:
     options = ("-c", "1024", "-np", "3", "-kvu", "--evoke-ram", "8", "-fa", "on")
     with running(True, *options) as server:
         cached = server.tokens(sample_text(2000))

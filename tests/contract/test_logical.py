@@ -1,4 +1,4 @@
-"""A context longer than the cells: text beyond them is saved and evicted while decoding."""
+"""A context longer than the cells: blocks are saved and evicted while decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TURNS = [SESSION * (turn + 1) // 7 for turn in range(7)]
 
 @pytest.fixture(scope="module")
 def long() -> Iterator[Llama]:
-    """Random weights, two layers: a token costs next to nothing, whatever came before it."""
+    """Two layers of random weights: decoding is fast at any length."""
     options = ("-c", str(CELLS), "-np", "1", "--evoke-ram", "128", "--ctx-logical", str(LOGICAL))
     with running(True, *options, model=ensure(SHAPES["long-2"])) as server:
         yield server
@@ -28,17 +28,17 @@ def text(n_tokens: int) -> list[int]:
 
 
 def conversation_turns(server: Llama, turns: int, **more: object) -> Iterator[Json]:
-    """A session that goes on from its own answers, so many turns."""
-    said: list[int] = []
+    """The answers of a conversation of `turns` turns, each of which has the answers before it."""
+    tokens: list[int] = []
     for end in TURNS[:turns]:
-        said = said + text(SESSION)[len(said) : end]
-        answer = server.complete(said, n_predict=16, **more)
-        said = said + answer["tokens"]
+        tokens = tokens + text(SESSION)[len(tokens) : end]
+        answer = server.complete(tokens, n_predict=16, **more)
+        tokens = tokens + answer["tokens"]
         yield answer
 
 
-def counted(answer: Json) -> Json:
-    """The books of a turn, which must add up."""
+def checked_accounting(answer: Json) -> Json:
+    """The token accounting of a turn, which must sum to the prompt."""
     accounting: Json = answer["timings"]["evoke"]
     assert sum(accounting[kind] for kind in PARTS) == accounting["n_prompt"]
     assert accounting["budget_breaches"] == 0
@@ -46,10 +46,12 @@ def counted(answer: Json) -> Json:
     return accounting
 
 
-def test_66k_tokens_in_8k_cells(long: Llama) -> None:
-    """A client that knows nothing of all this; nothing is decoded twice."""
+def test_an_unmarked_session_of_66k_tokens_runs_in_8k_cells(long: Llama) -> None:
+    """No token is decoded twice."""
     long.erase()
-    turns = [counted(answer) for answer in conversation_turns(long, len(TURNS), marker=False)]
+    turns = [
+        checked_accounting(answer) for answer in conversation_turns(long, len(TURNS), marker=False)
+    ]
     assert turns[-1]["n_prompt"] > 66_000
     for turn in turns:
         assert turn["marker"] == "none"
@@ -59,16 +61,16 @@ def test_66k_tokens_in_8k_cells(long: Llama) -> None:
     assert state["n_ctx_logical"] == LOGICAL
     assert state["n_cells"] == CELLS
     assert state["resident"][0] == [0, 4]
-    # Of what is there a quarter is the latest, in one piece.
+    # At least a quarter of the resident rows are the latest ones, without a gap.
     first, end = state["resident"][-1]
     assert end - first >= state["n_resident"] // 4
 
 
-def test_a_budget_smaller_than_the_cells(long: Llama) -> None:
-    """As tests/proxy/test_logical_context.py has it through the proxy, to the whole length."""
+def test_a_budget_below_the_cells_limits_the_resident_rows(long: Llama) -> None:
+    """tests/proxy/test_logical_context.py runs the whole session through the proxy."""
     long.erase()
     long.act("stream", budget=BUDGET, sink=4, recent=64, block=64)
-    turns = [counted(answer) for answer in conversation_turns(long, 3)]
+    turns = [checked_accounting(answer) for answer in conversation_turns(long, 3)]
     assert turns[-1]["n_prompt"] > 3 * CELLS
     for turn in turns:
         assert turn["marker"] == "ok"
@@ -86,35 +88,35 @@ def test_a_stock_server_has_no_logical_context() -> None:
     assert answer["error"]["type"] == "exceed_context_size_error"
 
 
-def test_a_prompt_that_fits_is_decoded_without_holes(long: Llama) -> None:
-    """Whoever asks a question that the cells can hold whole gets it whole."""
+def test_a_prompt_that_fits_the_cells_is_decoded_without_holes(long: Llama) -> None:
+    """Holes that earlier turns left are decoded again."""
     long.erase()
-    said = text(CELLS - 200)
-    answer = long.complete(said, n_predict=1000, marker=False)
-    assert counted(answer)["auto_evicted"]
-    repeated = counted(long.complete(said, n_predict=1, marker=False))
+    prompt = text(CELLS - 200)
+    answer = long.complete(prompt, n_predict=1000, marker=False)
+    assert checked_accounting(answer)["auto_evicted"]
+    repeated = checked_accounting(long.complete(prompt, n_predict=1, marker=False))
     assert (repeated["omitted"], repeated["resident_before"]) == (0, 4)
-    more = counted(long.complete(said + answer["tokens"], n_predict=1, marker=False))
+    more = checked_accounting(long.complete(prompt + answer["tokens"], n_predict=1, marker=False))
     assert more["n_prompt"] > CELLS
     assert more["decoded"] <= 1000
 
 
-def test_beyond_the_logical_context_upstream_answers_with_an_error(long: Llama) -> None:
+def test_a_prompt_beyond_the_logical_context_gets_the_error_of_upstream(long: Llama) -> None:
     status, answer = long.ask("POST", "/completion", {"prompt": text(LOGICAL + 1)})
     assert status == 400
     assert answer["error"]["type"] == "exceed_context_size_error"
     assert f"exceeds the available context size ({LOGICAL} tokens)" in answer["error"]["message"]
 
 
-def test_the_server_reports_its_evictions(long: Llama) -> None:
+def test_the_server_reports_its_eviction_settings(long: Llama) -> None:
     props = long.get("/props")
     assert props["evoke"]["limits"]["n_ctx_logical"] == LOGICAL
     assert props["default_generation_settings"]["n_ctx"] == LOGICAL
-    given = {"mode": "streaming", "first": 4, "evictable": 0, "recent": 0, "block": 64}
-    assert props["evoke"]["kv_eviction"] == given | {"aggregation": "sum"}
+    settings = {"mode": "streaming", "first": 4, "evictable": 0, "recent": 0, "block": 64}
+    assert props["evoke"]["kv_eviction"] == settings | {"aggregation": "sum"}
 
 
-def test_without_the_option_the_context_is_the_cells(one: Llama) -> None:
+def test_without_the_option_the_context_is_as_long_as_the_cells(one: Llama) -> None:
     assert one.get("/props")["evoke"]["limits"]["n_ctx_logical"] == 4096
     assert one.get("/props")["evoke"]["kv_eviction"]["mode"] == "off"
     status, answer = one.ask("POST", "/completion", {"prompt": text(5000)})
@@ -165,7 +167,9 @@ RAM = ("--evoke-ram", "16")
         ),
     ],
 )
-def test_invalid_options_end_the_start_with_a_reason(options: tuple[str, ...], reason: str) -> None:
+def test_the_server_refuses_to_start_with_invalid_options(
+    options: tuple[str, ...], reason: str
+) -> None:
     model = str(ensure(SHAPES["tiny-dense"]))
     command = [str(binary(patched=True)), "-m", model, "-c", "1024", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -175,7 +179,7 @@ def test_invalid_options_end_the_start_with_a_reason(options: tuple[str, ...], r
 
 @pytest.mark.parametrize(("cells", "logical"), [(512, 1024), (1280, 8000)])
 def test_longrope_has_the_factors_of_its_logical_length(cells: int, logical: int) -> None:
-    """Either all positions are below those of the short factors, or the long ones are chosen."""
+    """The long factors are used exactly if positions exceed the range of the short ones."""
     options = ("-c", str(cells), "-np", "1", *RAM, "--ctx-logical", str(logical))
     with running(True, *options, model=ensure(SHAPES["tiny-longrope"])) as server:
         prompt = text(logical - 100)

@@ -1,4 +1,4 @@
-"""Other memory kinds than that of the bundled model: each row of patches/SUPPORT.md."""
+"""Memory kinds other than the bundled model's: each row of patches/SUPPORT.md."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from llama import (
     running,
     sample_text,
 )
-from operations import play
+from operations import run_operations
 
 from bench.random_models import SHAPES, ensure
 from bench.support import CASES, TABLE, Case, document, probe, row
 
 WINDOWED, HYBRIDS = "tiny-gemma", ("tiny-jamba", "tiny-lfm2", "tiny-qwen35")
-VOCABULARY = 4096  # more than any of them has: all log probabilities are listed
+VOCABULARY = 4096  # more than any model has, so that all log probabilities are listed
 STREAM = {"budget": 192, "sink": 4, "recent": 32, "block": 32}
 
 
@@ -47,8 +47,8 @@ def test_the_table_has_no_other_rows() -> None:
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, "tiny-qwen2vl", *HYBRIDS])
-def test_the_complete_state_is_restored(shape: str, tmp_path: Path) -> None:
-    """Of the state file: rows, positions, where in an image they are, windows, recurrent states."""
+def test_evicting_and_loading_restores_the_whole_slot_state(shape: str, tmp_path: Path) -> None:
+    """The state file has rows, positions (also in an image), windows and recurrent states."""
 
     def state(server: Llama, name: str) -> bytes:
         server.post("/slots/0?action=save", {"filename": name})
@@ -96,7 +96,7 @@ def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
 def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
-    """Unmarked, the answer is that of a server on which nothing was ever evicted."""
+    """An unmarked request is answered as if nothing had been evicted."""
     with serving(shape) as server:
         prompt = server.tokens(sample_text(300))
         first = server.complete(prompt)
@@ -110,7 +110,7 @@ def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
         answer = server.complete(more, marker=False, n_probs=VOCABULARY)
         assert answer["timings"]["cache_n"] <= 40
         assert answer["timings"]["cache_n"] + answer["timings"]["prompt_n"] == len(more)
-        # in batches of another shape: what is cached differs from what the first one began with
+        # up to rounding: the cached prefix differs, so the batches have another shape
         rounding = largest_difference(whole, distributions(answer))
         assert rounding < min(ROUNDING, largest_difference(whole, holed) / 3)
 
@@ -135,7 +135,7 @@ def test_a_marked_request_reuses_no_more_than_its_limit(shape: str) -> None:
         assert largest_difference(distributions(first), distributions(answer)) < ROUNDING
         accounting = answer["timings"]["evoke"]
         assert accounting["omitted"] == 0 and accounting["resident_before"] <= 40
-        assert common(server, prompt) == len(prompt), "said once, for one request"
+        assert common(server, prompt) == len(prompt), "the limit holds for one request"
         reuse(server, 0)
         assert server.complete(prompt)["timings"]["evoke"]["decoded"] == len(prompt)
         ops = [{"op": "reuse", "n_tokens": len(prompt) + len(first["tokens"])}]
@@ -144,20 +144,20 @@ def test_a_marked_request_reuses_no_more_than_its_limit(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
 def test_a_repeated_prompt_whose_row_before_the_last_was_evicted(shape: str) -> None:
-    """What has to be decoded again is; nothing is read from behind the place it starts at."""
+    """Decoding starts before the hole and reuses no row after its start."""
     accounting = accounting_after_hole(shape, lambda end: (end - 3, end - 1))
     assert accounting["decoded"] >= 1
     assert accounting["decoded"] + accounting["resident_before"] == accounting["n_prompt"]
 
 
-def test_a_repeated_prompt_of_which_only_both_ends_are_resident() -> None:
-    """The windows hold the last rows only: there is nothing to go on from at the first ones."""
+def test_a_windowed_prompt_with_only_its_ends_resident_is_decoded_whole() -> None:
+    """The windows have only the last rows, so that decoding cannot continue after the first."""
     evoke = accounting_after_hole(WINDOWED, lambda end: (40, end - 1))
     assert evoke["decoded"] == evoke["n_prompt"]
 
 
 def accounting_after_hole(shape: str, hole: Callable[[int], tuple[int, int]]) -> Json:
-    """The books of a prompt's second time, with a hole in between; the answer must be the same."""
+    """The accounting of a prompt repeated after an eviction; its answer must not change."""
     with serving(shape) as server:
         prompt = server.tokens(sample_text(1200))
         assert len(prompt) > 2000
@@ -176,7 +176,7 @@ def accounting_after_hole(shape: str, hole: Callable[[int], tuple[int, int]]) ->
 
 
 @pytest.mark.parametrize("shape", HYBRIDS)
-def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
+def test_the_row_of_a_checkpoint_is_not_evicted(shape: str) -> None:
     with serving(shape) as server:
         prompt = server.tokens(sample_text(300))
         server.complete(prompt)
@@ -186,7 +186,7 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
         error = server.refuse("block-evict", p0=last - 8, p1=last + 2)
         assert (error["code"], error["type"], error["p0"]) == (409, "held_row", last)
         server.act("block-evict", p0=first + 1, p1=last)
-        # another ending: back to the checkpoint, over the hole, instead of decoding all again
+        # another ending: decoding continues from the checkpoint, not from the start
         other = prompt[: last + 1] + server.tokens(sample_text(30, seed=8))
         evoke = server.complete(other)["timings"]["evoke"]
         assert evoke["omitted"] == last - first - 1
@@ -195,7 +195,7 @@ def test_the_row_a_checkpoint_stands_on_is_not_evicted(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [WINDOWED, HYBRIDS[0]])
-def test_a_slot_with_state_beside_rows_is_not_adopted(shape: str) -> None:
+def test_adopting_is_refused_for_models_with_state_besides_rows(shape: str) -> None:
     with serving(shape) as server:
         assert "adopt" not in server.get("/props")["evoke"]["features"]
         prompt = server.tokens(sample_text(100))
@@ -211,11 +211,11 @@ def test_a_slot_with_state_beside_rows_is_not_adopted(shape: str) -> None:
 @pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
 def test_random_operations_and_invalid_calls(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:
-        assert sum(play(server, 120).done.values()) == 120
+        assert sum(run_operations(server, 120).done.values()) == 120
         assert sum(send_invalid_calls(server, 80).values()) == 80
 
 
-def test_a_vocabulary_with_bos_renders_and_covers_it() -> None:
+def test_a_rendering_begins_with_the_bos_token_of_the_vocabulary() -> None:
     with serving("tiny-bos") as server:
         bos = server.tokens("")
         assert len(bos) == 1

@@ -1,4 +1,4 @@
-"""The modes of --kv-eviction: which blocks are evicted when no cell is free."""
+"""The modes 1 and 2 of --kv-eviction: which blocks are evicted when no cell is free."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_the_oldest_complete_blocks_are_evicted(streaming: Llama) -> None:
 
 def test_evicted_blocks_are_saved_and_can_be_loaded(streaming: Llama) -> None:
     streaming.erase()
-    said = text(600)
-    answer = streaming.complete(said, n_predict=800)
+    prompt = text(600)
+    answer = streaming.complete(prompt, n_predict=800)
     p0, p1, name = auto_evicted(answer)[0]
     last = streaming.slot()["resident"][-1]
     streaming.act("block-evict", p0=last[0], p1=last[0] + BLOCK)
@@ -85,25 +85,25 @@ def test_generation_continues_after_the_cells_are_full(streaming: Llama) -> None
     assert all(name for _, _, name in auto_evicted(answer))
 
 
-def test_in_the_scored_mode_the_latest_loaded_block_is_evicted_last(
+def test_the_scored_mode_evicts_a_block_loaded_last_after_the_others(
     scored: Llama, streaming: Llama
 ) -> None:
-    left = {}
+    evicted_again = {}
     for name, server in (("scored", scored), ("streaming", streaming)):
         server.erase()
-        said = text(1200)
-        answer = server.complete(said, n_predict=1)
+        prompt = text(1200)
+        answer = server.complete(prompt, n_predict=1)
         p0, p1, label = auto_evicted(answer)[0]
         assert (p0, p1) == (FIRST, FIRST + BLOCK)
         server.act("block-evict", p0=700, p1=764)
         server.act("block-load", names=[label])
-        repeated = server.complete(said + answer["tokens"], n_predict=300)
-        left[name] = (FIRST, FIRST + BLOCK) in spans(repeated)
+        repeated = server.complete(prompt + answer["tokens"], n_predict=300)
+        evicted_again[name] = (FIRST, FIRST + BLOCK) in spans(repeated)
         assert len(spans(repeated)) >= 3
-    assert left == {"scored": False, "streaming": True}
+    assert evicted_again == {"scored": False, "streaming": True}
 
 
-def test_without_loads_the_scored_mode_is_the_streaming_one(
+def test_without_loads_the_scored_mode_evicts_like_the_streaming_mode(
     scored: Llama, streaming: Llama
 ) -> None:
     evicted = []
@@ -113,7 +113,7 @@ def test_without_loads_the_scored_mode_is_the_streaming_one(
     assert evicted[0] == evicted[1] != []
 
 
-def test_protected_and_recent_tokens_stay() -> None:
+def test_protected_and_recent_tokens_are_not_evicted() -> None:
     options = ("--kv-protected-tokens", "100", "--kv-recent-tokens", "200", "--kv-block-size", "32")
     with evicting(1, "-np", "1", *options) as server:
         answer = server.complete(text(500), n_predict=1000, marker=False)
@@ -125,7 +125,7 @@ def test_protected_and_recent_tokens_stay() -> None:
     assert resident(state["resident"], state["n_tokens"] - 200, state["n_tokens"])
 
 
-def test_an_evictable_area_keeps_generation_below_the_cells() -> None:
+def test_with_an_evictable_area_generation_keeps_fewer_rows_than_cells() -> None:
     options = (
         "--kv-sink-tokens",
         "32",
@@ -138,15 +138,15 @@ def test_an_evictable_area_keeps_generation_below_the_cells() -> None:
         prompt = server.complete(text(900), n_predict=1, marker=False)
         server.complete(text(900), n_predict=400, marker=False)
         state = server.slot()
-    # A prompt may have all the cells; generating, the areas are all there is.
+    # A prompt may use all cells; generation is limited to the sum of the areas.
     assert prompt["timings"]["evoke"]["auto_evicted"] == []
     assert 32 + 256 + 128 - BLOCK <= state["n_resident"] <= 32 + 256 + 128
 
 
 def test_rows_that_several_answers_share_are_never_freed() -> None:
-    said = text(400)
+    prompt = text(400)
     with evicting(1, "-np", "2", "-kvu") as server:
-        body = {"prompt": said, "n_predict": 500, "temperature": 1.0, "n": 2, "seed": 3}
+        body = {"prompt": prompt, "n_predict": 500, "temperature": 1.0, "n": 2, "seed": 3}
         answers = server.post("/completion", body | {"ignore_eos": True})
         slots = [server.slot(id) for id in (0, 1)]
         ended = [answer["timings"]["predicted_n"] for answer in answers]
@@ -154,15 +154,15 @@ def test_rows_that_several_answers_share_are_never_freed() -> None:
     assert ended == [500, 500]
     assert any(spans(answer) for answer in answers)
     for answer in answers:
-        assert all(p0 >= len(said) for p0, _ in spans(answer))
-    # Slots of further answers are emptied when these are done.
-    left = [slot["resident"] for slot in slots if slot["resident"]]
-    assert left
-    assert all(resident(ranges, 0, len(said)) for ranges in left)
+        assert all(p0 >= len(prompt) for p0, _ in spans(answer))
+    # A slot of a further answer is emptied when that answer ends.
+    evicted_again = [slot["resident"] for slot in slots if slot["resident"]]
+    assert evicted_again
+    assert all(resident(ranges, 0, len(prompt)) for ranges in evicted_again)
     assert all(book["budget_breaches"] == 0 for book in accounting)
 
 
-def test_with_shared_cells_the_larger_slot_is_evicted_from() -> None:
+def test_with_shared_cells_rows_of_the_larger_slot_are_evicted() -> None:
     with evicting(1, "-np", "2", "-kvu") as server:
         server.complete(text(900), 0, n_predict=1, marker=False)
         small = server.complete(text(300, seed=5), 1, n_predict=1, marker=False)
@@ -198,15 +198,15 @@ def test_modes_work_with_other_memory_kinds(shape: str) -> None:
         assert accounting["budget_breaches"] == 0
 
 
-def test_a_budget_follows_the_mode_after_its_order_is_used_up(scored: Llama) -> None:
+def test_after_its_order_is_used_up_a_budget_evicts_by_the_mode(scored: Llama) -> None:
     scored.erase()
-    said = scored.tokens(sample_text(300))[:256]
-    scored.complete(said, n_predict=1)
+    prompt = scored.tokens(sample_text(300))[:256]
+    scored.complete(prompt, n_predict=1)
     scored.act("block-save", name="old", p0=64, p1=96, evict=True)
     scored.act("block-load", names=["old"])
     order = [{"name": "first", "p0": 128, "p1": 160}]
     scored.act("stream", budget=256, sink=4, recent=32, block=32, order=order)
-    evicted = spans(scored.complete(said, n_predict=64))
+    evicted = spans(scored.complete(prompt, n_predict=64))
     assert evicted[0] == (128, 160)
     assert len(evicted) >= 2
     assert (64, 96) not in evicted

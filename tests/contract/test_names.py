@@ -1,4 +1,4 @@
-"""Names of copies on disk survive every end of the server."""
+"""Names of copies on disk: they are kept however the server ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from llama import Llama
-from test_disk import SIZE, blocks, disk, files, killable, spill, talk, wait_until
+from test_disk import SIZE, blocks, disk, files, fill_slot, killable, spill, wait_until
 
 
 def save(server: Llama, name: str, at: int = 1, **more: object) -> None:
@@ -19,18 +19,18 @@ def save(server: Llama, name: str, at: int = 1, **more: object) -> None:
 def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
     end: signal.Signals, spilled: bool, tmp_path: Path
 ) -> None:
-    """`taken` is given and taken away again, `second` stays, of a copy that has no memory."""
+    """The copy is only on disk; `removed` is added and dropped again, `second` is added."""
     folder = tmp_path / "d"
     with killable(folder, ram=8) as (server, process):
-        cached = talk(server)
+        cached = fill_slot(server)
         for at in (1, 2):
             save(server, f"first{at}", at)
         spill(server, release=True)
         assert {block["tier"] for block in blocks(server).values()} == {"disk"}
         for at in (1, 2):
             save(server, f"second{at}", at, session="s")
-            save(server, f"taken{at}", at)
-        server.post("/slots/0?action=block-drop", {"names": ["taken1", "taken2", "first2"]})
+            save(server, f"removed{at}", at)
+        server.post("/slots/0?action=block-drop", {"names": ["removed1", "removed2", "first2"]})
         assert {block["tier"] for block in blocks(server).values()} == {"disk"}
         if spilled:
             assert spill(server)["n_spilled"] == 2
@@ -43,22 +43,22 @@ def test_a_name_given_to_a_copy_on_disk_is_in_its_file(
         found = blocks(server)
         assert set(found) == {"first1", "second1", "second2"}
         assert found["second1"]["session"] == "s" and found["first1"]["session"] == ""
-        talk(server)
+        fill_slot(server)
         server.act("block-evict", p0=SIZE, p1=3 * SIZE)
         loaded = server.act("block-load", names=["second1", "second2"])
         assert loaded["n_loaded"] == 2 * SIZE and loaded["same_cells"]
-        assert cached == talk(server)
+        assert cached == fill_slot(server)
         assert disk(server)["n_damaged"] == 0
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_second_conversation_over_a_shared_beginning_keeps_its_names(
+def test_names_of_a_second_conversation_for_shared_blocks_are_kept(
     end: signal.Signals, tmp_path: Path
 ) -> None:
-    """Copies of the first one come back after a restart; the second one names the same blocks."""
+    """After a restart the second conversation saves the blocks of the first under its own names."""
     folder = tmp_path / "d"
     with killable(folder, ram=8) as (server, _):
-        cached = talk(server)
+        cached = fill_slot(server)
         for at in range(4):
             save(server, f"a/{at}", at)
         spill(server)

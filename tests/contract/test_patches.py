@@ -1,4 +1,4 @@
-"""The series is small, adds to upstream instead of changing it, and applies without offsets."""
+"""The patch series: it is small, only adds to upstream, and applies without offsets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from evoke_proxy.server_build.fetch import pristine_source, read_pin
 from evoke_proxy.server_build.series import git_apply, make_overlay, patches_dir, read_series
 
 MAX_HOOK_LINES = 150
-MAX_CHANGED_LINES = 2  # of upstream's own
+MAX_CHANGED_LINES = 2  # of lines of upstream
 
 
 def changes(patch: Path) -> Iterator[str]:
-    """The `+` and `-` lines of a patch, without those that name files."""
+    """The added and removed lines of a patch, without the headers that name files."""
     for hunks in patch.read_text("utf-8").split("\ndiff --git ")[1:]:
         inside = False
         for line in hunks.splitlines():
@@ -29,7 +29,7 @@ def changes(patch: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def pinned() -> Path:
-    """The pin's source as it was unpacked: it is there once a server was built."""
+    """The unpacked source of the pinned llama.cpp; building a server downloads it."""
     assert binary(patched=False).is_file()
     return pristine_source(read_pin(patches_dir()), cache_dir(), print)
 

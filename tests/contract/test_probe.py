@@ -1,4 +1,4 @@
-"""A probe is decoded for its queries, and the turn continues from its position before."""
+"""Probes: a probe is decoded for its queries and leaves the turn as it was before."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_the_answer_is_that_of_a_turn_without_a_probe(server: Llama) -> None:
     server.erase()
     server.complete(history)
     server.act("block-evict", p0=40, p1=100)
-    without = probe(server, prompt, n_predict=10, n_probs=VOCABULARY)
+    probed = probe(server, prompt, n_predict=10, n_probs=VOCABULARY)
     server.act("block-plan", ops=[{"op": "load", "names": ["b"]}])
     repeated = server.complete(prompt, n_predict=10, n_probs=VOCABULARY)
-    # Rows of the probe took cells of the block: in others the sums of attention differ a little.
+    # The probe's rows took cells of the block; in other cells the attention rounds differently.
     expected = distributions(plain)
     assert largest_difference(expected, distributions(repeated)) < ROUNDING
-    assert largest_difference(expected, distributions(without)) > 3 * ROUNDING
+    assert largest_difference(expected, distributions(probed)) > 3 * ROUNDING
     tail = plain["timings"]["evoke"]["decoded"]
-    assert without["timings"]["evoke"]["decoded"] == tail
+    assert probed["timings"]["evoke"]["decoded"] == tail
     accounting = repeated["timings"]["evoke"]
     assert (accounting["decoded"], accounting["recovered"], accounting["omitted"]) == (tail, 60, 0)
     assert accounting["resident_before"] == accounting["n_prompt"] - tail - 60
@@ -52,9 +52,9 @@ def test_rows_loaded_for_a_probe_count_as_recovered_in_the_answer(one: Llama) ->
     accounting = one.complete(prompt)["timings"]["evoke"]
     assert (accounting["recovered"], accounting["omitted"]) == (60, 0)
     assert accounting["resident_before"] + accounting["decoded"] + 60 == accounting["n_prompt"]
-    # The rows of the probe were there too.
+    # The peak includes the rows of the probe.
     assert accounting["n_resident_peak"] >= probed["timings"]["evoke"]["n_resident"] + 30
-    # What comes after is a turn of its own.
+    # The next turn has its own accounting.
     later = one.complete(prompt)["timings"]["evoke"]
     assert (later["recovered"], later["omitted"]) == (0, 0)
 
@@ -70,7 +70,7 @@ def test_rows_of_a_probe_are_not_reused(one: Llama) -> None:
     assert one.complete(prompt)["timings"]["prompt_n"] == len(prompt) - common
 
 
-def test_an_unmarked_request_is_no_probe(one: Llama) -> None:
+def test_an_unmarked_request_is_not_decoded_as_a_probe(one: Llama) -> None:
     one.erase()
     prompt = one.tokens(sample_text(150))
     one.complete(prompt)

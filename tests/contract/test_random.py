@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from adapters import write_adapter
 from llama import running
-from operations import WEIGHTS, play
+from operations import WEIGHTS, run_operations
 
 from bench.random_models import SHAPES, ensure
 
@@ -16,7 +16,7 @@ OPERATIONS = 300
 
 @pytest.mark.parametrize("layout", ["two", "shared"])
 def test_random_operations(request: pytest.FixtureRequest, layout: str) -> None:
-    model = play(request.getfixturevalue(layout), OPERATIONS)
+    model = run_operations(request.getfixturevalue(layout), OPERATIONS)
     assert sum(model.done.values()) == OPERATIONS
     assert set(model.done) == set(WEIGHTS)
     assert model.compared > 1000
@@ -24,15 +24,15 @@ def test_random_operations(request: pytest.FixtureRequest, layout: str) -> None:
 
 @pytest.mark.parametrize("cells", ["-kvu", "-no-kvu"])
 def test_random_operations_with_an_adapter_at_changing_scales(cells: str, tmp_path: Path) -> None:
-    """Then a server with another adapter at that path, which uses none of it, and one as before."""
+    """A server with another adapter in that file uses no copy; one with the same adapter does."""
     adapter, folder = tmp_path / "adapter.gguf", tmp_path / "blocks"
     usual = ("-c", "4096", "-np", "2", cells, "-fa", "on", "--lora", str(adapter))
     options = (*usual, "--evoke-ram", "2", "--evoke-disk", f"{folder}:64")
     shape = ensure(SHAPES["tiny-dense"])
     write_adapter(adapter, seed=1)
     with running(True, *options, model=shape) as server:
-        model = play(server, 150)
-        assert model.done["dress"] > 3 and model.compared > 100
+        model = run_operations(server, 150)
+        assert model.done["rescale"] > 3 and model.compared > 100
         server.post("/slots/0?action=block-spill", {"all": True})
     write_adapter(adapter, seed=2)
     with running(True, *options, model=shape) as server:
@@ -46,4 +46,4 @@ def test_random_operations_with_an_adapter_at_changing_scales(cells: str, tmp_pa
             assert all(found[n]["stale"] for n, each in model.saved.items() if each is copy)
     write_adapter(adapter, seed=1)
     with running(True, *options, model=shape) as server:
-        assert model.outlived(server) > 100
+        assert model.compare_after_restart(server) > 100

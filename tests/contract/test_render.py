@@ -1,4 +1,4 @@
-"""The rendering of a request has the tokens that the server decodes."""
+"""The rendering of a request: its tokens are those that the server decodes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def render(server: Llama, dialect: str, body: object, **more: object) -> dict[st
     return answer
 
 
-def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
-    """The plain reply that a compact one stands for."""
+def expanded(compact: dict[str, Any]) -> dict[str, Any]:
+    """The plain reply that a compact reply encodes."""
     plain = dict(compact)
     edges = plain.pop("edges")
     assert [end for end, _ in edges] == compact["spans"]["end"][-8:]
@@ -76,16 +76,16 @@ def unpacked(compact: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_compact_is_plain(server: Llama) -> None:
-    """Every body of every dialect."""
+    """Compares the compact with the plain rendering, for every body of every dialect."""
     for dialect, bodies in BODIES.items():
         for body in bodies:
             plain = render(server, dialect, body)
             assert plain["tokens"] and bool(plain["spans"]) == (dialect != "completions")
             assert render(server, dialect, body, compact=False) == plain
-            assert unpacked(render(server, dialect, body, compact=True)) == plain
+            assert expanded(render(server, dialect, body, compact=True)) == plain
 
 
-def test_tokens_are_those_of_the_template(one: Llama) -> None:
+def test_rendered_tokens_are_those_of_the_applied_template(one: Llama) -> None:
     rendered = render(one, "chat", {"messages": MESSAGES})
     prompt = one.post("/apply-template", {"messages": MESSAGES})["prompt"]
     assert rendered["tokens"] == one.tokens(prompt)
@@ -115,8 +115,8 @@ ASIAN = "\u7b2c\u4e00\u3002\u7b2c\u4e8c\uff01 \u7b2c\u4e09"
 
 
 @pytest.mark.parametrize("text", [PROSE, ASIAN, f"  {PROSE}\n", "a", ". .", "..."])
-def test_stops_are_where_sentences_and_lines_begin(one: Llama, text: str) -> None:
-    """They are as many as the proxy finds in the text, and each begins the same words."""
+def test_the_server_and_the_proxy_find_the_same_sentence_starts(one: Llama, text: str) -> None:
+    """The server reports them as `stops`: as many as the proxy finds, at the same words."""
     messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes. No."}]
     answer = render(one, "chat", {"messages": [*messages, *MESSAGES[-1:]]})
     rendered = Rendered.parse(answer)
@@ -126,14 +126,14 @@ def test_stops_are_where_sentences_and_lines_begin(one: Llama, text: str) -> Non
         ends = [*shares.sentence_starts, span.span.end][1:]
         for start, end in zip(shares.sentence_starts, ends, strict=True):
             tokens = rendered.tokens[start:end].tolist()
-            said = one.post("/detokenize", {"tokens": tokens})["content"]
-            assert said.split("<|")[0].strip() == shares.of(Span(start, end)).strip()
+            sentence = one.post("/detokenize", {"tokens": tokens})["content"]
+            assert sentence.split("<|")[0].strip() == shares.of(Span(start, end)).strip()
     assert text != PROSE or len(answer["stops"]) == 8 + 1
     assert text != ASIAN or len(answer["stops"]) == 2 + 1
 
 
 @pytest.mark.parametrize("dialect", ["messages", "responses", "completions"])
-def test_other_dialects(one: Llama, dialect: str) -> None:
+def test_other_dialects_render_the_tokens_that_the_server_counts(one: Llama, dialect: str) -> None:
     bodies = {
         "messages": {
             "system": "You are a helpful assistant.",
@@ -156,7 +156,7 @@ def test_other_dialects(one: Llama, dialect: str) -> None:
         assert rendered["tokens"] == one.tokens("The river follows the machine.")
 
 
-def test_the_messages_dialect_carries_slot_and_marker(two: Llama) -> None:
+def test_the_messages_dialect_accepts_a_slot_and_a_marker(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
     body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 2}
@@ -166,7 +166,7 @@ def test_the_messages_dialect_carries_slot_and_marker(two: Llama) -> None:
     assert two.slot(0)["n_tokens"] == 0
 
 
-def test_the_view_reports_what_each_slot_shares(two: Llama) -> None:
+def test_a_rendering_reports_the_common_prefix_with_each_slot(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
     body = {"messages": MESSAGES}
@@ -196,20 +196,20 @@ def test_the_view_reports_what_each_slot_shares(two: Llama) -> None:
         ),
     ],
 )
-def test_bad_requests_are_400(one: Llama, body: object) -> None:
+def test_an_invalid_rendering_request_is_400(one: Llama, body: object) -> None:
     status, answer = one.ask("POST", "/evoke/render", body)
     assert status == 400 and answer["error"]["message"]
     assert (answer["error"]["code"], answer["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_compact_rendering_says_the_same(one: Llama, two: Llama) -> None:
+def test_a_compact_rendering_equals_the_plain_one(one: Llama, two: Llama) -> None:
     two.complete(two.tokens(sample_text(100)), slot=1)
     for server in (one, two):
         check_compact_is_plain(server)
 
 
-def test_a_compact_reply_leaves_out_what_the_client_has(one: Llama) -> None:
-    """Completed with what was said before, the reply is the whole one; else it is the whole one."""
+def test_a_compact_reply_omits_the_prefix_that_the_client_has(one: Llama) -> None:
+    """With the earlier rendering it is complete. If the prefix differs, nothing is omitted."""
     before = render(one, "chat", {"messages": LONG[:14]}, compact=True)
     body = {"messages": LONG}
     whole = render(one, "chat", body, compact=True)
@@ -231,14 +231,14 @@ def test_a_compact_reply_leaves_out_what_the_client_has(one: Llama) -> None:
         ([[end - 1, hashed] for end, hashed in before["edges"]], LONG),
         ([], LONG),
     ):
-        said = render(one, "chat", {"messages": messages}, compact=True, known=edges)
-        assert said == render(one, "chat", {"messages": messages}, compact=True)
+        full = render(one, "chat", {"messages": messages}, compact=True, known=edges)
+        assert full == render(one, "chat", {"messages": messages}, compact=True)
 
 
 @pytest.mark.parametrize(
     "template", ["Qwen3.5-4B", "Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b"]
 )
-def test_a_compact_rendering_says_the_same_with_other_templates(template: str) -> None:
+def test_a_compact_rendering_equals_the_plain_one_with_other_templates(template: str) -> None:
     (file,) = cache_dir().glob(f"source/*/models/templates/{template}.jinja")
     options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", str(file))
     with running(True, *options) as server:

@@ -1,4 +1,4 @@
-"""Parts of the block store, without a server and under sanitizers."""
+"""C++ unit tests of the block store, built with sanitizers; no server runs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("part", SOURCES)
-def test_part_passes_its_checks(part: str, tmp_path: Path) -> None:
+def test_a_part_of_the_block_store_passes_its_checks(part: str, tmp_path: Path) -> None:
     printed = run_sanitized(PROGRAMS / f"{part}.cpp", SOURCES[part], tmp_path)
     assert printed.startswith("ok: ") and "FAILED" not in printed

@@ -1,4 +1,4 @@
-"""Tenants share host memory and disk; none drops all copies of another."""
+"""Tenants share host memory and disk fairly: none drops all copies of another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_BYTES = SIZE * ROW
 
 
 def save_many(server: Llama, tenant: str, count: int, seed: int = 0) -> list[str]:
-    """Blocks of several texts, one call each; the names of those that were taken."""
+    """Saves blocks of several texts, one call each; returns the names of those saved."""
     names = []
     per_text = 14
     for number in range(count):
@@ -41,10 +41,10 @@ def test_copies_in_memory_are_dropped_from_the_tenant_with_most() -> None:
         fits = (4 << 20) // BLOCK_BYTES
         few = save_many(server, "few", 4, seed=1)
         save_many(server, "many", 3 * fits, seed=500)
-        assert set(blocks(server, "few")) == set(few)  # has less than its share: loses nothing
-        there = numbers(blocks(server, "many"))
-        assert len(there) >= fits - 8 and there[-1] == 3 * fits - 1
-        assert there == list(range(there[0], 3 * fits))  # the least recently used went
+        assert set(blocks(server, "few")) == set(few)  # below its share, so nothing is dropped
+        kept = numbers(blocks(server, "many"))
+        assert len(kept) >= fits - 8 and kept[-1] == 3 * fits - 1
+        assert kept == list(range(kept[0], 3 * fits))  # the least recently used were dropped
         save_many(server, "few", 2 * fits, seed=9000)
         halves = [len(blocks(server, tenant)) for tenant in ("few", "many")]
         assert sum(halves) >= fits - 4 and abs(halves[0] - halves[1]) <= 2
@@ -56,7 +56,7 @@ def test_copies_in_memory_are_dropped_from_the_tenant_with_most() -> None:
 def test_a_plan_that_needs_more_than_a_share_is_refused_and_drops_nothing() -> None:
     with running(True, "-c", "4096", "-np", "1", "-fa", "on", "--evoke-ram", "2") as server:
         fits = (2 << 20) // BLOCK_BYTES
-        mine = save_many(server, "mine", fits // 2, seed=1)
+        names = save_many(server, "half", fits // 2, seed=1)
         server.erase()
         tokens = server.tokens(sample_text(1600, seed=77))[: (fits - 2) * SIZE]
         server.complete(tokens, n_predict=1)
@@ -66,13 +66,13 @@ def test_a_plan_that_needs_more_than_a_share_is_refused_and_drops_nothing() -> N
         ]
         error = server.refuse("block-plan", ops=ops, tenant="other")
         assert error["code"] == 413 and error["type"] == "ram_budget"
-        assert set(blocks(server, "mine")) == set(mine)
+        assert set(blocks(server, "half")) == set(names)
         server.act("block-plan", ops=ops[: fits // 3], tenant="other")
         assert len(blocks(server, "other")) == fits // 3
 
 
 def test_a_plan_of_many_small_copies_stays_within_the_budget() -> None:
-    """What is known of a copy counts too, and for copies of one token it is a lot."""
+    """The metadata of a copy counts too; for copies of one token it is most of the memory."""
     with running(True, "-c", "1024", "-np", "1", "-fa", "on", "--evoke-ram", "1") as server:
         server.complete(server.tokens(sample_text(900))[:600], n_predict=1)
         statuses = []
@@ -83,7 +83,7 @@ def test_a_plan_of_many_small_copies_stays_within_the_budget() -> None:
             ram = server.slot()["ram"]
             assert ram["used"] <= ram["budget"]
             server.act("block-drop", all=True)
-        assert set(statuses) == {200, 413}  # the last one that fits was among them
+        assert set(statuses) == {200, 413}  # the largest plan that fits was among them
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -100,7 +100,7 @@ def test_files_are_deleted_from_the_tenant_with_most(restarted: bool, tmp_path: 
         if restarted:
             flood(server, folder, fits)
         assert set(blocks(server, "few")) == set(few)
-        save_many(server, "few", 1, seed=1)  # the text is in the slot
+        save_many(server, "few", 1, seed=1)  # decodes the text into the slot
         server.act("block-evict", p0=SIZE, p1=2 * SIZE)
         assert server.act("block-load", names=["few/1"], tenant="few")["n_loaded"] == SIZE
 
@@ -110,5 +110,5 @@ def flood(server: Llama, folder: Path, fits: int) -> None:
         save_many(server, "many", fits, seed=1000 * (part + 1))
         server.post("/slots/0?action=block-spill", {"all": True, "tenant": "many"})
         assert wait_until(lambda: size(folder) <= 4 << 20)
-    # A disk that is slow costs copies of this tenant when memory is short.
+    # With a slow disk this tenant may lose copies while memory is short.
     assert disk(server)["n_deleted"] > 0 and len(blocks(server, "many")) > fits // 4

@@ -1,4 +1,4 @@
-"""Evicting most rows of a slot for a small budget does not block other clients."""
+"""Shrinking a slot to a small budget: evicting most rows does not block other clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.random_models import SHAPES, ensure
 
 N_ROWS, BUDGET = 64_000, 2048
 SMALL: Json = {"budget": BUDGET, "sink": 4, "recent": 256, "block": 64}
-# The main loop evicts for 20 ms at most between two decodes; the rest is for slow and busy cores.
+# The main loop evicts for at most 20 ms between two decodes; the rest allows for a slow, busy core.
 LONGEST_S = 0.2
 
 
@@ -29,9 +29,9 @@ def large() -> Iterator[Llama]:
 
 
 def fill(server: Llama) -> list[int]:
-    """Slot 0 with 64,000 resident rows that have no copies; its tokens.
+    """Fills slot 0 with 64,000 resident rows without copies; returns its tokens.
 
-    They are decoded under a budget and loaded back: that takes a fraction of the time.
+    They are decoded under a budget and loaded back, which is much faster than decoding them all.
     """
     server.erase(0)
     tokens = (server.tokens(sample_text(4000)) * 40)[:N_ROWS]
@@ -46,7 +46,7 @@ def fill(server: Llama) -> list[int]:
 
 
 def arrivals(server: Llama, started: threading.Event, done: threading.Event) -> list[float]:
-    """When each event of a streamed answer of slot 1 arrives, until `done`: it is hung up then."""
+    """The arrival time of each event of a stream from slot 1; disconnects when `done` is set."""
     body = {"prompt": [5, 6, 7], "n_predict": 50_000, "ignore_eos": True, "stream": True}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     times = []
@@ -64,7 +64,7 @@ def arrivals(server: Llama, started: threading.Event, done: threading.Event) -> 
 
 
 def longest_pause(server: Llama) -> float:
-    """Of the stream of slot 1 while slot 0 gives up its rows, which must end within the budget."""
+    """The longest pause in slot 1's stream while slot 0 is shrunk to its budget, in seconds."""
     tokens = fill(server)
     server.act("stream", **SMALL)
     started, done = threading.Event(), threading.Event()
@@ -87,15 +87,15 @@ def longest_pause(server: Llama) -> float:
 
 
 def test_another_clients_stream_continues_while_rows_are_evicted(large: Llama) -> None:
-    """Other programs on this machine may cause a pause as well, but not each time."""
+    """Other programs on this machine may cause a pause too, but not in each of three runs."""
     pauses: list[float] = []
     while len(pauses) < 3 and (not pauses or pauses[-1] >= LONGEST_S):
         pauses.append(longest_pause(large))
     assert min(pauses) < LONGEST_S, pauses
 
 
-def test_eviction_in_steps_selects_the_rows_of_eviction_at_once(large: Llama) -> None:
-    """The same blocks under the same names in the same order, whether others decode or not."""
+def test_eviction_in_steps_evicts_the_same_blocks_as_eviction_at_once(large: Llama) -> None:
+    """The same names in the same order, whether or not another client decodes."""
     evicted = []
     for others in (False, True):
         tokens = fill(large)

@@ -1,4 +1,4 @@
-"""A patched server without block calls behaves like the stock server."""
+"""A patched server without options of the patches behaves like the stock server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("GET", "/props", None),
     ("GET", "/v1/models", None),
 ]
-# what differs between any two runs of one server: names, clocks, the file it was built into
+# what differs between any two runs of one server: ids, times, the build
 VARYING = re.compile(
     r'"(id|item_id|created|created_at|completed_at|build_info|system_fingerprint|media_marker)":'
     r'("[^"]*"|[0-9]+)|"(timings|response_fields)":\{[^{}]*\}|"(save|restore)_ms":[0-9.]+'
@@ -55,22 +55,22 @@ VARYING = re.compile(
 )
 
 
-def same(raw: bytes) -> str:
+def without_varying(raw: bytes) -> str:
     return VARYING.sub("~", raw.decode())
 
 
 @pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
-def test_recorded_requests_get_the_answers_of_the_stock_server(
+def test_requests_get_the_answers_of_the_stock_server(
     stock: Llama, plain: Llama, method: str, path: str, body: Any
 ) -> None:
     raw = None if body is None else json.dumps(body).encode()
     expected = stock.raw(method, path, raw)
     answered = plain.raw(method, path, raw)
     assert answered[0] == expected[0]
-    assert same(answered[1]) == same(expected[1])
+    assert without_varying(answered[1]) == without_varying(expected[1])
 
 
-def test_the_help_names_the_flag(plain: Llama) -> None:
+def test_the_help_names_the_option_evoke_ram(plain: Llama) -> None:
     import subprocess
 
     from llama import binary

@@ -1,4 +1,4 @@
-"""The engine keeps a slot in its budget by itself, in prefill and generation."""
+"""Budgets: the server keeps a slot within its budget, in prefill and in generation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from llama import Llama, sample_text
 BUDGET = 256
 
 
-def hold(server: Llama, **more: object) -> None:
+def set_budget(server: Llama, **more: object) -> None:
     server.act("stream", **({"budget": BUDGET, "sink": 4, "recent": 32, "block": 32} | more))
 
 
 def test_prefill_and_generation_stay_under_the_budget(server: Llama) -> None:
-    hold(server)
+    set_budget(server)
     prompt = server.tokens(sample_text(700))
     answer = server.complete(prompt, n_predict=300)
     evoke = answer["timings"]["evoke"]
@@ -27,8 +27,8 @@ def test_prefill_and_generation_stay_under_the_budget(server: Llama) -> None:
     assert n_evicted == state["n_tokens"] - state["n_resident"]
 
 
-def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -> None:
-    hold(server)
+def test_blocks_evicted_for_the_budget_were_saved_and_can_be_loaded(server: Llama) -> None:
+    set_budget(server)
     prompt = server.tokens(sample_text(500))
     answer = server.complete(prompt, n_predict=40)
     evicted = answer["timings"]["evoke"]["auto_evicted"]
@@ -41,36 +41,36 @@ def test_what_the_engine_evicted_was_saved_first_and_loads_back(server: Llama) -
     assert any(a <= p0 and p1 <= b for a, b in server.slot()["resident"])
 
 
-def test_rows_that_have_a_copy_are_not_copied(server: Llama) -> None:
-    """Not by the engine that evicts it, and not after a load: the copy stays."""
+def test_rows_that_have_a_copy_are_not_copied_again(server: Llama) -> None:
+    """Neither an eviction for the budget nor a save after a load makes a second copy."""
     prompt = server.tokens(sample_text(300))[:256]
     server.complete(prompt, n_predict=1)
     others = server.slot()["ram"]["used"]
-    server.act("block-save", name="mine", p0=64, p1=128)
+    server.act("block-save", name="saved", p0=64, p1=128)
     one = server.slot()["ram"]["used"] - others
-    order = [{"name": "mine", "p0": 64, "p1": 128}, {"name": "new", "p0": 128, "p1": 192}]
-    hold(server, budget=288, block=64, order=order)
+    order = [{"name": "saved", "p0": 64, "p1": 128}, {"name": "new", "p0": 128, "p1": 192}]
+    set_budget(server, budget=288, block=64, order=order)
     answer = server.complete(prompt + prompt[:100], n_predict=1)
     evicted = answer["timings"]["evoke"]["auto_evicted"]
-    assert evicted == [[64, 128, "mine"], [128, 192, "new"]]
+    assert evicted == [[64, 128, "saved"], [128, 192, "new"]]
     assert server.slot()["ram"]["used"] == others + 2 * one
     server.act("stream", budget=0)
-    server.act("block-load", names=["mine", "new"])
-    repeated = {"op": "save", "name": "again", "p0": 64, "p1": 128}
-    evict = {"op": "evict", "names": ["mine", "new"]}
+    server.act("block-load", names=["saved", "new"])
+    repeated = {"op": "save", "name": "second", "p0": 64, "p1": 128}
+    evict = {"op": "evict", "names": ["saved", "new"]}
     server.act("block-plan", ops=[repeated, evict])
     assert server.slot()["ram"]["used"] == others + 2 * one
-    assert {b["name"] for b in server.slot()["blocks"]} == {"mine", "new", "again"}
+    assert {b["name"] for b in server.slot()["blocks"]} == {"saved", "new", "second"}
 
 
-def test_protected_ranges_stay_and_the_order_is_kept(server: Llama) -> None:
+def test_protected_ranges_are_kept_and_blocks_are_evicted_in_the_given_order(server: Llama) -> None:
     prompt = server.tokens(sample_text(300))[:240]
     server.complete(prompt, n_predict=1)
     order = [
         {"name": "second", "p0": 128, "p1": 160},
         {"name": "first", "p0": 64, "p1": 96},
     ]
-    hold(server, protect=[[32, 64]], order=order)
+    set_budget(server, protect=[[32, 64]], order=order)
     more = server.tokens(sample_text(400, seed=2))
     evoke = server.complete(prompt + more, n_predict=4)["timings"]["evoke"]
     names = [name for _, _, name in evoke["auto_evicted"]]
@@ -93,7 +93,7 @@ def test_a_budget_of_one_slot_does_not_touch_the_other(two: Llama) -> None:
 
 def test_eviction_while_generating_does_not_disturb_the_stream(one: Llama) -> None:
     one.erase()
-    hold(one)
+    set_budget(one)
     answer = one.complete(one.tokens(sample_text(100)), n_predict=600)
     assert answer["timings"]["predicted_n"] == 600
     assert answer["timings"]["evoke"]["n_resident_peak"] <= BUDGET
@@ -105,24 +105,24 @@ def peak(answer: dict) -> int:
     return int(evoke["n_resident_peak"])
 
 
-def test_rows_of_the_slots_previous_text_are_not_the_new_ones_peak(server: Llama) -> None:
-    """A slot goes from a conversation without a budget to one with; they share a few tokens."""
+def test_rows_of_the_previous_conversation_do_not_count_in_the_peak(server: Llama) -> None:
+    """The next conversation in the slot has a budget and shares a few tokens."""
     old = server.tokens(sample_text(500))
     assert peak(server.complete(old)) == len(old) + 7
-    hold(server)
+    set_budget(server)
     new = old[:16] + server.tokens(sample_text(400, seed=3))
     answer = server.complete(new, n_predict=40)
     assert answer["timings"]["evoke"]["decoded"] == len(new) - 16
     assert BUDGET - 32 < peak(answer) <= BUDGET
 
 
-def test_a_shorter_prompt_peaks_at_its_own_rows(server: Llama) -> None:
+def test_the_peak_of_a_shorter_prompt_is_its_own_rows(server: Llama) -> None:
     old = server.tokens(sample_text(500))
     server.complete(old)
     assert peak(server.complete(old[:100], n_predict=5)) == 104
 
 
-def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
+def test_the_peak_counts_from_the_plan_that_sets_a_lower_budget(server: Llama) -> None:
     prompt = server.tokens(sample_text(500))
     first = server.complete(prompt)
     stream = {"op": "stream", "budget": BUDGET, "sink": 4, "recent": 32, "block": 32}
@@ -132,17 +132,17 @@ def test_a_lower_budget_counts_from_when_it_is_set(server: Llama) -> None:
     assert 128 < after <= BUDGET
 
 
-def test_rows_above_a_new_budget_count_as_the_peak(server: Llama) -> None:
-    """Nothing hides them: the request goes on from these rows."""
+def test_rows_above_a_new_budget_count_in_the_peak(server: Llama) -> None:
+    """The request starts from these rows."""
     prompt = server.tokens(sample_text(500))
     first = server.complete(prompt)
-    hold(server)
+    set_budget(server)
     repeated = server.complete(prompt + first["tokens"])
     assert peak(repeated) == len(prompt) + 7
     assert server.slot()["n_resident"] <= BUDGET
 
 
-def test_rows_within_a_plan_count_for_the_peak(server: Llama) -> None:
+def test_rows_resident_during_a_plan_count_in_the_peak(server: Llama) -> None:
     prompt = server.tokens(sample_text(300))
     first = server.complete(prompt)
     server.act("block-save", name="a", p0=64, p1=164, evict=True)

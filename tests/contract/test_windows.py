@@ -1,7 +1,7 @@
-"""What an unpatched server reuses of saved and restored sliding windows.
+"""What a stock server reuses of a restored slot with sliding windows.
 
-Marks two rules of upstream that core/snapshots/state_file.py is there for: should the first of
-these tests fail, it is not needed any more.
+core/snapshots/state_file.py works around these two behaviours of upstream. If the first test
+fails, upstream has changed and that module is no longer needed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 
 
-def likely(answer: Any) -> list[float]:
-    """Log-probabilities of the first tokens of an answer, the best few of each."""
+def best_logprobs(answer: Any) -> list[float]:
+    """The highest log probabilities of each token of an answer."""
     return [
         top["logprob"]
         for item in answer["completion_probabilities"]
@@ -46,12 +46,12 @@ def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, atten
             live = server.complete(cut + more, marker=False, n_predict=3, n_probs=4)
             assert live["timings"]["cache_n"] == len(cut)
             repeated = restored(server, "whole", cut + more)
-            assert repeated["timings"]["cache_n"] == 0  # as it was written
+            assert repeated["timings"]["cache_n"] == 0  # the file as upstream wrote it
             assert SnapshotFiles(Path(folder)).complete("whole")
             repeated = restored(server, "whole", cut + more)
             assert repeated["timings"]["cache_n"] == len(cut)
-            assert likely(repeated) == pytest.approx(likely(live), abs=1e-3)
-            # what parts from it earlier is decoded again, all of it
+            assert best_logprobs(repeated) == pytest.approx(best_logprobs(live), abs=1e-3)
+            # a prompt that diverges earlier is decoded whole
             assert restored(server, "whole", cut[:-9] + more)["timings"]["cache_n"] == 0
 
 
@@ -63,16 +63,16 @@ def test_with_swa_full_a_restored_window_is_treated_as_complete(kept: str) -> No
         with running(False, *options, model=ensure(SHAPES["tiny-gemma"])) as server:
             tokens = server.tokens(sample_text(250))
             cut, diverged = tokens[:300], tokens[:260] + tokens[300:320]
-            asked = {"marker": False, "n_predict": 3, "n_probs": 4}
+            fields = {"marker": False, "n_predict": 3, "n_probs": 4}
             server.complete(cut, marker=False, n_predict=0)
-            live = server.complete(diverged, **asked)
+            live = server.complete(diverged, **fields)
             server.erase()
             server.complete(cut, marker=False, n_predict=0)
             if kept == "in RAM":
                 server.complete(server.tokens(sample_text(250, seed=5)), marker=False, n_predict=0)
-                wrong = server.complete(diverged, **asked)
+                wrong = server.complete(diverged, **fields)
             else:
                 server.post("/slots/0?action=save", {"filename": "whole"})
                 wrong = restored(server, "whole", diverged)
             assert live["timings"]["cache_n"] == wrong["timings"]["cache_n"] == 260
-            assert likely(wrong) != pytest.approx(likely(live), abs=0.02)
+            assert best_logprobs(wrong) != pytest.approx(best_logprobs(live), abs=0.02)

@@ -20,5 +20,5 @@ def minilm_directory() -> Path:
 
 @pytest.fixture(scope="session")
 def minilm(minilm_directory: Path) -> Iterator[Embedder]:
-    """It, loaded with nothing but its own files to go by."""
+    """The trained encoder, loaded with default settings: all else is read from its files."""
     yield Embedder(EmbedderConfig(directory=str(minilm_directory)))

@@ -1,4 +1,4 @@
-"""Texts for comparing the trained embedder: short, long, foreign, invalid, empty."""
+"""Texts for comparing embedders: short, long, empty, foreign, code, control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy with an embedder: start, report, and stop."""
+"""The proxy with an embedder: start, log line, and stop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from evoke_proxy.config import Config, load
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.errors import ConfigError
 
-# Nobody listens there: what is tested here needs no llama-server.
-NOWHERE = {"upstream.url": "http://127.0.0.1:9"}
+# Nothing listens there; these tests need no llama-server.
+UNREACHABLE = {"upstream.url": "http://127.0.0.1:9"}
 
 
 def _config(directory: Path | str, model: str = "auto") -> Config:
     settings = {"embedder.directory": str(directory), "embedder.pooling": "mean"}
     settings |= {"embedder.timeout_ms": 20_000, "embedder.model": model}
-    return load(None, {}, NOWHERE | settings | {"embedder.query_instruction": ""})
+    return load(None, {}, UNREACHABLE | settings | {"embedder.query_instruction": ""})
 
 
-def _said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def _logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding.service"
     ]
@@ -40,19 +40,19 @@ def test_the_embedding_service_works_between_start_and_stop(
     caplog.set_level(logging.INFO)
     before = set(threading.enumerate())  # proxies of other test files may run in this process
 
-    async def play() -> None:
+    async def scenario() -> None:
         async with build_router(_config(write(tmp_path))) as engine:
-            asked = (await engine.shared.embedding.embed_queries(["red"], "tenant"))[0]
+            query = (await engine.shared.embedding.embed_queries(["red"], "tenant"))[0]
             key = engine.shared.embedding.key("red", "tenant")
             engine.shared.embedding.submit([(key, "red")])
-            while (told := engine.shared.embedding.vector(key)) is None:
+            while (block := engine.shared.embedding.vector(key)) is None:
                 await asyncio.sleep(0.01)
-            assert asked is not None and np.allclose(asked, told)
-            assert np.allclose(told, unit(CLS, RED, SEP), atol=1e-6)
+            assert query is not None and np.allclose(query, block)
+            assert np.allclose(block, unit(CLS, RED, SEP), atol=1e-6)
             assert b'evoke_embedded_total{kind="block"} 1.0' in engine.metrics.exposition()
 
-    asyncio.run(asyncio.wait_for(play(), 60))
-    assert _said(caplog) == [f"embedder {tmp_path}: 3 dimensions, pooling mean, 512 tokens, CPU"]
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert _logged(caplog) == [f"embedder {tmp_path}: 3 dimensions, pooling mean, 512 tokens, CPU"]
     added = set(threading.enumerate()) - before
     assert not [thread.name for thread in added if thread.name.startswith("embed-")]
 
@@ -60,40 +60,40 @@ def test_the_embedding_service_works_between_start_and_stop(
 def test_built_in_vectors_are_used_without_a_setting(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
-    async def play() -> None:
-        async with build_router(load(None, {}, NOWHERE)) as engine:
-            asked = (await engine.shared.embedding.embed_queries(["a red car"], "tenant"))[0]
+    async def scenario() -> None:
+        async with build_router(load(None, {}, UNREACHABLE)) as engine:
+            query = (await engine.shared.embedding.embed_queries(["a red car"], "tenant"))[0]
             texts = ("the automobile is painted red", "the minutes of the meeting")
             keys = [engine.shared.embedding.key(text, "tenant") for text in texts]
             engine.shared.embedding.submit(zip(keys, texts, strict=True))
             while any(engine.shared.embedding.vector(key) is None for key in keys):
                 await asyncio.sleep(0.01)
-            near, far = (engine.shared.embedding.vector(key) @ asked for key in keys)
+            near, far = (engine.shared.embedding.vector(key) @ query for key in keys)
             assert near > far + 0.2
 
-    asyncio.run(asyncio.wait_for(play(), 60))
-    assert _said(caplog) == ["embedder built-in word vectors: 256 dimensions, CPU"]
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert _logged(caplog) == ["embedder built-in word vectors: 256 dimensions, CPU"]
 
 
 def test_a_switched_off_embedder_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 
-    async def play() -> None:
+    async def scenario() -> None:
         async with build_router(_config("", "none")) as engine:
             assert (await engine.shared.embedding.embed_queries(["red"]))[0] is None
 
-    asyncio.run(asyncio.wait_for(play(), 60))
-    (line,) = _said(caplog)
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    (line,) = _logged(caplog)
     assert "ranked by words alone" in line
 
 
 def test_an_embedder_that_does_not_load_stops_the_start(tmp_path: Path) -> None:
-    async def play() -> None:
+    async def scenario() -> None:
         async with build_router(_config(tmp_path)):
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match="neither model.onnx"):
-        asyncio.run(asyncio.wait_for(play(), 60))
+        asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_serve_exits_with_2_and_one_line_when_the_embedder_does_not_load(tmp_path: Path) -> None:

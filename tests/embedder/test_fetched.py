@@ -1,4 +1,4 @@
-"""An encoder that was fetched from a mirror is used without a setting, until it is removed."""
+"""A fetched encoder is used by default until it is removed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUILT_IN = "built-in word vectors: 256 dimensions, CPU"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A mirror with a tiny encoder, which is pinned in place of bge-small-en-v1.5."""
+    """A mirror that serves a tiny encoder, pinned in place of bge-small-en-v1.5."""
     home = write(tmp_path / "hub", file="onnx/model.onnx")
     paths = ("tokenizer.json", "onnx/model.onnx")
     files = {path: (home / path).read_bytes() for path in paths}
@@ -41,81 +41,83 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield running
 
 
-def started(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> list[str]:
-    """What the proxy logs of its embedder when it starts."""
+def embedder_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> list[str]:
+    """Starts the proxy and returns what it logs about its embedder."""
     caplog.set_level(logging.INFO)
     caplog.clear()
     variables = {"EVOKE_EMBEDDER_STORE": str(tmp_path / "store")}
 
-    async def play() -> None:
+    async def scenario() -> None:
         async with build_router(load(None, variables, {"upstream.url": "http://127.0.0.1:9"})):
             pass
 
-    asyncio.run(asyncio.wait_for(play(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
     names = ("evoke_proxy.engine.embedding.service", choice.__name__)
     return [record.getMessage() for record in caplog.records if record.name in names]
 
 
-def test_a_fetched_encoder_is_used_from_then_on(
+def test_a_fetched_encoder_is_used_until_it_is_removed(
     hub: Hub,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     home = tmp_path / "store" / catalogue.DEFAULT
-    assert started(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
+    assert embedder_log(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
     assert main(["embedder", "fetch"]) == 0
     shown = capsys.readouterr()
     assert shown.out == f"{home}: fetched\n" and f"{catalogue.DEFAULT}  " in shown.err
     assert main(["embedder", "fetch"]) == 0
     assert capsys.readouterr().out == f"{home}: there already\n"
-    (line,) = started(caplog, tmp_path)
+    (line,) = embedder_log(caplog, tmp_path)
     assert line.startswith(f"embedder {home}: 3 dimensions, pooling cls")
     assert main(["embedder", "list"]) == 0
     shown = capsys.readouterr()
     assert f"the proxy uses: {home}: 3 dim" in shown.out and "MIT  fetched" in shown.out
     assert main(["embedder", "remove", catalogue.DEFAULT]) == 0
     assert main(["embedder", "remove", catalogue.DEFAULT]) == 1
-    assert started(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
+    assert embedder_log(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
 
 
-def test_an_optional_fetch_without_a_network_goes_on(
+def test_an_optional_fetch_without_a_network_exits_with_0(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nowhere = ["--mirror", "http://127.0.0.1:9"]
-    assert main(["embedder", "fetch", *nowhere]) == 1
+    unreachable = ["--mirror", "http://127.0.0.1:9"]
+    assert main(["embedder", "fetch", *unreachable]) == 1
     assert "check the network" in capsys.readouterr().err
-    assert main(["embedder", "fetch", "--optional", *nowhere]) == 0
+    assert main(["embedder", "fetch", "--optional", *unreachable]) == 0
     assert f"going on without it: {BUILT_IN} will be used" in capsys.readouterr().err
-    assert started(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
+    assert embedder_log(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
 
 
-def test_a_wrong_hash_is_refused_and_the_word_vectors_stay(
+def test_a_file_with_a_wrong_hash_is_refused_and_the_word_vectors_are_used(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.files["tokenizer.json"] = hub.files["tokenizer.json"][:-1] + b" "
     assert main(["embedder", "fetch"]) == 1
     assert "has sha256" in capsys.readouterr().err
-    assert started(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
+    assert embedder_log(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
 
 
-def test_a_fetched_encoder_that_cannot_be_loaded_is_named_with_the_fix(
+def test_a_fetched_encoder_that_does_not_load_is_logged_with_the_fix(
     hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["embedder", "fetch"]) == 0
     with monkeypatch.context() as patch:
         patch.setattr(choice, "missing_packages", lambda: ["onnxruntime"])
-        said = started(caplog, tmp_path)
-        assert "pip install 'evoke-proxy[cpu]'" in said[0]
-        assert said[1] == f"embedder {BUILT_IN}"
+        log = embedder_log(caplog, tmp_path)
+        assert "pip install 'evoke-proxy[cpu]'" in log[0]
+        assert log[1] == f"embedder {BUILT_IN}"
     model = tmp_path / "store" / catalogue.DEFAULT / "onnx/model.onnx"
     model.write_bytes(bytes(model.stat().st_size))
-    said = started(caplog, tmp_path)
-    assert "evoke-proxy embedder fetch bge-small-en-v1.5" in said[0]
-    assert said[1] == f"embedder {BUILT_IN}"
+    log = embedder_log(caplog, tmp_path)
+    assert "evoke-proxy embedder fetch bge-small-en-v1.5" in log[0]
+    assert log[1] == f"embedder {BUILT_IN}"
 
 
-def test_an_encoder_that_is_named_must_be_there(hub: Hub, tmp_path: Path) -> None:
+def test_a_configured_encoder_that_was_not_fetched_is_a_config_error(
+    hub: Hub, tmp_path: Path
+) -> None:
     store = str(tmp_path / "store")
     with pytest.raises(ConfigError, match="run evoke-proxy embedder fetch all-MiniLM-L6-v2"):
         choice.load_encoder(EmbedderConfig(model="all-MiniLM-L6-v2", store=store))
@@ -128,14 +130,14 @@ def test_an_encoder_that_is_named_must_be_there(hub: Hub, tmp_path: Path) -> Non
     assert kept is not None and kept.describe() == BUILT_IN
 
 
-def test_two_runtimes_are_detected(
+def test_two_installed_onnx_runtimes_are_reported_with_the_fix(
     hub: Hub,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A distribution is what importlib finds: a directory with its name and version."""
+    """To importlib a distribution is a directory with its name and version."""
     assert runtimes.conflicting_runtimes() == ""
     assert main(["embedder", "fetch"]) == 0
     for name in ("onnxruntime", "onnxruntime_gpu"):
@@ -144,6 +146,6 @@ def test_two_runtimes_are_detected(
         (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: 1.20\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     assert "pip uninstall -y onnxruntime onnxruntime-gpu" in runtimes.conflicting_runtimes()
-    assert started(caplog, tmp_path)[0] == runtimes.conflicting_runtimes()
+    assert embedder_log(caplog, tmp_path)[0] == runtimes.conflicting_runtimes()
     assert main(["embedder", "list"]) == 0
     assert runtimes.conflicting_runtimes() in capsys.readouterr().err

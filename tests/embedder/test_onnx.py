@@ -1,4 +1,4 @@
-"""The embedder with tiny encoders whose vectors can be computed by hand."""
+"""The ONNX embedder, with tiny encoders whose vectors are computed by hand."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def load(directory: Path, **settings: Any) -> Embedder:
     return Embedder(EmbedderConfig(directory=str(directory), **settings))
 
 
-def close(found: Any, wanted: Any) -> bool:
-    return bool(np.abs(np.asarray(found) - np.asarray(wanted)).max() < 1e-6)
+def close(found: Any, expected: Any) -> bool:
+    return bool(np.abs(np.asarray(found) - np.asarray(expected)).max() < 1e-6)
 
 
 @pytest.mark.parametrize("inputs", [("input_ids",), ("input_ids", "attention_mask"), None])
@@ -35,11 +35,12 @@ def close(found: Any, wanted: Any) -> bool:
 def test_vectors_match_the_formula_of_their_pooling(
     tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pooling: str
 ) -> None:
-    given: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
-    embedder = load(write(tmp_path, kind=kind, **given), pooling=pooling, document_instruction="")
+    declared: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
+    directory = write(tmp_path, kind=kind, **declared)
+    embedder = load(directory, pooling=pooling, document_instruction="")
     found = embedder.documents(["red green blue", "", "red", "purple"])
-    wanted = [(CLS, RED, GREEN, BLUE, SEP), (CLS, SEP), (CLS, RED, SEP), (CLS, UNK, SEP)]
-    assert close(found, [unit(*rows[: 1 if pooling == "cls" else None]) for rows in wanted])
+    expected = [(CLS, RED, GREEN, BLUE, SEP), (CLS, SEP), (CLS, RED, SEP), (CLS, UNK, SEP)]
+    assert close(found, [unit(*rows[: 1 if pooling == "cls" else None]) for rows in expected])
     assert found.dtype == np.float32 and found.shape == (4, embedder.dimensions)
     assert close(np.linalg.norm(found, axis=1), 1)
 
@@ -47,13 +48,13 @@ def test_vectors_match_the_formula_of_their_pooling(
 def test_vectors_are_in_the_order_of_their_texts(tmp_path: Path) -> None:
     embedder = load(write(tmp_path), pooling="mean", max_tokens=400)
     texts = ["red " * (7 * i % 400) for i in range(300)]
-    one_by_one = np.vstack([embedder.documents([text]) for text in texts])
-    assert close(embedder.documents(texts), one_by_one)
-    assert len(np.unique(one_by_one.round(5), axis=0)) > 200, "they could not be told apart"
+    single = np.vstack([embedder.documents([text]) for text in texts])
+    assert close(embedder.documents(texts), single)
+    assert len(np.unique(single.round(5), axis=0)) > 200, "too few different vectors"
     assert embedder.documents([]).shape[0] == 0
 
 
-def test_an_inference_has_a_limited_number_of_tokens(
+def test_the_tokens_of_one_inference_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embedder = load(write(tmp_path), max_tokens=400)
@@ -87,15 +88,15 @@ def test_huge_texts_and_invalid_unicode_are_embedded(tmp_path: Path) -> None:
     assert close(found, [unit(CLS, RED, RED, SEP), unit(CLS, UNK, UNK, SEP), unit(CLS, UNK, SEP)])
 
 
-def test_only_questions_get_the_instruction_of_bge(tmp_path: Path) -> None:
+def test_only_queries_get_the_query_instruction(tmp_path: Path) -> None:
     embedder = load(write(tmp_path))
     assert embedder.recipe.query_instruction.startswith("Represent this sentence")
-    asked = load(tmp_path, pooling="mean", query_instruction="find: ", document_instruction="")
-    assert close(asked.queries(["red"]), unit(CLS, FIND, RED, SEP))
-    assert close(asked.documents(["red"]), unit(CLS, RED, SEP))
+    instructed = load(tmp_path, pooling="mean", query_instruction="find: ", document_instruction="")
+    assert close(instructed.queries(["red"]), unit(CLS, FIND, RED, SEP))
+    assert close(instructed.documents(["red"]), unit(CLS, RED, SEP))
 
 
-def test_prompts_of_the_directory(tmp_path: Path) -> None:
+def test_instructions_and_pooling_are_read_from_the_directory(tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "find: ", "passage": "keep: "}}
     write(tmp_path, config_sentence_transformers=prompts, **{"1_Pooling__config": MEAN})
     embedder = load(tmp_path)
@@ -103,22 +104,22 @@ def test_prompts_of_the_directory(tmp_path: Path) -> None:
     assert close(embedder.documents(["red"]), unit(CLS, KEEP, RED, SEP))
 
 
-def test_model_in_the_directory_of_an_export(tmp_path: Path) -> None:
+def test_a_model_in_the_onnx_folder_is_found(tmp_path: Path) -> None:
     embedder = load(write(tmp_path, file="onnx/model.onnx"), pooling="mean")
     assert close(embedder.documents(["blue"]), unit(CLS, BLUE, SEP))
 
 
-def test_output_is_chosen(tmp_path: Path) -> None:
+def test_the_token_output_is_preferred_and_the_setting_overrides_it(tmp_path: Path) -> None:
     write(tmp_path, outputs=("other", "sentence", "token_embeddings"))
     assert close(load(tmp_path, pooling="mean").documents(["red"]), unit(CLS, RED, SEP))
-    # Pooled in the graph: whatever pooling says, there is nothing left to pool.
+    # The graph pools `sentence` itself, so the pooling setting has no effect.
     pooled = load(tmp_path, pooling="mean", output="sentence")
     assert close(pooled.documents(["red", ""]), [unit(CLS)] * 2)
     write(tmp_path / "second", outputs=("sentence", "scalar"))
     assert close(load(tmp_path / "second").documents(["red"]), unit(CLS))
 
 
-def test_the_fingerprint_depends_on_everything_that_changes_the_vectors(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_everything_that_changes_the_vectors(tmp_path: Path) -> None:
     first = load(write(tmp_path / "a"))
     assert load(write(tmp_path / "b"), threads=2, timeout_ms=9).fingerprint == first.fingerprint
     (tmp_path / "b/model.onnx_data").write_bytes(b"weights beside the graph")
@@ -131,12 +132,12 @@ def test_the_fingerprint_depends_on_everything_that_changes_the_vectors(tmp_path
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
-def test_threads_share_an_embedder(tmp_path: Path) -> None:
+def test_an_embedder_can_be_used_by_several_threads(tmp_path: Path) -> None:
     embedder = load(write(tmp_path), pooling="mean")
     texts = ["red " * (i % 50) + "blue" for i in range(200)]
-    wanted = embedder.documents(texts)
+    expected = embedder.documents(texts)
     with ThreadPoolExecutor(4) as pool:
-        assert all(close(found, wanted) for found in pool.map(embedder.documents, [texts] * 8))
+        assert all(close(found, expected) for found in pool.map(embedder.documents, [texts] * 8))
 
 
 def test_the_description_names_the_directory_and_the_recipe(tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def _nan(directory: Path) -> None:
         (lambda d: write(d, batch=1), {}, "the embedder failed: "),
     ],
 )  # fmt: skip
-def test_an_unusable_directory_is_refused_with_a_fix(
+def test_an_unusable_encoder_is_refused_with_a_reason(
     tmp_path: Path, make: Any, settings: dict[str, Any], message: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -215,7 +216,7 @@ def test_check_config_describes_the_embedder(
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "tokenizers"])
-def test_missing_package_is_named_with_the_extra(
+def test_a_missing_package_is_reported_with_the_extra_to_install(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path)

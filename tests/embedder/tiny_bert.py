@@ -1,4 +1,4 @@
-"""Writes tiny encoders: the row of a token is a row of a table."""
+"""Writes tiny ONNX encoders whose token vectors are the rows of a table."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def write(
     file: str = "model.onnx",
     **files: Any,
 ) -> Path:
-    """A directory with a model that declares these inputs and outputs; `files` are JSON, `/` is __.
+    """Writes an encoder with these inputs and outputs into `directory`, and returns it.
 
-    `last_hidden_state` is the token's row, and far off where its type is not 0 or its mask not 1;
-    `sentence` is the first token's row twice over, `scalar` one number; others are zeros.
+    The output `last_hidden_state` is the token's row; where the token type is not 0 or the mask not
+    1, it is far from it. `sentence` is twice the first token's row, `scalar` one number; other
+    outputs are zeros. `files` are written as JSON, with `/` for each `__` in a name.
     """
     (directory / file).parent.mkdir(parents=True, exist_ok=True)
     save(_model(inputs, kind, outputs, table, batch), str(directory / file))
@@ -110,7 +111,7 @@ def _tokenizer() -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
     )
-    # As real files have it: the lengths that it was trained with, not those that it can do.
+    # Real files contain the lengths of the training, not the largest possible ones.
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8, pad_id=PAD)
     return tokenizer
