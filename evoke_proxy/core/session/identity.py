@@ -12,9 +12,8 @@ from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 # Prompts that share fewer tokens have only a template in common.
 MIN_SHARED = 64
-# A prompt continues a session only if it shares at least this part of its tokens, which is more
-# than a system prompt.
-_MIN_SHARE = 0.5
+# A prompt continues a session only if it shares at least this part of its tokens.
+MIN_SHARE = 0.5
 # Names that fit into a response header and into a table.
 _USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
@@ -161,7 +160,7 @@ def _required_tokens(session: SessionPrompt, hint: Hint | None, n_users: int) ->
     """
     if session.head and _has_hint(session, hint):
         return session.head
-    most = _MIN_SHARE * len(session.tokens)
+    most = MIN_SHARE * len(session.tokens)
     if n_users > session.n_users > 0:
         most = min(most, session.last_user_end)
     return max(session.head, most)

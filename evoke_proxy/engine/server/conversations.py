@@ -547,7 +547,7 @@ class Conversation:
             "used": self.history.used_at,
             "tokens": len(self.tokens),
             "resident": self.budgeted.n_resident,
-            "saved_blocks": self.session.layout.n_copies,
+            "saved_blocks": 0 if self.budgeted.is_unconfirmed else self.session.layout.n_copies,
             "budget": self.budgeted.budget,
             "policy": self.budgeted.policy,
             "drift": self.snapshots.drift,
@@ -727,17 +727,23 @@ class Conversations:
         if len(self._forgotten) > _MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
 
+    def withdraw(self, conversation: Conversation) -> None:
+        """Forget a conversation of which no request was forwarded; it may be resumed later."""
+        self._by_id.pop(conversation.id, None)
+
     def server_restarted(self, can_adopt: bool) -> dict[str, int]:
         """Record that all slots are empty, and that only the copies on disk are left.
 
         `can_adopt` is `ServerInfo.can_adopt` of the new instance. Returns, by id, the slots of
         conversations that an earlier proxy process recorded: their rows may still be there.
+
+        A turn may be using a session now, so each session learns of the restart from its next turn.
         """
         self._can_adopt = can_adopt
         slots: dict[str, int] = {}
         for conversation in self:
-            conversation.session.on_server_restart(can_adopt)
             slot = conversation.budgeted.server_restarted()
-            if slot is not None:
+            if slot is not None:  # no turn has used its session in this process
+                conversation.session.on_server_restart(can_adopt)
                 slots[conversation.id] = slot
         return slots

@@ -89,7 +89,7 @@ class TurnFinalizer:
         conversations, pool = self._server.conversations, self._server.slots.pool
         own = turn.conversation
         if own is not None and not (own.is_committed or own.in_use):
-            conversations.forget(own)
+            conversations.withdraw(own)
             pool.forget(own.id)
         for forgotten in conversations.forget_surplus():
             pool.forget(forgotten.id)

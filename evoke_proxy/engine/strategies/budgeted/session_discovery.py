@@ -14,7 +14,7 @@ from typing import Any
 from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
-from evoke_proxy.core.session.identity import MIN_SHARED
+from evoke_proxy.core.session.identity import MIN_SHARE, MIN_SHARED
 from evoke_proxy.core.session.remains import SavedSession, most_similar, saved_sessions
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
@@ -53,7 +53,7 @@ class SessionDiscovery:
             return None
         self._note_slots(rendered.slots)
         tenant = request.tenant
-        in_slot = self._in_slot(rendered.slots, tenant)
+        in_slot = self._in_slot(rendered, tenant)
         if in_slot is not None:
             return self._register(in_slot.session, request, rendered, in_slot.epoch)
         session = await self._with_copies(rendered, tenant, blocks)
@@ -69,12 +69,13 @@ class SessionDiscovery:
         Raises UpstreamError.
         """
         conversation, tokens = turn.conversation, turn.rendered.tokens
-        conversation.budgeted.copies_found()
         try:
             copies = await _find(turn.calls.blocks, turn.slot, tokens.tolist(), conversation.owner)
         except PlanRefused as refused:  # the prompt is too long for a slot
+            conversation.budgeted.copies_found()
             _log.warning("session %s continues without its copies: %s", conversation.id, refused)
             return
+        conversation.budgeted.copies_found()
         conversation.session.resume(tokens, copies)
         _log.info(
             "session %s continues after a restart: %d tokens in slot %d, %d saved blocks",
@@ -92,15 +93,15 @@ class SessionDiscovery:
                 if self._slots.pool.holder(view.id) is None:
                     self._slots.pool.record_move(view.session, view.id)
 
-    def _in_slot(self, slots: Sequence[SlotView], tenant: str) -> SlotView | None:
+    def _in_slot(self, rendered: Rendered, tenant: str) -> SlotView | None:
         """The slot of an unknown session that a prompt continues; None when there is none."""
         views = [
             view
-            for view in slots
+            for view in rendered.slots
             if view.session
             and view.tenant == tenant
             and self._conversations.may_resume(view.session)
-            and view.n_common >= max(MIN_SHARED, view.n_tokens / 2)
+            and view.n_common >= _required_tokens(rendered, view.n_tokens)
         ]
         return max(views, key=lambda view: view.n_common, default=None)
 
@@ -119,7 +120,7 @@ class SessionDiscovery:
             except PlanRefused:  # the prompt is too long for a slot
                 return None
             end = max((span.end for span in copies.values()), default=0)
-            if end > best_end and end >= max(MIN_SHARED, saved.end / 2):
+            if end > best_end and end >= _required_tokens(rendered, saved.end):
                 best, best_end = saved.id, end
         return best
 
@@ -129,6 +130,17 @@ class SessionDiscovery:
         conversation = self._conversations.resume(session, rendered, request.hint, request.tenant)
         conversation.budgeted.identified(epoch)
         return conversation
+
+
+def _required_tokens(rendered: Rendered, n_tokens: int) -> float:
+    """How many tokens a prompt must share with a session of `n_tokens` to continue it.
+
+    As in `identity.find`: its first user message, because all conversations of a client may begin
+    with the same long system prompt, and a part of the session.
+    """
+    users = rendered.user_ends
+    first_message = int(users[0]) if len(users) else 0
+    return max(MIN_SHARED, first_message, MIN_SHARE * n_tokens)
 
 
 async def _find(

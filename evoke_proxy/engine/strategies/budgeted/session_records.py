@@ -351,9 +351,15 @@ class SessionPersistence:
         return SessionRecord(session, hint, edges, view.id, view.epoch, self._home, overrides)
 
     async def reconcile_copies(self, turn: RenderedTurn) -> None:
-        """Ask which copies of a session are left after a restart; raises UpstreamError."""
-        conversation = turn.conversation
+        """Ask which copies of a session are left after a restart; raises UpstreamError.
+
+        When llama-server starts again during the call, the next turn asks.
+        """
+        conversation, server = turn.conversation, self._server
+        conversation.session.on_server_restart(server.can_adopt)
         answer = await turn.calls.blocks.slot(turn.slot, conversation.tenant)
+        if server is not self._server:
+            return
         copies = copies_in(answer).items()
         conversation.session.confirm_copies(
             {name: Span(copy["p0"], copy["p1"]) for name, copy in copies}
