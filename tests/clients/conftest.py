@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comparison import Ask, Sides, empty_slots, erasable_server, stripped
+from comparison import Ask, AskBoth, empty_slots, erasable_server, without_volatile
 from harness import RunningProxy, proxy
 
 
@@ -25,7 +25,7 @@ def between(direct_port: int) -> Iterator[RunningProxy]:
 
 
 @pytest.fixture
-def both_sides(direct_port: int, between: RunningProxy) -> Sides:
+def both_sides(direct_port: int, between: RunningProxy) -> AskBoth:
     """Asks directly and through the proxy, from an empty slot each time.
 
     Gives the two answers without ids, clocks and timings. Whatever is asked through the proxy must
@@ -34,9 +34,9 @@ def both_sides(direct_port: int, between: RunningProxy) -> Sides:
 
     def run(ask: Ask) -> tuple[Any, Any]:
         empty_slots(direct_port, 0)
-        direct = stripped(ask(direct_port))
+        direct = without_volatile(ask(direct_port))
         empty_slots(direct_port, 0)
-        proxied = stripped(ask(between.port))
+        proxied = without_volatile(ask(between.port))
         assert between.metric("evoke_tokens_total", kind="decoded") > 0
         assert between.metric("evoke_degraded_total") == 0
         return direct, proxied

@@ -6,9 +6,9 @@ from typing import Any
 
 import anthropic
 import pytest
-from comparison import Sides
+from comparison import AskBoth
 from harness import RunningProxy
-from weather import BEGUN, QUESTION, TOOLS
+from weather import CALL_PREFIX, QUESTION, TOOLS
 
 TOOL = TOOLS["/v1/messages"]
 ASKED = {"role": "user", "content": QUESTION}
@@ -21,7 +21,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
             {"role": "user", "content": [{"type": "text", "text": "What is the door code?"}]},
         ],
     },
-    "tool call": {"messages": [ASKED, {"role": "assistant", "content": BEGUN}], **TOOL},
+    "tool call": {"messages": [ASKED, {"role": "assistant", "content": CALL_PREFIX}], **TOOL},
     "tool result": {
         "messages": [
             ASKED,
@@ -76,21 +76,21 @@ def given(kind: str) -> dict[str, Any]:
 
 
 @KINDS
-def test_messages(both_sides: Sides, kind: str) -> None:
+def test_messages(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: create(port, **given(kind)).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
 
 
 @KINDS
-def test_streamed_messages(both_sides: Sides, kind: str) -> None:
+def test_streamed_messages(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: dumped(events(port, **given(kind))))
     assert proxied == direct
     assert len(proxied) > 5
 
 
 @KINDS
-def test_raw_events(both_sides: Sides, kind: str) -> None:
+def test_raw_events(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: dumped(create(port, stream=True, **given(kind))))
     assert proxied == direct
     assert len(proxied) > 5

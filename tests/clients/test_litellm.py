@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from comparison import Sides
+from comparison import AskBoth
 from harness import RunningProxy
-from weather import BEGUN, QUESTION, RESULT_CHAT, TOOLS
+from weather import CALL_PREFIX, QUESTION, RESULT_CHAT, TOOLS
 
 from evoke_proxy.engine.admin.admin import Admin
 
@@ -31,7 +31,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
         ]
     },
     "tool call": {
-        "messages": [ASKED, {"role": "assistant", "content": BEGUN}],
+        "messages": [ASKED, {"role": "assistant", "content": CALL_PREFIX}],
         **TOOLS["/v1/chat/completions"],
     },
     "tool result": {
@@ -67,7 +67,7 @@ def ask(port: int, model: str, base: str, **more: Any) -> Any:
 
 @SPOKEN
 @KINDS
-def test_completion(both_sides: Sides, model: str, base: str, kind: str) -> None:
+def test_completion(both_sides: AskBoth, model: str, base: str, kind: str) -> None:
     direct, proxied = both_sides(lambda port: ask(port, model, base, **REQUESTS[kind]).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
@@ -75,7 +75,7 @@ def test_completion(both_sides: Sides, model: str, base: str, kind: str) -> None
 
 @SPOKEN
 @KINDS
-def test_streamed_completion(both_sides: Sides, model: str, base: str, kind: str) -> None:
+def test_streamed_completion(both_sides: AskBoth, model: str, base: str, kind: str) -> None:
     def streamed(port: int) -> list[dict[str, Any]]:
         try:
             chunks = ask(port, model, base, stream=True, **REQUESTS[kind])
@@ -94,4 +94,4 @@ def test_fields_of_the_proxy_are_accepted(between: RunningProxy) -> None:
     extra = {"extra_body": {"evoke_budget": 400, "evoke_session": "mine"}}
     answer = ask(between.port, "openai/t", "/v1", **REQUESTS["plain"], **extra)
     assert answer.choices[0].message.content
-    assert [row["name"] for row in Admin(between.engine).sessions()] == ["mine"]
+    assert [row["name"] for row in Admin(between.gateway).sessions()] == ["mine"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from comparison import Sides
+from comparison import AskBoth
 from harness import RunningProxy
-from weather import BEGUN, CALL, QUESTION, TOOLS
+from weather import CALL, CALL_PREFIX, QUESTION, TOOLS
 
 PLAIN: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -21,7 +21,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "tool call": {
         "messages": [
             {"role": "user", "content": QUESTION},
-            {"role": "assistant", "content": BEGUN},
+            {"role": "assistant", "content": CALL_PREFIX},
         ],
         **TOOLS["/v1/chat/completions"],
     },
@@ -46,7 +46,7 @@ RESPONSES: dict[str, dict[str, Any]] = {
             {
                 "type": "message",
                 "role": "assistant",
-                "content": [{"type": "output_text", "text": BEGUN}],
+                "content": [{"type": "output_text", "text": CALL_PREFIX}],
             },
         ],
         **TOOLS["/v1/responses"],
@@ -89,14 +89,14 @@ def dumped(items: list[Any]) -> list[dict[str, Any]]:
 
 
 @KINDS
-def test_chat_completions(both_sides: Sides, kind: str) -> None:
+def test_chat_completions(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: chat(port, **CHATS[kind]).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
 
 
 @KINDS
-def test_streamed_chat_completions(both_sides: Sides, kind: str) -> None:
+def test_streamed_chat_completions(both_sides: AskBoth, kind: str) -> None:
     def ask(port: int) -> list[dict[str, Any]]:
         return dumped(chat(port, stream=True, stream_options=USAGE, **CHATS[kind]))
 
@@ -106,20 +106,20 @@ def test_streamed_chat_completions(both_sides: Sides, kind: str) -> None:
 
 
 @KINDS
-def test_responses(both_sides: Sides, kind: str) -> None:
+def test_responses(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: respond(port, **RESPONSES[kind]).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
 
 
 @KINDS
-def test_streamed_responses(both_sides: Sides, kind: str) -> None:
+def test_streamed_responses(both_sides: AskBoth, kind: str) -> None:
     direct, proxied = both_sides(lambda port: dumped(respond(port, stream=True, **RESPONSES[kind])))
     assert proxied == direct
     assert dict(proxied[-1])["type"] == "response.completed"
 
 
-def test_a_tool_is_called_and_its_result_answered(both_sides: Sides) -> None:
+def test_a_tool_is_called_and_its_result_answered(both_sides: AskBoth) -> None:
     def ask(port: int) -> list[Any]:
         begun = chat(port, parallel_tool_calls=False, **CHATS["tool call"])
         message = begun.choices[0].message

@@ -52,11 +52,11 @@ def recording(
     with proxy(long_port, policy__budget=BUDGET) as running:
         render = BlockApi.render
 
-        async def noting(api: BlockApi, call: RenderCall, *more: Any) -> Any:
+        async def recording_proxy(api: BlockApi, call: RenderCall, *more: Any) -> Any:
             bodies.append(json.loads(call.body) | {"dialect": call.dialect})
             return await render(api, call, *more)
 
-        monkeypatch.setattr(BlockApi, "render", noting)
+        monkeypatch.setattr(BlockApi, "render", recording_proxy)
         yield running
 
 
@@ -70,7 +70,7 @@ def _booked(log: str) -> list[dict[str, int]]:
 def _codes(running: RunningProxy) -> set[str]:
     return {
         sample.labels["code"]
-        for metric in running.engine.metrics.registry.collect()
+        for metric in running.gateway.metrics.registry.collect()
         for sample in metric.samples
         if sample.name == "evoke_requests_total"
     }
@@ -100,7 +100,7 @@ def test_two_turns_of_an_agent(
         assert len(body["messages"][0]["content"]) > 4000
     assert "come back" in json.dumps(turns[-1]["messages"][-1])
 
-    recording.quiet()
+    recording.wait_until_idle()
     found = _booked(caplog.text)
     assert len(found) >= len(turns)
     for accounting in found:

@@ -1,4 +1,4 @@
-"""Drives a headless Chromium over its debugging protocol."""
+"""Drives a headless Chromium through the Chrome DevTools Protocol."""
 
 from __future__ import annotations
 
@@ -23,90 +23,94 @@ _OPTIONS = (
     *("--no-first-run", "--disable-extensions", "--disable-background-networking"),
     *("--remote-debugging-port=0", "--hide-scrollbars", "about:blank"),
 )
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def browser() -> str | None:
-    """Where a Chromium is; None when there is none."""
+    """Return the path of an installed Chromium; None if there is none."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 class Page:
-    """One tab."""
+    """A browser tab.
+
+    Attributes:
+        errors: Exceptions and error log entries of the page so far, as JSON.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
-        self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self.complaints: list[str] = []
+        self._ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self.errors: list[str] = []
 
     async def listen(self) -> None:
-        """Take what the browser says, for as long as it says something."""
+        """Read replies and events of the browser until the connection closes."""
         async for message in self._socket:
-            said = json.loads(message.data)
-            if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
-            elif said["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.complaints.append(json.dumps(said["params"]))
+            data = json.loads(message.data)
+            if "id" in data:
+                self._replies.pop(data["id"]).set_result(data)
+            elif data["method"] in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.errors.append(json.dumps(data["params"]))
 
     async def call(self, method: str, **parameters: Any) -> Any:
-        """One command of the protocol."""
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        """Send a command of the protocol; returns its result."""
+        number = next(self._ids)
+        future = self._replies[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        async with asyncio.timeout(PATIENCE_S):
-            said = await answer
-        assert "error" not in said, said
-        return said["result"]
+        async with asyncio.timeout(TIMEOUT_S):
+            reply = await future
+        assert "error" not in reply, reply
+        return reply["result"]
 
     async def open(self, url: str) -> None:
         for domain in ("Page", "Runtime", "Log"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
 
-    async def look(self, width: int, height: int, dark: bool = False) -> None:
-        """Be of this size, in these colours."""
+    async def set_viewport(self, width: int, height: int, dark: bool = False) -> None:
+        """Set the size of the viewport and the preferred colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def value(self, expression: str) -> Any:
-        """What an expression comes to."""
-        said = await self.call(
+    async def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression."""
+        reply = await self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in said, said
-        return said["result"].get("value")
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
-        """What an expression comes to once that is true."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not (found := await self.value(expression)):
-            assert time.monotonic() < deadline, (expression, self.complaints)
+    async def wait_for(self, expression: str) -> Any:
+        """Wait until a JavaScript expression is true; returns its value."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (value := await self.evaluate(expression)):
+            assert time.monotonic() < deadline, (expression, self.errors)
             await asyncio.sleep(0.05)
-        return found
+        return value
 
-    async def press(self, key: str) -> None:
-        """A key, as a keyboard would."""
+    async def press_key(self, key: str) -> None:
+        """Press and release a key."""
         text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
         codes = {"Tab": 9, "Enter": 13, "Escape": 27}
         code = {"windowsVirtualKeyCode": codes[key]} if key in codes else {}
         for kind in ("keyDown", "keyUp"):
-            given = {"type": kind, "key": key} | code | (text if kind == "keyDown" else {})
-            await self.call("Input.dispatchKeyEvent", **given)
+            event = {"type": kind, "key": key} | code | (text if kind == "keyDown" else {})
+            await self.call("Input.dispatchKeyEvent", **event)
 
-    async def write(self, text: str) -> None:
+    async def type_text(self, text: str) -> None:
         await self.call("Input.insertText", text=text)
 
-    async def picture(self, path: Path, whole: bool = False) -> None:
-        shot = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
+    async def screenshot(self, path: Path, whole_page: bool = False) -> None:
+        image = await self.call("Page.captureScreenshot", captureBeyondViewport=whole_page)
+        path.write_bytes(base64.b64decode(image["data"]))
 
 
 @contextlib.asynccontextmanager
 async def tab(program: str) -> AsyncIterator[Page]:
-    """A tab of a browser of its own."""
+    """Start a browser and open one tab; the browser ends with the block."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [program, f"--user-data-dir={folder}", *_OPTIONS],
@@ -119,13 +123,13 @@ async def tab(program: str) -> AsyncIterator[Page]:
                 yield page
         finally:
             process.terminate()
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
 
 
 async def _port(file: Path) -> int:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not (file.exists() and "\n" in (text := file.read_text())):
-        assert time.monotonic() < deadline, "the browser does not begin"
+        assert time.monotonic() < deadline, "the browser does not start"
         await asyncio.sleep(0.05)
     return int(text.split("\n")[0])
 

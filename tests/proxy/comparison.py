@@ -1,6 +1,6 @@
-"""Compares answers of a direct and of a proxied llama-server, each from empty slots.
+"""Compares direct and proxied answers of llama-server, each given from empty slots.
 
-Without what differs each time: ids, clocks, times, our own fields.
+Values that differ in every answer are left out: ids, timestamps, durations, fields of the proxy.
 """
 
 from __future__ import annotations
@@ -13,55 +13,66 @@ from typing import Any
 
 from harness import Answer, ask, llama_server, server_binary
 
-# Asks the server or proxy on a port; asking both gives the direct and the proxied answer.
+# Sends a request to the server or proxy on a port.
 Ask = Callable[[int], Any]
-Sides = Callable[[Ask], tuple[Any, Any]]
+# Sends it to both; returns the direct and the proxied answer.
+AskBoth = Callable[[Ask], tuple[Any, Any]]
 
-# `timings` also carry the books of a marked request.
-_EACH_TIME = frozenset(
+# `timings` also contains the token accounting of a request with a plan.
+_VOLATILE = frozenset(
     "id item_id call_id tool_call_id created created_at completed_at timings".split()
 )
 _HOP = frozenset(("keep-alive", "connection", "content-length", "x-request-id"))
 
 
-def stripped(value: Any, also: frozenset[str] = frozenset()) -> Any:
-    """A parsed answer without them; order of keys is kept, so that it can be compared too."""
+def without_volatile(value: Any, ignored: frozenset[str] = frozenset()) -> Any:
+    """Return a parsed answer without volatile and `ignored` keys.
+
+    Objects become lists of pairs, so that the order of keys is compared as well.
+    """
     if isinstance(value, dict):
-        dropped = _EACH_TIME | also
-        return [(key, stripped(item, also)) for key, item in value.items() if key not in dropped]
-    return [stripped(item, also) for item in value] if isinstance(value, list) else value
+        dropped = _VOLATILE | ignored
+        kept = [(key, item) for key, item in value.items() if key not in dropped]
+        return [(key, without_volatile(item, ignored)) for key, item in kept]
+    if isinstance(value, list):
+        return [without_volatile(item, ignored) for item in value]
+    return value
 
 
-def comparable(answer: Answer, also: frozenset[str] = frozenset()) -> tuple[Any, ...]:
-    """Everything of an answer that must be equal; lines of a stream one by one, in order."""
+def comparable(answer: Answer, ignored: frozenset[str] = frozenset()) -> tuple[Any, ...]:
+    """Return what must be equal in two answers: status, reason, headers and body.
+
+    A stream is compared line by line.
+    """
     headers = {
         name: value
         for name, value in answer.headers.items()
         if name not in _HOP and not name.startswith("x-evoke")
     }
     if answer.body.startswith(b"{"):
-        return answer.status, answer.reason, headers, stripped(json.loads(answer.body), also)
-    lines = [_line(line, also) for line in answer.body.split(b"\n")]
+        body = without_volatile(json.loads(answer.body), ignored)
+        return answer.status, answer.reason, headers, body
+    lines = [_line(line, ignored) for line in answer.body.split(b"\n")]
     return answer.status, answer.reason, headers, lines
 
 
 @contextmanager
 def erasable_server(folder: Path, *options: str) -> Iterator[int]:
-    """A patched llama-server whose slots can be emptied, with a template that shows tools.
+    """Start a patched llama-server whose slots can be erased, with a template that shows tools.
 
-    One slot unless `options` say otherwise; `folder` is for what slots save.
+    It has one slot unless `options` say otherwise. `folder` is its directory for slot files.
     """
     template = Path(__file__).with_name("tools.jinja")
-    given = ["-np", "1", "--evoke-ram", "64", "--slot-save-path", str(folder)]
-    given += ["--chat-template-file", str(template), *options]
-    with llama_server(server_binary(patched=True), *given) as port:
+    command = ["-np", "1", "--evoke-ram", "64", "--slot-save-path", str(folder)]
+    command += ["--chat-template-file", str(template), *options]
+    with llama_server(server_binary(patched=True), *command) as port:
         yield port
 
 
 def empty_slots(port: int, *slots: int) -> None:
-    """Take everything out of these slots and the block store; needs `--slot-save-path`.
+    """Erase these slots, and drop the saved blocks of their tenants; needs `--slot-save-path`.
 
-    A stock server has no store. The copies dropped are those of the tenants of the slots.
+    A stock server has no saved blocks.
     """
     for slot in slots:
         view = ask(port, "GET", f"/slots/{slot}/blocks")
@@ -72,9 +83,9 @@ def empty_slots(port: int, *slots: int) -> None:
             ask(port, "POST", f"/slots/{slot}?action=block-drop", body)
 
 
-def _line(line: bytes, also: frozenset[str]) -> Any:
+def _line(line: bytes, ignored: frozenset[str]) -> Any:
     name, colon, value = line.partition(b":")
     if name != b"data" or not value.strip().startswith(b"{"):
         return line
     spaces = value[: len(value) - len(value.lstrip())]
-    return name + colon + spaces, stripped(json.loads(value), also)
+    return name + colon + spaces, without_volatile(json.loads(value), ignored)

@@ -1,4 +1,4 @@
-"""A client of the proxy that resends its history, and the result of each turn."""
+"""Clients of the proxy: a conversation that resends its history, and an endless stream."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import PATIENCE_S, Answer, ask
+from harness import TIMEOUT_S, Answer, ask
 
 FILLER = "the quick brown fox jumps over the lazy dog. " * 6
-# Seconds on any machine, and less than a slot takes.
+# Tokens of an endless stream: seconds of generation on any machine, and fewer than a slot holds.
 ENDLESS = 6000
 _JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """One turn: the text of the answer, its token accounting, the response headers."""
+    """The outcome of one turn.
+
+    Attributes:
+        text: The text of the answer.
+        accounting: Its token accounting, `timings.evoke`; empty without a plan.
+        headers: The response headers.
+    """
 
     text: str
     accounting: Mapping[str, Any]
     headers: Mapping[str, str]
 
     def blocks(self, header: str) -> int:
-        """How many blocks a header such as `blocks=3;tokens=180` counts."""
+        """Return the number of blocks in a header such as `blocks=3;tokens=180`."""
         return int(self.headers[header].partition(";")[0].removeprefix("blocks="))
 
 
 @dataclass(slots=True)
 class ChatClient:
-    """Resends its whole history every turn, as agents do."""
+    """A client that resends its whole history every turn, as agents do."""
 
     port: int
     session: str | None = None
@@ -42,9 +48,9 @@ class ChatClient:
     )
 
     def body(self, **fields: Any) -> bytes:
-        """The body of the next request."""
-        given = {"messages": self.messages, "max_tokens": 12, "temperature": 0}
-        return json.dumps({**given, **self.fields, **fields}).encode()
+        """Return the body of the next request."""
+        defaults = {"messages": self.messages, "max_tokens": 12, "temperature": 0}
+        return json.dumps({**defaults, **self.fields, **fields}).encode()
 
     @property
     def headers(self) -> dict[str, str]:
@@ -56,7 +62,7 @@ class ChatClient:
         return ask(self.port, "POST", "/v1/chat/completions", self.body(**fields), self.headers)
 
     def say(self, text: str, **fields: Any) -> TurnResult:
-        """Make a turn, which must succeed."""
+        """Send a turn, which must succeed."""
         self.messages.append({"role": "user", "content": text})
         answer = self.post(**fields)
         assert answer.status == 200, answer.body
@@ -68,36 +74,38 @@ class ChatClient:
 
 
 @dataclass(slots=True)
-class Endless:
-    """A running answer that ends when its client disconnects."""
+class EndlessStream:
+    """A stream that runs until its client disconnects."""
 
     connection: http.client.HTTPConnection
     answer: http.client.HTTPResponse
 
-    def leave(self) -> None:
-        """Disconnect; does nothing the second time."""
+    def disconnect(self) -> None:
+        """Disconnect; a second call does nothing."""
         self.answer.close()
         self.connection.close()
 
 
 @contextmanager
-def endless(port: int, session: str | None = "endless", **fields: Any) -> Iterator[Endless]:
-    """A client for which a slot generates until it disconnects or the block ends."""
-    talk = ChatClient(port, session)
-    talk.messages.append({"role": "user", "content": "hello"})
-    body = talk.body(stream=True, max_tokens=ENDLESS, ignore_eos=True, **fields)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
-    connection.request("POST", "/v1/chat/completions", body, talk.headers)
-    one = Endless(connection, connection.getresponse())
+def endless_stream(
+    port: int, session: str | None = "endless", **fields: Any
+) -> Iterator[EndlessStream]:
+    """Keep a slot busy with an endless stream until it disconnects or the block ends."""
+    client = ChatClient(port, session)
+    client.messages.append({"role": "user", "content": "hello"})
+    body = client.body(stream=True, max_tokens=ENDLESS, ignore_eos=True, **fields)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    connection.request("POST", "/v1/chat/completions", body, client.headers)
+    stream = EndlessStream(connection, connection.getresponse())
     try:
-        assert one.answer.status == 200 and one.answer.read1(5)
-        yield one
+        assert stream.answer.status == 200 and stream.answer.read1(5)
+        yield stream
     finally:
-        one.leave()
+        stream.disconnect()
 
 
 def events(body: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects of an event stream."""
+    """Yield the JSON objects of an event stream."""
     for line in body.split(b"\n"):
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))

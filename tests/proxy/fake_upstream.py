@@ -1,4 +1,4 @@
-"""A fake llama-server that misbehaves on purpose."""
+"""A fake llama-server whose replies a test writes byte by byte."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Behaviour = Callable[["Exchange"], Awaitable[None]]
 
 @dataclass(slots=True)
 class Exchange:
-    """One request that arrived, and the means to answer it byte by byte."""
+    """A received request, and the connection to answer it on."""
 
     head: bytes
     body: bytes
     writer: asyncio.StreamWriter
 
-    async def say(self, *parts: bytes, pause_s: float = 0.0) -> None:
-        """Write parts, each on its own, `pause_s` apart."""
+    async def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
+        """Write each part separately, with `pause_s` after it."""
         for part in parts:
             self.writer.write(part)
             await self.writer.drain()
@@ -30,7 +30,12 @@ class Exchange:
 
 @dataclass(slots=True)
 class FakeUpstream:
-    """Answers `GET /props` with `props` and everything else as `behave` says."""
+    """Answers `GET /props` with `props`, and every other request by calling `behave`.
+
+    Attributes:
+        requests: The requests received so far, without those of `/props`.
+        lost: Connections that the other side closed so far.
+    """
 
     behave: Behaviour
     props: bytes = b'{"total_slots":1}'
@@ -39,12 +44,12 @@ class FakeUpstream:
     lost: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, kept open until a behaviour or the client closes it."""
+        """Serve one connection until a behaviour or the client closes it."""
         try:
             while not writer.is_closing():
                 exchange = await _read(reader, writer)
                 if exchange.head.startswith(b"GET /props "):
-                    await exchange.say(response(self.props, b"application/json"))
+                    await exchange.send(response(self.props, b"application/json"))
                     continue
                 self.requests.append(exchange)
                 await self.behave(exchange)
@@ -61,20 +66,20 @@ _PATCHED = (
 
 
 def response(body: bytes, kind: bytes = b"text/plain", status: bytes = b"200 OK") -> bytes:
-    """An answer with a Content-Length."""
+    """Return a reply with a Content-Length."""
     size = str(len(body)).encode()
     lines = [b"HTTP/1.1 " + status, b"Content-Type: " + kind, b"Content-Length: " + size, b"", body]
     return b"\r\n".join(lines)
 
 
 def chunked(*parts: bytes) -> bytes:
-    """Parts in chunked framing, without the end."""
+    """Return parts in chunked framing, without the last chunk."""
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
 
 
 @contextmanager
 def fake_upstream(behave: Behaviour, *, patched: bool = False) -> Iterator[FakeUpstream]:
-    """A fake on a free port; ends with the block."""
+    """Start a fake server on a free port; it stops with the block."""
     fake = FakeUpstream(behave, _PATCHED) if patched else FakeUpstream(behave)
     with ThreadedLoop() as thread:
         starting = asyncio.start_server(fake.serve, "127.0.0.1", 0, limit=1 << 20)
@@ -115,5 +120,5 @@ async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
 
 
 async def answer_ok(exchange: Exchange) -> None:
-    """The same short answer to whatever is asked."""
-    await exchange.say(response(b"ok"))
+    """Answer every request with `ok`."""
+    await exchange.send(response(b"ok"))

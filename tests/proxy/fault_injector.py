@@ -1,4 +1,4 @@
-"""Forwards connections to llama-server, and acts or breaks them at a given request."""
+"""Forwards connections to llama-server, and runs an action or breaks them at a given request."""
 
 from __future__ import annotations
 
@@ -12,96 +12,104 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class FaultInjector:
-    """A forwarding `port`; it watches for one request at a time."""
+    """A forwarding port, which can wait for one request at a time.
+
+    A request is given by bytes that it contains, such as `b"POST /completion"`.
+
+    Attributes:
+        port: The port that forwards to llama-server.
+        fired: Set once the request of `run_at` or `cut_reply_to` has been sent.
+    """
 
     port: int
-    struck: threading.Event = field(default_factory=threading.Event)
-    _asked: bytes = b""
-    _strike: Callable[[], None] = lambda: None
-    _broken: tuple[bytes, ...] = ()
-    _cut: bytes = b""
+    fired: threading.Event = field(default_factory=threading.Event)
+    _action_request: bytes = b""
+    _action: Callable[[], None] = lambda: None
+    _broken_requests: tuple[bytes, ...] = ()
+    _cut_request: bytes = b""
 
-    def at(self, asked: bytes, strike: Callable[[], None]) -> None:
-        """Call `strike` once, when a request with these bytes is sent to the server."""
-        self.struck.clear()
-        self._asked, self._strike = asked, strike
+    def run_at(self, request: bytes, action: Callable[[], None]) -> None:
+        """Call `action` once, when the request is sent to the server."""
+        self.fired.clear()
+        self._action_request, self._action = request, action
 
-    def break_at(self, *asked: bytes) -> None:
-        """Break every connection on which any of these bytes are sent; without any: none."""
-        self._broken = tuple(part for part in asked if part)
+    def break_at(self, *requests: bytes) -> None:
+        """Break every connection on which one of these requests is sent; none without requests."""
+        self._broken_requests = tuple(request for request in requests if request)
 
     def breaks(self, data: bytes) -> bool:
-        """Whether to break the connection instead of forwarding this."""
-        return any(part in data for part in self._broken)
+        """Whether to break the connection instead of forwarding `data`."""
+        return any(request in data for request in self._broken_requests)
 
-    def cut_reply_to(self, asked: bytes) -> None:
-        """Break a connection after the head of the reply to a request with these bytes, once."""
-        self.struck.clear()
-        self._cut = asked
+    def cut_reply_to(self, request: bytes) -> None:
+        """Break the connection once, after the head of the reply to the request."""
+        self.fired.clear()
+        self._cut_request = request
 
     def cuts_reply_to(self, data: bytes) -> bool:
-        """Whether the reply to this request is to be cut."""
-        if not self._cut or self._cut not in data:
+        """Whether to cut the reply to the request in `data`."""
+        if not self._cut_request or self._cut_request not in data:
             return False
-        self._cut = b""
-        self.struck.set()
+        self._cut_request = b""
+        self.fired.set()
         return True
 
-    def saw(self, data: bytes) -> None:
-        if self._asked and self._asked in data:
-            self._asked = b""
-            self._strike()
-            self.struck.set()
+    def forwarded(self, data: bytes) -> None:
+        """Run the action if `data`, which was just forwarded, has its request."""
+        if self._action_request and self._action_request in data:
+            self._action_request = b""
+            self._action()
+            self.fired.set()
 
 
 @contextmanager
-def wire(server: int) -> Iterator[FaultInjector]:
-    """A fault injector in front of the server on a port, closed at the end of the block."""
-    with contextlib.ExitStack() as ends:
-        listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
-        made = FaultInjector(listener.getsockname()[1])
+def fault_injector(server: int) -> Iterator[FaultInjector]:
+    """Start a fault injector in front of the server on a port; it closes with the block."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        injector = FaultInjector(listener.getsockname()[1])
 
         def accept() -> None:
             with contextlib.suppress(OSError):
                 while True:
                     near, _ = listener.accept()
-                    ends.callback(_end, near)
-                    _run(_connect, near, server, made)
+                    stack.callback(_close, near)
+                    _start_thread(_connect, near, server, injector)
 
-        ends.callback(_end, listener)
-        _run(accept)
-        yield made
+        stack.callback(_close, listener)
+        _start_thread(accept)
+        yield injector
 
 
-def _connect(near: socket.socket, server: int, watched: FaultInjector) -> None:
+def _connect(near: socket.socket, server: int, injector: FaultInjector) -> None:
     try:
         far = socket.create_connection(("127.0.0.1", server))
     except OSError:
-        _end(near)
+        _close(near)
         return
     is_cut = threading.Event()
-    _run(_carry_replies, far, near, is_cut)
-    _carry(near, far, watched, is_cut)
+    _start_thread(_forward_replies, far, near, is_cut)
+    _forward_requests(near, far, injector, is_cut)
 
 
-def _carry(
-    source: socket.socket, sink: socket.socket, watched: FaultInjector, is_cut: threading.Event
+def _forward_requests(
+    source: socket.socket, sink: socket.socket, injector: FaultInjector, is_cut: threading.Event
 ) -> None:
     """Copy requests until one side closes, then close both."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
-            if watched.breaks(data):
+            if injector.breaks(data):
                 break
-            if watched.cuts_reply_to(data):
+            if injector.cuts_reply_to(data):
                 is_cut.set()
             sink.sendall(data)
-            watched.saw(data)
-    _end(source)
-    _end(sink)
+            injector.forwarded(data)
+    _close(source)
+    _close(sink)
 
 
-def _carry_replies(source: socket.socket, sink: socket.socket, is_cut: threading.Event) -> None:
-    """Copy replies until one side closes, or after the head of one that is cut; then close both."""
+def _forward_replies(source: socket.socket, sink: socket.socket, is_cut: threading.Event) -> None:
+    """Copy replies until one side closes or a reply is cut after its head, then close both."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             if is_cut.is_set():
@@ -109,15 +117,15 @@ def _carry_replies(source: socket.socket, sink: socket.socket, is_cut: threading
                 sink.sendall(head + end)
                 break
             sink.sendall(data)
-    _end(source)
-    _end(sink)
+    _close(source)
+    _close(sink)
 
 
-def _end(one: socket.socket) -> None:
+def _close(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        one.shutdown(socket.SHUT_RDWR)
-    one.close()
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
-def _run(target: Callable[..., None], *given: object) -> None:
-    threading.Thread(target=target, args=given, daemon=True).start()
+def _start_thread(target: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=target, args=args, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Starts the processes of the proxy tests: a llama-server, a proxy in a thread."""
+"""Starts llama-server as a process and the proxy in a thread, and sends requests to them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from evoke_proxy.server_build import ensure_server
 from evoke_proxy.web.request_bodies import BODY_BUDGET
 from evoke_proxy.web.serve import listen_for_clients, make_runner
 
-# What takes milliseconds has so long on a machine that does other things.
-PATIENCE_S = 60.0
-_taken: list[socket.socket] = []
+# Time limit for things that take milliseconds on an idle machine.
+TIMEOUT_S = 60.0
+_reserved: list[socket.socket] = []
 
 
 def until(
-    holds: Callable[[], object], what: str = "what is waited for", limit_s: float = PATIENCE_S
+    condition: Callable[[], object], what: str = "the condition", limit_s: float = TIMEOUT_S
 ) -> None:
-    """Wait until a condition is true; fails after `limit_s` seconds."""
+    """Wait until `condition()` is true; fails after `limit_s` seconds, naming `what`."""
     deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not in {limit_s:g} s: {what}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
         time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete answer as its client received it."""
+    """A complete response as its client received it; header names are in lower case."""
 
     status: int
     reason: str
@@ -59,7 +59,7 @@ def ask(
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One request on a connection of its own; no header is added but Host and framing."""
+    """Send one request on its own connection, with no added headers but Host and Content-Length."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.putrequest(method, target, skip_accept_encoding=True)
@@ -76,8 +76,8 @@ def ask(
         connection.close()
 
 
-def counted(port: int, name: str) -> int:
-    """The value of a counter of llama-server's own metrics."""
+def server_counter(port: int, name: str) -> int:
+    """Return the value of a counter in llama-server's own metrics."""
     lines = ask(port, "GET", "/metrics").body.decode().splitlines()
     (total,) = [line for line in lines if line.startswith(f"llamacpp:{name} ")]
     return int(float(total.split()[1]))
@@ -87,15 +87,17 @@ def counted(port: int, name: str) -> int:
 def llama_server(
     binary: str, *options: str, port: int = 0, model: Path | None = None
 ) -> Iterator[int]:
-    """A llama-server, with the bundled model and on a free port unless others are given."""
-    named = str(model or bundled_model())
-    with any_server(binary, "-m", named, "-t", "1", "-c", "8192", *options, port=port) as served:
-        yield served
+    """Start a llama-server; by default with the bundled model and on a free port."""
+    path = str(model or bundled_model())
+    with bare_llama_server(
+        binary, "-m", path, "-t", "1", "-c", "8192", *options, port=port
+    ) as used:
+        yield used
 
 
 @contextmanager
-def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
-    """A llama-server with these options and no other, on a free port unless one is given."""
+def bare_llama_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
+    """Start a llama-server with these options only; by default on a free port."""
     port = port or free_port()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "llama-server.log"
@@ -104,28 +106,28 @@ def any_server(binary: str, *options: str, port: int = 0) -> Iterator[int]:
 
 
 def unused_port() -> int:
-    """A reserved port without a listener: connections to it are refused."""
-    if not _taken:
-        _taken.append(socket.socket())
-        _taken[0].bind(("127.0.0.1", 0))
-    return int(_taken[0].getsockname()[1])
+    """Return a reserved port without a listener: connections to it are refused."""
+    if not _reserved:
+        _reserved.append(socket.socket())
+        _reserved[0].bind(("127.0.0.1", 0))
+    return int(_reserved[0].getsockname()[1])
 
 
 def process_on(port: int) -> int:
-    """The process id of the server on a port."""
-    named = (b"--port", str(port).encode())
+    """Return the process id of the llama-server on a port."""
+    option = (b"--port", str(port).encode())
     for folder in Path("/proc").iterdir():
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # it is no process, or has ended meanwhile
+        except OSError:  # not a process, or it has just ended
             continue
-        if words[0].endswith(b"llama-server") and named in zip(words, words[1:], strict=False):
+        if words[0].endswith(b"llama-server") and option in zip(words, words[1:], strict=False):
             return int(folder.name)
-    raise AssertionError(f"no llama-server on {port}")
+    raise AssertionError(f"no llama-server on port {port}")
 
 
 class ThreadedLoop:
-    """An event loop in a thread, for servers that sync tests talk to over sockets."""
+    """An event loop in a thread, for servers that synchronous tests connect to."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -137,81 +139,90 @@ class ThreadedLoop:
 
     def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         self.loop.close()
 
 
 @dataclass(frozen=True, slots=True)
 class RunningProxy:
-    """A proxy and the objects behind it."""
+    """A proxy that runs in a thread, and its internal objects.
+
+    Attributes:
+        port: Where clients connect.
+        gateway: The gateway that answers their requests.
+        loop: The event loop that the proxy runs in.
+        bodies: The memory budget of request bodies.
+    """
 
     port: int
-    engine: ModelRouter
+    gateway: ModelRouter
     loop: asyncio.AbstractEventLoop
     bodies: BodyBudget
 
     @property
-    def engines(self) -> list[Server]:
-        """Of every server, and of every model of one that routes."""
-        return [served.server for served in self.engine.served_models]
+    def servers(self) -> list[Server]:
+        """All servers; a llama-server in router mode has one for each model."""
+        return [served.server for served in self.gateway.served_models]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of one sample; 0 when it was never touched.
+        """Return the value of one sample; 0 if it was never set.
 
-        Waits for what follows the last byte of an answer: the client is faster than the books.
+        Waits until the proxy is idle, because requests are counted after their last byte is sent.
         """
-        self.quiet()
-        return self.engine.metrics.registry.get_sample_value(name, labels) or 0.0
+        self.wait_until_idle()
+        return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    def quiet(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no request runs and no conversation is in use."""
-        until(lambda: self._in_loop(self._is_quiet), "no request is under way")
+        until(lambda: self._in_loop(self._is_idle), "no request runs")
 
-    def settled(self) -> None:
-        """Wait until nothing goes on behind the answers either: copies, what is decoded ahead,
-        files that are written or go."""
-        until(lambda: self._in_loop(self._is_settled), "nothing is under way")
+    def wait_for_background(self) -> None:
+        """Wait until no request and no background task runs.
 
-    def _in_loop(self, look: Callable[[], bool]) -> bool:
-        # What ends a request and begins what follows is one step there.
-        async def looked() -> bool:
-            return look()
+        Background tasks are write-back, look-ahead, and the writing and deletion of files.
+        """
+        until(lambda: self._in_loop(self._is_background_idle), "no background task runs")
 
-        return asyncio.run_coroutine_threadsafe(looked(), self.loop).result(PATIENCE_S)
+    def _in_loop(self, check: Callable[[], bool]) -> bool:
+        # In the event loop no state between a request and its background tasks can be observed.
+        async def checked() -> bool:
+            return check()
 
-    def _is_quiet(self) -> bool:
-        # Whoever listens to events does so for ever.
-        asking = self.engine.metrics.in_flight._value.get() - len(self.engine.feed)
-        in_use = any(known.in_use for engine in self.engines for known in engine.conversations)
-        return asking <= 0 and not in_use
+        return asyncio.run_coroutine_threadsafe(checked(), self.loop).result(TIMEOUT_S)
 
-    def _is_settled(self) -> bool:
-        busy = any(_is_busy(server) for server in self.engines)
-        return self._is_quiet() and not busy
+    def _is_idle(self) -> bool:
+        # Requests for the event stream never end, so they do not count.
+        n_requests = self.gateway.metrics.in_flight._value.get() - len(self.gateway.feed)
+        conversations = [each for server in self.servers for each in server.conversations]
+        return n_requests <= 0 and not any(each.in_use for each in conversations)
+
+    def _is_background_idle(self) -> bool:
+        busy = any(_has_background_tasks(server) for server in self.servers)
+        return self._is_idle() and not busy
 
 
-def _is_busy(server: Server) -> bool:
+def _has_background_tasks(server: Server) -> bool:
     snapshots = server.strategies.snapshots
     return server.resources.background.busy or getattr(snapshots, "is_busy", False)
 
 
 @contextmanager
 def proxy(upstream_port: int, **overrides: object) -> Iterator[RunningProxy]:
-    """The real proxy in front of a port; keyword `policy__budget=...` sets `policy.budget`."""
-    with _in_front({"upstream.url": f"http://127.0.0.1:{upstream_port}"}, overrides) as running:
+    """Start a proxy in front of a port; keyword `policy__budget=...` sets `policy.budget`."""
+    with _start_proxy({"upstream.url": f"http://127.0.0.1:{upstream_port}"}, overrides) as running:
         yield running
 
 
 @contextmanager
 def pool(ports: Mapping[str, int], **overrides: object) -> Iterator[RunningProxy]:
-    """As `proxy`, in front of several ports by name."""
-    several = [f"{name}=http://127.0.0.1:{port}" for name, port in ports.items()]
-    with _in_front({"pool.upstreams": several}, overrides) as running:
+    """Start a proxy in front of several named ports; keywords as for `proxy`."""
+    upstreams = [f"{name}=http://127.0.0.1:{port}" for name, port in ports.items()]
+    with _start_proxy({"pool.upstreams": upstreams}, overrides) as running:
         yield running
 
 
 @contextmanager
-def _in_front(
+def _start_proxy(
     settings: Mapping[str, object], overrides: Mapping[str, object]
 ) -> Iterator[RunningProxy]:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -219,30 +230,30 @@ def _in_front(
     with ThreadedLoop() as thread:
         started: asyncio.Future[RunningProxy] = asyncio.Future(loop=thread.loop)
         stop = asyncio.Event()
-        ended = asyncio.run_coroutine_threadsafe(_serve(config, started, stop), thread.loop)
+        serving_task = asyncio.run_coroutine_threadsafe(_serve(config, started, stop), thread.loop)
         try:
-            yield asyncio.run_coroutine_threadsafe(_first(started), thread.loop).result(PATIENCE_S)
+            yield asyncio.run_coroutine_threadsafe(_await(started), thread.loop).result(TIMEOUT_S)
         finally:
             thread.loop.call_soon_threadsafe(stop.set)
-            ended.result(2 * PATIENCE_S)
+            serving_task.result(2 * TIMEOUT_S)
 
 
-async def _first(started: asyncio.Future[RunningProxy]) -> RunningProxy:
+async def _await(started: asyncio.Future[RunningProxy]) -> RunningProxy:
     return await started
 
 
 async def _serve(
     config: Config, started: asyncio.Future[RunningProxy], stop: asyncio.Event
 ) -> None:
-    async with build_gateway(config) as engine:
-        runner = make_runner(engine)
+    async with build_gateway(config) as gateway:
+        runner = make_runner(gateway)
         await runner.setup()
         try:
-            await listen_for_clients(runner, engine, ["127.0.0.1:0"])
+            await listen_for_clients(runner, gateway, ["127.0.0.1:0"])
             port = runner.addresses[0][1]
-            own = cast(ModelRouter, engine)
+            router = cast(ModelRouter, gateway)
             started.set_result(
-                RunningProxy(port, own, asyncio.get_running_loop(), runner.app[BODY_BUDGET])
+                RunningProxy(port, router, asyncio.get_running_loop(), runner.app[BODY_BUDGET])
             )
             await stop.wait()
         finally:
@@ -250,6 +261,6 @@ async def _serve(
 
 
 def server_binary(*, patched: bool) -> str:
-    """The server to test: what the environment names, else what `make build` has built."""
-    named = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
-    return named or str(ensure_server(patched=patched, progress=False))
+    """Return the path of llama-server: from the environment, or built by `make build`."""
+    path = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
+    return path or str(ensure_server(patched=patched, progress=False))

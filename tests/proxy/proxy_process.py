@@ -1,4 +1,4 @@
-"""A proxy in its own process, which a test can kill."""
+"""Runs a proxy in its own process, which a test can kill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evoke_proxy.demo.processes import free_port, healthy, proxy_command
 
 
 class ProxyProcess:
-    """Runs for as long as the block, with these settings; killed at its end, if not before."""
+    """A proxy process with a settings file; it is killed at the end of the block."""
 
     def __init__(self, upstream: int, settings: Path) -> None:
         self.port, self._admin = free_port(), free_port()
@@ -22,22 +22,23 @@ class ProxyProcess:
     def __enter__(self) -> ProxyProcess:
         self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
         until(lambda: healthy(self.port) or self._process.poll() is not None)
-        assert self._process.poll() is None, "the proxy ended"
+        assert self._process.poll() is None, "the proxy process has ended"
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def quiet(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no conversation is in use."""
 
         def busy() -> bool:
-            found = json.loads(ask(self._admin, "GET", "/evoke/sessions").body)["sessions"]
-            return any(session.get("busy") for session in found)  # those on disk only are not
+            sessions = json.loads(ask(self._admin, "GET", "/evoke/sessions").body)["sessions"]
+            # A session that is only on disk has no "busy".
+            return any(session.get("busy") for session in sessions)
 
         until(lambda: not busy())
 
     def kill(self) -> None:
-        """Without a word, and gone when this returns."""
+        """Send SIGKILL, and wait until the process has ended."""
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Requests that try to hide another one from the proxy or from llama-server."""
+"""Requests that try to smuggle a second request past the proxy to llama-server."""
 
 from __future__ import annotations
 
@@ -6,116 +6,125 @@ import re
 import socket
 from dataclasses import dataclass
 
-from harness import PATIENCE_S, RunningProxy
+from harness import TIMEOUT_S, RunningProxy
 from tap import Tap
 
-# cpp-httplib reads so many bytes at a time, and begins a new request with a new read.
+# cpp-httplib reads this many bytes at a time, and starts a new request with a new read.
 READ_BYTES = 4096
 HIDDEN = "GET /slots HTTP/1.1"
-# A request whose body is the hidden one, whole.
+# The complete smuggled request, as a body.
 BODY = f"{HIDDEN}\r\nHost: a\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Guarded:
-    """A proxy, and what passes between it and its llama-server; `key` is a client's, if any."""
+class AttackedProxy:
+    """A proxy, and the traffic between it and its llama-server.
+
+    Attributes:
+        tap: Records the traffic to and from llama-server.
+        key: A client's key; empty if none is needed.
+        front_port: The port of a load balancer in front of the proxy; 0 without one.
+    """
 
     running: RunningProxy
     tap: Tap
     key: str
-    front: int = 0
+    front_port: int = 0
 
     @property
     def port(self) -> int:
-        """Where clients connect: to the proxy, or to what is in front of it."""
-        return self.front or self.running.port
+        """Where clients connect: the load balancer, or the proxy without one."""
+        return self.front_port or self.running.port
 
     @property
     def forwarded(self) -> int:
-        """How many requests the proxy has made: it is the only one that names this host."""
+        """The number of requests that the proxy itself has sent; only these have this Host."""
         host = f" HTTP/1.1\r\nHost: 127.0.0.1:{self.tap.port}\r\n".encode()
-        return sum(bytes(one).count(host) for one in self.tap.sent)
+        return sum(bytes(data).count(host) for data in self.tap.sent)
 
     def request(self, line: str, lines: tuple[str, ...], body: str = "") -> bytes:
-        """A request of a client that has a key where one is needed."""
-        shown = (f"Authorization: Bearer {self.key}",) if self.key else ()
-        sent = "\r\n".join((line, "Host: a", *shown, *lines, "", body))
-        return sent.encode("latin-1")
+        """Return the bytes of a client's request, with its key if one is needed."""
+        key = (f"Authorization: Bearer {self.key}",) if self.key else ()
+        request = "\r\n".join((line, "Host: a", *key, *lines, "", body))
+        return request.encode("latin-1")
 
 
-def answer_of(client: socket.socket) -> tuple[int, bytes]:
-    """Status and body of one answer with a Content-Length."""
-    read = client.makefile("rb")
-    status = int(read.readline().split()[1])
+def read_answer(client: socket.socket) -> tuple[int, bytes]:
+    """Read one response with a Content-Length; returns its status and body."""
+    file = client.makefile("rb")
+    status = int(file.readline().split()[1])
     size = 0
-    while (line := read.readline()) not in (b"\r\n", b""):
+    while (line := file.readline()) not in (b"\r\n", b""):
         name, _, value = line.partition(b":")
         if name.lower() == b"content-length":
             size = int(value)
-    return status, read.read(size)
+    return status, file.read(size)
 
 
-def _aligned(subject: Guarded) -> tuple[str, ...]:
-    """Headers of which one is longer than llama-server parses, and a later one has a request at
-    the place where llama-server would go on to read."""
-    with socket.create_connection(("127.0.0.1", subject.port), PATIENCE_S) as client:
-        client.sendall(subject.request("GET /props HTTP/1.1", ("X-Marker: 1",)))
-        assert answer_of(client)[0] == 200
-    found = [re.search(rb"GET /props HTTP/1.1.*?X-Marker", one, re.S) for one in subject.tap.sent]
-    heads = [one[0] for one in found if one is not None]
+def _aligned(attacked: AttackedProxy) -> tuple[str, ...]:
+    """Return headers that place a hidden request where llama-server would start to read again.
+
+    The first header is longer than llama-server can parse. The second is padded so that the hidden
+    request begins a new read.
+    """
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request("GET /props HTTP/1.1", ("X-Marker: 1",)))
+        assert read_answer(client)[0] == 200
+    pattern = re.compile(rb"GET /props HTTP/1.1.*?X-Marker", re.S)
+    heads = [match[0] for data in attacked.tap.sent if (match := pattern.search(data)) is not None]
     before = len(heads[-1]) - len("X-Marker") if heads else 0
     long = f"X-Long: {'a' * 9000}"
     start = before + len(f"{long}\r\nX-Pad: ")
     return long, f"X-Pad: {'b' * (-start % READ_BYTES)}{HIDDEN}", "X-Rest: 1"
 
 
-def attacks(subject: Guarded) -> dict[str, tuple[bytes, tuple[int, ...]]]:
-    """Requests that llama-server could not parse, and how each may be refused."""
+def unparsable_heads(attacked: AttackedProxy) -> dict[str, tuple[bytes, tuple[int, ...]]]:
+    """Return requests that llama-server cannot parse, each with the accepted refusal statuses."""
     many = tuple(f"X-{number}: 1" for number in range(102))
     pad = f"X-Pad: {'b' * 3900}"
     body = ("Content-Type: application/json", "Content-Length: 2")
     return {
-        "aligned": (subject.request("GET /props HTTP/1.1", _aligned(subject)), (431,)),
-        "aligned health": (subject.request("GET /health HTTP/1.1", _aligned(subject)), (431,)),
+        "aligned": (attacked.request("GET /props HTTP/1.1", _aligned(attacked)), (431,)),
+        "aligned health": (attacked.request("GET /health HTTP/1.1", _aligned(attacked)), (431,)),
         "long": (
-            subject.request("POST /tokenize HTTP/1.1", (*body, f"X: {'x' * 9000}"), "{}"),
+            attacked.request("POST /tokenize HTTP/1.1", (*body, f"X: {'x' * 9000}"), "{}"),
             (431,),
         ),
-        "name": (subject.request("GET /props HTTP/1.1", (f"X-{'x' * 9000}: 1",)), (431,)),
+        "name": (attacked.request("GET /props HTTP/1.1", (f"X-{'x' * 9000}: 1",)), (431,)),
         "both": (
-            subject.request("GET /props HTTP/1.1", (f"X-{'x' * 5000}: {'y' * 5000}",)),
+            attacked.request("GET /props HTTP/1.1", (f"X-{'x' * 5000}: {'y' * 5000}",)),
             (431,),
         ),
-        "headers": (subject.request("POST /tokenize HTTP/1.1", (*body, *many), "{}"), (431,)),
-        "headers health": (subject.request("GET /health HTTP/1.1", many), (431,)),
-        "target": (subject.request(f"GET /props?{'x' * 9000} HTTP/1.1", ()), (414,)),
-        "propfind": (subject.request("PROPFIND /health HTTP/1.1", (pad, pad, HIDDEN)), (400,)),
-        "propfind health": (subject.request("PROPFIND /health HTTP/1.1", (pad, pad)), (405,)),
-        "propfind props": (subject.request("PROPFIND /props HTTP/1.1", (pad, pad)), (403, 501)),
-        "trace": (subject.request("TRACE /props HTTP/1.1", (pad,)), (403, 405)),
-        "unknown": (subject.request("FROB /props HTTP/1.1", (pad,)), (501,)),
-        "bytes": (subject.request("GET /props HTTP/1.1", ("X: a\xffb",)), (400,)),
+        "headers": (attacked.request("POST /tokenize HTTP/1.1", (*body, *many), "{}"), (431,)),
+        "headers health": (attacked.request("GET /health HTTP/1.1", many), (431,)),
+        "target": (attacked.request(f"GET /props?{'x' * 9000} HTTP/1.1", ()), (414,)),
+        "propfind": (attacked.request("PROPFIND /health HTTP/1.1", (pad, pad, HIDDEN)), (400,)),
+        "propfind health": (attacked.request("PROPFIND /health HTTP/1.1", (pad, pad)), (405,)),
+        "propfind props": (attacked.request("PROPFIND /props HTTP/1.1", (pad, pad)), (403, 501)),
+        "trace": (attacked.request("TRACE /props HTTP/1.1", (pad,)), (403, 405)),
+        "unknown": (attacked.request("FROB /props HTTP/1.1", (pad,)), (501,)),
+        "bytes": (attacked.request("GET /props HTTP/1.1", ("X: a\xffb",)), (400,)),
     }
 
 
-HEADS = (
+HEAD_NAMES = (
     "aligned", "aligned health", "long", "name", "both", "headers", "headers health", "target",
     "propfind", "propfind health", "propfind props", "trace", "unknown", "bytes",
 )  # fmt: skip
 
 
-def framed(subject: Guarded) -> dict[str, bytes]:
-    """Requests of which two servers may disagree where they end; what follows is the hidden one."""
+def ambiguous_requests(attacked: AttackedProxy) -> dict[str, bytes]:
+    """Return requests whose end two servers may place differently, followed by a hidden one."""
     size = f"Content-Length: {len(BODY)}"
     chunk = f"{len(BODY):x}"
     chunked = "Transfer-Encoding: chunked"
     upgrade = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
 
     def post(*lines: str, body: str = BODY) -> bytes:
-        return subject.request("POST /tokenize HTTP/1.1", lines, body)
+        return attacked.request("POST /tokenize HTTP/1.1", lines, body)
 
     def get(*lines: str, target: str = "/props", body: str = BODY) -> bytes:
-        return subject.request(f"GET {target} HTTP/1.1", lines, body)
+        return attacked.request(f"GET {target} HTTP/1.1", lines, body)
 
     return {
         "both": post(size, chunked, body=f"0\r\n\r\n{BODY}"),
@@ -155,11 +164,11 @@ def framed(subject: Guarded) -> dict[str, bytes]:
         "no boundary": post(size, "Content-Type: multipart/form-data"),
         "accept": get(size, "Accept: ;;;q=9"),
         "range": get(size, "Range: bytes=9-1"),
-        "1.0": subject.request("POST /tokenize HTTP/1.0", (size, "Connection: keep-alive"), BODY),
+        "1.0": attacked.request("POST /tokenize HTTP/1.0", (size, "Connection: keep-alive"), BODY),
     }
 
 
-FRAMED = (
+FRAMING_NAMES = (
     "both", "two lengths", "same lengths", "list of lengths", "plus", "space in name", "no name",
     "tab", "fold", "bare cr", "bare lf", "nul", "odd coding", "two codings", "coding with tab",
     "extension", "extension with lf", "extension with cr", "size with 0x", "size with space",

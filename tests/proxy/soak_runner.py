@@ -1,4 +1,7 @@
-"""Runs the soak bench with the given options; writes result and exit code into a folder."""
+"""Runs the soak bench, and writes its result and exit code into a folder.
+
+Usage: soak_runner.py FOLDER [OPTIONS OF bench.soak]
+"""
 
 from __future__ import annotations
 

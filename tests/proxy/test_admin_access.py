@@ -1,4 +1,4 @@
-"""Access to the admin API: addresses, tokens, pages of other sites."""
+"""Access to the admin API: addresses, tokens, requests from pages of other sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from fake_upstream import Exchange, fake_upstream, response
-from harness import PATIENCE_S, until
+from harness import TIMEOUT_S, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import Config, SecurityConfig, load
@@ -30,41 +30,41 @@ from evoke_proxy.web.serve import _listen_for_admin
 
 TOKEN = "0123456789abcdef-of-the-admin"
 KEY = key_of(b"k" * 32)
-ADMIN = ("/evoke/sessions",)
+ADMIN_PATHS = ("/evoke/sessions",)
 
 
 @contextmanager
 def _serving(port: int, *options: str) -> Iterator[tuple[int, int, str]]:
-    """Where clients and the admin of a proxy process go, and what it has said."""
+    """Start a proxy process; yields its client port, its admin port (or 0) and its log."""
     command = [sys.executable, "-m", "evoke_proxy", "serve", "--listen", "127.0.0.1:0"]
     command += ["--upstream", f"http://127.0.0.1:{port}", *options]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stderr=said, text=True)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, text=True)
         try:
-            # Where it listens, and whether and where it is operated: in that order or the other.
-            told = (r"listens on http://.*:(\d+)\n", r"(?:is operated|serves no admin).*\n")
+            # The lines about the client address and the admin address come in either order.
+            lines = (r"listens on http://.*:(\d+)\n", r"(?:is operated|serves no admin).*\n")
             until(
-                lambda: process.poll() is not None or all(re.search(t, _read(said)) for t in told)
+                lambda: process.poll() is not None or all(re.search(x, _read(log)) for x in lines)
             )
-            assert process.poll() is None, _read(said)
-            found = re.search(told[0], _read(said))
-            operated = re.search(r"operated at http://.*:(\d+)/evoke/\n", _read(said))
-            assert found is not None
-            yield int(found[1]), int(operated[1]) if operated else 0, _read(said)
+            assert process.poll() is None, _read(log)
+            listens = re.search(lines[0], _read(log))
+            operated = re.search(r"operated at http://.*:(\d+)/evoke/\n", _read(log))
+            assert listens is not None
+            yield int(listens[1]), int(operated[1]) if operated else 0, _read(log)
         finally:
             process.kill()
             process.wait()
 
 
-def _read(said: object) -> str:
-    said.seek(0)  # type: ignore[attr-defined]
-    return said.read()  # type: ignore[attr-defined, no-any-return]
+def _read(log: object) -> str:
+    log.seek(0)  # type: ignore[attr-defined]
+    return log.read()  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[int]:
     async def echo(exchange: Exchange) -> None:
-        await exchange.say(response(b"ok"))
+        await exchange.send(response(b"ok"))
 
     with fake_upstream(echo) as fake:
         yield fake.port
@@ -73,8 +73,8 @@ def upstream() -> Iterator[int]:
 def _status(
     port: int, path: str, headers: Mapping[str, str] | None = None, method: str = "GET"
 ) -> int:
-    """Of an answer to a request that may name another host."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    """Return the status of the response to a request; `headers` may replace Host."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     for name, value in ({"Host": f"127.0.0.1:{port}"} | dict(headers or {})).items():
         connection.putheader(name, value.encode())
@@ -88,7 +88,7 @@ def test_the_client_address_has_no_admin_and_the_admin_address_no_llama_server(
     upstream: int,
 ) -> None:
     with _serving(upstream, "--admin-listen", "127.0.0.1:0") as (clients, admin, _):
-        for path in ADMIN:
+        for path in ADMIN_PATHS:
             assert _status(clients, path) == 403
             assert _status(admin, path) == 200
         for path in ("/evoke/health", "/evoke/ready", "/metrics"):
@@ -97,8 +97,10 @@ def test_the_client_address_has_no_admin_and_the_admin_address_no_llama_server(
         for path in ("/anything", "/v1/models", "/slots", "/", "/evok/../slots", "/%65voke/x/.."):
             assert _status(admin, path) == 404
         for method in ("HEAD", "POST", "OPTIONS"):
-            assert _status(admin, "/metrics", method=method) == 404, "that is llama-server's"
-        # A page of another name that leads here.
+            assert _status(admin, "/metrics", method=method) == 404, (
+                "these are paths of llama-server"
+            )
+        # A page of another site whose host name resolves to this address.
         assert _status(admin, "/evoke/sessions", {"Host": "evil.example"}) == 403
         for host in ("localhost:1", "[::1]", "127.0.0.1"):
             assert _status(admin, "/evoke/sessions", {"Host": host}) == 200
@@ -112,22 +114,22 @@ def test_keys_and_the_admin_token_open_their_own_paths_only(upstream: int, tmp_p
     settings.write_text(json.dumps({"security": security | {"admin_listen": ["127.0.0.1:0"]}}))
     bearer = {word: {"Authorization": f"Bearer {word}"} for word in (TOKEN, KEY, TOKEN[:-1], "é")}
     with _serving(upstream, "--config", str(settings)) as (clients, admin, _):
-        for path in ADMIN:
+        for path in ADMIN_PATHS:
             assert _status(admin, path, bearer[TOKEN]) == 200
             assert _status(admin, path, bearer[TOKEN] | {"Host": "evoke.example"}) == 200
-            for shown in ({}, bearer[KEY], bearer[TOKEN[:-1]], {"Authorization": "Bearer "}):
-                assert _status(admin, path, shown) == 401
-            for shown in ({}, bearer[KEY], bearer[TOKEN]):
-                assert _status(clients, path, shown) == 403
+            for headers in ({}, bearer[KEY], bearer[TOKEN[:-1]], {"Authorization": "Bearer "}):
+                assert _status(admin, path, headers) == 401
+            for headers in ({}, bearer[KEY], bearer[TOKEN]):
+                assert _status(clients, path, headers) == 403
         assert _status(clients, "/v1/models", bearer[KEY]) == 200
         assert _status(clients, "/v1/models", bearer[TOKEN]) == 401
         assert _status(clients, "/metrics", bearer[KEY]) == 403
         assert _status(admin, "/metrics") == 200
-        checked = _checked(settings)
-    assert "keys      1 of 1 tenants\n" in checked and "with a token\n" in checked
+        output = _check_config(settings)
+    assert "keys      1 of 1 tenants\n" in output and "with a token\n" in output
 
 
-def _checked(settings: Path) -> str:
+def _check_config(settings: Path) -> str:
     command = [sys.executable, "-m", "evoke_proxy", "check-config", "--config", str(settings)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -137,22 +139,23 @@ def test_a_default_admin_address_in_use_is_reported_and_a_configured_one_ends_th
 ) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        for _ in range(100):  # some other test's proxy has it for a moment, or somebody for good
+        # Another test's proxy may use the port for a moment; another process may keep it.
+        for _ in range(100):
             with contextlib.suppress(OSError):
                 other.bind(("127.0.0.1", 18090))
                 other.listen()
                 break
             time.sleep(0.1)
-        with _serving(upstream) as (clients, admin, said):
-            assert not admin and "serves no admin API: 127.0.0.1:" in said
+        with _serving(upstream) as (clients, admin, log):
+            assert not admin and "serves no admin API: 127.0.0.1:" in log
             assert _status(clients, "/evoke/sessions") == 403
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         command = [sys.executable, "-m", "evoke_proxy", "serve", "--listen", "127.0.0.1:0"]
-        chosen = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = subprocess.run([*command, "--admin-listen", chosen], timeout=60)
-        assert ended.returncode == 1
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        completed = subprocess.run([*command, "--admin-listen", address], timeout=60)
+        assert completed.returncode == 1
 
 
 @pytest.mark.parametrize("address", [":18090", "127.0.0.1:18090"])
@@ -165,9 +168,9 @@ def test_a_proxy_does_not_use_a_client_address_for_the_admin(
         runner = web.AppRunner(app)
         await runner.setup()
         await _listen_for_admin(runner, SecurityConfig(), ("127.0.0.1:0", address))
-        found = list(runner.addresses)
+        listening = list(runner.addresses)
         await runner.cleanup()
-        return found
+        return listening
 
     assert asyncio.run(addresses()) == []
     assert "serves no admin API: 127.0.0.1:18090 (security.admin_listen) is also in" in (

@@ -1,4 +1,4 @@
-"""A short session of the agent bench: recovered rows are bit-identical to the decoded ones."""
+"""A short run of the agent bench: recovered rows are bit-identical to the decoded ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS
 BUDGET, STEPS = 1536, 12
 
 
-def test_recovered_files_of_an_agent_are_bit_identical() -> None:
+def test_recovered_rows_of_an_agent_are_bit_identical_to_decoded_rows() -> None:
     with agent.served(None) as (upstream, folder), proxy(upstream) as running:
         session = agent.Session.begin(upstream, running.port, "evoke", BUDGET, folder)
         turns = session.run(agent.script(1, STEPS))
@@ -22,7 +22,7 @@ def test_recovered_files_of_an_agent_are_bit_identical() -> None:
         assert sum(turn[kind] for kind in TOKEN_KINDS) == turn["n_prompt"]
     assert session.witness.n_returned > 200
     assert session.witness.differ == 0
-    again = [turn for turn in turns if turn["file_rows"]]
-    assert {turn["kind"] for turn in again} == {"edit", "read"}
-    assert all(turn["file_there"] == turn["file_rows"] for turn in again)
-    assert any(turn["file_back"] for turn in again)
+    rereads = [turn for turn in turns if turn["file_rows"]]
+    assert {turn["kind"] for turn in rereads} == {"edit", "read"}
+    assert all(turn["file_there"] == turn["file_rows"] for turn in rereads)
+    assert any(turn["file_back"] for turn in rereads)

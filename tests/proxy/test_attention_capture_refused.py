@@ -1,4 +1,4 @@
-"""A llama-server without memory for attention: a session keeps its plans."""
+"""A session keeps its plans if llama-server refuses to capture attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ REPLY = b'{"choices":[{"finish_reason":"stop","message":{"content":"fine"}}]}'
 
 @dataclass
 class Server:
-    """Refuses every capture of attention, and a number of plans besides."""
+    """A fake server that refuses every capture of attention, and the first `stale` plans.
+
+    Attributes:
+        error: The error of a refused capture.
+        instance: The id of the server's process.
+        stale: How many more plans to refuse as stale.
+        plans: The names of the operations of each plan received.
+    """
 
     error: dict[str, Any]
     instance: str = "one"
@@ -48,13 +55,13 @@ class Server:
             spans = [{"index": 0, "role": "user", "p0": 0, "p1": 3}]
             rendered = {"tokens": [1, 2, 3, 4], "generation": 3, "spans": spans, "slots": [SLOT]}
             rendered["instance"] = self.instance
-            await exchange.say(response(json.dumps(rendered).encode(), JSON))
+            await exchange.send(response(json.dumps(rendered).encode(), JSON))
         elif b"block-plan" in target:
-            await exchange.say(self._planned(json.loads(exchange.body)["ops"]))
+            await exchange.send(self._planned(json.loads(exchange.body)["ops"]))
         elif target.startswith(b"/slots/0/blocks"):
-            await exchange.say(response(json.dumps(SLOT).encode(), JSON))
+            await exchange.send(response(json.dumps(SLOT).encode(), JSON))
         else:
-            await exchange.say(response(REPLY, JSON))
+            await exchange.send(response(REPLY, JSON))
 
     def _planned(self, ops: list[dict[str, Any]]) -> bytes:
         self.plans.append([op["op"] for op in ops])
@@ -85,8 +92,10 @@ def say(running: RunningProxy, session: str = "s") -> None:
 
 @pytest.mark.parametrize("error", [NO_MEMORY, TOO_LARGE], ids=["no memory", "too large"])
 @pytest.mark.parametrize("stale", [0, 1])
-def test_a_refused_capture_leaves_the_plans_of_a_session(error: dict[str, Any], stale: int) -> None:
-    """Also when the same turn was refused for another reason first."""
+def test_a_session_keeps_its_plans_after_a_refused_capture(
+    error: dict[str, Any], stale: int
+) -> None:
+    """With `stale`, the plan was refused for another reason before."""
     server = Server(error, stale=stale)
     with fake_upstream(server.behave, patched=True) as fake:
         fake.props = server.props
@@ -102,7 +111,7 @@ def test_a_refused_capture_leaves_the_plans_of_a_session(error: dict[str, Any], 
             assert [body["evoke"] for body in sent] == [{"epoch": 7}] * 3
 
 
-def test_capture_is_requested_again_for_another_session_or_server() -> None:
+def test_another_session_or_server_requests_capture_after_a_refusal() -> None:
     server = Server(NO_MEMORY)
     with fake_upstream(server.behave, patched=True) as fake:
         fake.props = server.props

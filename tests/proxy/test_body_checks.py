@@ -1,4 +1,4 @@
-"""Bodies that crash or hang a real llama-server are refused before they reach it."""
+"""Request bodies that crash or hang a real llama-server are refused before they reach it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _TRIGGERS = {
 
 
 def _body(more: dict[str, Any] | None = None, raw: str = "") -> bytes:
-    """A body that every path understands, with more members, or with a member `z` as spelled."""
+    """Return a body that every path accepts, with `more` members and a member `z` of raw JSON."""
     body = {"messages": _MESSAGES, "input": "hello", "prompt": "hello", "content": "hello"}
     text = json.dumps({**body, "max_tokens": 1, "query": "a", "documents": ["b"], **(more or {})})
     return (text[:-1] + (f', "z": {raw}' if raw else "") + "}").encode()
 
 
-# Each of these crashed llama-server, or kept it busy for minutes, at the pinned version.
+# Each of these crashed llama-server or kept it busy for minutes, in the pinned version.
 ATTACKS = {
     "nested 100,000 deep": _body(raw=_DEEP),
     "nested in a schema": _body(raw='{"schema":' * 50_000 + "1" + "}" * 50_000),
@@ -53,7 +53,7 @@ ATTACKS = {
     "a number of 10,000 digits": _body(raw="1" * 10_000),
     "a million messages": b'{"messages":[' + b"{}," * 340_000 + b"{}]}",
 }
-# With keys, all that tenants may POST to; the other half is checked without keys, too.
+# All paths that tenants may POST to with keys.
 PATHS = (
     *("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/completion"),
     *("/infill", "/apply-template", "/tokenize", "/detokenize", "/embeddings", "/v1/embeddings"),
@@ -77,8 +77,8 @@ def running(
         path: Path = tmp_path_factory.mktemp("keys") / "keys"
         write_secret(path, line_of(Caller("a", "a"), KEY))
         settings["security__keys_file"] = str(path)
-    with proxy(upstream, **settings) as found:
-        yield found
+    with proxy(upstream, **settings) as checking_proxy:
+        yield checking_proxy
 
 
 def _ask(running: RunningProxy, path: str, body: bytes) -> Answer:
@@ -101,9 +101,9 @@ def test_an_excessive_body_is_refused_on_every_path(
             assert error["type"] == "invalid_request_error"
         else:
             assert error["code"] in ("parameter_too_large", "request_too_complex")
-    assert process_on(upstream) == process, "the server is the one it was"
+    assert process_on(upstream) == process, "llama-server was restarted"
     assert ask(upstream, "GET", "/health").status == 200
-    assert len(running.engine.conversations) == 0, "nothing of it is remembered"
+    assert len(running.gateway.conversations) == 0, "a refused request became a conversation"
 
 
 def test_arguments_of_tool_calls_are_checked_as_json(running: RunningProxy) -> None:
@@ -125,8 +125,8 @@ def test_ordinary_bodies_pass_the_checks(running: RunningProxy) -> None:
     }
     answer = _ask(running, "/v1/chat/completions", _body(more))
     assert answer.status == 200, answer.body
-    words = {"logprobs": True, "top_logprobs": 20}
-    assert _ask(running, "/v1/chat/completions", _body(words)).status == 200
+    logprobs = {"logprobs": True, "top_logprobs": 20}
+    assert _ask(running, "/v1/chat/completions", _body(logprobs)).status == 200
     tools = [{"type": "function", "function": {"name": "run", "parameters": schema}}]
     assert _ask(running, "/v1/chat/completions", _body({"tools": tools})).status == 200
     assert _ask(running, "/tokenize", b'{"content": "' + b"word " * 100_000 + b'"}').status == 200
@@ -137,9 +137,9 @@ def test_ordinary_bodies_pass_the_checks(running: RunningProxy) -> None:
 def test_a_body_that_is_not_json_gets_the_error_of_llama_server(
     running: RunningProxy, upstream: int
 ) -> None:
-    for wrong in (b"", b"[", b'{"content": ', b"\xff", b"[]"):
-        direct = ask(upstream, "POST", "/tokenize", wrong, {"Content-Type": "application/json"})
-        assert _ask(running, "/tokenize", wrong).status == direct.status
+    for invalid in (b"", b"[", b'{"content": ', b"\xff", b"[]"):
+        direct = ask(upstream, "POST", "/tokenize", invalid, {"Content-Type": "application/json"})
+        assert _ask(running, "/tokenize", invalid).status == direct.status
 
 
 def test_a_body_above_a_limit_is_refused_before_its_end(running: RunningProxy) -> None:
@@ -148,11 +148,11 @@ def test_a_body_above_a_limit_is_refused_before_its_end(running: RunningProxy) -
         b"Authorization: Bearer %s\r\nContent-Length: %d\r\n\r\n" % (KEY.encode(), 60 * 1024 * 1024)
     )
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as client:
-        client.sendall(head + b'{"messages":[' + b"{}," * 200_000)  # and no more
+        client.sendall(head + b'{"messages":[' + b"{}," * 200_000)  # the rest is not sent
         assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
-# Other ways to write a body, and whether llama-server reads it as JSON all the same.
+# Bodies and headers with which llama-server might read an excessive body that the proxy does not.
 _FORM = (
     b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na\r\n--x\r\n%s\r\n\r\n'
     + _GRAMMAR.encode()
@@ -209,8 +209,8 @@ def test_content_type_and_coding_do_not_bypass_the_checks(
     answer = _post(running, path, body, headers)
     assert answer.status == 400
     code = json.loads(answer.body)["error"]["code"]
-    assert isinstance(code, str), "it is refused by the proxy, not by llama-server"
-    assert process_on(upstream) == process, "the server is the one it was"
+    assert isinstance(code, str), "llama-server refused it, not the proxy"
+    assert process_on(upstream) == process, "llama-server was restarted"
     assert ask(upstream, "GET", "/health").status == 200
 
 
@@ -233,16 +233,16 @@ def test_a_number_out_of_range_is_a_client_error(running: RunningProxy) -> None:
 
 
 def _post(running: RunningProxy, path: str, body: bytes, headers: list[tuple[str, str]]) -> Answer:
-    """As `_ask`, where a header may be there twice."""
+    """Send a request whose headers may contain duplicates."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     try:
         connection.putrequest("POST", path, skip_accept_encoding=True)
-        given = [*headers, ("Authorization", f"Bearer {KEY}"), ("Content-Length", str(len(body)))]
-        for name, value in given:
+        key = ("Authorization", f"Bearer {KEY}")
+        for name, value in [*headers, key, ("Content-Length", str(len(body)))]:
             connection.putheader(name, value)
         connection.endheaders(body)
         response = connection.getresponse()
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, response.reason, named, response.read())
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, response.reason, received, response.read())
     finally:
         connection.close()

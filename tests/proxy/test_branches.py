@@ -1,6 +1,4 @@
-"""A conversation that returns to an earlier branch, or gets a message beyond its budget, recalls
-facts.
-"""
+"""Facts are recalled after a conversation branches, or gets a message longer than its budget."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
 def draw(seed: int) -> tuple[list[Fact], random.Random]:
-    """Six facts that are asked for in different words each."""
+    """Return six facts with different questions, and the random generator that drew them."""
     rng = random.Random(f"branches-{seed}")
     facts: dict[str, Fact] = {}
     while len(facts) < 6:
@@ -30,41 +28,44 @@ def paragraph(rng: random.Random, sentences: int = 15) -> str:
     return demo_paragraph(rng, sentences)
 
 
-def talk(proxy: RunningProxy, name: str, budget: int) -> ChatClient:
-    opened = ChatClient(proxy.port, name, {"evoke_budget": budget})
-    opened.messages[0]["content"] = SYSTEM
-    return opened
+def start_conversation(proxy: RunningProxy, name: str, budget: int) -> ChatClient:
+    client = ChatClient(proxy.port, name, {"evoke_budget": budget})
+    client.messages[0]["content"] = SYSTEM
+    return client
 
 
-def recalls(talk: ChatClient, fact: Fact, budget: int) -> bool:
-    """Whether the answer has the value; the turn holds its budget and its accounting balances."""
-    said = talk.say(fact.question)
-    assert said.accounting["n_resident_peak"] <= budget
-    assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
-    return fact.value in said.text
+def recalls(client: ChatClient, fact: Fact, budget: int) -> bool:
+    """Ask for a fact; returns whether the answer has its value.
+
+    The turn must stay in its budget, and its token accounting must balance.
+    """
+    turn = client.say(fact.question)
+    assert turn.accounting["n_resident_peak"] <= budget
+    assert sum(turn.accounting[kind] for kind in KINDS) == turn.accounting["n_prompt"]
+    return fact.value in turn.text
 
 
 @pytest.mark.parametrize(("seed", "budget"), [(0, 512), (1, 400), (2, 768)])
-def test_going_back_to_an_earlier_branch_recalls_what_was_said_on_it(
+def test_going_back_to_an_earlier_branch_recalls_its_facts(
     patched_proxy: RunningProxy, seed: int, budget: int
 ) -> None:
     facts, rng = draw(seed)
-    session = talk(patched_proxy, f"branch {seed}", budget)
+    client = start_conversation(patched_proxy, f"branch {seed}", budget)
     for fact in facts:
         for text in (fact.statement, paragraph(rng), paragraph(rng)):
-            session.say(text)
-    first_branch = list(session.messages)
-    del session.messages[1 + 2 * 8 :]  # eight turns stay: the first three facts
+            client.say(text)
+    first_branch = list(client.messages)
+    del client.messages[1 + 2 * 8 :]  # keep eight turns, with the first three facts
     for _ in range(9):
-        session.say(paragraph(rng))
-    second_branch = list(session.messages)
-    missed = [n for n in range(3) if not recalls(session, facts[n], budget)]
+        client.say(paragraph(rng))
+    second_branch = list(client.messages)
+    missed = [n for n in range(3) if not recalls(client, facts[n], budget)]
     for asked_first in (1, 4, 0, 5):
-        session.messages = list(second_branch)
-        session.say("Good morning.")
-        session.messages = list(first_branch)
+        client.messages = list(second_branch)
+        client.say("Good morning.")
+        client.messages = list(first_branch)
         order = [asked_first, *(n for n in range(6) if n != asked_first)][:3]
-        missed += [n for n in order if not recalls(session, facts[n], budget)]
+        missed += [n for n in order if not recalls(client, facts[n], budget)]
     assert missed == []
 
 
@@ -73,18 +74,18 @@ def test_a_question_behind_new_text_longer_than_the_budget_recalls_earlier_facts
     patched_proxy: RunningProxy, seed: int, budget: int
 ) -> None:
     facts, rng = draw(seed)
-    session = talk(patched_proxy, f"long message {seed}", budget)
+    client = start_conversation(patched_proxy, f"long message {seed}", budget)
     for fact in facts:
         for text in (fact.statement, paragraph(rng), paragraph(rng)):
-            session.say(text)
+            client.say(text)
     missed = []
     for fact in facts:
-        for _ in range(5):  # about 750 tokens that the server has not seen
-            session.messages += [
+        for _ in range(5):  # about 750 tokens that are new to the server
+            client.messages += [
                 {"role": "user", "content": paragraph(rng)},
                 {"role": "assistant", "content": "Noted."},
             ]
-        if not recalls(session, fact, budget):
+        if not recalls(client, fact, budget):
             missed.append(fact.question)
     assert missed == []
 
@@ -94,17 +95,17 @@ def test_a_message_inserted_in_the_middle_loses_no_fact(
     patched_proxy: RunningProxy, seed: int
 ) -> None:
     facts, rng = draw(seed)
-    session = talk(patched_proxy, f"inserted {seed}", 512)
+    client = start_conversation(patched_proxy, f"inserted {seed}", 512)
     for fact in facts:
         for text in (fact.statement, paragraph(rng), paragraph(rng)):
-            session.say(text)
+            client.say(text)
     missed = []
     for number, fact in enumerate(facts):
-        place = 1 + 2 * (4 + number)
-        session.messages[place:place] = [
+        index = 1 + 2 * (4 + number)
+        client.messages[index:index] = [
             {"role": "user", "content": paragraph(rng, 4)},
             {"role": "assistant", "content": "Noted."},
         ]
-        if not recalls(session, fact, 512):
+        if not recalls(client, fact, 512):
             missed.append(fact.question)
     assert missed == []

@@ -1,4 +1,4 @@
-"""What readiness and the log say about a budget that is not in force, on real servers."""
+"""Readiness and the log report a budget that is not in force, on real servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness import RunningProxy, ask, llama_server, pool, proxy, server_binary,
 
 @pytest.fixture(scope="module")
 def small_port() -> Iterator[int]:
-    """A patched server whose slot has 1,024 cells, which are its context."""
+    """A patched server whose context is its 1,024 cells."""
     options = ("-np", "1", "-c", "1024", "--evoke-ram", "16")
     with llama_server(server_binary(patched=True), *options) as port:
         yield port
@@ -32,38 +32,38 @@ def long_port() -> Iterator[int]:
 def ready(running: RunningProxy) -> dict[str, Any]:
     answer = ask(running.port, "GET", "/evoke/ready")
     assert answer.status == 200
-    said: dict[str, Any] = json.loads(answer.body)
-    return said
+    body: dict[str, Any] = json.loads(answer.body)
+    return body
 
 
 def test_a_budget_that_evicts_is_ready(long_port: int) -> None:
     with proxy(long_port, policy__budget=700) as running:
-        said = ready(running)
-    assert (said["status"], said["reasons"]) == ("ready", [])
-    assert "sessions keep 700 tokens of up to 4096" in said["checks"]["budget"]["detail"]
+        status = ready(running)
+    assert (status["status"], status["reasons"]) == ("ready", [])
+    assert "sessions keep 700 tokens of up to 4096" in status["checks"]["budget"]["detail"]
 
 
 def test_a_budget_beyond_the_cells_is_degraded_with_the_fix(long_port: int) -> None:
     with proxy(long_port, policy__budget=3000) as running:
-        said = ready(running)
-    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_cells"])
-    assert "--budget) to 768 or start" in said["checks"]["budget"]["detail"]
+        status = ready(running)
+    assert (status["status"], status["reasons"]) == ("degraded", ["budget:exceeds_cells"])
+    assert "--budget) to 768 or start" in status["checks"]["budget"]["detail"]
 
 
-def test_a_budget_that_the_context_cannot_reach_is_degraded(small_port: int) -> None:
+def test_a_budget_as_large_as_the_context_is_degraded(small_port: int) -> None:
     with proxy(small_port, policy__budget=1024) as running:
-        said = ready(running)
-    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_context"])
-    assert "--ctx-logical 4096" in said["checks"]["budget"]["detail"]
+        status = ready(running)
+    assert (status["status"], status["reasons"]) == ("degraded", ["budget:exceeds_context"])
+    assert "--ctx-logical 4096" in status["checks"]["budget"]["detail"]
 
 
 def test_a_budget_at_a_stock_server_is_degraded(
     stock_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with proxy(stock_port, policy__budget=3000) as running:
-        said = ready(running)
-    assert (said["status"], said["reasons"]) == ("degraded", ["budget:no_block_calls"])
-    (logged,) = [it for it in caplog.records if "is not in force" in it.getMessage()]
+        status = ready(running)
+    assert (status["status"], status["reasons"]) == ("degraded", ["budget:no_block_calls"])
+    (logged,) = [record for record in caplog.records if "is not in force" in record.getMessage()]
     assert logged.levelname == "WARNING"
     assert "--evoke-ram" in logged.getMessage()
 
@@ -72,27 +72,27 @@ def test_a_reload_that_makes_the_budget_too_large_warns(
     long_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with proxy(long_port, policy__budget=700) as running:
-        config = running.engine.config
+        config = running.gateway.config
         larger = replace(config, policy=replace(config.policy, budget=3000))
-        running.loop.call_soon_threadsafe(running.engine.adjust, larger)
+        running.loop.call_soon_threadsafe(running.gateway.adjust, larger)
         until(lambda: ready(running)["status"] == "degraded")
-    (logged,) = [it for it in caplog.records if "has no effect" in it.getMessage()]
+    (logged,) = [record for record in caplog.records if "has no effect" in record.getMessage()]
     assert logged.levelname == "WARNING"
     assert "--budget) to 768" in logged.getMessage()
 
 
 def test_each_server_of_a_pool_has_its_own_reason(long_port: int, stock_port: int) -> None:
     with pool({"a": long_port, "b": stock_port}, policy__budget=700) as running:
-        said = ready(running)
-    assert (said["status"], said["reasons"]) == ("degraded", ["budget_b:no_block_calls"])
+        status = ready(running)
+    assert (status["status"], status["reasons"]) == ("degraded", ["budget_b:no_block_calls"])
 
 
 def test_a_logical_context_without_a_budget_does_not_claim_that_nothing_is_evicted(
     long_port: int,
 ) -> None:
     with proxy(long_port, policy__budget="off") as running:
-        said = ready(running)
-    detail = said["checks"]["budget"]["detail"]
+        status = ready(running)
+    detail = status["checks"]["budget"]["detail"]
     assert "nothing is evicted" not in detail
     assert "llama-server evicts the oldest blocks itself" in detail and "--budget" in detail
 
@@ -122,12 +122,12 @@ def test_check_config_compares_the_budget_with_the_servers(
     assert lines[-1] == "the configuration is valid"
 
 
-def test_clients_get_the_code_and_no_detail(small_port: int, tmp_path: Any) -> None:
+def test_clients_get_the_reason_code_without_details(small_port: int, tmp_path: Any) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4, "utf-8")
     token.chmod(0o600)
     secured = {"security__admin_token_file": str(token)}
     with proxy(small_port, policy__budget=1024, **secured) as running:
-        said = json.loads(ask(running.port, "GET", "/evoke/ready").body)
-    assert (said["status"], said["reasons"]) == ("degraded", ["budget:exceeds_context"])
-    assert "checks" not in said
+        status = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+    assert (status["status"], status["reasons"]) == ("degraded", ["budget:exceeds_context"])
+    assert "checks" not in status

@@ -1,4 +1,4 @@
-"""Responses to clients: headers, readiness, broken answers, unread answers."""
+"""Responses to clients: headers, readiness, broken and unread responses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import endless
+from conversation import endless_stream
 from fake_upstream import Exchange, FakeUpstream, answer_ok, chunked, fake_upstream, response
 from harness import (
-    PATIENCE_S,
+    TIMEOUT_S,
     RunningProxy,
     ask,
     llama_server,
@@ -53,11 +53,11 @@ def _keyed(port: int, folder: Path) -> Iterator[RunningProxy]:
 
 
 def _begin(port: int, name: str) -> socket.socket:
-    """An endless stream of a tenant, of which something has arrived."""
+    """Start an endless stream of a tenant; returns its connection once data has arrived."""
     body = json.dumps(ENDLESS).encode()
     lines = [f"{key}: {value}" for key, value in _bearer(name).items()]
     head = ["POST /v1/chat/completions HTTP/1.1", "Host: a", *lines, f"Content-Length: {len(body)}"]
-    client = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+    client = socket.create_connection(("127.0.0.1", port), TIMEOUT_S)
     client.sendall("\r\n".join([*head, "", ""]).encode() + body)
     assert b" 200 OK" in client.recv(1000)
     return client
@@ -80,20 +80,20 @@ def test_tenants_with_the_same_conversation_id_do_not_end_each_others_streams(
         answer = ask(running.port, "POST", "/v1/chat/completions", body, _bearer("bob"))
         assert answer.status == 200
         stack.enter_context(_begin(running.port, "bob"))
-        assert _busy(port) == [True, True], "the stream of alice goes on"
-        # Whoever hangs up gives the slot back at once, whatever id was named.
+        assert _busy(port) == [True, True], "the stream of alice was stopped"
+        # A client that disconnects releases its slot at once, whatever its conversation id.
         alice.close()
         until(lambda: _busy(port).count(True) == 1, limit_s=20)
 
 
 def test_only_the_headers_that_llama_server_reads_are_forwarded_with_keys(tmp_path: Path) -> None:
     with fake_upstream(answer_ok) as fake, _keyed(fake.port, tmp_path) as running:
-        odd = {"X-Anything": "1", "Cookie": "a=b", "X-Evoke-Session": "s", "User-Agent": "tests"}
+        extra = {"X-Anything": "1", "Cookie": "a=b", "X-Evoke-Session": "s", "User-Agent": "tests"}
         for path in ("/v1/chat/completions", "/tokenize"):
             body = json.dumps(CHAT).encode()
-            assert ask(running.port, "POST", path, body, _bearer("alice") | odd).status == 200
-        for seen in fake.requests:
-            lines = seen.head.split(b"\r\n")[1:-2]
+            assert ask(running.port, "POST", path, body, _bearer("alice") | extra).status == 200
+        for request in fake.requests:
+            lines = request.head.split(b"\r\n")[1:-2]
             names = {line.partition(b":")[0].decode().lower() for line in lines}
             assert names == {"host", "content-type", "content-length", "user-agent"}
         assert len(fake.requests) == 2
@@ -117,18 +117,18 @@ def test_a_waiting_stream_sends_the_cors_headers_of_llama_server(
         body = json.dumps(CHAT | {"stream": True}).encode()
 
         def post() -> tuple[bool, str | None]:
-            named = JSON | {"Origin": origin}
-            answer = ask(running.port, "POST", "/v1/chat/completions", body, named)
+            headers = JSON | {"Origin": origin}
+            answer = ask(running.port, "POST", "/v1/chat/completions", body, headers)
             waited = answer.body.startswith(b": waiting")
             return waited, answer.headers.get("access-control-allow-origin")
 
-        assert post() == (False, allowed), "as llama-server itself says"
-        with endless(running.port) as somebody, ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(post)
-            until(lambda: running.engine.server.slots.pool.queued)
+        assert post() == (False, allowed), "not the header of llama-server"
+        with endless_stream(running.port) as stream, ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(post)
+            until(lambda: running.gateway.server.slots.pool.queued)
             time.sleep(0.3)
-            somebody.leave()
-            assert asked.result() == (True, allowed)
+            stream.disconnect()
+            assert waiting.result() == (True, allowed)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_waiting_stream_sends_the_cors_headers_of_llama_server(
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
 def test_a_control_character_in_a_reply_counts_as_an_upstream_error(head: bytes, path: str) -> None:
     async def odd(exchange: Exchange) -> None:
-        await exchange.say(head + b"Content-Length: 2\r\n\r\nok")
+        await exchange.send(head + b"Content-Length: 2\r\n\r\nok")
 
     with fake_upstream(odd) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", path, json.dumps(CHAT).encode(), JSON)
@@ -166,7 +166,7 @@ def test_a_503_has_retry_after_and_hides_the_upstream_address(
         assert b"127.0.0.1" not in metrics.partition(b"# HELP")[0]
 
 
-def test_metrics_keep_the_headers_of_llama_server(
+def test_the_metrics_response_has_the_headers_of_llama_server(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     direct = ask(stock_port, "GET", "/metrics")
@@ -176,24 +176,24 @@ def test_metrics_keep_the_headers_of_llama_server(
     assert b"llamacpp:" in proxied.body and b"evoke_build_info" in proxied.body
 
 
-def test_readiness_shows_the_failed_check_to_clients_and_its_cause_to_operators(
+def test_readiness_names_the_failed_check_to_clients_and_its_cause_to_operators(
     echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[float] = []
+    checked_at: list[float] = []
 
     def refuse(*_: object) -> None:
         raise Forbidden("the admin's address is another one")
 
     with proxy(echo.port) as running:
-        told = json.loads(ask(running.port, "GET", "/evoke/ready").body)
-        assert str(echo.port) in told["checks"]["upstream"]["detail"]
-        checks = running.engine.checks
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert str(echo.port) in ready["checks"]["upstream"]["detail"]
+        checks = running.gateway.checks
 
-        async def counted() -> Any:
-            asked.append(time.monotonic())
+        async def recording_checks() -> Any:
+            checked_at.append(time.monotonic())
             return await checks()
 
-        running.engine.checks = counted  # type: ignore[method-assign]
+        running.gateway.checks = recording_checks  # type: ignore[method-assign]
         monkeypatch.setattr(OperatorAccess, "admit", refuse)
         began = time.monotonic()
         with ThreadPoolExecutor(8) as pool:
@@ -202,19 +202,19 @@ def test_readiness_shows_the_failed_check_to_clients_and_its_cause_to_operators(
     for answer in answers:
         assert answer.status == 200 and str(echo.port).encode() not in answer.body
         assert json.loads(answer.body).keys() == {"status", "failed", "reasons", "mode"}
-    assert 1 <= len(asked) <= 1 + took_s, "one check serves all who ask within a second"
+    assert 1 <= len(checked_at) <= 1 + took_s, "more than one check a second"
 
 
 @pytest.mark.parametrize(
-    ("path", "keyed"),
+    ("path", "with_keys"),
     [("/v1/models", True), ("/evoke/sessions/none", False), ("/evoke/", False), ("/x", False)],
     ids=["401", "404", "page", "relayed"],
 )
 def test_a_client_that_reads_no_answers_is_disconnected(
-    echo: FakeUpstream, tmp_path: Path, path: str, keyed: bool
+    echo: FakeUpstream, tmp_path: Path, path: str, with_keys: bool
 ) -> None:
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
-    if keyed:
+    if with_keys:
         write_secret(tmp_path / "keys", line_of(Caller("alice", "alice"), KEYS["alice"]))
         settings["security__keys_file"] = str(tmp_path / "keys")
     request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode() * 200
@@ -223,24 +223,24 @@ def test_a_client_that_reads_no_answers_is_disconnected(
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", running.port))
             client.settimeout(0.2)
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             with pytest.raises(ConnectionError):
                 while True:
-                    assert time.monotonic() < deadline, "its connection is held for ever"
+                    assert time.monotonic() < deadline, "the connection stays open"
                     with contextlib.suppress(TimeoutError):
                         client.sendall(request)
-            # Its place is free before it closes its own end.
+            # The connection no longer counts before the client closes it.
             until(lambda: ask(running.port, "GET", "/evoke/health").status == 200)
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 
 
 def test_a_client_that_does_not_read_its_last_answer_is_disconnected(echo: FakeUpstream) -> None:
-    """Also when the server has closed its end, and only waits for the answer to be taken."""
+    """The proxy has already closed its side, and waits for the client to read the response."""
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
     large = response(b"x" * (12 << 20))
 
     async def pour(exchange: Exchange) -> None:
-        await exchange.say(large)
+        await exchange.send(large)
 
     with fake_upstream(pour) as fake, proxy(fake.port, **settings) as running:
         with socket.socket() as client:
@@ -251,33 +251,33 @@ def test_a_client_that_does_not_read_its_last_answer_is_disconnected(echo: FakeU
         assert running.metric("evoke_clients_dropped_total", reason="slow_reader") == 1
 
 
-def _until_its_end(port: int, sent: bytes) -> bytes:
-    """What arrives for these bytes until the connection ends, however it does."""
-    seen = b""
-    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as client:
+def _exchange_raw(port: int, sent: bytes) -> bytes:
+    """Send bytes; returns what is received until the connection ends in any way."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as client:
         client.sendall(sent)
         with contextlib.suppress(ConnectionResetError):
             while piece := client.recv(65536):
-                seen += piece
-    return seen
+                received += piece
+    return received
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_an_error_within_a_relayed_answer_closes_the_connection(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client must never take another head for a part of the body, nor the body for whole."""
+    """The client must not receive a second head in the body, and must see the body end early."""
 
     async def pour(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-        await exchange.say(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        await exchange.say(*[chunked(b"data: {}\n\n")] * 4, b"0\r\n\r\n", pause_s=0.05)
+        await exchange.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        await exchange.send(*[chunked(b"data: {}\n\n")] * 4, b"0\r\n\r\n", pause_s=0.05)
 
-    fed: list[bytes] = []
+    chunks: list[bytes] = []
 
     def fail(_: object, data: bytes) -> None:
-        fed.append(data)
-        if len(fed) > 2:
+        chunks.append(data)
+        if len(chunks) > 2:
             raise RuntimeError("a defect")
 
     monkeypatch.setattr(ReplyReader, "feed", fail)
@@ -285,9 +285,9 @@ def test_an_error_within_a_relayed_answer_closes_the_connection(
         body = json.dumps(CHAT | {"stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: a\r\n"
         framing = f"Content-Length: {len(body)}\r\n\r\n"
-        seen = _until_its_end(running.port, (head + framing).encode() + body)
-    assert seen.count(b"data: {}") == 2 and seen.count(b"HTTP/1.") == 1
-    assert b"error" not in seen and not seen.endswith(b"0\r\n\r\n")
+        received = _exchange_raw(running.port, (head + framing).encode() + body)
+    assert received.count(b"data: {}") == 2 and received.count(b"HTTP/1.") == 1
+    assert b"error" not in received and not received.endswith(b"0\r\n\r\n")
 
 
 def test_a_failure_within_an_export_closes_the_connection(
@@ -302,10 +302,10 @@ def test_a_failure_within_an_export_closes_the_connection(
 
     with proxy(echo.port) as running:
         monkeypatch.setattr(Admin, "export", export)
-        asked = b"GET /evoke/sessions/s/export HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-        seen = _until_its_end(running.port, asked)
-    assert seen.count(b"HTTP/1.") == 1 and b"error" not in seen
-    assert not seen.endswith(b"0\r\n\r\n")
+        request = b"GET /evoke/sessions/s/export HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        received = _exchange_raw(running.port, request)
+    assert received.count(b"HTTP/1.") == 1 and b"error" not in received
+    assert not received.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize("path", ["/x", "/v1/chat/completions"])
@@ -313,19 +313,19 @@ def test_a_failure_within_an_export_closes_the_connection(
 def test_an_incomplete_request_body_is_no_upstream_error(
     echo: FakeUpstream, path: str, end: bytes
 ) -> None:
-    """It is the client's: one that does this often must not have its server taken for broken."""
-    with tap(echo.port) as between, proxy(between.port) as running:
+    """Otherwise a client could make the proxy treat a healthy server as broken."""
+    with tap(echo.port) as recorder, proxy(recorder.port) as running:
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+        with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
             client.sendall(head.encode() + b'4\r\n{"a"\r\n')
-            if path == "/x":  # the first part of the body is on its way to the server
-                until(lambda: any(b"POST /x" in one for one in between.sent))
+            if path == "/x":  # the first part of the body has been forwarded
+                until(lambda: any(b"POST /x" in data for data in recorder.sent))
             client.sendall(end)
             if end:
-                seen = b""
+                received = b""
                 while piece := client.recv(1000):
-                    seen += piece
-                assert seen.split()[1] == b"400" and seen.count(b"HTTP/1.") == 1
-        running.quiet()
+                    received += piece
+                assert received.split()[1] == b"400" and received.count(b"HTTP/1.") == 1
+        running.wait_until_idle()
         for kind in ("upstream_unavailable", "upstream_protocol", "upstream_timeout"):
             assert running.metric("evoke_upstream_errors_total", kind=kind) == 0

@@ -1,4 +1,4 @@
-"""The services of docker/compose.yaml, run natively with their own commands and environment."""
+"""The services of docker/compose.yaml, run natively with their commands and environments."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from evoke_proxy.demo.processes import free_port, healthy
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 FACT, QUESTION, VALUE = "My favorite number is 68285.", "What is my favorite number?", "68285"
-# Of about 145 tokens each: more than the cells of a slot, less than the model was trained for.
+# Turns of about 145 tokens: more than the cells of a slot, fewer than the model was trained on.
 TURNS = 36
 _DEFAULT = re.compile(r"\$\{[A-Z_]+:-([^}]*)\}")
 
 
 def compose() -> dict[str, Any]:
-    """The services without an .env file: every variable has its default."""
+    """Return the services as they are without an .env file: every variable has its default."""
     text = _DEFAULT.sub(r"\1", (DOCKER / "compose.yaml").read_text("utf-8"))
     services: dict[str, Any] = yaml.safe_load(text)["services"]
     return services
 
 
 def image_variables(dockerfile: str) -> dict[str, str]:
-    """The variables that the last stage of a Dockerfile sets."""
+    """Return the variables that the last stage of a Dockerfile sets."""
     lines = (ROOT / dockerfile).read_text("utf-8").splitlines()
     words = [shlex.split(line)[1:] for line in lines if line.startswith("ENV ")]
     return dict(word.split("=", 1) for line in words for word in line)
@@ -48,18 +48,18 @@ def image_variables(dockerfile: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where this machine has what the containers have.
+    """Paths and ports on this machine that replace those of the containers.
 
     Attributes:
-        folder: Directory of the volumes.
-        ports: Published port of each address of a container.
+        folder: The directory of the volumes.
+        ports: The port on this machine of each container address.
     """
 
     folder: Path
     ports: Mapping[str, int]
 
     def native(self, service: Mapping[str, Any], text: str) -> str:
-        """A value of a service with its paths and addresses on this machine."""
+        """Replace the paths and addresses in a value of a service by those on this machine."""
         for address, port in self.ports.items():
             text = text.replace(address, f"127.0.0.1:{port}")
         for source, target in self._mounts(service):
@@ -81,22 +81,22 @@ class Host:
             yield path, target
 
     def command(self, service: Mapping[str, Any], program: list[str]) -> list[str]:
-        """What the container of a service runs, by `program`."""
+        """Return the command of a service, run by `program`."""
         words = [self.native(service, word) for word in service.get("command", ())]
         return [*program, *words]
 
     def environment(self, service: Mapping[str, Any]) -> dict[str, str]:
-        """The environment of the container of a service, on this machine."""
-        given = image_variables(service["build"]["dockerfile"]) | service.get("environment", {})
-        ours = {name: self.native(service, str(value)) for name, value in given.items()}
-        ours |= {"LLAMA_ARG_HOST": "127.0.0.1"} if "LLAMA_ARG_HOST" in ours else {}
-        kept = {
+        """Return the environment of a service on this machine."""
+        container = image_variables(service["build"]["dockerfile"]) | service.get("environment", {})
+        native = {name: self.native(service, str(value)) for name, value in container.items()}
+        native |= {"LLAMA_ARG_HOST": "127.0.0.1"} if "LLAMA_ARG_HOST" in native else {}
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("EVOKE_", "LLAMA_"))
         }
-        # No model hub is asked: the fetch finds no network.
-        return kept | {"EVOKE_EMBEDDER_MIRROR": "http://127.0.0.1:9"} | ours
+        # The embedder cannot be fetched, as without a network.
+        return inherited | {"EVOKE_EMBEDDER_MIRROR": "http://127.0.0.1:9"} | native
 
 
 PROXY = [sys.executable, "-m", "evoke_proxy"]
@@ -110,8 +110,8 @@ def stack(host: Host) -> Iterator[None]:
         assert services["proxy"]["depends_on"][name]["condition"].endswith("successfully")
         service = services[name]
         command = host.command(service, PROXY)
-        done = subprocess.run(command, env=host.environment(service), capture_output=True)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run(command, env=host.environment(service), capture_output=True)
+        assert completed.returncode == 0, completed.stderr
     with ExitStack() as ends:
         for name, program in (
             ("llama-server", [server_binary(patched=True)]),
@@ -138,11 +138,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def metric(host: Host, name: str, **labels: str) -> float:
-    """A sample of the proxy's metrics, added up over the labels that are not given."""
+    """Return a sample of the proxy's metrics, summed over the labels that are not given."""
     text = ask(host.ports["0.0.0.0:18090"], "GET", "/metrics").body.decode()
-    found = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(float(x.rpartition(" ")[2]) for x in found if all(w in x for w in wanted))
+    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    pairs = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(float(x.rpartition(" ")[2]) for x in lines if all(pair in x for pair in pairs))
 
 
 def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> None:
@@ -157,22 +157,25 @@ def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> Non
         cells = _cells(host)
         client.messages.append({"role": "assistant", "content": "Noted."})
         client.say("The river follows the machine near the old bridge. Name a planet.")
-        said = client.say(QUESTION)
-        assert VALUE in said.text
-        assert said.accounting["n_prompt"] > cells > said.accounting["n_resident_peak"]
+        turn = client.say(QUESTION)
+        assert VALUE in turn.text
+        assert turn.accounting["n_prompt"] > cells > turn.accounting["n_resident_peak"]
         assert metric(host, "evoke_blocks_evicted_total") > 0
         assert metric(host, "evoke_blocks_recovered_total") > 0
-        until(lambda: metric(host, "evoke_embedded_total", kind="question") > 0, "an embedder")
+        until(
+            lambda: metric(host, "evoke_embedded_total", kind="question") > 0,
+            "the question has a vector",
+        )
         token = (tmp_path / "state/admin-token").read_text("utf-8").strip()
         bearer = {"Authorization": f"Bearer {token}"}
         assert ask(admin, "GET", "/evoke/sessions").status == 401
         assert ask(admin, "GET", "/evoke/sessions", headers=bearer).status == 200
         _assert_scraped(host)
-    assert list((tmp_path / "blocks").rglob("*")), "blocks are on their volume"
+    assert list((tmp_path / "blocks").rglob("*")), "no saved blocks are on the volume"
     with stack(host):
-        again = client.say("And what is it again? What is my favorite number?")
-        assert VALUE in again.text
-        assert again.accounting["decoded"] < again.accounting["n_prompt"] // 2
+        turn = client.say("And what is it again? What is my favorite number?")
+        assert VALUE in turn.text
+        assert turn.accounting["decoded"] < turn.accounting["n_prompt"] // 2
         assert (tmp_path / "state/admin-token").read_text("utf-8").strip() == token
 
 
@@ -182,7 +185,7 @@ def _cells(host: Host) -> int:
 
 
 def _assert_scraped(host: Host) -> None:
-    """Debian's Prometheus, with the shipped file, has the counters of the proxy."""
+    """Check that Debian's Prometheus, with the shipped configuration, scrapes the proxy."""
     if shutil.which("prometheus") is None:
         pytest.skip("needs prometheus: apt-get install prometheus")
     port, folder = free_port(), host.folder / "prometheus"
@@ -207,21 +210,21 @@ def _assert_scraped(host: Host) -> None:
 
 
 def _scraped(port: int, expression: str) -> bool:
-    asked = urllib.parse.urlencode({"query": expression})
+    query = urllib.parse.urlencode({"query": expression})
     try:
-        answer = ask(port, "GET", f"/api/v1/query?{asked}")
+        answer = ask(port, "GET", f"/api/v1/query?{query}")
     except OSError:
         return False
     return answer.status == 200 and bool(json.loads(answer.body)["data"]["result"])
 
 
 @pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")])
-def test_docker_compose_reads_the_stack(files: tuple[str, ...]) -> None:
+def test_docker_compose_accepts_the_files_of_the_stack(files: tuple[str, ...]) -> None:
     command = ["docker", "compose"]
     if shutil.which("docker") is None or subprocess.run([*command, "version"]).returncode != 0:
         pytest.skip("needs the Docker CLI with its compose plugin")
-    named = [word for name in files for word in ("-f", name)]
-    done = subprocess.run(
-        [*command, *named, "config", "--quiet"], cwd=DOCKER, capture_output=True, text=True
+    options = [word for name in files for word in ("-f", name)]
+    completed = subprocess.run(
+        [*command, *options, "config", "--quiet"], cwd=DOCKER, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr

@@ -1,4 +1,4 @@
-"""The error for a chat that is longer than the context, with what would make room for it."""
+"""The error for a prompt longer than the context advises how to allow it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from harness import PATIENCE_S, Answer, ask, llama_server, proxy, server_binary, until
+from harness import TIMEOUT_S, Answer, ask, llama_server, proxy, server_binary, until
 
 LONG = "Grass is green and the sky is blue. " * 200
 TURN = [{"role": "user", "content": LONG}]
@@ -23,7 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": LONG},
     "/completion": {"prompt": LONG},
 }
-UPSTREAM = "exceeds the available context size (512 tokens)"
+UPSTREAM_MESSAGE = "exceeds the available context size (512 tokens)"
 
 
 def post(port: int, path: str, **fields: Any) -> Answer:
@@ -52,40 +52,40 @@ def test_the_error_is_that_of_llama_server_with_advice(
         direct = post(patched_small_port, path, stream=streams)
         answer = post(running.port, path, stream=streams)
     assert direct.status == answer.status == 400
-    theirs, ours = json.loads(direct.body), json.loads(answer.body)
-    assert UPSTREAM in ours["error"]["message"]
-    assert "--ctx-logical" in ours["error"]["message"]
-    assert "--ctx-logical" not in theirs["error"]["message"]
-    assert ours["error"]["message"].startswith(theirs["error"]["message"])
-    theirs["error"].pop("message"), ours["error"].pop("message")
-    assert ours == theirs
+    original, advised = json.loads(direct.body), json.loads(answer.body)
+    assert UPSTREAM_MESSAGE in advised["error"]["message"]
+    assert "--ctx-logical" in advised["error"]["message"]
+    assert "--ctx-logical" not in original["error"]["message"]
+    assert advised["error"]["message"].startswith(original["error"]["message"])
+    original["error"].pop("message"), advised["error"].pop("message")
+    assert advised == original
     assert answer.headers["content-length"] == str(len(answer.body))
 
 
-def test_an_open_stream_ends_with_the_same_advice(patched_small_port: int) -> None:
-    """The only slot is taken, so that the stream has begun before the prompt is refused."""
+def test_a_stream_that_has_begun_ends_with_the_same_advice(patched_small_port: int) -> None:
+    """The only slot is in use, so the stream begins before the prompt is refused."""
     with proxy(patched_small_port, limits__keepalive_s=0.05) as running:
-        slots = running.engine.server.slots
-        taking = asyncio.run_coroutine_threadsafe(slots.acquire("other", ""), running.loop)
-        lease = taking.result(PATIENCE_S)
+        slots = running.gateway.server.slots
+        acquiring = asyncio.run_coroutine_threadsafe(slots.acquire("other", ""), running.loop)
+        lease = acquiring.result(TIMEOUT_S)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(post, running.port, "/v1/chat/completions", stream=True)
+            waiting = pool.submit(post, running.port, "/v1/chat/completions", stream=True)
             until(lambda: slots.pool.queued)
             time.sleep(0.2)
             running.loop.call_soon_threadsafe(lease.__exit__)
-            answer = asked.result()
+            answer = waiting.result()
     assert answer.status == 200
     (event,) = re.findall(rb"data: (.*)\n", answer.body)
     assert "--ctx-logical" in json.loads(event)["error"]["message"]
 
 
-def test_other_errors_and_those_of_a_stock_server_stay_as_they_are(
+def test_other_errors_and_those_of_a_stock_server_are_unchanged(
     patched_small_port: int,
 ) -> None:
     with proxy(patched_small_port) as running:
-        bad = b'{"messages": [{"role": "user", "content": "x"}], "n_probs": "many"}'
+        invalid = b'{"messages": [{"role": "user", "content": "x"}], "n_probs": "many"}'
         bodies = [
-            ask(port, "POST", "/v1/chat/completions", bad).body
+            ask(port, "POST", "/v1/chat/completions", invalid).body
             for port in (patched_small_port, running.port)
         ]
         assert bodies[0] == bodies[1] and b"error" in bodies[0]

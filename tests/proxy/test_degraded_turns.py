@@ -1,4 +1,4 @@
-"""When a plan fails, the answer arrives without it and the failure is counted."""
+"""A turn whose plan fails is answered without it, and the failure is counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evoke_proxy.core.session.session import Session
 
 JSON = {"Content-Type": "application/json", "X-Evoke-Session": "s"}
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"evoke_budget":300,"top_k":1.50}'
-PLAIN = b'{"messages":[{"role":"user","content":"hi"}],"top_k":1.50}'
+BODY_WITHOUT_FIELDS = b'{"messages":[{"role":"user","content":"hi"}],"top_k":1.50}'
 SLOT = (
     b'{"id":0,"epoch":7,"n_tokens":0,"n_common":0,"resident":[],"n_free":999,"is_processing":false}'
 )
@@ -31,7 +31,7 @@ ERROR = b'{"error":{"code":500,"type":"server_error","message":"no"}}'
 
 
 def _server(**answers: bytes) -> Behaviour:
-    """A patched server that answers `render`, `plan` and `blocks` with what is given."""
+    """A patched server that answers `render`, `plan`, `blocks` and `chat` with these replies."""
     json_type = b"application/json"
 
     async def behave(exchange: Exchange) -> None:
@@ -45,7 +45,7 @@ def _server(**answers: bytes) -> Behaviour:
             answer = answers.get("blocks", response(SLOT, json_type))
         else:
             answer = answers.get("chat", response(REPLY, json_type))
-        await exchange.say(answer)
+        await exchange.send(answer)
         if not answer:
             exchange.writer.close()
 
@@ -80,8 +80,8 @@ def test_a_fault_before_forwarding_leads_to_an_answer_without_a_plan(
     with fake_upstream(_server(**answers), patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert (answer.status, answer.body) == (200, REPLY)
-        forwarded = [seen for seen in fake.requests if b"/v1/chat/completions" in seen.head]
-        assert [seen.body for seen in forwarded] == [PLAIN]
+        forwarded = [each for each in fake.requests if b"/v1/chat/completions" in each.head]
+        assert [each.body for each in forwarded] == [BODY_WITHOUT_FIELDS]
         assert [name for name in answer.headers if name.startswith("x-evoke")] == []
         assert running.metric("evoke_degraded_total", stage=stage) == 1
         if b"409" in answers.get("plan", b""):
@@ -89,7 +89,7 @@ def test_a_fault_before_forwarding_leads_to_an_answer_without_a_plan(
             assert running.metric("evoke_plan_failures_total", reason=reason) >= 1
 
 
-def test_a_body_that_llama_server_refuses_counts_as_bypass() -> None:
+def test_a_body_that_llama_server_refuses_counts_as_a_bypass() -> None:
     refused = response(ERROR.replace(b"500", b"400"), b"application/json", b"400 Bad Request")
     server = _server(render=refused, chat=refused)
     with (
@@ -103,15 +103,15 @@ def test_a_body_that_llama_server_refuses_counts_as_bypass() -> None:
         assert running.metric("evoke_budget_breach_total") == 0
 
 
-def test_a_plan_that_is_refused_once_is_made_again() -> None:
+def test_a_refused_plan_is_made_a_second_time() -> None:
     refusals = [_refusal(b"stale_epoch")]
-    good = _server()
+    default_behaviour = _server()
 
     async def behave(exchange: Exchange) -> None:
         if b"block-plan" in exchange.head and refusals:
-            await exchange.say(refusals.pop())
+            await exchange.send(refusals.pop())
         else:
-            await good(exchange)
+            await default_behaviour(exchange)
 
     with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
         assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
@@ -121,10 +121,10 @@ def test_a_plan_that_is_refused_once_is_made_again() -> None:
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_a_hanging_call_of_the_proxy_is_cancelled() -> None:
+def test_a_call_that_does_not_return_is_cancelled() -> None:
     async def behave(exchange: Exchange) -> None:
         if b"/evoke/render" not in exchange.head:
-            await exchange.say(response(REPLY, b"application/json"))
+            await exchange.send(response(REPLY, b"application/json"))
 
     with (
         fake_upstream(behave, patched=True) as fake,
@@ -134,31 +134,31 @@ def test_a_hanging_call_of_the_proxy_is_cancelled() -> None:
         assert running.metric("evoke_degraded_total", stage="render") == 1
 
 
-def test_the_forwarded_body_has_the_marker_and_its_original_spelling() -> None:
+def test_the_forwarded_body_has_the_plan_marker_and_its_original_bytes() -> None:
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert answer.headers["x-evoke-session"] == "s"
-        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
+        sent = next(request.body for request in fake.requests if b"/v1/chat" in request.head)
         marker = b'"id_slot":0,"cache_prompt":true,"evoke":{"epoch":7}'
         assert sent.startswith(b"{")
         assert marker in sent.replace(b": ", b":").replace(b", ", b",")
-        assert sent.endswith(PLAIN[1:])
+        assert sent.endswith(BODY_WITHOUT_FIELDS[1:])
 
 
-def test_calls_of_the_proxy_carry_the_clients_credentials() -> None:
+def test_calls_of_the_proxy_have_the_credentials_of_the_client() -> None:
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         ask(
             running.port, "POST", "/v1/chat/completions", BODY, JSON | {"Authorization": "Bearer k"}
         )
-        running.quiet()
-        ours = [seen for seen in fake.requests if b"/v1/chat" not in seen.head]
-        assert len(ours) >= 2
-        assert all(b"Authorization: Bearer k\r\n" in seen.head for seen in ours)
-        plan = next(json.loads(seen.body) for seen in ours if b"block-plan" in seen.head)
+        running.wait_until_idle()
+        calls = [request for request in fake.requests if b"/v1/chat" not in request.head]
+        assert len(calls) >= 2
+        assert all(b"Authorization: Bearer k\r\n" in call.head for call in calls)
+        plan = next(json.loads(call.body) for call in calls if b"block-plan" in call.head)
         assert plan["tenant"] not in ("", "k")
 
 
-def _booked(**accounting: object) -> bytes:
+def _reply_with_accounting(**accounting: object) -> bytes:
     counts = {"n_prompt": 4, "decoded": 4, "recovered": 0, "resident_before": 0, "omitted": 0}
     evoke = {"marker": "ok", "n_resident_peak": 4, "auto_evicted": []} | counts | accounting
     return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
@@ -175,8 +175,8 @@ def _booked(**accounting: object) -> bytes:
 def test_accounting_that_differs_from_the_plan_is_counted(
     accounting: dict[str, object], metric: str, labels: dict[str, str]
 ) -> None:
-    for said, count in (({}, 0), (accounting, 1)):
-        reply = response(_booked(**said), b"application/json")
+    for changes, count in (({}, 0), (accounting, 1)):
+        reply = response(_reply_with_accounting(**changes), b"application/json")
         with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
             assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
             assert running.metric(metric, **labels) == count
@@ -187,11 +187,13 @@ def test_a_session_whose_rows_cannot_be_saved_still_releases_its_slot() -> None:
         b'"n_tokens":0', b'"n_tokens":3'
     )
     render = response(RENDERED.replace(SLOT, rows), b"application/json")
-    good = _server(render=render, chat=response(_booked(), b"application/json"))
+    default_behaviour = _server(
+        render=render, chat=response(_reply_with_accounting(), b"application/json")
+    )
 
     async def behave(exchange: Exchange) -> None:
         refused = b'"op":"save"' in exchange.body
-        await (exchange.say(_refusal(b"ram_budget")) if refused else good(exchange))
+        await (exchange.send(_refusal(b"ram_budget")) if refused else default_behaviour(exchange))
 
     with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
         for name in ("one", "other"):
@@ -202,37 +204,39 @@ def test_a_session_whose_rows_cannot_be_saved_still_releases_its_slot() -> None:
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_an_internal_error_while_planning_costs_only_the_plan(
+def test_a_turn_with_an_internal_error_in_planning_is_answered_without_a_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Session, "plan", _broken)
+    monkeypatch.setattr(Session, "plan", _raise_error)
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert (answer.status, answer.body) == (200, REPLY)
         assert running.metric("evoke_degraded_total", stage="decide") == 1
         assert running.metric("evoke_budget_breach_total") == 0
         plans = [json.loads(s.body)["ops"] for s in fake.requests if b"block-plan" in s.head]
-        sent = next(seen.body for seen in fake.requests if b"/v1/chat" in seen.head)
-    # The engine is left to hold the budget alone.
+        sent = next(request.body for request in fake.requests if b"/v1/chat" in request.head)
+    # llama-server keeps the budget itself.
     assert [[op["op"] for op in ops] for ops in plans] == [["stream"]]
     (stream,) = plans[0]
     assert (stream["budget"], stream["protect"], stream["order"]) == (300, [], [])
     assert json.loads(sent)["evoke"] == {"epoch": 7}
 
 
-def _broken(*_: object) -> None:
+def _raise_error(*_: object) -> None:
     raise ZeroDivisionError("a defect")
 
 
-def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
+def test_llama_server_keeps_the_budget_if_a_plan_is_refused_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _refuse_plans(monkeypatch)
-    good = _server()
+    default_behaviour = _server()
 
     async def behave(exchange: Exchange) -> None:
         refusal = _refusal(b"unknown_block", b"404 Not Found")
-        await (exchange.say(refusal) if b"nowhere" in exchange.body else good(exchange))
+        await (
+            exchange.send(refusal) if b"nowhere" in exchange.body else default_behaviour(exchange)
+        )
 
     with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
@@ -243,16 +247,20 @@ def test_a_plan_refused_twice_leaves_the_budget_to_the_engine(
         assert running.metric("evoke_budget_breach_total") == 0
 
 
-def test_holes_of_another_session_are_not_part_of_a_budget() -> None:
+def test_a_turn_is_forwarded_without_a_budget_if_holes_of_another_session_remain() -> None:
     holed = SLOT.replace(b'"resident":[]', b'"resident":[[0,1],[2,3]]')
     holed = holed.replace(b'"n_tokens":0,"n_common":0', b'"n_tokens":3,"n_common":3')
     render = response(RENDERED.replace(SLOT, holed), b"application/json")
-    good = _server(render=render)
+    default_behaviour = _server(render=render)
 
     async def behave(exchange: Exchange) -> None:
-        """A server that will not stop before them."""
-        no = b'"reuse"' in exchange.body
-        await (exchange.say(_refusal(b"unavailable_error")) if no else good(exchange))
+        """Refuse to reuse only the rows before the holes."""
+        is_reuse = b'"reuse"' in exchange.body
+        await (
+            exchange.send(_refusal(b"unavailable_error"))
+            if is_reuse
+            else default_behaviour(exchange)
+        )
 
     with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
@@ -268,13 +276,13 @@ def _forwarded(fake: FakeUpstream) -> dict[str, object]:
 
 
 def _refuse_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan of a session asks for a block that is not there."""
+    """Add an operation with an unknown block to every plan of a session."""
     plan = Session.plan
 
-    def hopeless(self: Session, turn: Turn) -> Plan:
+    def invalid_plan(self: Session, turn: Turn) -> Plan:
         return replace(plan(self, turn), loads=(Load("nowhere", Span(0, 1)),))
 
-    monkeypatch.setattr(Session, "plan", hopeless)
+    monkeypatch.setattr(Session, "plan", invalid_plan)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -283,15 +291,15 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, fault: str, stream: bool
 ) -> None:
     budget = 320
-    talk = ChatClient(patched_proxy.port, "unplanned", {"evoke_budget": budget})
-    talk.say("The access code of the Meridian vault is 7741.")
+    client = ChatClient(patched_proxy.port, "unplanned", {"evoke_budget": budget})
+    client.say("The access code of the Meridian vault is 7741.")
     for number in range(5):
-        talk.say(f"Turn {number}. {FILLER}")
+        client.say(f"Turn {number}. {FILLER}")
     with monkeypatch.context() as patch:
-        _refuse_plans(patch) if fault == "refused" else patch.setattr(Session, "plan", _broken)
-        talk.messages.append({"role": "user", "content": f"Now long. {FILLER * 3}"})
+        _refuse_plans(patch) if fault == "refused" else patch.setattr(Session, "plan", _raise_error)
+        client.messages.append({"role": "user", "content": f"Now long. {FILLER * 3}"})
         fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        answer = talk.post(max_tokens=60, ignore_eos=True, **fields)
+        answer = client.post(max_tokens=60, ignore_eos=True, **fields)
         reply = next(reversed([*events(answer.body)])) if stream else json.loads(answer.body)
         accounting = reply["usage"]["evoke"]
         assert accounting["budget"] == budget
@@ -299,11 +307,11 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
         assert accounting["resident_peak"] <= budget
         stage = "plan" if fault == "refused" else "decide"
         assert patched_proxy.metric("evoke_degraded_total", stage=stage) == 1
-    talk.messages.append({"role": "assistant", "content": "Noted."})
-    said = talk.say("What is the access code of the Meridian vault?")
-    assert said.accounting["marker"] == "ok"
-    assert said.accounting["recovered"] > 0
-    assert said.accounting["n_resident_peak"] <= budget
+    client.messages.append({"role": "assistant", "content": "Noted."})
+    turn = client.say("What is the access code of the Meridian vault?")
+    assert turn.accounting["marker"] == "ok"
+    assert turn.accounting["recovered"] > 0
+    assert turn.accounting["n_resident_peak"] <= budget
     assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
@@ -311,22 +319,22 @@ def test_a_turn_without_a_plan_stays_in_its_budget(
 def test_other_internal_errors_are_500_in_the_clients_dialect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*_: object) -> None:
+    def failing(*_: object) -> None:
         raise ZeroDivisionError("a secret")
 
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
-        monkeypatch.setattr(running.engine, "exchange", broken)
+        monkeypatch.setattr(running.gateway, "exchange", failing)
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
     assert answer.status == 500
     assert json.loads(answer.body)["error"]["message"] == "evoke-proxy failed; see its log"
 
 
-def test_media_bypass_the_budget() -> None:
+def test_a_request_with_an_image_bypasses_the_budget() -> None:
     image = (
         b'{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"x"}}]}]}'
     )
     with fake_upstream(_server(), patched=True) as fake, proxy(fake.port) as running:
         ask(running.port, "POST", "/v1/chat/completions", image, JSON)
-        # A slot of its own, and nothing else: what is marked has "evoke" beside it.
-        assert [seen.body for seen in fake.requests] == [b'{"id_slot":0,' + image[1:]]
+        # The slot is added; a request with a plan would also have "evoke".
+        assert [request.body for request in fake.requests] == [b'{"id_slot":0,' + image[1:]]
         assert running.metric("evoke_bypass_total", reason="media") == 1

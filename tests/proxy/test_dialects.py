@@ -1,4 +1,4 @@
-"""Budgeted sessions in every dialect, and answers equal to direct ones."""
+"""Sessions with a budget in every dialect, and answers equal to direct ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from comparison import comparable, empty_slots, erasable_server
 from conversation import FILLER, events
 from fake_upstream import Exchange, fake_upstream, response
-from harness import Answer, RunningProxy, ask, counted, proxy, until
-from weather import BEGUN, CALL, QUESTION, RESULT_CHAT, TOOLS
+from harness import Answer, RunningProxy, ask, proxy, server_counter, until
+from weather import CALL, CALL_PREFIX, QUESTION, RESULT_CHAT, TOOLS
 
 BUDGET, LONG = 320, 6000
 JSON = {"Content-Type": "application/json"}
@@ -24,33 +24,39 @@ Json = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def erasable_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A patched llama-server whose one slot can be emptied; its template shows tools."""
+    """The port of a patched llama-server whose only slot can be erased; its template has tools."""
     with erasable_server(tmp_path_factory.mktemp("slots")) as port:
         yield port
 
 
 @pytest.fixture
 def erasable_proxy(erasable_port: int) -> Iterator[RunningProxy]:
-    """A proxy of its own in front of it."""
+    """A new proxy in front of the erasable server."""
     with proxy(erasable_port) as running:
         yield running
 
 
-def chat(said: list[str]) -> Json:
-    return {"messages": [{"role": "system", "content": SYSTEM}, *_turns(said)], "max_tokens": 12}
+def chat(texts: list[str]) -> Json:
+    """Return the body of a chat completion for alternating user and assistant texts."""
+    return {"messages": [{"role": "system", "content": SYSTEM}, *_turns(texts)], "max_tokens": 12}
 
 
-def responses(said: list[str]) -> Json:
-    return {"instructions": SYSTEM, "input": [*_turns(said, True)], "max_output_tokens": 12}
+def responses(texts: list[str]) -> Json:
+    """Return the same as a body of the Responses API."""
+    return {"instructions": SYSTEM, "input": [*_turns(texts, True)], "max_output_tokens": 12}
 
 
-def messages(said: list[str]) -> Json:
-    return {"system": SYSTEM, "messages": [*_turns(said)], "max_tokens": 12}
+def messages(texts: list[str]) -> Json:
+    """Return the same as a body of the Anthropic Messages API."""
+    return {"system": SYSTEM, "messages": [*_turns(texts)], "max_tokens": 12}
 
 
-def _turns(said: list[str], typed: bool = False) -> Iterator[Json]:
-    """User and assistant by turns; responses know an answer only as an item of theirs."""
-    for number, text in enumerate(said):
+def _turns(texts: list[str], typed: bool = False) -> Iterator[Json]:
+    """Yield messages by user and assistant in turn.
+
+    With `typed`, an answer is an item of the Responses API.
+    """
+    for number, text in enumerate(texts):
         if number % 2 == 0:
             yield {"role": "user", "content": text}
         elif typed:
@@ -67,52 +73,52 @@ DIALECTS: dict[str, Callable[[list[str]], Json]] = {
     "/responses": responses,
     "/v1/messages": messages,
 }
-# One path of each.
+# One path of each dialect.
 PATHS = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 
 
-def body_of(path: str, said: list[str], **fields: Any) -> bytes:
-    return json.dumps({**DIALECTS[path](said), "temperature": 0, **fields}).encode()
+def body_of(path: str, texts: list[str], **fields: Any) -> bytes:
+    return json.dumps({**DIALECTS[path](texts), "temperature": 0, **fields}).encode()
 
 
-def post(port: int, path: str, said: list[str], session: str = "", **fields: Any) -> Answer:
+def post(port: int, path: str, texts: list[str], session: str = "", **fields: Any) -> Answer:
     headers = JSON | ({"X-Evoke-Session": session} if session else {})
-    return ask(port, "POST", path, body_of(path, said, **fields), headers)
+    return ask(port, "POST", path, body_of(path, texts, **fields), headers)
 
 
 def usages(answer: Answer) -> list[Json]:
-    """Every usage object of an answer, streamed or whole."""
+    """Return every usage object of an answer, streamed or not."""
     if answer.body.startswith(b"{"):
-        found: list[Json] = [json.loads(answer.body)]
+        items: list[Json] = [json.loads(answer.body)]
     else:
-        found = list(events(answer.body))
-    holders = [item.get("response") or item.get("message") or item for item in found]
+        items = list(events(answer.body))
+    holders = [item.get("response") or item.get("message") or item for item in items]
     return [holder["usage"] for holder in holders if isinstance(holder.get("usage"), dict)]
 
 
 def accounting_of(answer: Answer) -> Json:
-    """The books an answer shows to a client that asked: once, in its last usage."""
+    """Return the token accounting of an answer, which must be in its last usage object only."""
     assert answer.status == 200, answer.body
-    shown = usages(answer)
-    assert ["evoke" in usage for usage in shown] == [False] * (len(shown) - 1) + [True]
-    accounting: Json = shown[-1]["evoke"]
+    found = usages(answer)
+    assert ["evoke" in usage for usage in found] == [False] * (len(found) - 1) + [True]
+    accounting: Json = found[-1]["evoke"]
     return accounting
 
 
 @pytest.mark.parametrize("path", DIALECTS)
 def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy, path: str) -> None:
-    said: list[str] = []
+    texts: list[str] = []
     for number in range(8):
-        said.append(f"Turn {number}. {FILLER}")
+        texts.append(f"Turn {number}. {FILLER}")
         stream: Json = {"stream": True} if number % 2 else {}
         if path.endswith("completions") and stream:
             stream |= {"stream_options": {"include_usage": True}}
-        answer = post(patched_proxy.port, path, said, "long", evoke_budget=BUDGET, **stream)
+        answer = post(patched_proxy.port, path, texts, "long", evoke_budget=BUDGET, **stream)
         accounting = accounting_of(answer)
         assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
         assert sum(accounting[kind] for kind in KINDS) == _prompt_tokens(answer)
-        said.append(f"Noted {number}.")
+        texts.append(f"Noted {number}.")
     assert accounting["omitted"] > 2 * BUDGET
     assert answer.headers["x-evoke-omitted"] == f"tokens={accounting['omitted']}"
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
@@ -120,10 +126,10 @@ def test_a_long_session_stays_in_its_budget(patched_proxy: RunningProxy, path: s
 
 
 def _prompt_tokens(answer: Answer) -> int:
-    """As the dialect itself says it; our omitted tokens are part of every prompt."""
+    """Return the number of prompt tokens by the usage of the dialect, omitted ones included."""
     usage: Json = {}
-    for shown in usages(answer):
-        usage |= shown
+    for part in usages(answer):
+        usage |= part
     if "prompt_tokens" in usage:
         return int(usage["prompt_tokens"])
     return int(usage["input_tokens"]) + int(usage.get("cache_read_input_tokens", 0))
@@ -131,29 +137,29 @@ def _prompt_tokens(answer: Answer) -> int:
 
 @PATHS
 def test_a_question_recovers_the_blocks_it_is_about(patched_proxy: RunningProxy, path: str) -> None:
-    said = ["The access code of the Meridian vault is 7741.", "Noted."]
+    texts = ["The access code of the Meridian vault is 7741.", "Noted."]
     for number in range(7):
-        said += [f"Turn {number}. {FILLER}", "Noted."]
-        accounting_of(post(patched_proxy.port, path, said[:-1], "back", evoke_budget=BUDGET))
-    said.append("What is the access code of the Meridian vault?")
-    accounting = accounting_of(post(patched_proxy.port, path, said, "back", evoke_budget=BUDGET))
+        texts += [f"Turn {number}. {FILLER}", "Noted."]
+        accounting_of(post(patched_proxy.port, path, texts[:-1], "back", evoke_budget=BUDGET))
+    texts.append("What is the access code of the Meridian vault?")
+    accounting = accounting_of(post(patched_proxy.port, path, texts, "back", evoke_budget=BUDGET))
     assert accounting["recovered"] > 0
     assert accounting["resident_peak"] <= BUDGET
 
 
-ASKED: Json = {"role": "user", "content": QUESTION}
+ASK_WEATHER: Json = {"role": "user", "content": QUESTION}
 RESULT_TURNS: dict[str, Json] = {
     "/v1/chat/completions": {"messages": RESULT_CHAT},
     "/v1/responses": {
         "input": [
-            ASKED,
+            ASK_WEATHER,
             {"type": "function_call", "call_id": "call_1", **CALL},
             {"type": "function_call_output", "call_id": "call_1", "output": "rain and wind"},
         ]
     },
     "/v1/messages": {
         "messages": [
-            ASKED,
+            ASK_WEATHER,
             {
                 "role": "assistant",
                 "content": [
@@ -170,14 +176,14 @@ RESULT_TURNS: dict[str, Json] = {
         ]
     },
 }
-SAID = ["Tell me about the river.", "It is long.", "And the mountain?"]
+TEXTS = ["Tell me about the river.", "It is long.", "And the mountain?"]
 
 
 def _recorded(path: str) -> dict[str, Json]:
-    """Requests of one dialect, which go once directly and once through the proxy."""
-    plain = DIALECTS[path](SAID)
+    """Return requests of one dialect, to be sent directly and through the proxy."""
+    plain = DIALECTS[path](TEXTS)
     tools = TOOLS[path]
-    called = DIALECTS[path]([ASKED["content"], BEGUN]) | tools
+    called = DIALECTS[path]([ASK_WEATHER["content"], CALL_PREFIX]) | tools
     results = DIALECTS[path]([]) | tools | RESULT_TURNS[path]
     results |= {"tool_choice": {"type": "auto"} if path == "/v1/messages" else "auto"}
     return {"plain": plain, "tool call": called, "tool result": results}
@@ -200,25 +206,28 @@ def test_an_answer_equals_the_direct_one(
     direct, proxied = answers
     assert direct.status == 200
     assert comparable(proxied) == comparable(direct)
-    assert b'"usage"' in proxied.body and b'"evoke"' in proxied.body  # the timings alone have it
+    # Only the timings have the token accounting.
+    assert b'"usage"' in proxied.body and b'"evoke"' in proxied.body
     assert not any("evoke" in usage for usage in usages(proxied))
     if kind == "tool call":
         assert b"get_weather" in proxied.body
-    # nothing of the proxy's bytes depends on its being told who asks, but what was asked for
+    # A session header adds the token accounting to the answer, and nothing else.
     empty_slots(erasable_port, 0)
-    shown = ask(erasable_proxy.port, "POST", path, body, JSON | {"X-Evoke-Session": "x"})
-    assert accounting_of(shown)["decoded"] > 0
-    assert comparable(shown, frozenset(("evoke",))) == comparable(direct)
+    named = ask(erasable_proxy.port, "POST", path, body, JSON | {"X-Evoke-Session": "x"})
+    assert accounting_of(named)["decoded"] > 0
+    assert comparable(named, frozenset(("evoke",))) == comparable(direct)
 
 
 @PATHS
-def test_a_stream_without_usage_gets_none(patched_proxy: RunningProxy, path: str) -> None:
+def test_the_proxy_adds_no_usage_to_a_stream_without_it(
+    patched_proxy: RunningProxy, path: str
+) -> None:
     answer = post(patched_proxy.port, path, ["hello"], "none", stream=True)
-    shown = usages(answer)
+    found = usages(answer)
     if path == "/v1/chat/completions":
-        assert shown == []
+        assert found == []
     else:
-        assert "evoke" in shown[-1]
+        assert "evoke" in found[-1]
 
 
 @PATHS
@@ -282,17 +291,17 @@ IMAGES: dict[str, Json] = {
 def test_an_image_bypasses_the_budget(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
-    seen = [{"role": "user", "content": [IMAGES[path]]}]
-    body = json.dumps({"messages": seen, "input": seen, "max_tokens": 4}).encode()
+    turns = [{"role": "user", "content": [IMAGES[path]]}]
+    body = json.dumps({"messages": turns, "input": turns, "max_tokens": 4}).encode()
     direct = ask(patched_port, "POST", path, body, JSON)
     proxied = ask(patched_proxy.port, "POST", path, body, JSON)
     assert comparable(proxied) == comparable(direct)
     assert patched_proxy.metric("evoke_bypass_total", reason="media") == 1
 
 
-def test_a_server_with_a_draft_model_is_an_unsupported_one() -> None:
+def test_requests_to_a_server_with_a_draft_model_bypass_the_budget() -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(response(b'{"choices":[]}', b"application/json"))
+        await exchange.send(response(b'{"choices":[]}', b"application/json"))
 
     unsupported = {"version": 1, "features": [], "unsupported": "speculative decoding"}
     with fake_upstream(behave) as fake:
@@ -304,11 +313,11 @@ def test_a_server_with_a_draft_model_is_an_unsupported_one() -> None:
             assert "speculative decoding" in ready["checks"]["budget"]["detail"]
 
 
-# Not conversations: the bytes pass, whatever is in them.
+# Requests that are not chats: their bytes are forwarded unchanged.
 RELAYED: list[tuple[str, Json]] = [
-    ("/v1/messages/count_tokens", messages(SAID)),
-    ("/v1/responses/input_tokens", responses(SAID)),
-    ("/v1/chat/completions/input_tokens", chat(SAID)),
+    ("/v1/messages/count_tokens", messages(TEXTS)),
+    ("/v1/responses/input_tokens", responses(TEXTS)),
+    ("/v1/chat/completions/input_tokens", chat(TEXTS)),
     ("/v1/completions", {"prompt": "The river", "max_tokens": 6, "temperature": 0}),
     ("/v1/completions", {"prompt": ["The", "A"], "max_tokens": 3, "temperature": 0}),
     ("/completion", {"prompt": "The river", "n_predict": 6, "temperature": 0}),
@@ -321,7 +330,7 @@ RELAYED: list[tuple[str, Json]] = [
 
 @STREAM
 @pytest.mark.parametrize(("path", "body"), RELAYED, ids=[path for path, _ in RELAYED])
-def test_requests_that_are_no_chat_are_relayed(
+def test_requests_that_are_not_chats_are_forwarded_unchanged(
     erasable_port: int, erasable_proxy: RunningProxy, path: str, body: Json, stream: bool
 ) -> None:
     answers = []
@@ -337,24 +346,28 @@ def test_requests_that_are_no_chat_are_relayed(
 def test_a_client_that_disconnects_stops_the_generation(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
-    made = counted(patched_port, "tokens_predicted_total")
+    before = server_counter(patched_port, "tokens_predicted_total")
     _disconnect(patched_proxy.port, path, {})
     until(lambda: not _is_busy_after(patched_port, 1.5))
-    assert counted(patched_port, "tokens_predicted_total") - made < LONG, "made to its end"
+    n_generated = server_counter(patched_port, "tokens_predicted_total") - before
+    assert n_generated < LONG, "the answer was generated to its end"
 
 
-def test_a_resumable_stream_continues(patched_port: int, patched_proxy: RunningProxy) -> None:
-    made = counted(patched_port, "tokens_predicted_total")
+def test_a_resumable_stream_continues_after_its_client_disconnects(
+    patched_port: int, patched_proxy: RunningProxy
+) -> None:
+    before = server_counter(patched_port, "tokens_predicted_total")
     _disconnect(patched_proxy.port, "/v1/chat/completions", {"X-Conversation-Id": "resumed"})
-    # Without the header it is over after this time; a quick machine may have made all of it.
-    goes_on = _is_busy_after(patched_port, 2)
-    assert goes_on or counted(patched_port, "tokens_predicted_total") - made == LONG
-    kept = ask(patched_proxy.port, "DELETE", "/v1/stream?conv_id=resumed")
-    assert kept.status in (200, 204), kept.body
+    # Without the header it stops within this time. A fast machine may have generated all of it.
+    is_busy = _is_busy_after(patched_port, 2)
+    assert is_busy or server_counter(patched_port, "tokens_predicted_total") - before == LONG
+    deleted = ask(patched_proxy.port, "DELETE", "/v1/stream?conv_id=resumed")
+    assert deleted.status in (200, 204), deleted.body
     until(lambda: not _is_busy_after(patched_port, 1.5))
 
 
 def _disconnect(port: int, path: str, headers: dict[str, str]) -> None:
+    """Start a long stream, and disconnect once it has begun."""
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     fields: Json = {limit: LONG, "logit_bias": [[2, False]], "ignore_eos": True}
     body = body_of(path, ["Tell me everything."], stream=True, **fields)
@@ -367,7 +380,7 @@ def _disconnect(port: int, path: str, headers: dict[str, str]) -> None:
 
 
 def _is_busy_after(port: int, seconds: float) -> bool:
-    # Asked once only: any answer keeps llama-server from looking for closed connections.
+    # One request only: while it answers requests, llama-server does not detect closed connections.
     time.sleep(seconds)
     slots = json.loads(ask(port, "GET", "/slots").body)
     return any(slot["is_processing"] for slot in slots)

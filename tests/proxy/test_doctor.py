@@ -1,4 +1,4 @@
-"""`evoke-proxy doctor` recognises stock servers by their behaviour."""
+"""`evoke-proxy doctor` on real servers: what it detects, and what it advises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _run_doctor(
         ("tiny-lfm2-window", (), "never-restored", ["start it with --swa-full"]),
     ],
 )
-def test_doctor_finds_the_kind_of_memory_and_the_wrong_options(
+def test_doctor_detects_the_memory_type_and_unsuitable_options(
     shape: str,
     options: tuple[str, ...],
     memory: str,
@@ -46,13 +46,13 @@ def test_doctor_finds_the_kind_of_memory_and_the_wrong_options(
 ) -> None:
     deployment = Deployment(tmp_path, shape, options)
     with deployment.server() as port:
-        code, found = _run_doctor(capsys, port, "--directory", str(tmp_path))
-    assert found["memory"] == memory
-    assert found["ram_cache"] is (memory != "never-restored") and found["no_files"] == ""
-    assert found["speeds"]["n_bytes"] > 0
-    assert found["kv_types"] == ["q8_0" if "q8_0" in options else "f16", "f16"]
-    assert found["flash_attention"] is ("off" not in options)
-    for text, flag in zip(found["advice"], advised, strict=True):
+        code, report = _run_doctor(capsys, port, "--directory", str(tmp_path))
+    assert report["memory"] == memory
+    assert report["ram_cache"] is (memory != "never-restored") and report["no_files"] == ""
+    assert report["speeds"]["n_bytes"] > 0
+    assert report["kv_types"] == ["q8_0" if "q8_0" in options else "f16", "f16"]
+    assert report["flash_attention"] is ("off" not in options)
+    for text, flag in zip(report["advice"], advised, strict=True):
         assert flag in text
     assert code == bool(advised)
     assert list(tmp_path.iterdir()) == []
@@ -62,10 +62,11 @@ def test_doctor_advises_a_slot_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with llama_server(server_binary(patched=False), "-np", "1", "--cache-ram", "0") as port:
-        code, found = _run_doctor(capsys, port, "--directory", str(tmp_path))
-    assert found["no_files"] == "slots cannot be saved"  # and not that no directory was given
-    assert code == 1 and "--slot-save-path" in found["advice"][0]
-    assert found["memory"] == "unknown" and found["ram_cache"] is False
+        code, report = _run_doctor(capsys, port, "--directory", str(tmp_path))
+    # A directory was given, so a missing one is not the reason.
+    assert report["no_files"] == "slots cannot be saved"
+    assert code == 1 and "--slot-save-path" in report["advice"][0]
+    assert report["memory"] == "unknown" and report["ram_cache"] is False
 
 
 PATCHED = ("-np", "1", "-c", "1024", "--evoke-ram", "16")
@@ -104,29 +105,29 @@ def test_doctor_checks_what_eviction_needs_on_a_patched_server(
 ) -> None:
     for name, value in settings.items():
         monkeypatch.setenv(f"EVOKE_POLICY_{name}", value)
-    given = [*(options or ("-np", "1"))]
-    if given[-1] == "--evoke-disk":
-        given.append(f"{tmp_path / 'blocks'}:64")
-    with llama_server(server_binary(patched=True), *given) as port:
-        code, found = _run_doctor(capsys, port)
-    assert found["eviction"]["is_patched"]
+    server_options = [*(options or ("-np", "1"))]
+    if server_options[-1] == "--evoke-disk":
+        server_options.append(f"{tmp_path / 'blocks'}:64")
+    with llama_server(server_binary(patched=True), *server_options) as port:
+        code, report = _run_doctor(capsys, port)
+    assert report["eviction"]["is_patched"]
     assert code == bool(advised)
-    for text, flag in zip(found["advice"], advised, strict=True):
+    for text, flag in zip(report["advice"], advised, strict=True):
         assert flag in text
-    assert [text for text in found["hints"] if hinted in text]
-    assert found["eviction"]["thoughts"] == "kept"
+    assert [text for text in report["hints"] if hinted in text]
+    assert report["eviction"]["thoughts"] == "kept"
 
 
-def test_doctor_says_that_a_template_removes_thoughts_and_ranking_by_words(
+def test_doctor_reports_a_template_that_removes_thoughts_and_a_disabled_embedder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVOKE_EMBEDDER_MODEL", "none")
     options = (*EVICTS, "--evoke-disk", f"{tmp_path / 'blocks'}:64", *template("Qwen3.5-4B"))
     with llama_server(server_binary(patched=True), *options) as port:
-        code, found = _run_doctor(capsys, port)
-    assert found["eviction"]["thoughts"] == "removed"
-    assert [text for text in found["hints"] if "--reasoning-budget 0" in text]
-    (text,) = found["advice"]
+        code, report = _run_doctor(capsys, port)
+    assert report["eviction"]["thoughts"] == "removed"
+    assert [text for text in report["hints"] if "--reasoning-budget 0" in text]
+    (text,) = report["advice"]
     assert code == 1 and "embedder.model: none" in text
 
 
@@ -136,20 +137,22 @@ def test_doctor_reports_a_disk_tier_that_cannot_be_used(
     (tmp_path / "file").write_text("x")
     options = (*EVICTS, "--evoke-disk", str(tmp_path / "file/blocks"))
     with llama_server(server_binary(patched=True), *options) as port:
-        code, found = _run_doctor(capsys, port)
-    (text,) = found["advice"]
+        code, report = _run_doctor(capsys, port)
+    (text,) = report["advice"]
     assert code == 1 and "the disk tier does not work" in text
 
 
-def test_doctor_hints_at_the_patched_server_on_a_stock_one(
+def test_doctor_recommends_the_patched_server_on_a_stock_server(
     stock_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, found = _run_doctor(capsys, stock_port)
-    assert not found["eviction"]["is_patched"]
-    assert [text for text in found["hints"] if "evoke-proxy build-server" in text]
-    assert not [text for text in found["advice"] if "snapshots.directory is not set" in text]
+    _, report = _run_doctor(capsys, stock_port)
+    assert not report["eviction"]["is_patched"]
+    assert [text for text in report["hints"] if "evoke-proxy build-server" in text]
+    assert not [text for text in report["advice"] if "snapshots.directory is not set" in text]
 
 
-def test_an_unreachable_server_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_exits_with_2_if_the_server_cannot_be_reached(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
     assert "cannot be reached" in capsys.readouterr().err

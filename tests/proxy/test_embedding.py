@@ -1,7 +1,4 @@
-"""A trained encoder behind the real proxy: a paraphrased question recovers the fact.
-
-What a conversation is about decides what stays.
-"""
+"""Embeddings of a real proxy: paraphrased questions recover facts, and the topic's blocks stay."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_client import operate
+from admin_client import admin_call
 from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy, until
 
@@ -20,9 +17,9 @@ import bench.policies  # noqa: F401 -- registers baselines
 from bench.export_minilm import ensure
 
 BUDGET = 320
-NARROW = 180  # for one of three topics
-# What is kept is a matter of the topic alone: nothing is looked for, and nothing is old.
-TOPIC_ALONE = {"policy__name": "evoke_focus"}
+TOPIC_BUDGET = 180  # enough for one of the three topics
+# A policy that keeps blocks by the topic alone, without recovery or recency.
+TOPIC_ONLY = {"policy__name": "evoke_focus"}
 DOGS = (
     "My dog loves long walks and barks at the postman every morning.",
     "A puppy needs a lead, a collar and much patience when it is trained.",
@@ -44,145 +41,150 @@ TRAINING = "How do I train my {}?"
 @pytest.mark.parametrize("embedder", ["encoder", "built-in", "none"])
 def test_a_paraphrased_question_recovers_the_fact(patched_port: int, embedder: str) -> None:
     embeds = embedder != "none"
-    given = {"embedder__directory": str(ensure())} if embedder == "encoder" else {}
-    given |= {"embedder__model": "none"} if embedder == "none" else {}
-    with proxy(patched_port, embedder__timeout_ms=20_000, **given) as ours:
-        talk = ChatClient(ours.port, f"meaning {embedder}", {"evoke_budget": BUDGET})
-        talk.say("The key is hidden under the geranium.")
+    settings = {"embedder__directory": str(ensure())} if embedder == "encoder" else {}
+    settings |= {"embedder__model": "none"} if embedder == "none" else {}
+    with proxy(patched_port, embedder__timeout_ms=20_000, **settings) as running:
+        client = ChatClient(running.port, f"meaning {embedder}", {"evoke_budget": BUDGET})
+        client.say("The key is hidden under the geranium.")
         for number in range(7):
-            talk.say(f"Turn {number}. {FILLER}")
-        wait_for_vectors(ours)
-        said = talk.say("How can I get inside when the door is locked?")
-        assert said.accounting["n_resident_peak"] <= BUDGET
-        session = next(iter(ours.engine.conversations)).session
-        back = [b.text for b in session.layout.blocks if b.label in session._recovered]
-        # Without vectors the room that the question leaves is filled with other blocks: by chance.
-        assert any("geranium" in text for text in back) or not embeds
-        assert (ours.metric("evoke_embedded_total", kind="question") > 0) is embeds
+            client.say(f"Turn {number}. {FILLER}")
+        wait_for_vectors(running)
+        turn = client.say("How can I get inside when the door is locked?")
+        assert turn.accounting["n_resident_peak"] <= BUDGET
+        session = next(iter(running.gateway.conversations)).session
+        texts = [b.text for b in session.layout.blocks if b.label in session._recovered]
+        # Without vectors, whether the block is recovered is a matter of chance.
+        assert any("geranium" in text for text in texts) or not embeds
+        assert (running.metric("evoke_embedded_total", kind="question") > 0) is embeds
 
 
 def test_a_paraphrased_question_recovers_the_fact_after_a_restart(
     patched_port: int, tmp_path: Path
 ) -> None:
-    """Nothing but the question is embedded again; what is written down goes with its session."""
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000}
-    given |= {"snapshots__directory": str(tmp_path)}
-    with proxy(patched_port, **given) as ours:
-        talk = ChatClient(ours.port, "meaning again", {"evoke_budget": BUDGET})
-        talk.say("The key is hidden under the geranium.")
+    """Saved vectors are read again, and are deleted with their session."""
+    settings = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000}
+    settings |= {"snapshots__directory": str(tmp_path)}
+    with proxy(patched_port, **settings) as running:
+        client = ChatClient(running.port, "meaning again", {"evoke_budget": BUDGET})
+        client.say("The key is hidden under the geranium.")
         for number in range(7):
-            talk.say(f"Turn {number}. {FILLER}")
-            ours.settled()  # each writes down what there was when it began
-            wait_for_vectors(ours)
-        ours.settled()
-    with proxy(patched_port, **given) as ours:
-        talk.port = ours.port
-        talk.say("How can I get inside when the door is locked?")
-        (known,) = ours.engine.conversations
-        session = known.session
-        back = [b.text for b in session.layout.blocks if b.label in session._recovered]
-        assert any("geranium" in text for text in back)
-        ours.settled()
+            client.say(f"Turn {number}. {FILLER}")
+            running.wait_for_background()  # a turn saves the vectors that existed when it began
+            wait_for_vectors(running)
+        running.wait_for_background()
+    with proxy(patched_port, **settings) as running:
+        client.port = running.port
+        client.say("How can I get inside when the door is locked?")
+        (conversation,) = running.gateway.conversations
+        session = conversation.session
+        texts = [b.text for b in session.layout.blocks if b.label in session._recovered]
+        assert any("geranium" in text for text in texts)
+        running.wait_for_background()
         store = sqlite3.connect(tmp_path / "index.sqlite")
-        parts = "SELECT count(*) FROM records WHERE id GLOB ?"
-        assert store.execute(parts, (f"{known.id}#*",)).fetchone()[0] > 1
-        assert operate(ours, "DELETE", f"sessions/{known.id}")["left"] == []
-        assert store.execute(parts, ("*",)).fetchone()[0] == 0
+        count = "SELECT count(*) FROM records WHERE id GLOB ?"
+        assert store.execute(count, (f"{conversation.id}#*",)).fetchone()[0] > 1
+        assert admin_call(running, "DELETE", f"sessions/{conversation.id}")["left"] == []
+        assert store.execute(count, ("*",)).fetchone()[0] == 0
 
 
-def test_built_in_vectors_are_there_for_the_first_question(patched_port: int) -> None:
-    """Of a conversation that the proxy has not seen, and after a restart without records."""
-    told = ["The key is hidden under the geranium.", *(f"Turn {n}. {FILLER}" for n in range(7))]
+def test_built_in_vectors_of_a_new_conversation_exist_for_its_first_question(
+    patched_port: int,
+) -> None:
+    """The conversation is new to the proxy, as after a restart without session records."""
+    texts = ["The key is hidden under the geranium.", *(f"Turn {n}. {FILLER}" for n in range(7))]
     history = [
         message
-        for text in told
+        for text in texts
         for message in (
             {"role": "user", "content": text},
             {"role": "assistant", "content": "Noted."},
         )
     ]
-    with proxy(patched_port) as ours:
-        talk = ChatClient(ours.port, "unseen", {"evoke_budget": 4 * BUDGET})
-        talk.messages += history
-        talk.say("How can I get inside when the door is locked?")
-        (known,) = ours.engine.conversations
-        index = known.session.index
+    with proxy(patched_port) as running:
+        client = ChatClient(running.port, "unseen", {"evoke_budget": 4 * BUDGET})
+        client.messages += history
+        client.say("How can I get inside when the door is locked?")
+        (conversation,) = running.gateway.conversations
+        index = conversation.session.index
         assert len(index) > 8 and index.n_with_vectors >= len(index) - 2
-        assert not known.vectors.pending
+        assert not conversation.vectors.pending
 
 
 @pytest.fixture(scope="module")
-def topical(patched_port: int) -> Iterator[RunningProxy]:
-    """A proxy with the encoder that goes by the topic alone."""
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
-    with proxy(patched_port, **given) as running:
+def topic_proxy(patched_port: int) -> Iterator[RunningProxy]:
+    """A proxy with the encoder that keeps blocks by the topic alone."""
+    settings = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ONLY}
+    with proxy(patched_port, **settings) as running:
         yield running
 
 
-def test_blocks_of_the_current_topic_stay(patched_port: int, topical: RunningProxy) -> None:
-    talk = told(topical, "turning")
-    for asked, wanted in ((TRAINING.format("dog"), DOGS), ("Where does the ship go?", SHIPS)):
-        assert talk.say(asked).accounting["n_resident_peak"] <= NARROW
-        assert set(wanted) <= resident_messages(patched_port, talk)
-    assert not set(DOGS) <= resident_messages(patched_port, talk)
+def test_blocks_of_the_current_topic_stay(patched_port: int, topic_proxy: RunningProxy) -> None:
+    client = converse_about_three_topics(topic_proxy, "turning")
+    for question, topic in ((TRAINING.format("dog"), DOGS), ("Where does the ship go?", SHIPS)):
+        assert client.say(question).accounting["n_resident_peak"] <= TOPIC_BUDGET
+        assert set(topic) <= resident_messages(patched_port, client)
+    assert not set(DOGS) <= resident_messages(patched_port, client)
 
 
 @pytest.mark.parametrize("boundary", [True, False])
-def test_the_task_lasts_until_the_client_sets_a_boundary(
-    patched_port: int, topical: RunningProxy, boundary: bool
+def test_the_topic_of_a_task_lasts_until_the_client_sets_a_boundary(
+    patched_port: int, topic_proxy: RunningProxy, boundary: bool
 ) -> None:
-    talk = told(topical, f"boundary {boundary}")
-    talk.say(TRAINING.format("dog"))
-    held = resident_messages(patched_port, talk)
-    assert len(held & set(DOGS)) > len(held & set(CATS))
-    talk.say(TRAINING.format("cat"), evoke_task_boundary=boundary)  # not so much another topic
-    held = resident_messages(patched_port, talk)
-    assert (len(held & set(CATS)) > len(held & set(DOGS))) is boundary
+    client = converse_about_three_topics(topic_proxy, f"boundary {boundary}")
+    client.say(TRAINING.format("dog"))
+    resident = resident_messages(patched_port, client)
+    assert len(resident & set(DOGS)) > len(resident & set(CATS))
+    # The question is similar to the one before, so the topic alone does not change.
+    client.say(TRAINING.format("cat"), evoke_task_boundary=boundary)
+    resident = resident_messages(patched_port, client)
+    assert (len(resident & set(CATS)) > len(resident & set(DOGS))) is boundary
 
 
 def test_the_topic_has_no_effect_without_its_signal(patched_port: int) -> None:
-    given = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000, **TOPIC_ALONE}
-    with proxy(patched_port, **{**given, "policy__name": "evoke_no_signal"}) as running:
-        talk = told(running, "unmoved")
-        talk.say(TRAINING.format("dog"))
-        assert not set(DOGS) <= resident_messages(patched_port, talk)
+    settings = {"embedder__directory": str(ensure()), "embedder__timeout_ms": 20_000}
+    with proxy(patched_port, **settings, policy__name="evoke_no_signal") as running:
+        client = converse_about_three_topics(running, "unmoved")
+        client.say(TRAINING.format("dog"))
+        assert not set(DOGS) <= resident_messages(patched_port, client)
 
 
-def told(running: RunningProxy, session: str) -> ChatClient:
-    """A conversation about three things in turns, on a budget for one of them."""
-    talk = ChatClient(running.port, session, {"evoke_budget": NARROW})
-    for said in zip(DOGS, SHIPS, CATS, strict=True):
-        for text in said:
-            talk.say(text)
+def converse_about_three_topics(running: RunningProxy, session: str) -> ChatClient:
+    """Return a conversation about three topics in turn, with a budget for one of them."""
+    client = ChatClient(running.port, session, {"evoke_budget": TOPIC_BUDGET})
+    for texts in zip(DOGS, SHIPS, CATS, strict=True):
+        for text in texts:
+            client.say(text)
     wait_for_vectors(running)
-    return talk
+    return client
 
 
-def resident_messages(upstream: int, talk: ChatClient) -> set[str]:
-    """Which of the user's messages the slot holds whole, by the server's own account."""
-    body = json.dumps({"dialect": "chat", "body": {"messages": talk.messages[:-1]}}).encode()
-    spans = posted(upstream, "/evoke/render", body)["spans"]
-    resident = posted(upstream, "/slots/0/blocks")["resident"]
+def resident_messages(upstream: int, client: ChatClient) -> set[str]:
+    """Return the user messages whose rows are all in the slot, by llama-server's own state."""
+    body = json.dumps({"dialect": "chat", "body": {"messages": client.messages[:-1]}}).encode()
+    spans = request_json(upstream, "/evoke/render", body)["spans"]
+    resident = request_json(upstream, "/slots/0/blocks")["resident"]
     return {
-        talk.messages[span["index"]]["content"]
+        client.messages[span["index"]]["content"]
         for span in spans
         if any(start <= span["p0"] and span["p1"] <= end for start, end in resident)
     }
 
 
-def posted(port: int, path: str, body: bytes | None = None) -> dict[str, Any]:
+def request_json(port: int, path: str, body: bytes | None = None) -> dict[str, Any]:
     headers = {"Content-Type": "application/json"}
     answer = ask(port, "GET" if body is None else "POST", path, body, headers)
     assert answer.status == 200, answer.body
-    found: dict[str, Any] = json.loads(answer.body)
-    return found
+    parsed: dict[str, Any] = json.loads(answer.body)
+    return parsed
 
 
-def wait_for_vectors(ours: RunningProxy) -> None:
-    """Until every block that is being embedded has its vectors."""
-    ours.quiet()
+def wait_for_vectors(running: RunningProxy) -> None:
+    """Wait until every block that is being embedded has its vectors."""
+    running.wait_until_idle()
     awaited = [
-        keys for known in ours.engine.conversations for keys in known.vectors.pending.values()
+        keys
+        for conversation in running.gateway.conversations
+        for keys in conversation.vectors.pending.values()
     ]
-    vector = ours.engine.shared.embedding.vector
+    vector = running.gateway.shared.embedding.vector
     until(lambda: all(vector(key) is not None for keys in awaited for key in keys))

@@ -1,4 +1,4 @@
-"""Full, read-only or missing disks, clocks that jump, a server that hangs."""
+"""Faults of the environment: full, read-only or missing disks, clock jumps, a hanging server."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PATIENCE_S, RunningProxy, ask, process_on, proxy, server_binary, until
+from harness import TIMEOUT_S, RunningProxy, ask, process_on, proxy, server_binary, until
 from stock_deployment import Chat, Deployment, decoded
 
 SMALL = {"min_tokens": 64, "look_ahead": False}
 
 
 def _chat(number: int) -> Chat:
-    said = f"{number} " + "one two three four " * 16
-    return Chat([{"role": "user", "content": said}], {"evoke_session": f"s{number}"})
+    text = f"{number} " + "one two three four " * 16
+    return Chat([{"role": "user", "content": text}], {"evoke_session": f"s{number}"})
 
 
 def _erase(port: int) -> None:
@@ -35,20 +35,21 @@ def _erase(port: int) -> None:
 
 
 def _saves(running: RunningProxy) -> dict[str, float]:
-    """Saves that were made or not, by how they ended."""
-    running.settled()
-    found = running.engine.metrics.saves.collect()[0].samples
-    return {s.labels["result"]: s.value for s in found if s.name.endswith("_total")}
+    """Wait for background tasks; returns the number of saves by their result."""
+    running.wait_for_background()
+    samples = running.gateway.metrics.saves.collect()[0].samples
+    return {s.labels["result"]: s.value for s in samples if s.name.endswith("_total")}
 
 
-class Mounted:
-    """A disk of its own for the slots, 3 MiB, which can be filled and made read-only."""
+class MountedDisk:
+    """A mounted file system of 3 MiB for slot files, which can be filled or made read-only."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
-    def there(self) -> Iterator[None]:
+    def available(self) -> Iterator[None]:
+        """Mount it for the block."""
         subprocess.run(_mount(self._folder, "-t", "tmpfs", "-o", "size=3m", "tmpfs"), check=True)
         try:
             yield
@@ -57,6 +58,7 @@ class Mounted:
 
     @contextmanager
     def full(self, port: int, running: RunningProxy) -> Iterator[None]:
+        """Fill it for the block."""
         filler = self._folder / "filler"
         with filler.open("wb", buffering=0) as file, pytest.raises(OSError):
             while True:
@@ -66,7 +68,7 @@ class Mounted:
 
     @contextmanager
     def read_only(self, running: RunningProxy) -> Iterator[None]:
-        """Nothing more can be written there; what is open stays so."""
+        """Make it read-only for the block; open files stay open."""
         subprocess.run(_mount(self._folder, "--bind", str(self._folder)), check=True)
         try:
             subprocess.run(_mount(self._folder, "-o", "remount,bind,ro"), check=True)
@@ -75,16 +77,19 @@ class Mounted:
             subprocess.run(["umount", "-l", str(self._folder)], check=True)
 
 
-class Limited:
-    """The same for whoever may not mount anything: the server may write no file further than a
-    page, nor find the place where to, and SQLite gives the errors of such disks."""
+class SimulatedDisk:
+    """The same faults where mounting is not permitted.
+
+    A full disk: a limit on the size of llama-server's files, and on the pages of the SQLite index.
+    A read-only disk: a path that does not exist, and a read-only SQLite connection.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextmanager
-    def there(self) -> Iterator[None]:
-        # The signal that comes with the limit would end a server that no disk's error ends.
+    def available(self) -> Iterator[None]:
+        # The size limit also sends SIGXFSZ, which would end llama-server.
         script = self._folder.with_name("llama-server")
         binary = server_binary(patched=False)
         script.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {shlex.quote(binary)} \"$@\"\n")
@@ -105,11 +110,11 @@ class Limited:
 
     @contextmanager
     def read_only(self, running: RunningProxy) -> Iterator[None]:
-        vault = running.engine.server.strategies.snapshots.repository
-        part = vault.new_part
+        repository = running.gateway.server.strategies.snapshots.repository
+        new_part = repository.new_part
         _index(running, "PRAGMA query_only = 1")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(vault, "new_part", lambda: f"nowhere/{part()}")
+            patch.setattr(repository, "new_part", lambda: f"nowhere/{new_part()}")
             yield
         _index(running, "PRAGMA query_only = 0")
 
@@ -119,13 +124,13 @@ def _mount(folder: Path, *options: str) -> list[str]:
 
 
 def _index(running: RunningProxy, statement: str) -> Any:
-    """What the proxy's own connection to its index answers."""
+    """Run a statement on the proxy's connection to its SQLite index; returns the first row."""
 
     async def run() -> Any:
-        repository = running.engine.server.strategies.snapshots.repository
+        repository = running.gateway.server.strategies.snapshots.repository
         return repository._index._db.execute(statement).fetchone()
 
-    return asyncio.run_coroutine_threadsafe(run(), running.loop).result(PATIENCE_S)
+    return asyncio.run_coroutine_threadsafe(run(), running.loop).result(TIMEOUT_S)
 
 
 def _may_mount() -> bool:
@@ -137,85 +142,85 @@ def _may_mount() -> bool:
         return True
 
 
-@pytest.mark.parametrize("disk", [Limited, *([Mounted] if _may_mount() else [])])
-def test_a_full_read_only_or_emptied_disk_costs_only_snapshots(
-    disk: type[Limited | Mounted], tmp_path: Path
+@pytest.mark.parametrize("disk_class", [SimulatedDisk, *([MountedDisk] if _may_mount() else [])])
+def test_requests_are_answered_while_the_disk_is_full_read_only_or_emptied(
+    disk_class: type[SimulatedDisk | MountedDisk], tmp_path: Path
 ) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
-    way = disk(folder)
-    with way.there():
+    disk = disk_class(folder)
+    with disk.available():
         deployment = Deployment(folder, "", ("--cache-ram", "0"))
         with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
             first, number = _chat(0), 1
             first.ask(running.port)
-            wanted = first.said
+            expected = first.reply
             assert _saves(running)["saved"] == 1
 
-            with way.full(port, running):
+            with disk.full(port, running):
                 number = _check_degraded_save(running, number, "failed", "skipped_room")
-            with way.read_only(running):
+            with disk.read_only(running):
                 number = _check_degraded_save(running, number, "failed")
 
             for path in deployment.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             _erase(port)
             first.ask(running.port)
-            assert first.said == wanted
+            assert first.reply == expected
             number = _check_degraded_save(running, number, "saved", "failed")
             assert ask(running.port, "GET", "/evoke/health").status == 200
         with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
             first.ask(running.port)
-            assert first.said == wanted
+            assert first.reply == expected
             assert _saves(running)["saved"] == 1
             for _ in range(2):
                 _erase(port)
                 first.ask(running.port)
-                assert first.said == wanted
-                running.settled()
+                assert first.reply == expected
+                running.wait_for_background()
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
         assert not list(deployment.folder.glob("*.evoke-part"))
 
 
 def _check_degraded_save(running: RunningProxy, number: int, *results: str) -> int:
-    """Another conversation is answered all the same, and one of these says what became of it."""
+    """Answer another conversation; its save must have one of these results."""
     before = _saves(running)
     chat = _chat(number)
     chat.ask(running.port)
     after = _saves(running)
-    moved = {name for name in after if after[name] > before.get(name, 0)}
-    assert moved & set(results), (moved, results)
+    increased = {name for name in after if after[name] > before.get(name, 0)}
+    assert increased & set(results), (increased, results)
     return number + 1
 
 
-def test_a_removed_directory_costs_only_snapshots(tmp_path: Path) -> None:
+def test_requests_are_answered_after_the_snapshot_directory_was_removed(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     folder.mkdir()
     deployment = Deployment(folder, "", ("--cache-ram", "0"))
     with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
         chat = _chat(0)
         chat.ask(running.port)
-        wanted = chat.said
-        running.settled()
+        expected = chat.reply
+        running.wait_for_background()
         shutil.rmtree(folder)
         for _ in range(2):
             _erase(port)
             chat.ask(running.port)
-            assert chat.said == wanted
-            running.settled()
+            assert chat.reply == expected
+            running.wait_for_background()
         assert running.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
         assert ask(running.port, "GET", "/evoke/health").status == 200
     folder.mkdir(exist_ok=True)
     with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
         chat.ask(running.port)
-        assert chat.said == wanted and _saves(running)["saved"] == 1
+        assert chat.reply == expected and _saves(running)["saved"] == 1
 
 
 JUMPS = {"a month back": -30 * 86400.0, "an hour on": 3600.0, "a month on": 30 * 86400.0}
 
 
 @pytest.mark.parametrize("name", JUMPS)
-def test_a_clock_that_jumps_loses_nothing(
+def test_snapshots_are_restored_after_the_clock_jumps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment, real = Deployment(tmp_path, "", ("--cache-ram", "0")), time.time
@@ -223,40 +228,40 @@ def test_a_clock_that_jumps_loses_nothing(
         with deployment.proxy(port, **SMALL) as running:
             chat = _chat(0)
             chat.ask(running.port)
-            wanted = chat.said
-            running.settled()
-            # The first time it looks whether llama-server has it in memory.
+            expected = chat.reply
+            running.wait_for_background()
+            # At first the proxy expects the rows in llama-server's own RAM cache.
             _erase(port)
             chat.ask(running.port)
-            running.settled()
+            running.wait_for_background()
             for jump_s in (JUMPS[name], 0.0, -JUMPS[name], JUMPS[name]):
                 monkeypatch.setattr(time, "time", lambda jump_s=jump_s: real() + jump_s)
                 _erase(port)
                 before = decoded(port)
                 chat.ask(running.port)
-                assert chat.said == wanted and decoded(port) - before <= 8
-                running.settled()
+                assert chat.reply == expected and decoded(port) - before <= 8
+                running.wait_for_background()
             useful = running.metric("evoke_snapshot_restores_total", result="useful")
             assert useful >= 4
-        if name == "a month on":  # for the next proxy a month has passed, which is too long
+        if name == "a month on":  # the next proxy would consider the snapshots too old
             monkeypatch.setattr(time, "time", real)
         with deployment.proxy(port, **SMALL) as running:
             assert ask(running.port, "GET", "/evoke/ready").status == 200
             for _ in range(2):
                 _erase(port)
                 chat.ask(running.port)
-                assert chat.said == wanted
-                running.settled()
+                assert chat.reply == expected
+                running.wait_for_background()
             assert running.metric("evoke_snapshot_restores_total", result="useful") >= 1
 
 
 def test_a_hanging_server_delays_only_its_own_requests(patched_port: int) -> None:
-    """Stopped, its connections are taken and never answered: half-open for whoever asks."""
+    """A stopped process accepts connections and does not answer them."""
     messages = [{"role": "user", "content": "hello"}]
     body = json.dumps({"messages": messages, "max_tokens": 4, "temperature": 0}).encode()
     with proxy(patched_port, policy__budget=320, upstream__call_timeout_s=1.0) as running:
-        whole = ask(running.port, "POST", "/v1/chat/completions", body).body
-        running.quiet()
+        before = ask(running.port, "POST", "/v1/chat/completions", body).body
+        running.wait_until_idle()
         answers: list[bytes] = []
 
         def wait() -> None:
@@ -266,16 +271,16 @@ def test_a_hanging_server_delays_only_its_own_requests(patched_port: int) -> Non
         os.kill(server, signal.SIGSTOP)
         try:
             waiting.start()
-            # Who waits for the server would wait for as long as it is stopped.
+            # These do not wait for llama-server.
             assert ask(running.port, "GET", "/evoke/health").status == 200
             assert ask(running.port, "GET", "/evoke/ready").status == 503
             time.sleep(1.5)
-            assert answers == [], "an answer may take as long as it takes"
+            assert answers == [], "a waiting chat request was answered"
         finally:
             os.kill(server, signal.SIGCONT)
         waiting.join()
-        said = [json.loads(answer)["choices"][0]["message"] for answer in (whole, *answers)]
-        assert said[0] == said[1]
+        replies = [json.loads(answer)["choices"][0]["message"] for answer in (before, *answers)]
+        assert replies[0] == replies[1]
         assert running.metric("evoke_upstream_errors_total", kind="upstream_timeout") >= 1
         until(lambda: ask(running.port, "GET", "/evoke/ready").status == 200)
         assert ask(running.port, "POST", "/v1/chat/completions", body).status == 200

@@ -1,4 +1,4 @@
-"""A prompt far beyond the context of a server does not block other clients."""
+"""A prompt far longer than the context of a server does not block the event loop."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from harness import ask, llama_server, proxy, server_binary
 
-# Of the loop's longest callback, in processor time.
-_MOST_S = 0.04
+# Limit of the loop's longest callback, in processor time.
+_LIMIT_S = 0.04
 _WORDS = 8_000_000
 
 
 @contextmanager
 def longest_callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The processor time of the longest callback of all event loops, in seconds."""
+    """Yield a list whose item is the longest callback of all event loops, in processor seconds."""
     longest, run = [0.0], asyncio.Handle._run
 
     def timed(handle: Any) -> None:
@@ -36,7 +36,7 @@ def longest_callback(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
-def test_a_prompt_of_millions_of_tokens_does_not_stop_the_loop(
+def test_a_prompt_of_millions_of_tokens_is_refused_without_blocking_the_event_loop(
     patched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chat(port: int, text: str) -> Any:
@@ -53,6 +53,6 @@ def test_a_prompt_of_millions_of_tokens_does_not_stop_the_loop(
             answer = chat(running.port, "7 " * _WORDS)
         assert answer.status == 400
         assert json.loads(answer.body)["error"]["type"] == "exceed_context_size_error"
-        assert longest[0] < _MOST_S
+        assert longest[0] < _LIMIT_S
         assert running.metric("evoke_degraded_total") == 0
         assert chat(running.port, "Hello again.").status == 200

@@ -1,4 +1,4 @@
-"""Messages marked with `evoke_keep` stay longer, on a real patched llama-server."""
+"""Messages marked by `evoke_keep`, `evoke_pinned` or `evoke_priority` stay resident longer."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ NOTE = "The Meridian vault was painted in teal by the old gardener."
 NEUTRAL = "Carry on as though nobody interrupted anything."
 
 
-def _span(port: int, talk: ChatClient, index: int) -> tuple[int, int]:
-    """Where a message lies in the prompt, as the server says."""
-    body = {"dialect": "chat", "body": {"messages": talk.messages}}
+def _span(port: int, client: ChatClient, index: int) -> tuple[int, int]:
+    """Return the span of a message in the prompt, as rendered by llama-server."""
+    body = {"dialect": "chat", "body": {"messages": client.messages}}
     headers = {"Content-Type": "application/json"}
     answer = json.loads(ask(port, "POST", "/evoke/render", json.dumps(body).encode(), headers).body)
-    found = next(span for span in answer["spans"] if span["index"] == index)
-    return found["p0"], found["p1"]
+    span = next(span for span in answer["spans"] if span["index"] == index)
+    return span["p0"], span["p1"]
 
 
 @pytest.mark.parametrize(
-    ("mark", "fields", "stays"),
+    ("message_fields", "fields", "stays"),
     [
         ({}, {}, False),
         ({"evoke_keep": "pin"}, {}, True),
@@ -36,22 +36,22 @@ def _span(port: int, talk: ChatClient, index: int) -> tuple[int, int]:
         ({}, {"evoke_priority": 0.5}, False),
     ],
 )
-def test_marked_blocks_stay_longer_than_their_age_allows(
+def test_only_a_message_to_keep_stays_resident_when_newer_ones_are_evicted(
     patched_port: int,
     patched_proxy: RunningProxy,
-    mark: dict[str, Any],
+    message_fields: dict[str, Any],
     fields: dict[str, Any],
     stays: bool,
 ) -> None:
-    session = "keep-" + "-".join(f"{k}{v}" for k, v in {**mark, **fields}.items())
-    talk = ChatClient(patched_proxy.port, session, {"evoke_budget": BUDGET})
-    talk.messages.append({"role": "user", "content": NOTE, **mark})
-    talk.post(**fields)
-    talk.messages.append({"role": "assistant", "content": "Noted."})
+    session = "keep-" + "-".join(f"{k}{v}" for k, v in {**message_fields, **fields}.items())
+    client = ChatClient(patched_proxy.port, session, {"evoke_budget": BUDGET})
+    client.messages.append({"role": "user", "content": NOTE, **message_fields})
+    client.post(**fields)
+    client.messages.append({"role": "assistant", "content": "Noted."})
     for number in range(6):
-        talk.say(f"Turn {number}. {FILLER}")
-    said = talk.say(NEUTRAL)
-    assert said.accounting["n_resident_peak"] <= BUDGET
-    start, end = _span(patched_port, talk, 1)
-    there = any(a <= start and end <= b for a, b in resident_now(patched_port) or [])
-    assert there == stays
+        client.say(f"Turn {number}. {FILLER}")
+    turn = client.say(NEUTRAL)
+    assert turn.accounting["n_resident_peak"] <= BUDGET
+    start, end = _span(patched_port, client, 1)
+    is_resident = any(a <= start and end <= b for a, b in resident_now(patched_port) or [])
+    assert is_resident == stays

@@ -1,4 +1,4 @@
-"""SIGKILL of llama-server and of the proxy at each stage of a turn: later requests are correct."""
+"""After SIGKILL of llama-server or the proxy at any stage of a turn, later answers are correct."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
-from fault_injector import FaultInjector, wire
+from fault_injector import FaultInjector, fault_injector
 from harness import (
-    PATIENCE_S,
+    TIMEOUT_S,
     ask,
     llama_server,
     process_on,
@@ -26,16 +26,16 @@ from harness import (
     until,
 )
 from proxy_process import ProxyProcess
-from stock_deployment import QUICK
+from stock_deployment import SAVE_ALWAYS
 
 from evoke_proxy.demo.processes import free_port
 
 BUDGET = 448
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
-ASKS = "What is my favorite number?"
-NUMBERS = {"mine": "68285", "theirs": "41937"}
-# What is sent to llama-server when each stage begins. Those in the second half come when the answer
-# has ended: they are watched for once it has begun.
+QUESTION = "What is my favorite number?"
+NUMBERS = {"first": "68285", "second": "41937"}
+# The request to llama-server with which each stage begins, by kind of server. `_AFTER` has the
+# stages after the answer; their request is waited for once the answer has begun.
 PATCHED = {
     "render": b"POST /evoke/render",
     "plan": b"action=block-plan",
@@ -56,18 +56,28 @@ STOCK_AFTER = {"settle": b"GET /slots", "look ahead": b"POST /apply-template"}
 
 @dataclass(slots=True)
 class Deployment:
-    """A llama-server on a port that it keeps, a wire to it, and settings of a proxy for it."""
+    """A llama-server on a fixed port, a fault injector in front of it, and a proxy's settings.
+
+    Attributes:
+        kind: "stock", or "ram" or "disk" for where a patched server saves blocks.
+        folder: The directory of its files.
+        port: The port of llama-server.
+        injector: The fault injector between the proxy and llama-server.
+        stages: The request with which each stage of a turn begins.
+        after: The same for the stages after the answer.
+        server: The running server.
+    """
 
     kind: str
     folder: Path
     port: int
-    line: FaultInjector
+    injector: FaultInjector
     stages: dict[str, bytes]
     after: dict[str, bytes]
     server: ExitStack = field(default_factory=ExitStack)
 
     def start(self) -> None:
-        """Start the server, which begins with nothing but its files."""
+        """Start the server; only its files survive a restart."""
         options = ["-np", "1", "--slot-save-path", str(self.folder / "slots")]
         if self.kind != "stock":
             options += ["--evoke-ram", "64"]
@@ -81,16 +91,17 @@ class Deployment:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        made: dict[str, dict[str, Any]] = {}
+        """The settings of a proxy for this server, by section."""
+        sections: dict[str, dict[str, Any]] = {}
         if self.kind != "stock":
-            made["policy"] = {"budget": BUDGET}
+            sections["policy"] = {"budget": BUDGET}
         if self.kind != "ram":
-            where = {"directory": str(self.folder / "slots"), "min_tokens": 64}
-            made["snapshots"] = QUICK | where
-        return made
+            snapshots = {"directory": str(self.folder / "slots"), "min_tokens": 64}
+            sections["snapshots"] = SAVE_ALWAYS | snapshots
+        return sections
 
     def idle(self) -> bool:
-        """Whether llama-server is done with every slot."""
+        """Whether no slot of llama-server computes."""
         slots = json.loads(ask(self.port, "GET", "/slots").body)
         return not any(slot["is_processing"] for slot in slots)
 
@@ -101,109 +112,114 @@ def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deplo
     kind, port = request.param, free_port()
     stages = STOCK if kind == "stock" else PATCHED
     after = {"ram": PATCHED_AFTER, "disk": DISK_AFTER, "stock": STOCK_AFTER}[kind]
-    with wire(port) as line:
-        made = Deployment(kind, tmp_path, port, line, stages, after)
-        made.start()
+    with fault_injector(port) as injector:
+        started = Deployment(kind, tmp_path, port, injector, stages, after)
+        started.start()
         try:
-            yield made
+            yield started
         finally:
-            made.server.close()
+            started.server.close()
 
 
-def _talks() -> dict[str, ChatClient]:
-    """Two conversations that take turns in the only slot."""
-    talks = {}
+def _make_clients() -> dict[str, ChatClient]:
+    """Return two conversations, each with a number of its own, for the only slot."""
+    clients = {}
     for name, number in NUMBERS.items():
-        talks[name] = ChatClient(0, name)
-        said = f"My favorite number is {number}."
-        talks[name].messages.append({"role": "user", "content": said})
-        talks[name].messages.append({"role": "assistant", "content": "I see."})
-    return talks
+        clients[name] = ChatClient(0, name)
+        fact = f"My favorite number is {number}."
+        clients[name].messages.append({"role": "user", "content": fact})
+        clients[name].messages.append({"role": "assistant", "content": "I see."})
+    return clients
 
 
-def _recalls(deployment: Deployment, talk: ChatClient, port: int) -> None:
-    """One turn that is answered with what was said in this conversation, and with no other."""
-    talk.port = port
-    said = talk.say(f"{FILLER} {ASKS}")
-    wanted = NUMBERS[talk.session or ""]
-    others = set(NUMBERS.values()) - {wanted}
-    assert wanted in said.text and not any(other in said.text for other in others), said.text
+def _check_recall(deployment: Deployment, client: ChatClient, port: int) -> None:
+    """Ask for the number of a conversation; its answer must have this number only.
+
+    The turn is removed from the history, so that the conversation does not grow.
+    """
+    client.port = port
+    turn = client.say(f"{FILLER} {QUESTION}")
+    number = NUMBERS[client.session or ""]
+    others = set(NUMBERS.values()) - {number}
+    assert number in turn.text and not any(other in turn.text for other in others), turn.text
     if deployment.kind != "stock":
-        assert said.accounting, said
-        assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
-        assert said.accounting["marker"] == "ok" and said.accounting["n_resident_peak"] <= BUDGET
-    del talk.messages[-2:]  # it stays as long as it is
+        assert turn.accounting, turn
+        assert sum(turn.accounting[kind] for kind in KINDS) == turn.accounting["n_prompt"]
+        assert turn.accounting["marker"] == "ok" and turn.accounting["n_resident_peak"] <= BUDGET
+    del client.messages[-2:]
 
 
 def _kill_at_stage(
-    deployment: Deployment, talk: ChatClient, port: int, stage: str, kill: Callable[[], None]
+    deployment: Deployment, client: ChatClient, port: int, stage: str, kill: Callable[[], None]
 ) -> None:
-    """Send a turn, kill in this stage of it, and read whatever comes."""
-    late = stage in deployment.after
+    """Send a turn, call `kill` at this stage of it, and read the answer as far as it comes."""
+    is_after_answer = stage in deployment.after
     if stage in deployment.stages and deployment.stages[stage]:
-        deployment.line.at(deployment.stages[stage], kill)
-    messages = [*talk.messages, {"role": "user", "content": f"{stage}. {FILLER * 2}"}]
-    body = talk.body(messages=messages, stream=True, max_tokens=64, ignore_eos=True)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        deployment.injector.run_at(deployment.stages[stage], kill)
+    messages = [*client.messages, {"role": "user", "content": f"{stage}. {FILLER * 2}"}]
+    body = client.body(messages=messages, stream=True, max_tokens=64, ignore_eos=True)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     with contextlib.suppress(OSError, http.client.HTTPException):
-        connection.request("POST", "/v1/chat/completions", body, talk.headers)
+        connection.request("POST", "/v1/chat/completions", body, client.headers)
         answer = connection.getresponse()
-        if stage == "answer" or late:
+        if stage == "answer" or is_after_answer:
             assert answer.status == 200 and answer.read1(10)
-        if late:
-            deployment.line.at(deployment.after[stage], kill)
+        if is_after_answer:
+            deployment.injector.run_at(deployment.after[stage], kill)
         if stage == "answer":
             kill()
         while answer.read1():
             pass
     if stage != "answer":
-        assert deployment.line.struck.wait(PATIENCE_S), f"there was no {stage}"
+        assert deployment.injector.fired.wait(TIMEOUT_S), f"stage {stage} did not begin"
     connection.close()
 
 
-def test_a_server_killed_at_any_stage_costs_at_most_that_answer(
+def test_conversations_continue_after_the_server_is_killed_at_any_stage(
     deployment: Deployment,
 ) -> None:
-    given = {
+    settings = {
         f"{part}__{key}": value
         for part, keys in deployment.settings.items()
         for key, value in keys.items()
     }
-    with proxy(deployment.line.port, **given) as running:
-        talks = _talks()
-        for talk in talks.values():
-            _recalls(deployment, talk, running.port)
+    with proxy(deployment.injector.port, **settings) as running:
+        clients = _make_clients()
+        for client in clients.values():
+            _check_recall(deployment, client, running.port)
         for stage in (*deployment.stages, *deployment.after):
-            running.settled()
-            _kill_at_stage(deployment, talks["mine"], running.port, stage, deployment.kill)
-            running.settled()
-            pool = running.engine.server.slots.pool
+            running.wait_for_background()
+            _kill_at_stage(deployment, clients["first"], running.port, stage, deployment.kill)
+            running.wait_for_background()
+            pool = running.gateway.server.slots.pool
             assert "*" not in repr(pool) and not pool.queued, f"{stage}: {pool}"
             deployment.server.close()
             deployment.start()
-            for talk in talks.values():
-                _recalls(deployment, talk, running.port)
-                running.settled()
+            for client in clients.values():
+                _check_recall(deployment, client, running.port)
+                running.wait_for_background()
         assert ask(running.port, "GET", "/evoke/ready").status == 200
-        # Only a request to a server that was killed goes out without a budget.
+        # Only requests to a killed server are forwarded without a budget.
         assert running.metric("evoke_budget_breach_total") <= len(deployment.stages)
 
 
-def test_a_proxy_killed_at_any_stage_costs_at_most_that_answer(
+def test_conversations_continue_after_the_proxy_is_killed_at_any_stage(
     deployment: Deployment,
 ) -> None:
     settings = deployment.folder / "evoke.yaml"
     settings.write_text(json.dumps(deployment.settings))
-    talks = _talks()
+    clients = _make_clients()
     for stage in (*deployment.stages, *deployment.after):
-        with ProxyProcess(deployment.line.port, settings) as front:
-            for talk in talks.values():
-                _recalls(deployment, talk, front.port)
-                front.quiet()
-            _kill_at_stage(deployment, talks["mine"], front.port, stage, front.kill)
-        until(deployment.idle, f"llama-server is through after {stage}")
-    with ProxyProcess(deployment.line.port, settings) as front:
-        for talk in talks.values():
-            _recalls(deployment, talk, front.port)
-            front.quiet()
-        assert ask(front.port, "GET", "/evoke/ready").status == 200
+        with ProxyProcess(deployment.injector.port, settings) as proxy_process:
+            for client in clients.values():
+                _check_recall(deployment, client, proxy_process.port)
+                proxy_process.wait_until_idle()
+            _kill_at_stage(
+                deployment, clients["first"], proxy_process.port, stage, proxy_process.kill
+            )
+        until(deployment.idle, f"llama-server is idle after {stage}")
+    with ProxyProcess(deployment.injector.port, settings) as proxy_process:
+        for client in clients.values():
+            _check_recall(deployment, client, proxy_process.port)
+            proxy_process.wait_until_idle()
+        assert ask(proxy_process.port, "GET", "/evoke/ready").status == 200

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import ENDLESS, FILLER, ChatClient, endless
+from conversation import ENDLESS, FILLER, ChatClient, endless_stream
 from harness import (
     Answer,
     RunningProxy,
@@ -61,7 +61,7 @@ def _chat(port: int, name: str, text: str, path: str = "/v1/chat/completions") -
 
 def _with_usage(running: RunningProxy, usage: dict[str, Any]) -> None:
     """From now on llama-server answers with this usage, and without its timings."""
-    upstream = running.engine.upstream
+    upstream = running.gateway.upstream
     opened = upstream.open
 
     class Odd:
@@ -98,7 +98,7 @@ def test_the_only_slot_is_released_whatever_usage_an_answer_states(
             port = request.getfixturevalue("patched_port")
             running = stack.enter_context(proxy(port, limits__queue_timeout_s=5))
         else:
-            running = stack.enter_context(Deployment(tmp_path).both())
+            running = stack.enter_context(Deployment(tmp_path).server_and_proxy())
         talk = ChatClient(running.port, "odd")
         answers = 0
         usage: dict[str, Any] = {"input_tokens": -4, "output_tokens": "2"}
@@ -110,8 +110,8 @@ def test_the_only_slot_is_released_whatever_usage_an_answer_states(
             assert answer.status == 200, answer.body
             talk.messages.append({"role": "assistant", "content": "Yes."})
             answers += 1
-        running.quiet()
-        pool = running.engine.server.slots.pool
+        running.wait_until_idle()
+        pool = running.gateway.server.slots.pool
         until(pool.idle, "every slot is given back")
         assert running.metric("evoke_upstream_errors_total", kind="upstream_protocol") == answers
         assert running.metric("evoke_degraded_total", stage="report") == 0
@@ -141,11 +141,11 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
                     }
                     one = both.enter_context(_running_answer(running.port, path, body, headers))
                     began.append(one)
-                until(lambda: not running.engine.server.slots.pool.idle())
+                until(lambda: not running.gateway.server.slots.pool.idle())
             left_at = time.monotonic()
             answer = _chat(running.port, "quiet", "Hello.")
             assert answer.status == 200 and time.monotonic() - left_at < 2.0
-            running.quiet()
+            running.wait_until_idle()
 
 
 @contextmanager
@@ -206,16 +206,16 @@ def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) 
     with proxy(patched_port, limits__queue=0) as running:
         talk = ChatClient(running.port, "mine")
         talk.say(f"Hello. {FILLER}")
-        running.settled()
-        (known,) = running.engine.conversations
+        running.wait_for_background()
+        (known,) = running.gateway.conversations
         before, n_resident = known.prompt, known.budgeted.n_resident
-        with endless(running.port, "other"):
+        with endless_stream(running.port, "other"):
             talk.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
             assert talk.post().status == 503
             assert ChatClient(running.port, "new").post().status == 503
             assert known.prompt is before and known.budgeted.n_resident in (n_resident, 0)
-        running.quiet()
-        names = {known.name for known in running.engine.conversations}
+        running.wait_until_idle()
+        names = {known.name for known in running.gateway.conversations}
         assert names == {"mine", "other"}, "what was refused is no conversation"
         del talk.messages[-1]
         assert talk.say("Go on.").accounting["marker"] == "ok"
@@ -229,8 +229,8 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
         first, second = ChatClient(running.port, "first"), ChatClient(running.port, "second")
         for talk in (first, second):
             talk.say(f"Hello from {talk.session}. {FILLER}")
-        running.settled()
-        engine = running.engine
+        running.wait_for_background()
+        engine = running.gateway
         known = next(one for one in engine.conversations if one.name == "first")
         run, saving, saved = BlockApi.run, threading.Event(), threading.Event()
         begun: list[bool] = []
@@ -267,9 +267,9 @@ def test_a_turn_does_not_begin_while_another_saves_its_rows(
 
 def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:
     """It would save, or decode in, a slot that a request is about to use."""
-    with Deployment(tmp_path).both() as running:
-        engine = running.engine
-        running.settled()
+    with Deployment(tmp_path).server_and_proxy() as running:
+        engine = running.gateway
+        running.wait_for_background()
         ask(running.port, "GET", "/evoke/ready")
         calls, touched = engine.server.strategies.snapshots._api, []
         save = calls.save

@@ -1,4 +1,4 @@
-"""Sessions longer than the cells of their slot, through the proxy."""
+"""Sessions longer than the cells of their slot (`--ctx-logical`), through the proxy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = "river mountain machine garden letter engine window teacher forest marke
 
 @pytest.fixture(scope="module")
 def long_port() -> Iterator[int]:
-    """Two layers of random weights, and a context of ten times the cells."""
+    """The port of a patched server whose context is ten times its cells; random two-layer model."""
     model = str(ensure(SHAPES["long-2"]))
     options = ("-m", model, "-np", "1", "--evoke-ram", "128", "--ctx-logical", str(LOGICAL))
     with llama_server(server_binary(patched=True), *options) as port:
@@ -29,10 +29,10 @@ def passage(turn: int, words: int) -> str:
     return f"Part {turn}. " + " ".join(WORDS[(i * i + turn) % 10] for i in range(words))
 
 
-def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
+def test_a_session_of_66k_tokens_runs_in_8k_cells_under_a_budget(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "long")
-        turns = [talk.say(passage(turn, 4800)).accounting for turn in range(TURNS)]
+        client = ChatClient(running.port, "long")
+        turns = [client.say(passage(turn, 4800)).accounting for turn in range(TURNS)]
         for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
             assert running.metric(untouched) == 0
     assert turns[-1]["n_prompt"] > 66_000
@@ -45,37 +45,37 @@ def test_66k_tokens_through_8k_cells_under_a_budget(long_port: int) -> None:
     assert sum(accounting["decoded"] for accounting in turns) < 1.02 * turns[-1]["n_prompt"]
 
 
-def test_the_session_records_what_the_engine_evicted_by_itself(long_port: int) -> None:
-    """No budget: the server evicts when its cells are full, and the proxy learns what."""
+def test_a_session_without_a_budget_records_what_llama_server_evicts(long_port: int) -> None:
+    """llama-server evicts when its cells are full, and reports it."""
     with proxy(long_port, policy__budget="off") as running:
-        talk = ChatClient(running.port, "free")
-        first = talk.say(passage(0, 9000)).accounting
-        again = talk.say("And then?").accounting
-        (known,) = [known for known in running.engine.conversations if known.name == "free"]
-        layout = known.session.layout
-    ends = [(p0, p1) for p0, p1, _ in first["auto_evicted"]]
-    gone = Span(ends[0][0], ends[-1][1])
-    assert sum(p1 - p0 for p0, p1 in ends) == len(gone) > 800
-    inside = layout.blocks.within([gone])
+        client = ChatClient(running.port, "free")
+        first = client.say(passage(0, 9000)).accounting
+        second = client.say("And then?").accounting
+        (conversation,) = [each for each in running.gateway.conversations if each.name == "free"]
+        layout = conversation.session.layout
+    spans = [(p0, p1) for p0, p1, _ in first["auto_evicted"]]
+    evicted = Span(spans[0][0], spans[-1][1])
+    assert sum(p1 - p0 for p0, p1 in spans) == len(evicted) > 800
+    inside = layout.blocks.within([evicted])
     assert inside.sum() > 8
     assert not (inside & layout.in_cache).any()
     assert layout.in_cache.sum() > 64
-    assert again["decoded"] < 100
-    assert again["omitted"] >= len(gone)
+    assert second["decoded"] < 100
+    assert second["omitted"] >= len(evicted)
 
 
 def test_a_prompt_beyond_the_logical_context_gets_the_error_of_llama_server(long_port: int) -> None:
     with proxy(long_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "endless")
-        kept = talk.say(passage(0, 300)).accounting
-        talk.messages.append({"role": "user", "content": passage(1, LOGICAL)})
-        answer = talk.post()
+        client = ChatClient(running.port, "endless")
+        before = client.say(passage(0, 300)).accounting
+        client.messages.append({"role": "user", "content": passage(1, LOGICAL)})
+        answer = client.post()
         error = json.loads(answer.body)["error"]
         assert (answer.status, error["type"]) == (400, "exceed_context_size_error")
         assert f"exceeds the available context size ({LOGICAL} tokens)" in error["message"]
         assert running.metric("evoke_bypass_total", reason="too_long") == 1
         assert running.metric("evoke_degraded_total") == 0
-        talk.messages.pop()
-        after = talk.say("Shorter, then.").accounting
+        client.messages.pop()
+        after = client.say("Shorter, then.").accounting
     assert after["marker"] == "ok"
-    assert after["resident_before"] >= kept["n_prompt"]
+    assert after["resident_before"] >= before["n_prompt"]

@@ -16,10 +16,19 @@ from typing import Any
 
 import pytest
 import virtual_time
-from conversation import endless
-from fault_injector import wire
-from harness import Answer, RunningProxy, any_server, ask, process_on, proxy, server_binary, until
-from stock_deployment import QUICK, Deployment, long_chat
+from conversation import endless_stream
+from fault_injector import fault_injector
+from harness import (
+    Answer,
+    RunningProxy,
+    ask,
+    bare_llama_server,
+    process_on,
+    proxy,
+    server_binary,
+    until,
+)
+from stock_deployment import SAVE_ALWAYS, Deployment, long_chat
 from test_model_probe import _Steady, told
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
@@ -132,10 +141,10 @@ def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
     deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     with deployment.server() as port:
-        quick = {f"snapshots__{key}": value for key, value in QUICK.items()} | OFTEN
+        quick = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()} | OFTEN
         with proxy(port, snapshots__directory=str(tmp_path), **quick) as running:
             _assert_begins_with_comments(_stream(running, {"messages": chat.messages}))
-            running.settled()
+            running.wait_for_background()
             # A client that leaves meanwhile gives its slot back.
             chat.messages[0]["content"] = "Another one: " + chat.messages[0]["content"]
             body = json.dumps({"messages": chat.messages, "stream": True}).encode()
@@ -143,8 +152,8 @@ def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
             connection.request("POST", "/v1/chat/completions", body, JSON)
             assert connection.getresponse().read1(5)
             connection.close()
-            running.settled()
-            assert "*" not in repr(running.engine.server.slots.pool)
+            running.wait_for_background()
+            assert "*" not in repr(running.gateway.server.slots.pool)
             whole = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", whole, JSON)
             assert json.loads(answer.body)["choices"]
@@ -154,7 +163,7 @@ def test_a_probe_sends_keepalive_comments(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with proxy(patched_port, **OFTEN) as running:
-        probing = running.engine.server.strategies.budgeted._planner._prober
+        probing = running.gateway.server.strategies.budgeted._planner._prober
         monkeypatch.setattr(probing, "pace", _Steady(1000))
         talk = told(running.port, "long calls", "model")
         made = running.metric("evoke_probes_total", result="made")
@@ -171,7 +180,7 @@ def test_loading_a_model_sends_keepalive_comments(tmp_path: Path) -> None:
     (tmp_path / "models" / "one.gguf").symlink_to(bundled_model())
     options = ["--models-dir", str(tmp_path / "models"), "-np", "1", "-c", "4096", "-t", "1"]
     options += ["--slot-save-path", str(tmp_path / "slots")]
-    with any_server(server_binary(patched=False), *options) as port:
+    with bare_llama_server(server_binary(patched=False), *options) as port:
         often = {"limits__keepalive_s": 0.01, "snapshots__directory": str(tmp_path / "slots")}
         with proxy(port, **often) as running:
             messages = [{"role": "user", "content": "Hello."}]
@@ -182,24 +191,28 @@ def test_a_hanging_prefill_is_cancelled_and_the_request_continues(tmp_path: Path
     deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     body = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
-    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
     settings |= {"snapshots__directory": str(tmp_path), "upstream__long_call_timeout_s": 0.5}
-    with deployment.server() as port, wire(port) as line, proxy(line.port, **settings) as running:
+    with (
+        deployment.server() as port,
+        fault_injector(port) as line,
+        proxy(line.port, **settings) as running,
+    ):
         server, hello = process_on(port), b'{"messages":[{"role":"user","content":"Hello."}]}'
         ask(running.port, "POST", "/v1/chat/completions", hello, JSON)
-        running.settled()  # it has found out what llama-server is
-        line.at(b"POST /completion", lambda: os.kill(server, signal.SIGSTOP))
+        running.wait_for_background()  # it has found out what llama-server is
+        line.run_at(b"POST /completion", lambda: os.kill(server, signal.SIGSTOP))
         with ThreadPoolExecutor(1) as client:
             path = "/v1/chat/completions"
             answering = client.submit(ask, running.port, "POST", path, body, JSON)
-            sample = running.engine.metrics.registry.get_sample_value
+            sample = running.gateway.metrics.registry.get_sample_value
             try:
                 until(lambda: sample("evoke_degraded_total", {"stage": "prefill"}))
             finally:
                 os.kill(server, signal.SIGCONT)
             assert answering.result().status == 200
-        running.settled()
-        assert "*" not in repr(running.engine.server.slots.pool)
+        running.wait_for_background()
+        assert "*" not in repr(running.gateway.server.slots.pool)
 
 
 def test_a_prefill_does_not_wait_for_a_slot_of_another_request(
@@ -217,16 +230,16 @@ def test_a_prefill_does_not_wait_for_a_slot_of_another_request(
         long_chat(300),
     )
     with deployment.server() as port:
-        settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+        settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
         settings |= {"snapshots__directory": str(tmp_path), "limits__queue_timeout_s": 1.0}
-        with proxy(port, **settings) as running, endless(running.port):
-            (other,) = running.engine.conversations
-            slot = running.engine.server.slots.pool.slot_of(other.id)
+        with proxy(port, **settings) as running, endless_stream(running.port):
+            (other,) = running.gateway.conversations
+            slot = running.gateway.server.slots.pool.slot_of(other.id)
             assert slot is not None
             taken.append(slot)
             monkeypatch.setattr(StockApi, "prefill", elsewhere)
             chat.ask(running.port, "So what is it?")
             until(
-                lambda: repr(running.engine.server.slots.pool).count("*") == 1, "one slot is back"
+                lambda: repr(running.gateway.server.slots.pool).count("*") == 1, "one slot is back"
             )
             assert running.metric("evoke_degraded_total", stage="prefill") == 0

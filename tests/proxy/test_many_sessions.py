@@ -143,6 +143,6 @@ def _conversation_with_holes(port: int) -> list[dict[str, str]]:
     with proxy(port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "long")
         turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(5)]
-        running.quiet()
+        running.wait_until_idle()
     assert turns[-1].accounting["omitted"] > 0
     return talk.messages

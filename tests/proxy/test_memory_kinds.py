@@ -80,7 +80,7 @@ def test_holes_made_by_another_client_are_decoded(port: int) -> None:
         talk = ChatClient(first.port, "holes")
         turns = [talk.say(fact(number)) for number in range(6)]
         assert turns[-1].accounting["omitted"] > 0
-        first.quiet()
+        first.wait_until_idle()
     with proxy(port) as second:
         said = ChatClient(second.port, "holes", messages=talk.messages).say("Go on.")
         assert said.accounting["marker"] == "ok"

@@ -20,7 +20,7 @@ STORY = "The river follows the old bridge slowly. A wolf often watches the quiet
 
 
 def _prober(running: RunningProxy) -> Any:
-    return running.engine.server.strategies.budgeted._planner._prober
+    return running.gateway.server.strategies.budgeted._planner._prober
 
 
 def told(port: int, name: str, recall: str) -> ChatClient:
@@ -85,7 +85,7 @@ def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
 
 def len_of(talk: ChatClient, ours: RunningProxy) -> int:
     """The tokens of the conversation's latest prompt."""
-    known = next(known for known in ours.engine.conversations if known.name == talk.session)
+    known = next(known for known in ours.gateway.conversations if known.name == talk.session)
     return len(known.tokens)
 
 

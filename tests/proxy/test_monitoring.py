@@ -37,7 +37,7 @@ def test_every_documented_metric_is_exported(patched_proxy: RunningProxy) -> Non
     for number in range(4):
         talk.say(f"Turn {number}. {FILLER}")
     talk.say("Not managed.", evoke=False)
-    patched_proxy.engine.metrics.upstream_errors.labels(kind="upstream_timeout").inc()
+    patched_proxy.gateway.metrics.upstream_errors.labels(kind="upstream_timeout").inc()
     text = ask(patched_proxy.port, "GET", "/metrics").body.decode()
     theirs, ours = text.split("# HELP evoke_", 1)
     assert "llamacpp:prompt_tokens_total" in theirs and "llamacpp:" not in ours
@@ -79,7 +79,7 @@ def test_host_memory_disk_and_reasons_of_evictions_are_those_of_the_server(tmp_p
         for number in range(8):
             talk.say(f"Turn {number}. {FILLER}")
         talk.say("What is my favorite number?")
-        running.settled()
+        running.wait_for_background()
         found = _samples(ask(running.port, "GET", "/metrics").body.decode())
         said = json.loads(ask(port, "GET", "/slots/0/blocks").body)
     server = '{server=""}'
@@ -105,7 +105,7 @@ def test_copies_that_host_memory_has_no_room_for_are_counted() -> None:
         talk = ChatClient(running.port, "m")
         for number in range(12):
             talk.say(f"Turn {number}. {FILLER}")
-        running.settled()
+        running.wait_for_background()
         found = _samples(ask(running.port, "GET", "/metrics").body.decode())
     assert found['evoke_ram_dropped_total{server=""}'] > 0
     assert found['evoke_disk_used_bytes{server=""}'] == 0
@@ -154,12 +154,12 @@ def _give_up(port: int) -> None:
 def test_a_stopping_proxy_is_not_ready_and_names_the_failed_check(
     stock_proxy: RunningProxy,
 ) -> None:
-    stock_proxy.engine.shared.draining = True
+    stock_proxy.gateway.shared.draining = True
     try:
         answer = ask(stock_proxy.port, "GET", "/evoke/ready")
         health = ask(stock_proxy.port, "GET", "/evoke/health")
     finally:
-        stock_proxy.engine.shared.draining = False
+        stock_proxy.gateway.shared.draining = False
     said = json.loads(answer.body)
     assert (answer.status, said["status"], said["failed"]) == (503, "not_ready", ["accepting"])
     assert said["checks"]["upstream"]["ok"] is True

@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from harness import Answer, RunningProxy, ask, counted, until
+from harness import Answer, RunningProxy, ask, server_counter, until
 
 JSON = {"Content-Type": "application/json"}
 COMPLETION = b'{"prompt":"a b","max_tokens":4,"temperature":0,"cache_prompt":false}'
@@ -106,23 +106,23 @@ def test_client_that_disconnects_stops_the_generation(
 ) -> None:
     endless = {"stream": True, "max_tokens": NEVER_DONE, "ignore_eos": True}
     body = json.dumps(CHAT | endless).encode()
-    made = counted(stock_port, MADE)
+    made = server_counter(stock_port, MADE)
     _leave_after_first_bytes(stock_proxy.port, body)
     _await_idle(stock_port)
-    assert counted(stock_port, MADE) - made < NEVER_DONE, "made to its end"
+    assert server_counter(stock_port, MADE) - made < NEVER_DONE, "made to its end"
 
 
 def test_client_that_disconnects_before_a_complete_answer_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
     body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
-    made = counted(stock_port, MADE)
+    made = server_counter(stock_port, MADE)
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
     until(lambda: _is_busy(stock_port))
     connection.close()
     _await_idle(stock_port)
-    assert counted(stock_port, MADE) - made < NEVER_DONE, "made to its end"
+    assert server_counter(stock_port, MADE) - made < NEVER_DONE, "made to its end"
 
 
 def test_large_chat_body_passes(stock_port: int, stock_proxy: RunningProxy) -> None:

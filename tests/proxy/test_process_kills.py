@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
-from fault_injector import wire
+from fault_injector import fault_injector
 from harness import (
-    PATIENCE_S,
+    TIMEOUT_S,
     RunningProxy,
     ask,
     llama_server,
@@ -28,7 +28,7 @@ from test_session_restart import BUDGET, KINDS, TURNS, Deployment, deployment, t
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 
-ASKS, MARKER = "What is my favorite number?", "68285"
+QUESTION, MARKER = "What is my favorite number?", "68285"
 
 
 def _kill(port: int) -> None:
@@ -97,7 +97,7 @@ def _in_call(*actions: str) -> Callable[[Deployment, ChatClient], None]:
             connection = _sent(running.port, talk, FILLER)
             connection.getresponse().read()
             connection.close()
-            assert killed.wait(PATIENCE_S), f"no call of {actions} was made"
+            assert killed.wait(TIMEOUT_S), f"no call of {actions} was made"
 
     return strike
 
@@ -113,7 +113,7 @@ POINTS: dict[str, Callable[[Deployment, ChatClient], None]] = {
 def _revive(subject: Deployment) -> None:
     """Another server on that port, with the files of the one that was killed."""
     assert subject.running is not None
-    subject.running.settled()
+    subject.running.wait_for_background()
     subject._server.close()
     options = ["-np", "1", "--evoke-ram", "64", "--evoke-disk", str(subject.folder / "blocks")]
     served = llama_server(server_binary(patched=True), *options, port=subject.port)
@@ -128,15 +128,15 @@ def test_a_killed_server_costs_only_the_running_answer(tmp_path: Path) -> None:
             turn(talk, running.port, text)
         for number, (name, strike) in enumerate(POINTS.items(), 1):
             before = len(talk.messages)
-            running.settled()  # the strike is at what is asked for from here on
+            running.wait_for_background()  # the strike is at what is asked for from here on
             strike(subject, talk)
-            running.settled()
+            running.wait_for_background()
             assert len(talk.messages) == before
             errors = _errors(running)
             assert errors >= number, f"{name}: the metric has not seen it"
             _revive(subject)
             # What had been said is still known, most of it without being decoded again.
-            said = turn(talk, running.port, ASKS)
+            said = turn(talk, running.port, QUESTION)
             assert MARKER in said["text"], name
             assert sum(said[kind] for kind in KINDS) == said["n_prompt"]
             assert said["marker"] == "ok" and said["n_resident_peak"] <= BUDGET
@@ -147,33 +147,33 @@ def test_a_killed_server_costs_only_the_running_answer(tmp_path: Path) -> None:
 
 def _errors(running: RunningProxy) -> float:
     """Failures of llama-server that were counted."""
-    found = running.engine.metrics.upstream_errors.collect()[0].samples
+    found = running.gateway.metrics.upstream_errors.collect()[0].samples
     return sum(sample.value for sample in found if sample.name.endswith("_total"))
 
 
 def test_a_killed_proxy_costs_only_the_running_answer(tmp_path: Path) -> None:
     """In prefill, while a plan is run, in generation."""
-    with deployment(tmp_path / "deployment") as subject, wire(subject.port) as line:
+    with deployment(tmp_path / "deployment") as subject, fault_injector(subject.port) as line:
         assert subject.running is not None
         settings, talk = tmp_path / "evoke.yaml", ChatClient(0, "chat")
         where = {"directory": str(subject.folder / "index")}
         settings.write_text(json.dumps({"snapshots": where, "policy": {"budget": BUDGET}}))
         for text in TURNS:
             turn(talk, subject.running.port, text)
-        subject.running.settled()
+        subject.running.wait_for_background()
         subject._proxy.close()
         with ProxyProcess(subject.port, settings) as front:
             connection = _sent(front.port, talk, FILLER * 48)
             until(lambda: _busy(subject.port))
         connection.close()
         with ProxyProcess(line.port, settings) as front:
-            assert MARKER in turn(talk, front.port, ASKS)["text"]
-            line.at(b"action=block-plan", front.kill)
+            assert MARKER in turn(talk, front.port, QUESTION)["text"]
+            line.run_at(b"action=block-plan", front.kill)
             connection = _sent(front.port, talk, FILLER)
-            assert line.struck.wait(PATIENCE_S), "no plan was run"
+            assert line.fired.wait(TIMEOUT_S), "no plan was run"
         connection.close()
         with ProxyProcess(subject.port, settings) as front:
-            assert MARKER in turn(talk, front.port, ASKS)["text"]
+            assert MARKER in turn(talk, front.port, QUESTION)["text"]
             connection = _sent(
                 front.port, talk, "Count.", stream=True, max_tokens=6000, ignore_eos=True
             )
@@ -182,7 +182,7 @@ def test_a_killed_proxy_costs_only_the_running_answer(tmp_path: Path) -> None:
         subject.running = None
         subject.start("proxy")
         assert subject.running is not None
-        said = turn(talk, subject.running.port, ASKS)
+        said = turn(talk, subject.running.port, QUESTION)
         assert MARKER in said["text"] and said["marker"] == "ok"
         assert sum(said[kind] for kind in KINDS) == said["n_prompt"]
         assert said["n_resident_peak"] <= BUDGET

@@ -36,7 +36,7 @@ def busy(patched_port: int) -> Iterator[RunningProxy]:
         for number in range(4):
             talk.say(f"Turn {number}. {FILLER}")
         ask(running.port, "GET", "/v1/no/such/path")
-        running.quiet()
+        running.wait_until_idle()
         yield running
 
 
@@ -100,12 +100,12 @@ def test_configuration_alerts_and_their_tests() -> None:
 
 
 def test_metric_names_and_labels_follow_the_conventions(busy: RunningProxy) -> None:
-    text = busy.engine.metrics.exposition()
+    text = busy.gateway.metrics.exposition()
     assert _promtool("check", "metrics", stdin=text).strip() == ""
     for name, value in re.findall(r'[{,](\w+)="([^"]*)"', text.decode()):
         assert name in ("version", "implementation") or _BOUNDED.fullmatch(value), (name, value)
     assert b"somebody" not in text and b"such" not in text
-    for family in busy.engine.metrics.registry.collect():
+    for family in busy.gateway.metrics.registry.collect():
         # Nobody waits longer than ten minutes for anything, and what does is in the last bucket.
         if family.type == "histogram" and family.samples:
             edges = {float(s.labels["le"]) for s in family.samples if "le" in s.labels}

@@ -17,11 +17,11 @@ import bench.policies  # noqa: F401 -- registers baselines
 BUDGET = 320
 JSON = {"Content-Type": "application/json"}
 FACT = "The access code of the Meridian vault is 7741."
-ASKS = "What is the access code of the Meridian vault?"
+QUESTION = "What is the access code of the Meridian vault?"
 # More words than a turn may have that leans on the one before it.
 QUIET = "Zzz yyy xxx qqq vvv kkk?"
 Json = dict[str, Any]
-Noting = tuple[RunningProxy, list[Json]]
+RecordingProxy = tuple[RunningProxy, list[Json]]
 
 
 def _listed(path: str, body: Json) -> list[Json]:
@@ -47,11 +47,13 @@ def _long(port: int, path: str, session: str, first: str = FACT, **fields: Any) 
 
 @PATHS
 @STREAM
-def test_text_is_recovered_in_the_last_message(noting: Noting, path: str, stream: bool) -> None:
-    running, sent = noting
+def test_text_is_recovered_in_the_last_message(
+    recording_proxy: RecordingProxy, path: str, stream: bool
+) -> None:
+    running, sent = recording_proxy
     fields = _request_for(path, stream, evoke_recovery="breadcrumb")
     said = _long(running.port, path, "crumbs", evoke_recovery="breadcrumb")
-    said.append(ASKS)
+    said.append(QUESTION)
     counted = running.metric("evoke_blocks_as_text_total")
     answer = post(running.port, path, said, "crumbs", **fields)
     accounting = accounting_of(answer)
@@ -68,7 +70,7 @@ def test_text_is_recovered_in_the_last_message(noting: Noting, path: str, stream
     assert last["role"] == "user"
     assert last["content"].startswith("Recovered context, ")
     assert f"\n[user:1] {FACT}\n" in last["content"]
-    assert last["content"].endswith("\n\n" + ASKS)
+    assert last["content"].endswith("\n\n" + QUESTION)
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert running.metric(untouched) == 0
     # no divergence of one conversation into two: the client never sees the quotation
@@ -84,7 +86,7 @@ def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: Running
         talk.say(FACT)
         for number in range(6):
             talk.say(f"Turn {number}. {FILLER}")
-        quoting = talk.say(ASKS)
+        quoting = talk.say(QUESTION)
         following = talk.say("Thank you.")
         for said in (quoting, following):
             assert sum(said.accounting[kind] for kind in KINDS) == said.accounting["n_prompt"]
@@ -94,8 +96,8 @@ def test_the_next_turn_decodes_the_quoting_exchange_again(patched_proxy: Running
         assert quoted > plain + 15
 
 
-def test_nothing_is_quoted_without_a_question(noting: Noting) -> None:
-    running, sent = noting
+def test_nothing_is_quoted_without_a_question(recording_proxy: RecordingProxy) -> None:
+    running, sent = recording_proxy
     path = "/v1/chat/completions"
     said = _long(running.port, path, "calm", evoke_recovery="breadcrumb")
     said.append(QUIET)
@@ -109,16 +111,16 @@ def test_nothing_is_quoted_without_a_question(noting: Noting) -> None:
 @pytest.mark.parametrize(
     ("path", "content", "kind"),
     [
-        ("/v1/chat/completions", [{"type": "text", "text": ASKS}], "text"),
-        ("/v1/messages", [{"type": "text", "text": ASKS}], "text"),
-        ("/v1/responses", [{"type": "input_text", "text": ASKS}], "input_text"),
+        ("/v1/chat/completions", [{"type": "text", "text": QUESTION}], "text"),
+        ("/v1/messages", [{"type": "text", "text": QUESTION}], "text"),
+        ("/v1/responses", [{"type": "input_text", "text": QUESTION}], "input_text"),
     ],
 )
 def test_text_is_added_as_a_part_to_a_message_of_parts(
-    noting: Noting, path: str, content: list[Json], kind: str
+    recording_proxy: RecordingProxy, path: str, content: list[Json], kind: str
 ) -> None:
-    running, sent = noting
-    said = [*_long(running.port, path, "parts", evoke_recovery="breadcrumb"), ASKS]
+    running, sent = recording_proxy
+    said = [*_long(running.port, path, "parts", evoke_recovery="breadcrumb"), QUESTION]
     body = json.loads(body_of(path, said, **_request_for(path, False, evoke_recovery="breadcrumb")))
     _listed(path, body)[-1]["content"] = content
     headers = JSON | {"X-Evoke-Session": "parts"}
@@ -162,8 +164,8 @@ def _task(port: int, fields: Json) -> ChatClient:
 
 def _resident(port: int, running: RunningProxy, key: str) -> bool:
     """Whether all blocks of this name are in the slot."""
-    running.quiet()
-    (known,) = running.engine.conversations
+    running.wait_until_idle()
+    (known,) = running.gateway.conversations
     spans = [
         b.span for b in known.session.layout.blocks if b.display_name.rpartition("#")[0] == key
     ]
@@ -219,8 +221,10 @@ def test_unknown_and_missing_names_are_reported(patched_proxy: RunningProxy) -> 
     assert accounting["recover"] == {"unknown": [], "missing": ["user:1"]}
 
 
-def test_a_block_with_a_name_of_the_client_is_recovered_as_text(noting: Noting) -> None:
-    running, sent = noting
+def test_a_block_with_a_name_of_the_client_is_recovered_as_text(
+    recording_proxy: RecordingProxy,
+) -> None:
+    running, sent = recording_proxy
     talk = ChatClient(running.port, "own", {"evoke_budget": BUDGET, "evoke_recovery": "breadcrumb"})
     talk.messages.append({"role": "user", "content": FACT, "evoke_name": "vault"})
     talk.messages.append({"role": "assistant", "content": "Noted."})
@@ -249,7 +253,7 @@ def test_every_policy_stays_in_the_budget(patched_proxy: RunningProxy, name: str
     talk = ChatClient(patched_proxy.port, name, {"evoke_budget": BUDGET, "evoke_policy": name})
     talk.say(FACT)
     turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(7)]
-    turns.append(talk.say(ASKS))
+    turns.append(talk.say(QUESTION))
     for said in turns:
         assert said.headers["x-evoke-policy"] == name
         assert said.accounting["n_resident_peak"] <= BUDGET
@@ -299,11 +303,11 @@ def test_text_is_recovered_in_tool_results_of_every_dialect(strict_port: int, pa
 
 @pytest.mark.parametrize(("max_tokens", "quotes"), [(12, True), (7600, False)])
 def test_the_answer_keeps_its_position_in_the_context(
-    noting: Noting, max_tokens: int, quotes: bool
+    recording_proxy: RecordingProxy, max_tokens: int, quotes: bool
 ) -> None:
-    running, sent = noting
+    running, sent = recording_proxy
     path, fields = "/v1/chat/completions", {"evoke_recovery": "breadcrumb"}
-    said = [*_long(running.port, path, "full", **fields), ASKS]
+    said = [*_long(running.port, path, "full", **fields), QUESTION]
     stop = {"stop": ["a", "e", "i", "o", "1"], "max_tokens": max_tokens}
     accounting = accounting_of(
         post(running.port, path, said, "full", **_request_for(path, False, **fields), **stop)

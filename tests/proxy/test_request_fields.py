@@ -66,7 +66,7 @@ WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
 
 
 async def _ok(exchange: Exchange) -> None:
-    await exchange.say(response(b"{}", b"application/json"))
+    await exchange.send(response(b"{}", b"application/json"))
 
 
 def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Answer:

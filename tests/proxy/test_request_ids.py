@@ -33,7 +33,7 @@ def test_each_request_has_one_log_line(caplog: pytest.LogCaptureFixture) -> None
 
     async def behave(exchange: Exchange) -> None:
         if b"never" not in exchange.head:
-            await exchange.say(response(b"{}", b"application/json"))
+            await exchange.send(response(b"{}", b"application/json"))
 
     asked = {
         "fine": ("POST", "/v1/chat/completions", chat, 200),

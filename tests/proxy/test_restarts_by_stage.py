@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient, TurnResult
-from fault_injector import FaultInjector, wire
-from harness import PATIENCE_S, ask, llama_server, process_on, server_binary, until
+from fault_injector import FaultInjector, fault_injector
+from harness import TIMEOUT_S, ask, llama_server, process_on, server_binary, until
 from proxy_process import ProxyProcess
 
 from evoke_proxy.demo.processes import free_port
 
 BUDGET = 448
-FACT, ASKS, NUMBER = "My favorite number is 68285.", "What is my favorite number?", "68285"
+FACT, QUESTION, NUMBER = "My favorite number is 68285.", "What is my favorite number?", "68285"
 # What is sent to llama-server when each stage begins; "written back" is after everything.
 STAGES = {
     "before the plan": b"POST /evoke/render",
@@ -115,7 +115,7 @@ class Deployment:
 @pytest.fixture(params=["proxy", "server", "both"])
 def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deployment]:
     port = free_port()
-    with wire(port) as line:
+    with fault_injector(port) as line:
         made = Deployment(tmp_path, request.param, line, port)
         made.start_server()
         made.start_proxy()
@@ -142,29 +142,29 @@ def kill_at_stage(deployment: Deployment, talk: ChatClient, text: str, stage: st
     in_prefill = stage == "during the prefill"
     if STAGES[stage] and not late:
         kill = deployment.kill_while_decoding if in_prefill else deployment.kill
-        line.at(STAGES[stage], kill)
+        line.run_at(STAGES[stage], kill)
     body = talk.body(
         messages=[*talk.messages, {"role": "user", "content": text}],
         stream=True,
         max_tokens=12 if late else 200,
         ignore_eos=not late,
     )
-    connection = http.client.HTTPConnection("127.0.0.1", deployment.proxy.port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", deployment.proxy.port, timeout=TIMEOUT_S)
     received = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("POST", "/v1/chat/completions", body, talk.headers)
         answer = connection.getresponse()
         received = answer.read1(10)
         if late:
-            line.at(STAGES[stage], deployment.kill)
+            line.run_at(STAGES[stage], deployment.kill)
         if stage == "during the answer":
             deployment.kill()
         while part := answer.read1():
             received += part
     if STAGES[stage]:
-        assert line.struck.wait(PATIENCE_S), f"there was no {stage}"
+        assert line.fired.wait(TIMEOUT_S), f"there was no {stage}"
     if in_prefill:
-        assert deployment.killed_while_decoding.wait(PATIENCE_S)
+        assert deployment.killed_while_decoding.wait(TIMEOUT_S)
     connection.close()
     if late:
         text_parts = [
@@ -186,7 +186,7 @@ def test_only_new_text_is_decoded_after_a_kill_at_any_stage(deployment: Deployme
         n_before = said.accounting["n_prompt"]
         is_answered = kill_at_stage(deployment, talk, f"Now {stage}. {FILLER}", stage)
         deployment.restart()
-        said = say(deployment, talk, ASKS if is_answered else f"Now {stage}. {FILLER}")
+        said = say(deployment, talk, QUESTION if is_answered else f"Now {stage}. {FILLER}")
         accounting = said.accounting
         n_new = accounting["n_prompt"] - n_before
         assert accounting["decoded"] <= n_new + FEW, (stage, accounting)
@@ -198,6 +198,6 @@ def test_only_new_text_is_decoded_after_a_kill_at_any_stage(deployment: Deployme
     deployment.settle()
     deployment.kill()
     deployment.restart()
-    said = say(deployment, talk, ASKS)
+    said = say(deployment, talk, QUESTION)
     assert NUMBER in said.text
     assert said.accounting["decoded"] <= 2 * FEW + 8, said.accounting

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 from conversation import FILLER
-from harness import RunningProxy, any_server, ask, process_on, proxy, server_binary, until
-from stock_deployment import QUICK, Chat
+from harness import RunningProxy, ask, bare_llama_server, process_on, proxy, server_binary, until
+from stock_deployment import SAVE_ALWAYS, Chat
 
 from evoke_proxy.demo.processes import free_port
 from evoke_proxy.models import bundled_model
 
 ONE, TWO = "one", "two"
-ASKS = "What is my favorite number?"
+QUESTION = "What is my favorite number?"
 JSON = {"Content-Type": "application/json"}
 
 
@@ -41,7 +41,7 @@ class Deployment:
         models = str(self.folder / "models")
         options = ["--models-dir", models, "--models-max", "1", "-np", "1", "-c", "8192"]
         options += ["-t", "1", "--metrics", "--slot-save-path", str(self.folder / "slots")]
-        served = any_server(server_binary(patched=False), *options, port=self.port)
+        served = bare_llama_server(server_binary(patched=False), *options, port=self.port)
         self._server.enter_context(served)
 
     def kill_router(self) -> None:
@@ -80,8 +80,8 @@ class Deployment:
 
     def rested(self) -> None:
         """Wait until nothing goes on, and see that every slot was given back."""
-        self.proxy.settled()
-        pools = [repr(server.slots.pool) for server in self.proxy.engines]
+        self.proxy.wait_for_background()
+        pools = [repr(server.slots.pool) for server in self.proxy.servers]
         assert not any("*" in pool or "queued=0" not in pool for pool in pools), pools
 
 
@@ -97,7 +97,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     for name in (ONE, TWO):
         (tmp_path / "models" / f"{name}.gguf").symlink_to(bundled_model())
     made = Deployment(tmp_path, free_port())
-    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
     made.start()
     try:
         with proxy(made.port, snapshots__directory=str(tmp_path / "slots"), **settings) as running:
@@ -121,10 +121,10 @@ def _chat(model: str, number: int = 68285, n_turns: int = 5) -> Chat:
 
 def _recalls(deployment: Deployment, chat: Chat, number: int = 68285) -> tuple[int, int]:
     """One turn that is answered rightly: with the number of this conversation and no other."""
-    cost = chat.ask(deployment.proxy.port, ASKS)
+    cost = chat.ask(deployment.proxy.port, QUESTION)
     deployment.rested()
-    assert str(number) in chat.said["content"], chat.said
-    chat.hear()
+    assert str(number) in chat.reply["content"], chat.reply
+    chat.add_reply()
     return cost
 
 
@@ -192,8 +192,8 @@ def test_clients_that_disconnect_during_loading_leave_no_state(deployment: Deplo
     deployment.rested()
     _recalls(deployment, chats[ONE], 41937)
     _recalls(deployment, chats[TWO], 73920)
-    router = deployment.proxy.engine.server
-    models = [server for server in deployment.proxy.engines if server is not router]
+    router = deployment.proxy.gateway.server
+    models = [server for server in deployment.proxy.servers if server is not router]
     assert len(models) == 2, "each model was entered once"
 
 
@@ -206,13 +206,13 @@ def test_concurrent_requests_for_two_models_get_their_own_conversations(
         chat, answered = _chat(model, number, 2), 0
         for _ in range(3):
             try:
-                chat.ask(deployment.proxy.port, ASKS)
+                chat.ask(deployment.proxy.port, QUESTION)
             except (AssertionError, OSError, http.client.HTTPException):
                 chat.messages.pop()
                 continue
-            assert str(number) in chat.said["content"], chat.said
+            assert str(number) in chat.reply["content"], chat.reply
             answered += 1
-            chat.hear()
+            chat.add_reply()
         return chat, answered
 
     numbers = (68285, 41937, 73920, 25814)
@@ -234,7 +234,7 @@ def test_conversations_survive_a_restart_of_the_router(deployment: Deployment) -
         with contextlib.suppress(OSError, http.client.HTTPException):
             while answer.read1():
                 pass
-    deployment.proxy.settled()
+    deployment.proxy.wait_for_background()
     refused = ask(deployment.proxy.port, "POST", "/v1/chat/completions", b'{"messages":[]}', JSON)
     assert refused.status == 503
     deployment.start()

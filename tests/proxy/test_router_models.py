@@ -7,9 +7,9 @@ import json
 import tarfile
 from pathlib import Path
 
-from admin_client import operate
-from harness import RunningProxy, any_server, ask, proxy, server_binary
-from stock_deployment import QUICK, Chat, long_chat, quiet_metric
+from admin_client import admin_call
+from harness import RunningProxy, ask, bare_llama_server, proxy, server_binary
+from stock_deployment import SAVE_ALWAYS, Chat, final_metric, long_chat
 
 from bench.random_models import SHAPES, ensure
 
@@ -24,9 +24,9 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
         (models / f"{shape}.gguf").symlink_to(ensure(SHAPES[shape]))
     options = ["--models-dir", str(models), "--models-max", "1", "--slot-save-path", str(slots)]
     options += ["-np", "1", "-c", "8192", "-t", "1", "--metrics"]
-    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
     settings["snapshots__directory"] = str(slots)
-    with any_server(server_binary(patched=False), *options) as port:
+    with bare_llama_server(server_binary(patched=False), *options) as port:
         with proxy(port, **settings) as running:
             chats = {}
             for shape in ("tiny-dense", "tiny-moe"):
@@ -34,14 +34,14 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
                 chats[shape].fields = {"model": shape}
                 cached, new = chats[shape].ask(running.port, "So what is it?")
                 assert cached + new > 1500
-                running.settled()
-                chats[shape].hear()
+                running.wait_for_background()
+                chats[shape].add_reply()
             for chat in chats.values():
                 cached, new = chat.ask(running.port, NEW)
                 assert cached > 1500 and new <= SLACK
-                running.settled()
-                chat.hear()
-            assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
+                running.wait_for_background()
+                chat.add_reply()
+            assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 2
             _check_admin_calls(running, *chats.values())
             unknown = json.dumps({"model": "none", "messages": chats["tiny-moe"].messages}).encode()
             answer = ask(running.port, "POST", "/v1/chat/completions", unknown)
@@ -51,29 +51,29 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
 def _check_admin_calls(running: RunningProxy, dense: Chat, moe: Chat) -> None:
     """Sessions of both models are listed, shown, pinned, exported, and the one whose model is not
     loaded now is deleted."""
-    listed = operate(running, "GET", "sessions")["sessions"]
+    listed = admin_call(running, "GET", "sessions")["sessions"]
     of_dense, of_moe = (row["id"] for row in sorted(listed, key=lambda row: row["used"]))
     for id in (of_dense, of_moe):
-        shown = operate(running, "GET", f"sessions/{id}")
+        shown = admin_call(running, "GET", f"sessions/{id}")
         assert (shown["id"], shown["live"], shown["turns"]) == (id, True, 2)
         assert shown["snapshots"] and shown["history"][-1]["path"] == "restored"
-        pinned = operate(running, "PATCH", f"sessions/{id}", {"pinned": True})
+        pinned = admin_call(running, "PATCH", f"sessions/{id}", {"pinned": True})
         assert pinned["pinned"] and all(item["pinned"] for item in pinned["snapshots"])
         export = ask(running.port, "GET", f"/evoke/sessions/{id}/export")
         with tarfile.open(fileobj=io.BytesIO(export.body)) as tar:
             names = tar.getnames()
         assert names[0] == "manifest.json" and len(names) == 1 + len(shown["snapshots"])
-    done = operate(running, "DELETE", f"sessions/{of_dense}")
+    done = admin_call(running, "DELETE", f"sessions/{of_dense}")
     assert done["sessions"] == 1 and done["snapshots"] >= 1 and done["left"] == []
-    assert [s["id"] for s in operate(running, "GET", "sessions")["sessions"]] == [of_moe]
-    assert operate(running, "GET", f"sessions/{of_dense}", status=404)
+    assert [s["id"] for s in admin_call(running, "GET", "sessions")["sessions"]] == [of_moe]
+    assert admin_call(running, "GET", f"sessions/{of_dense}", status=404)
     # Nothing of it is left, in no slot and in no file; the other is there.
     for chat, kept in ((dense, False), (moe, True)):
         chat.messages.pop()
         chat.ask(running.port)
-        running.settled()
-        rows = operate(running, "GET", "sessions")["sessions"]
+        running.wait_for_background()
+        rows = admin_call(running, "GET", "sessions")["sessions"]
         (id,) = [row["id"] for row in rows if (row["id"] == of_moe) is kept]
-        latest = operate(running, "GET", f"sessions/{id}")["history"][-1]
+        latest = admin_call(running, "GET", f"sessions/{id}")["history"][-1]
         assert latest["path"] == ("restored" if kept else "decoded")
         assert latest["decoded"] <= SLACK if kept else latest["decoded"] > 1500

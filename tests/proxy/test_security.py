@@ -14,7 +14,7 @@ from pathlib import Path
 import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, answer_ok, chunked, fake_upstream, response
-from harness import PATIENCE_S, RunningProxy, ask, proxy, until
+from harness import TIMEOUT_S, RunningProxy, ask, proxy, until
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
@@ -49,7 +49,7 @@ def _bearer(key: str) -> dict[str, str]:
 
 def _raw(port: int, sent: bytes) -> bytes:
     """What comes back for these bytes until the connection ends."""
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S / 2) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S / 2) as client:
         client.sendall(sent)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
@@ -266,7 +266,7 @@ def test_no_target_reaches_another_server(
 def test_redirects_of_the_server_are_not_followed() -> None:
     async def away(exchange: Exchange) -> None:
         lines = b"HTTP/1.1 302 Found\r\nLocation: http://evil.example/\r\nContent-Length: 0\r\n\r\n"
-        await exchange.say(lines)
+        await exchange.send(lines)
 
     with fake_upstream(away) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "GET", "/x")
@@ -296,7 +296,7 @@ def test_a_body_over_the_limit_is_not_read_to_its_end(echo: FakeUpstream) -> Non
     with proxy(echo.port, limits__body_bytes=1000) as running:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\n"
         chunks = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"400\r\n" + b"x" * 1024 + b"\r\n"
-        with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as client:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=TIMEOUT_S) as client:
             client.sendall(chunks)
             assert client.recv(100).startswith(b"HTTP/1.1 413")
     assert echo.requests == []
@@ -341,8 +341,8 @@ def test_a_server_that_does_not_read_counts_as_an_upstream_error(
 def test_a_client_that_does_not_read_releases_its_slot() -> None:
     async def pour(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-        await exchange.say(head + b"Transfer-Encoding: chunked\r\n\r\n")
-        await exchange.say(*[chunked(b"data: " + b"x" * 65_000 + b"\n\n")] * 400)
+        await exchange.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        await exchange.send(*[chunked(b"data: " + b"x" * 65_000 + b"\n\n")] * 400)
 
     with fake_upstream(pour) as fake, proxy(fake.port, limits__write_timeout_s=0.3) as running:
         body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
@@ -365,7 +365,7 @@ def test_no_text_of_a_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> None
     spoken += [response(refused, b"application/json", b"400 Bad Request"), b""]
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(how.choice(spoken))
+        await exchange.send(how.choice(spoken))
         exchange.writer.close()
 
     how = random.Random(3)

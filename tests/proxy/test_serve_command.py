@@ -22,8 +22,8 @@ from typing import IO
 import pytest
 from conversation import FILLER
 from fake_upstream import Exchange, chunked, fake_upstream
-from fault_injector import wire
-from harness import PATIENCE_S, ask, until, unused_port
+from fault_injector import fault_injector
+from harness import TIMEOUT_S, ask, until, unused_port
 from stock_deployment import Chat, Deployment
 
 from evoke_proxy.demo.processes import free_port
@@ -78,9 +78,9 @@ def test_new_requests_are_refused_in_their_dialect_while_stopping() -> None:
 
     async def stream(exchange: Exchange) -> None:
         """Goes on until everything has been seen that is to be seen meanwhile."""
-        await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunked(b"x"))
-        await asyncio.to_thread(seen.wait, PATIENCE_S)
-        await exchange.say(*[chunked(b"x")] * 9, b"0\r\n\r\n", pause_s=0.01)
+        await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunked(b"x"))
+        await asyncio.to_thread(seen.wait, TIMEOUT_S)
+        await exchange.send(*[chunked(b"x")] * 9, b"0\r\n\r\n", pause_s=0.01)
 
     with (
         fake_upstream(stream) as fake,
@@ -101,13 +101,13 @@ def test_new_requests_are_refused_in_their_dialect_while_stopping() -> None:
         assert ask(port, "GET", "/v1/models").status == 503
         seen.set()
         assert answer.read() == b"x" * 9
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
         connection.close()
 
 
 async def _endless_stream(exchange: Exchange) -> None:
-    await exchange.say(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    await exchange.say(*[chunked(b"x")] * 600, pause_s=0.1)
+    await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    await exchange.send(*[chunked(b"x")] * 600, pause_s=0.1)
 
 
 def test_answers_beyond_the_drain_timeout_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_answers_beyond_the_drain_timeout_are_cut_off(monkeypatch: pytest.Monkey
     ):
         connection, answer = _begun(port)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
         connection.close()
 
 
@@ -133,21 +133,21 @@ def test_snapshots_are_on_disk_before_the_proxy_exits(
     ahead = threading.Event()
     with (
         deployment.server() as server,
-        wire(server) as line,
+        fault_injector(server) as line,
         _serving("--upstream", f"http://127.0.0.1:{line.port}") as (process, port),
     ):
         chat = Chat([{"role": "user", "content": f"Look. {FILLER * 4}"}])
 
         def answered() -> None:  # what comes next is decoded ahead, and looked at
-            line.at(b"POST /completion ", lambda: line.at(b"GET /slots ", ahead.set))
+            line.run_at(b"POST /completion ", lambda: line.run_at(b"GET /slots ", ahead.set))
 
-        line.at(b"POST /v1/chat/completions ", answered)
+        line.run_at(b"POST /v1/chat/completions ", answered)
         chat.ask(port)
-        assert ahead.wait(PATIENCE_S)
+        assert ahead.wait(TIMEOUT_S)
         time.sleep(0.5)  # for that look to be taken
         before = deployment.files()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
         assert len(before) == 1 and len(deployment.files()) == 2
 
 
@@ -180,7 +180,7 @@ def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) 
             200,
         )
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def _logged(log: Path, said: str) -> dict[str, object]:
@@ -199,7 +199,7 @@ def test_sigterm_stops_an_idle_proxy_without_upstream() -> None:
     with _serving("--upstream", f"http://127.0.0.1:{unused_port()}") as (process, port):
         assert ask(port, "GET", "/evoke/health").status == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_several_addresses() -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, ChatClient, endless
-from fault_injector import FaultInjector, wire
+from conversation import FILLER, ChatClient, endless_stream
+from fault_injector import FaultInjector, fault_injector
 from harness import (
     RunningProxy,
     ask,
@@ -29,7 +29,7 @@ from harness import (
     server_binary,
     until,
 )
-from stock_deployment import QUICK, Deployment, decoded, long_chat
+from stock_deployment import SAVE_ALWAYS, Deployment, decoded, long_chat
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.demo.processes import free_port
@@ -42,7 +42,7 @@ OPTIONS = ("-np", "2", "-no-kvu", "--evoke-ram", "64")
 @pytest.fixture(scope="module")
 def line(two_slots_port: int) -> Iterator[FaultInjector]:
     """A wire to a patched server with two slots."""
-    with wire(two_slots_port) as made:
+    with fault_injector(two_slots_port) as made:
         yield made
 
 
@@ -65,20 +65,20 @@ _starts: dict[int, list[object]] = {}
 def _watched(running: RunningProxy) -> Iterator[None]:
     """Count from here on what the engine takes for restarts."""
     starts = _starts[running.port] = []
-    running.engine.monitor.on_start.append(starts.append)
+    running.gateway.monitor.on_start.append(starts.append)
     yield
 
 
 def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: FaultInjector) -> None:
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        with endless(running.port) as first:
-            (known,) = running.engine.conversations
-            epoch, slot = known.budgeted.epoch, running.engine.server.slots.pool.slot_of(known.id)
+        with endless_stream(running.port) as first:
+            (known,) = running.gateway.conversations
+            epoch, slot = known.budgeted.epoch, running.gateway.server.slots.pool.slot_of(known.id)
             assert epoch is not None and slot is not None
             _break_one(running, line)
             # any request makes the engine ask what the server is
             ChatClient(running.port, "other").say("Hello.")
-            assert (known.budgeted.epoch, running.engine.server.slots.pool.slot_of(known.id)) == (
+            assert (known.budgeted.epoch, running.gateway.server.slots.pool.slot_of(known.id)) == (
                 epoch,
                 slot,
             )
@@ -87,10 +87,10 @@ def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: FaultInject
             with ThreadPoolExecutor(1) as others:
                 answer = others.submit(second.post)
                 until(
-                    lambda: running.engine.server.slots.pool.queued == 1, "it waits for the first"
+                    lambda: running.gateway.server.slots.pool.queued == 1, "it waits for the first"
                 )
                 assert known.in_use == 2 and not answer.done()
-                first.leave()
+                first.disconnect()
                 assert answer.result().status == 200
         assert _started(running) == 0
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 1
@@ -101,7 +101,7 @@ def test_a_broken_connection_keeps_the_state_of_a_conversation(line: FaultInject
         talk = ChatClient(running.port, "kept")
         for number in range(7):
             talk.say(f"Turn {number}. {FILLER}")
-            running.settled()
+            running.wait_for_background()
             _break_one(running, line)
         accounting = talk.say("Go on.").accounting
         assert accounting["marker"] == "ok" and accounting["decoded"] < 30
@@ -116,14 +116,14 @@ def test_a_failure_in_planning_and_forwarding_counts_once(
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         talk = ChatClient(running.port, "kept")
         talk.say("Hello.")
-        running.settled()
+        running.wait_for_background()
         line.break_at(b"POST ")
         talk.messages.append({"role": "user", "content": "Go on."})
         answer = talk.post()
         line.break_at(b"")
         assert answer.status == 503
-        running.settled()
-        found = running.engine.metrics.upstream_errors.collect()[0].samples
+        running.wait_for_background()
+        found = running.gateway.metrics.upstream_errors.collect()[0].samples
         assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
         assert talk.post().status == 200 and _started(running) == 0
 
@@ -132,13 +132,13 @@ def test_a_failed_request_whose_slot_cannot_be_polled_counts_once(line: FaultInj
     with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
         talk = ChatClient(running.port, "kept")
         talk.say("Hello.")
-        running.settled()
+        running.wait_for_background()
         line.break_at(b"POST /v1/chat/completions", b"GET /slots/")
         talk.messages.append({"role": "user", "content": "Go on."})
         assert talk.post().status == 503
-        running.settled()
+        running.wait_for_background()
         line.break_at()
-        found = running.engine.metrics.upstream_errors.collect()[0].samples
+        found = running.gateway.metrics.upstream_errors.collect()[0].samples
         assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
 
 
@@ -187,7 +187,7 @@ def test_no_request_of_a_client_looks_like_a_restart_of_llama_server() -> None:
                 talk.say(f"Turn {number}. {FILLER}")
             for _ in range(3):
                 _attack(running.port)
-                running.settled()
+                running.wait_for_background()
                 accounting = talk.say("Go on.").accounting
                 assert accounting["marker"] == "ok" and accounting["decoded"] < 30
             assert _started(running) == 0
@@ -223,8 +223,8 @@ def test_an_aborted_upload_is_no_failure_of_llama_server(
             b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzzz\r\n",
         ):
             _send_raw(running.port, head + framed)
-        running.settled()
-        found = running.engine.metrics.upstream_errors.collect()[0].samples
+        running.wait_for_background()
+        found = running.gateway.metrics.upstream_errors.collect()[0].samples
         assert [sample for sample in found if sample.value and "_total" in sample.name] == []
         assert _started(running) == 0
 
@@ -238,7 +238,7 @@ def test_another_process_on_the_same_port_is_detected_before_planning() -> None:
             talk = ChatClient(running.port, "kept")
             for number in range(6):
                 talk.say(f"Turn {number}. {FILLER}")
-            running.settled()
+            running.wait_for_background()
             os.kill(process_on(port), signal.SIGKILL)
             first.close()
             with llama_server(server_binary(patched=True), *OPTIONS, port=port):
@@ -261,27 +261,27 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
         with deployment.proxy(port, look_ahead=False) as running, _watched(running):
             chat = long_chat(300)
             chat.ask(running.port, "So what is it?")
-            running.settled()
-            chat.hear()
+            running.wait_for_background()
+            chat.add_reply()
             with contextlib.suppress(OSError, http.client.HTTPException):
                 ask(running.port, "GET", "/health", headers={"X-Large": "a" * 50_000})
             cached, new = chat.ask(running.port, "And now?")
             assert cached > new and _started(running) == 0
-            running.settled()
-            chat.hear()
+            running.wait_for_background()
+            chat.add_reply()
             first.close()
             with deployment.server(port) as again:
                 before = decoded(again)
                 cached, new = chat.ask(running.port, "And after that?")
                 assert cached > new and decoded(again) - before < 100, "it was restored"
-                running.settled()
+                running.wait_for_background()
 
 
 @contextmanager
 def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
     """Fails when two turns of a session have slots at once, or two requests are in one slot; counts
     turns by session."""
-    queue, upstream = running.engine.server.slots, running.engine.upstream
+    queue, upstream = running.gateway.server.slots, running.gateway.upstream
     acquire, returned, opened = queue.acquire, queue.returned, upstream.open
     exchange = queue.exchange
     sessions, turns, twice = dict[int, str](), Counter[str](), list[str]()
@@ -327,17 +327,17 @@ def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
         patched.setattr(queue, "exchange", exchanged)
         patched.setattr(upstream, "open", noted)
         yield turns
-        running.settled()
+        running.wait_for_background()
     assert twice == [] and not sessions
 
 
 @contextmanager
 def _stock(folder: Path) -> Iterator[tuple[FaultInjector, dict[str, object]]]:
     """A wire to a stock server with two slots, settings of a proxy that keeps them."""
-    settings = {f"snapshots__{key}": value for key, value in QUICK.items()}
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
     settings |= {"snapshots__directory": str(folder), "snapshots__min_tokens": 32}
     deployment = Deployment(folder, "", ("-np", "2", "--no-cache-idle-slots"))
-    with deployment.server() as port, wire(port) as line:
+    with deployment.server() as port, fault_injector(port) as line:
         yield line, settings
 
 
@@ -397,12 +397,12 @@ def _check_interleaved_turns(
                 one.result()
             done.set()
             breaking.result()
-        running.settled()
+        running.wait_for_background()
         assert max(turns_of.values()) > 2 and _started(running) == 0
         for name in names:
             assert ChatClient(running.port, name).say("Still there?").text
-        running.settled()
-        assert "*" not in repr(running.engine.server.slots.pool), "every slot was given back"
+        running.wait_for_background()
+        assert "*" not in repr(running.gateway.server.slots.pool), "every slot was given back"
 
 
 def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
@@ -412,7 +412,7 @@ def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
     with proxy(patched_port, policy__budget=BUDGET) as running:
         talk = ChatClient(running.port, "kept")
         talk.say(FILLER)
-        running.settled()
+        running.wait_for_background()
         looked, planned = list[object](), list[object]()
         slot, run = BlockApi.slot, BlockApi.run
 
@@ -426,14 +426,14 @@ def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
 
         monkeypatch.setattr(BlockApi, "slot", looks)
         monkeypatch.setattr(BlockApi, "run", runs)
-        with endless(patched_port) as somebody, ThreadPoolExecutor(1) as client:
+        with endless_stream(patched_port) as somebody, ThreadPoolExecutor(1) as client:
             answering = client.submit(talk.say, "Go on.")
             until(lambda: len(looked) > 2 or planned)
             assert not planned, "the slot is not ours yet"
-            somebody.leave()
+            somebody.disconnect()
             accounting = answering.result().accounting
         assert accounting["marker"] == "ok" and accounting["n_resident_peak"] <= BUDGET
-        found = running.engine.metrics.degraded.collect()[0].samples
+        found = running.gateway.metrics.degraded.collect()[0].samples
         assert not any(sample.value for sample in found if sample.name.endswith("_total"))
 
 
@@ -445,6 +445,6 @@ def test_a_long_upload_that_is_refused_early_gets_the_refusal() -> None:
             for target in ("/tokenize", "/completion", "/no/such/path") * 4:
                 answer = ask(running.port, "POST", target, body, {"Authorization": "Bearer wrong"})
                 assert answer.status == 401 and b"Invalid API Key" in answer.body
-            found = running.engine.metrics.upstream_errors.collect()[0].samples
+            found = running.gateway.metrics.upstream_errors.collect()[0].samples
             assert [sample for sample in found if sample.value and "_total" in sample.name] == []
             assert _started(running) == 0

@@ -13,7 +13,7 @@ from harness import RunningProxy, llama_server, proxy, server_binary
 from bench.random_models import SHAPES, ensure
 
 BUDGET = 448
-FACT, ASKS, NUMBER = "My favorite number is 68285.", "What is my favorite number?", "68285"
+FACT, QUESTION, NUMBER = "My favorite number is 68285.", "What is my favorite number?", "68285"
 TURNS = [FACT, *(f"Turn {number}. {FILLER}" for number in range(6))]
 FEW = 40
 BOTH = pytest.mark.parametrize("n_slots", [1, 2])
@@ -34,7 +34,7 @@ class Person(ChatClient):
         """The token accounting of a turn, and the id of its session."""
         self.port = running.port
         said = self.say(text, evoke_priority=1.0)
-        running.settled()
+        running.wait_for_background()
         assert said.accounting["marker"] == "ok"
         return {**said.accounting, "text": said.text, "session": said.headers["x-evoke-session"]}
 
@@ -61,7 +61,7 @@ def test_conversations_find_their_slots_and_copies_again(port: int, n_slots: int
         two, two_id = told(running, fact="My favorite number is 41937.")
     with proxy(port, policy__budget=BUDGET) as running:
         for person, id, number in ((two, two_id, "41937"), (one, one_id, NUMBER)):
-            found = person.turn(running, ASKS)
+            found = person.turn(running, QUESTION)
             assert found["session"] == id
             assert number in found["text"]
             assert found["decoded"] <= FEW, found
@@ -94,11 +94,11 @@ def test_a_tenant_does_not_continue_the_session_of_another(port: int, n_slots: i
         one, id = told(running)
     with proxy(port, policy__budget=BUDGET) as running:
         other = Person(0, key="two", messages=list(one.messages))
-        found = other.turn(running, ASKS)
+        found = other.turn(running, QUESTION)
         assert found["session"] != id
         # Rows up to the first hole are those of any decode of these tokens.
         assert found["recovered"] == 0
-        again = one.turn(running, ASKS)
+        again = one.turn(running, QUESTION)
         assert again["session"] == id
         assert again["decoded"] <= FEW + 32, again
 
@@ -111,7 +111,7 @@ def test_a_session_whose_history_was_replaced_starts_anew(port: int, n_slots: in
     with proxy(port, policy__budget=BUDGET) as running:
         one.messages = [one.messages[0], {"role": "user", "content": f"Summary: {FACT}"}]
         one.messages.append({"role": "assistant", "content": "I see."})
-        found = one.turn(running, ASKS)
+        found = one.turn(running, QUESTION)
         assert found["session"] != id
         assert NUMBER in found["text"]
 
@@ -125,7 +125,7 @@ def test_rows_of_hybrids_and_sliding_windows_stay_in_their_slot(shape: str) -> N
         with proxy(port, policy__budget=BUDGET) as running:
             one, id = told(running)
         with proxy(port, policy__budget=BUDGET) as running:
-            found = one.turn(running, ASKS)
+            found = one.turn(running, QUESTION)
     assert found["session"] == id
     assert found["decoded"] <= FEW
     assert found["omitted"] > 0 and found["recovered"] > 0

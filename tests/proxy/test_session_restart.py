@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_client import fact_block, operate
+from admin_client import admin_call, fact_block
 from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, llama_server, process_on, proxy, server_binary
 
@@ -49,7 +49,7 @@ class Deployment:
     def start(self, what: str) -> None:
         """Kill what runs of it, without a word, and start it again; it has the port it had."""
         if self.running is not None:
-            self.running.settled()
+            self.running.wait_for_background()
         if what in ("proxy", "both"):
             self._proxy.close()
         if what in ("server", "both"):
@@ -75,7 +75,7 @@ def rested(*houses: Deployment) -> None:
     """Wait until what follows an answer is done: copies, files, the record."""
     for deployment in houses:
         assert deployment.running is not None
-        deployment.running.settled()
+        deployment.running.wait_for_background()
 
 
 @contextmanager
@@ -161,12 +161,12 @@ def test_a_session_continues_after_a_restart_of_server_proxy_or_both(tmp_path: P
 
 def ordered(running: RunningProxy, budget: int) -> None:
     """An operator keeps the session, gives it a budget of its own, and pins what holds the fact."""
-    (session,) = operate(running, "GET", "sessions")["sessions"]
+    (session,) = admin_call(running, "GET", "sessions")["sessions"]
     place = f"sessions/{session['id']}"
-    operate(running, "PATCH", place, {"pinned": True, "budget": budget})
-    block = fact_block(operate(running, "GET", place))
+    admin_call(running, "PATCH", place, {"pinned": True, "budget": budget})
+    block = fact_block(admin_call(running, "GET", place))
     span = {"p0": block["p0"], "p1": block["p1"]}
-    operate(running, "POST", f"{place}/blocks", {"action": "pin"} | span)
+    admin_call(running, "POST", f"{place}/blocks", {"action": "pin"} | span)
 
 
 def test_changes_by_an_operator_survive_a_restart_of_the_proxy(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_changes_by_an_operator_survive_a_restart_of_the_proxy(tmp_path: Path) -
             subject.start(event)
             rested(subject, control)
             assert subject.running is not None and control.running is not None
-            (session,) = operate(subject.running, "GET", "sessions")["sessions"]
+            (session,) = admin_call(subject.running, "GET", "sessions")["sessions"]
             assert session["pinned"] and session["own_budget"] and session["limit"] == own
             mine = turn(talks[0], subject.running.port, "Go on.", **FORCED)
             theirs = turn(talks[1], control.running.port, "Go on.", **FORCED)
@@ -196,7 +196,7 @@ def test_changes_by_an_operator_survive_a_restart_of_the_proxy(tmp_path: Path) -
             assert mine["n_resident_peak"] <= own and mine["marker"] == "ok"
             rested(subject)
             place = f"sessions/{session['id']}"
-            shown.append(fact_block(operate(subject.running, "GET", place)))
+            shown.append(fact_block(admin_call(subject.running, "GET", place)))
         assert all(block["pinned"] and block["state"] == "resident" for block in shown)
 
 

@@ -31,7 +31,7 @@ ASIDE = [
 
 
 def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
-    running.quiet()
+    running.wait_until_idle()
     found: list[dict[str, Any]] = json.loads(ask(running.port, "GET", "/evoke/sessions").body)[
         "sessions"
     ]
@@ -92,7 +92,7 @@ def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
         accounting = json.loads(reply.body)["timings"]["evoke"]
         assert accounting["n_prompt"] > BUDGET >= accounting["n_resident_peak"]
         talk.say("Go on.")
-        running.settled()
+        running.wait_for_background()
         own = _sessions(running)[0]["id"]
         blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
         assert {block["name"].partition("/")[0] for block in blocks} == {own}

@@ -65,7 +65,7 @@ def test_a_server_woken_by_a_scrape_is_not_scraped_again_while_it_sleeps() -> No
 
     async def wake(exchange: Exchange) -> None:
         fake.props = awake
-        await exchange.say(response(b"llamacpp:n 1\n"))
+        await exchange.send(response(b"llamacpp:n 1\n"))
 
     with fake_upstream(wake) as fake, proxy(fake.port) as running:
         for number in range(3):
@@ -79,7 +79,7 @@ def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> 
     port, patched = sleepy
     _await_sleep(port)
     with proxy(port) as running:
-        assert running.engine.info.patched == patched
+        assert running.gateway.info.patched == patched
         assert ask(running.port, "GET", "/evoke/ready").status == 200
         assert _sleeps(port)
 

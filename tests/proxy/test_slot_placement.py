@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from comparison import comparable
-from conversation import FILLER, ChatClient, endless, events
+from conversation import FILLER, ChatClient, endless_stream, events
 from harness import Answer, RunningProxy, ask, llama_server, proxy, server_binary, until
 
 BUDGET = 320
@@ -49,7 +49,7 @@ def _conversations(running: RunningProxy) -> list[ChatClient]:
 
 
 def _slots(running: RunningProxy) -> dict[str, int]:
-    running.quiet()
+    running.wait_until_idle()
     sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
     return {known["name"]: known["slot"] for known in sessions}
 
@@ -160,23 +160,23 @@ def test_an_unknown_slot_is_ignored(two_slots: RunningProxy, named: object) -> N
 
 def test_a_request_waits_for_the_slot_it_names(two_slots: RunningProxy) -> None:
     raw = {"prompt": "A", "n_predict": 3, "id_slot": 1}
-    with endless(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
+    with endless_stream(two_slots.port, id_slot=1) as slow, ThreadPoolExecutor(1) as pool:
         beside = ChatClient(two_slots.port, "beside")
         assert beside.say("hello").accounting["marker"] == "ok"
         asked = pool.submit(_post, two_slots.port, "/completion", **raw)
-        until(lambda: two_slots.engine.server.slots.pool.queued)
+        until(lambda: two_slots.gateway.server.slots.pool.queued)
         assert beside.say("Go on.").accounting["marker"] == "ok" and not asked.done()
-        slow.leave()
+        slow.disconnect()
         assert json.loads(asked.result().body)["id_slot"] == 1
-        assert not [known for known in two_slots.engine.conversations if known.in_use]
+        assert not [known for known in two_slots.gateway.conversations if known.in_use]
 
 
 def test_a_request_that_cannot_lease_all_its_slots_releases_those_it_has(port: int) -> None:
     with proxy(port, policy__budget=BUDGET, limits__queue_timeout_s=0.3) as running:
-        with endless(running.port, id_slot=1):
+        with endless_stream(running.port, id_slot=1):
             fields = {"messages": HELLO, "max_tokens": 4, "n": 2}
             refused = _post(running.port, "/v1/chat/completions", **fields)
             assert (refused.status, "retry-after" in refused.headers) == (503, True)
             beside = ChatClient(running.port, "beside", {"id_slot": 0})
             assert beside.say("hello").accounting["marker"] == "ok"
-            assert [known for known in running.engine.conversations if known.in_use]
+            assert [known for known in running.gateway.conversations if known.in_use]

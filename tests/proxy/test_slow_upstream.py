@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream, response
-from harness import PATIENCE_S, RunningProxy, ask, pool, proxy, until
+from harness import TIMEOUT_S, RunningProxy, ask, pool, proxy, until
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
@@ -26,7 +26,7 @@ def _sends_and_stops(sent: bytes) -> Behaviour:
     """A server that says this much and then nothing, until it is left."""
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(sent)
+        await exchange.send(sent)
         await asyncio.Event().wait()
 
     return behave
@@ -36,7 +36,7 @@ def _sends_slowly(sent: bytes, pause_s: float) -> Behaviour:
     """A server that sends a byte at a time."""
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(*[bytes((byte,)) for byte in sent], pause_s=pause_s)
+        await exchange.send(*[bytes((byte,)) for byte in sent], pause_s=pause_s)
 
     return behave
 
@@ -77,7 +77,7 @@ def test_a_stalled_reply_is_cut_off(sent: bytes, path: str) -> None:
 
 def _is_whole(port: int, path: str) -> bool:
     """Whether an answer is complete as far as its client can tell."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         connection.request("POST", path, CHAT, JSON)
         try:
@@ -109,9 +109,9 @@ def test_a_slow_reply_arrives_whole_and_delays_no_other() -> None:
 
     async def behave(exchange: Exchange) -> None:
         if b"POST /fast" in exchange.head:
-            await exchange.say(fast)
+            await exchange.send(fast)
         else:
-            await exchange.say(STREAM)
+            await exchange.send(STREAM)
             await _sends_slowly(dripped[len(STREAM) :], 0.05)(exchange)
 
     with (
@@ -151,9 +151,9 @@ def test_replies_to_the_proxys_own_calls_are_limited_in_size(
 
     async def pour(exchange: Exchange) -> None:
         if b"/evoke/render" in exchange.head:
-            await exchange.say(STREAM, *[chunked(b"[" * 65_000)] * 100, b"0\r\n\r\n")
+            await exchange.send(STREAM, *[chunked(b"[" * 65_000)] * 100, b"0\r\n\r\n")
         else:
-            await exchange.say(ANSWER)
+            await exchange.send(ANSWER)
 
     monkeypatch.setattr("evoke_proxy.adapters.llama.transport.ANSWER_BYTES", 1 << 20)
     with (
@@ -167,7 +167,7 @@ def test_replies_to_the_proxys_own_calls_are_limited_in_size(
 
 def test_a_slow_server_of_a_pool_delays_only_its_own_requests() -> None:
     async def fast(exchange: Exchange) -> None:
-        await exchange.say(ANSWER)
+        await exchange.send(ANSWER)
 
     limits = {"upstream__read_timeout_s": LIMIT_S, "pool__health_timeout_s": LIMIT_S}
     with (

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 from fake_upstream import Exchange, fake_upstream, response
 from harness import (
-    PATIENCE_S,
+    TIMEOUT_S,
     ThreadedLoop,
     ask,
     llama_server,
@@ -20,7 +20,14 @@ from harness import (
     server_binary,
     until,
 )
-from smuggled_requests import FRAMED, HEADS, Guarded, answer_of, attacks, framed
+from smuggled_requests import (
+    FRAMING_NAMES,
+    HEAD_NAMES,
+    AttackedProxy,
+    ambiguous_requests,
+    read_answer,
+    unparsable_heads,
+)
 from tap import tap
 
 from evoke_proxy.adapters.secret_files import write_secret
@@ -34,7 +41,7 @@ UPSTREAM_KEY = "key-that-only-the-proxy-has"
 @pytest.fixture(scope="module", params=["with --api-key", "without"])
 def client_access_check(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Guarded]:
+) -> Iterator[AttackedProxy]:
     options = ["-np", "1", "--slots", "--metrics"]
     settings = {}
     if keyed := request.param == "with --api-key":
@@ -46,58 +53,60 @@ def client_access_check(
         port = stack.enter_context(llama_server(server_binary(patched=False), *options))
         between = stack.enter_context(tap(port))
         running = stack.enter_context(proxy(between.port, **settings))
-        yield Guarded(running, between, ALICE if keyed else "")
+        yield AttackedProxy(running, between, ALICE if keyed else "")
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", HEAD_NAMES)
 def test_a_head_that_llama_server_cannot_parse_is_not_forwarded(
-    client_access_check: Guarded, name: str
+    client_access_check: AttackedProxy, name: str
 ) -> None:
     """Also not on a connection that has carried good requests, with its upstream one kept alive."""
-    attack, statuses = attacks(client_access_check)[name]
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    attack, statuses = unparsable_heads(client_access_check)[name]
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(client_access_check.request("GET /props HTTP/1.1", ()))
-        assert answer_of(client)[0] == 200
+        assert read_answer(client)[0] == 200
         n_connections = len(client_access_check.tap.sent)
         sent, answered = client_access_check.tap.n_sent, len(client_access_check.tap.statuses)
         client.sendall(attack)
-        status, body = answer_of(client)
+        status, body = read_answer(client)
     assert status in statuses, body
     assert "message" in json.loads(body)["error"]
     # What comes after it is answered, by the answer to it and no other.
     assert client_access_check.tap.n_sent == sent
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
-        status, body = answer_of(client)
+        status, body = read_answer(client)
         assert status == 200 and json.loads(body)["object"] == "list"
     assert len(client_access_check.tap.statuses) == answered + 1
     assert len(client_access_check.tap.statuses) == client_access_check.forwarded
     assert b"/slots" not in b"".join(client_access_check.tap.sent[n_connections:])
 
 
-@pytest.mark.parametrize("name", FRAMED)
-def test_a_body_cannot_smuggle_a_second_request(client_access_check: Guarded, name: str) -> None:
+@pytest.mark.parametrize("name", FRAMING_NAMES)
+def test_a_body_cannot_smuggle_a_second_request(
+    client_access_check: AttackedProxy, name: str
+) -> None:
     """llama-server answers as many requests as the proxy makes, and each client gets its own."""
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
-        client.sendall(framed(client_access_check)[name])
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
+        client.sendall(ambiguous_requests(client_access_check)[name])
         with contextlib.suppress(TimeoutError):
             client.settimeout(0.3)
             while client.recv(1 << 16):
                 pass
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
-        status, body = answer_of(client)
+        status, body = read_answer(client)
         assert status == 200 and json.loads(body)["object"] == "list"
     until(lambda: len(client_access_check.tap.statuses) >= client_access_check.forwarded)
     assert len(client_access_check.tap.statuses) == client_access_check.forwarded
 
 
-def test_health_forwards_nothing_of_the_request(client_access_check: Guarded) -> None:
+def test_health_forwards_nothing_of_the_request(client_access_check: AttackedProxy) -> None:
     sent = len(b"".join(client_access_check.tap.sent))
     lines = ("X-Secret: s3cret", "Content-Length: 6", "X-Conversation-Id: 7")
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(client_access_check.request("GET /health HTTP/1.1", lines, "s3cret"))
-        assert answer_of(client) == (200, b'{"status":"ok"}')
+        assert read_answer(client) == (200, b'{"status":"ok"}')
     seen = b"".join(client_access_check.tap.sent)
     assert len(seen) > sent and b"s3cret" not in seen and b"X-Conversation-Id" not in seen
     origin = {"Origin": "http://a.example:3000"}
@@ -116,7 +125,7 @@ def test_health_forwards_nothing_of_the_request(client_access_check: Guarded) ->
 
 
 def test_llama_server_parses_the_largest_accepted_head(
-    client_access_check: Guarded,
+    client_access_check: AttackedProxy,
 ) -> None:
     """8,000 bytes of a line and of a target, 90 headers: forwarded where headers are, and 200."""
     own = 3 if client_access_check.key else 2  # Authorization and Host, and Content-Length
@@ -124,34 +133,32 @@ def test_llama_server_parses_the_largest_accepted_head(
     longest = f"User-Agent: {'u' * (8000 - len('User-Agent: '))}"
     target = "/tokenize?" + "q" * (8000 - len("/tokenize?"))
     body = ("Content-Length: 15", longest, *lines)
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(
             client_access_check.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}')
         )
-        status, answered = answer_of(client)
+        status, answered = read_answer(client)
         assert status == 200 and json.loads(answered)["tokens"], answered
     for extra, status in ((f"X-L: {'x' * 7996}", 431), ("X-1: 1\r\nX-2: 2\r\nX-3: 3", 431)):
-        with socket.create_connection(
-            ("127.0.0.1", client_access_check.port), PATIENCE_S
-        ) as client:
+        with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
             client.sendall(client_access_check.request("POST /tokenize HTTP/1.1", (*body, extra)))
-            assert answer_of(client)[0] == status
+            assert read_answer(client)[0] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_a_refused_head_is_answered_in_the_dialect_of_its_path(
-    client_access_check: Guarded, path: str
+    client_access_check: AttackedProxy, path: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", client_access_check.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
         client.sendall(client_access_check.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
-        status, body = answer_of(client)
+        status, body = read_answer(client)
     error = json.loads(body)
     assert status == 431 and ("type" in error) == (path == "/v1/messages")
 
 
 def test_an_upstream_connection_is_not_reused_after_an_error() -> None:
     async def refuse(exchange: Exchange) -> None:
-        await exchange.say(response(b"no", status=b"404 Not Found"))
+        await exchange.send(response(b"no", status=b"404 Not Found"))
 
     with fake_upstream(refuse) as fake, tap(fake.port) as between, proxy(between.port) as running:
         for _ in range(3):
@@ -184,7 +191,7 @@ def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
 
     with ThreadedLoop() as thread:
         starting = asyncio.start_server(serve, "127.0.0.1", 0)
-        server = asyncio.run_coroutine_threadsafe(starting, thread.loop).result(PATIENCE_S)
+        server = asyncio.run_coroutine_threadsafe(starting, thread.loop).result(TIMEOUT_S)
         with proxy(server.sockets[0].getsockname()[1]) as running:
             answer = ask(running.port, "POST", "/x", b"x" * (32 << 20))
             assert answer.status == int(status.split()[0])

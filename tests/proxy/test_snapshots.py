@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from harness import ask, until
-from stock_deployment import Chat, Deployment, decoded, long_chat, quiet_metric, template
+from stock_deployment import Chat, Deployment, decoded, final_metric, long_chat, template
 
 QWEN = tuple(template("Qwen3.5-4B"))
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
@@ -42,22 +42,22 @@ def test_after_a_restart_of_both_only_new_text_is_decoded(
     shape: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     deployment, chat = Deployment(tmp_path, shape, options), long_chat(1100)
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         first = sum(chat.ask(running.port, "So what is it?"))
         assert first > 4000
-        running.settled()
-        chat.hear()
-    with deployment.both() as running:
+        running.wait_for_background()
+        chat.add_reply()
+    with deployment.server_and_proxy() as running:
         limit = new_tokens(running.port, NEW) + SLACK
         before = decoded(running.port)
         chat.ask(running.port, NEW)
         assert decoded(running.port) - before <= limit
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
-    with deployment.both() as running:  # the same once more: the client regenerates
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+    with deployment.server_and_proxy() as running:  # the same once more: the client regenerates
         before = decoded(running.port)
         chat.ask(running.port)
         assert decoded(running.port) - before <= SLACK
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
         assert running.metric("evoke_degraded_total", stage="restore") == 0
 
 
@@ -69,15 +69,15 @@ def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_to_a_fifth(
     for look_ahead in (False, True):
         chat = long_chat(1100)
         chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
-        with deployment.both(look_ahead=look_ahead) as running:
+        with deployment.server_and_proxy(look_ahead=look_ahead) as running:
             chat.ask(running.port, "So what is it?")
-            running.settled()
-            chat.hear()
+            running.wait_for_background()
+            chat.add_reply()
             before = decoded(running.port)
             chat.ask(running.port, NEW)
             costs[look_ahead] = decoded(running.port) - before
             wanted = "done" if look_ahead else "none"
-            assert quiet_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
+            assert final_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
         for file in deployment.files():
             file.unlink()
     assert costs[True] <= costs[False] / 5
@@ -88,9 +88,9 @@ def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> No
     the template rewrites the steps when the user speaks again."""
     deployment, chat = Deployment(tmp_path, HYBRID, QWEN), long_chat(400)
     chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
-    with deployment.both(look_ahead=False) as running:
+    with deployment.server_and_proxy(look_ahead=False) as running:
         chat.ask(running.port, "Look twice.")
-        running.settled()
+        running.wait_for_background()
         for id in ("c0", "c1"):
             call = {"id": id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
             step = {"role": "assistant", "content": "", "reasoning_content": f"so {id}"}
@@ -98,29 +98,29 @@ def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> No
             seen = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
             chat.messages.append(seen)
             chat.ask(running.port)
-            running.settled()
+            running.wait_for_background()
         assert len(deployment.files()) == 2
     for goes_on, most in ((True, SLACK), (False, 500)):
         if not goes_on:
             chat.messages.append({"role": "assistant", "content": "Done."})
-        with deployment.both(look_ahead=False) as running:
+        with deployment.server_and_proxy(look_ahead=False) as running:
             before = decoded(running.port)
             cached, _ = chat.ask(running.port, None if goes_on else NEW)
             assert cached > 1000 and decoded(running.port) - before <= most
-            assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+            assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
 
 
 def test_restores_stop_and_are_reported_when_they_save_nothing(tmp_path: Path) -> None:
     """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
     deployment = Deployment(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
-    with deployment.both(look_ahead=False) as running:
+    with deployment.server_and_proxy(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for turn in range(3):
             for chat in chats:
                 cached, new = chat.ask(running.port, f"Turn {turn}?")
                 assert cached + new > 900
-                running.settled()
-                chat.hear()
+                running.wait_for_background()
+                chat.add_reply()
         wasted = running.metric("evoke_snapshot_restores_total", result="wasted")
         assert wasted == 3
         detail = json.loads(ask(running.port, "GET", "/evoke/ready").body)["checks"]["snapshots"]
@@ -135,14 +135,14 @@ def test_a_prompt_that_diverges_from_restored_windows_is_answered_correctly(
     chat = long_chat(300)
     chat.fields = NO_THINKING
     fields = NO_THINKING | {"logprobs": True, "top_logprobs": 4, "max_tokens": 2}
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         chat.ask(running.port, "Begin.", max_tokens=50)
-        running.settled()
-        chat.hear()
+        running.wait_for_background()
+        chat.add_reply()
     kept = len(chat.messages) - 1
     with deployment.server() as port, deployment.proxy(port) as running:
         chat.ask(running.port, NEW)
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
         chat.messages[kept:] = [{"role": "assistant", "content": "No."}]
         chat.messages.append({"role": "user", "content": "Why?"})
         body = {"messages": chat.messages, "temperature": 0, **fields}
@@ -159,16 +159,16 @@ def test_a_prompt_that_diverges_from_restored_windows_is_answered_correctly(
 
 def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         chats = [long_chat(400, start) for start in (0, 7, 13)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
-            running.settled()
-            chat.hear()
+            running.wait_for_background()
+            chat.add_reply()
         before = decoded(running.port)
         for chat in chats:
             chat.ask(running.port, NEW)
-            running.settled()
+            running.wait_for_background()
         assert decoded(running.port) - before <= 3 * (SLACK + 10)
         assert running.metric("evoke_snapshot_restores_total", result="useful") == 3
 
@@ -176,25 +176,25 @@ def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_pa
 def test_the_ram_cache_of_the_server_is_used(tmp_path: Path) -> None:
     """A default server empties idle slots into memory: what it has there is longer than a file."""
     deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
-    with deployment.both(look_ahead=False) as running:
+    with deployment.server_and_proxy(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for chat in chats:
             chat.ask(running.port, "Begin.")
-            running.settled()
-            chat.hear()
+            running.wait_for_background()
+            chat.add_reply()
         before = decoded(running.port)
         chats[0].ask(running.port, NEW)
         assert decoded(running.port) - before <= SLACK
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
 
 
 def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "", ("-c", "8192"))
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         other, chat = Chat([]), long_chat(300)
         other.ask(running.port, "Nothing of note.")
-        running.settled()
-        slow, calls = running.engine.server.strategies.snapshots._lookahead, []
+        running.wait_for_background()
+        slow, calls = running.gateway.server.strategies.snapshots._lookahead, []
 
         async def never(*given: Any) -> None:
             calls.append(1)
@@ -208,9 +208,13 @@ def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
 
 
 def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
-    with Deployment(tmp_path).both() as running:
+    with Deployment(tmp_path).server_and_proxy() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
-        upstream, slots, first = running.engine.upstream, running.engine.server.slots, iter([True])
+        upstream, slots, first = (
+            running.gateway.upstream,
+            running.gateway.server.slots,
+            iter([True]),
+        )
         opened = upstream.open
 
         @asynccontextmanager
@@ -224,7 +228,7 @@ def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
         upstream.open = both_there  # type: ignore[method-assign,assignment]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
-        running.settled()
+        running.wait_for_background()
         results = {
             result: running.metric("evoke_look_aheads_total", result=result)
             for result in ("done", "skipped", "cancelled")
@@ -242,15 +246,15 @@ def test_a_directory_that_the_server_does_not_use_is_reported(
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
         assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
         chat.ask(running.port, "Begin.")
-        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
+        assert final_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
     assert not list(ours.glob("*.evoke-*"))
 
 
 def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path) -> None:
     deployment, chat = Deployment(tmp_path), long_chat(300)
-    with deployment.both() as running:
-        running.settled()  # it decodes something to learn what llama-server is
-        calls = running.engine.server.strategies.snapshots._api
+    with deployment.server_and_proxy() as running:
+        running.wait_for_background()  # it decodes something to learn what llama-server is
+        calls = running.gateway.server.strategies.snapshots._api
 
         async def broken(*_: object) -> None:
             raise RuntimeError("broken on purpose")
@@ -264,15 +268,15 @@ def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path)
 
 def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path)
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         raw = {"prompt": "a b " * 300, "max_tokens": 4, "temperature": 0}
         answer = ask(running.port, "POST", "/v1/completions", json.dumps(raw).encode())
         assert answer.status == 200
         for fields in ({"cache_prompt": False}, {"id_slot": 0}, {"evoke": False}):
             long_chat(300).ask(running.port, "Begin.", **fields)
-        running.settled()
+        running.wait_for_background()
         assert deployment.files() == []
-        assert len(running.engine.conversations) == 0
+        assert len(running.gateway.conversations) == 0
 
 
 @pytest.mark.parametrize(
@@ -287,9 +291,9 @@ def test_the_stability_of_real_templates_is_measured_at_start(
     name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
 ) -> None:
     deployment = Deployment(tmp_path, "", tuple(template(name)))
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         assert ask(running.port, "GET", "/evoke/ready").status == 200
-        facts = running.engine.server.strategies.snapshots.probe
+        facts = running.gateway.server.strategies.snapshots.probe
         found = [facts.stability(tools) for tools in (False, True)]
     assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]
 
@@ -308,9 +312,9 @@ def test_concurrent_requests_cost_the_server_little_more_than_directly(
             with ThreadPoolExecutor(len(chats)) as pool:
                 to = port if arm == "direct" else running.port
                 list(pool.map(lambda chat, to=to: _three_turns(chat, to), chats))
-            running.settled()
+            running.wait_for_background()
             totals[arm] = decoded(port)
-            assert not running.engine.metrics.degraded.collect()[0].samples
+            assert not running.gateway.metrics.degraded.collect()[0].samples
     assert totals["ours"] <= 1.3 * totals["direct"]
 
 
@@ -325,13 +329,13 @@ def test_one_at_a_time_runs_single_requests_and_saves_slots(tmp_path: Path) -> N
                 slots = json.loads(ask(port, "GET", "/slots").body)
                 busiest = max(busiest, sum(slot["is_processing"] for slot in slots))
         assert [turn.result() for turn in turns] == [None] * 3
-        running.settled()
+        running.wait_for_background()
         before = decoded(port)
         for chat in chats:
             chat.ask(running.port, NEW)
-            running.settled()
+            running.wait_for_background()
         assert decoded(port) - before <= 3 * (SLACK + 10)
-        assert not running.engine.metrics.degraded.collect()[0].samples
+        assert not running.gateway.metrics.degraded.collect()[0].samples
     assert busiest == 1
 
 
@@ -339,20 +343,20 @@ def _three_turns(chat: Chat, port: int) -> None:
     for turn in range(3):
         cached, new = chat.ask(port, f"Turn {turn}.")
         assert cached + new > 600
-        chat.hear()
+        chat.add_reply()
 
 
 def test_a_cache_lost_during_sleep_is_restored(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
     chat = long_chat(400)
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         chat.ask(running.port, "Begin.")
-        running.settled()
-        chat.hear()
+        running.wait_for_background()
+        chat.add_reply()
         until(lambda: json.loads(ask(running.port, "GET", "/props").body)["is_sleeping"])
         cached, new = chat.ask(running.port, NEW)
         assert cached > 1000 and new <= SLACK
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
 
 
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -376,38 +380,38 @@ def test_messages_keep_their_cache(tmp_path: Path) -> None:
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USED]},
         {"role": "user", "content": [RESULT, {"type": "text", "text": "So?"}]},
     ]
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         said = _message(running.port, chat)
-        running.settled()
+        running.wait_for_background()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         before = decoded(running.port)
         usage = _message(running.port, chat)["usage"]
         assert decoded(running.port) - before <= 24 + SLACK
         assert usage["cache_read_input_tokens"] > 1000  # type: ignore[index]
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
         files = deployment.files()
 
         async def miscounted(*_: object) -> int:
             return 7
 
-        running.engine.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
+        running.gateway.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
         assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
-        assert quiet_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
+        assert final_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
         assert deployment.files() == files
 
 
 def test_a_diverging_request_is_reported_with_position_and_cause(tmp_path: Path) -> None:
     chat = long_chat(300)
     chat.messages.insert(0, {"role": "system", "content": "You help.\nToday is Monday, 12:00."})
-    with Deployment(tmp_path).both(look_ahead=False) as running:
+    with Deployment(tmp_path).server_and_proxy(look_ahead=False) as running:
         chat.ask(running.port, "Begin.")
-        running.settled()
-        chat.hear()
+        running.wait_for_background()
+        chat.add_reply()
         chat.messages[0]["content"] = "You help.\nToday is Monday, 12:34."
         chat.ask(running.port, NEW)
-        assert quiet_metric(running, "evoke_prefix_divergence_total", cause="date_line") == 1
+        assert final_metric(running, "evoke_prefix_divergence_total", cause="date_line") == 1
         latest = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"][0]
         assert latest["drift"] == {"cause": "date_line", "message": 0, "characters": [30, 32]}
 
@@ -431,14 +435,14 @@ def test_responses_keep_their_cache(tmp_path: Path) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "x"},
         {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
     ]
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         said = _respond(running.port, items)
-        running.settled()
+        running.wait_for_background()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
     items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
-    with deployment.both() as running:
+    with deployment.server_and_proxy() as running:
         before = decoded(running.port)
         usage = _respond(running.port, items)["usage"]
         assert decoded(running.port) - before <= 24 + SLACK
         assert usage["input_tokens_details"]["cached_tokens"] > 1000  # type: ignore[index]
-        assert quiet_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
+        assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from conversation import FILLER, Endless, endless, events
+from conversation import FILLER, EndlessStream, endless_stream, events
 from harness import Answer, RunningProxy, ask, proxy, until
 
 JSON = {"Content-Type": "application/json"}
@@ -26,7 +26,7 @@ class Busy:
     """A proxy whose only slot is generating for somebody."""
 
     running: RunningProxy
-    somebody: Endless
+    somebody: EndlessStream
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
         """An answer, whatever it waits for."""
@@ -39,19 +39,19 @@ class Busy:
             asked = pool.submit(self.post, path, body, **headers)
             until(self.queued)
             time.sleep(0.2)
-            self.somebody.leave()
+            self.somebody.disconnect()
             return asked.result()
 
     def queued(self) -> int:
         """How many wait for the slot."""
-        return self.running.engine.server.slots.pool.queued
+        return self.running.gateway.server.slots.pool.queued
 
 
 @contextmanager
 def _busy(port: int, **overrides: object) -> Iterator[Busy]:
     with (
         proxy(port, limits__keepalive_s=0.05, **overrides) as running,
-        endless(running.port) as somebody,
+        endless_stream(running.port) as somebody,
     ):
         yield Busy(running, somebody)
 

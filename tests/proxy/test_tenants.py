@@ -71,7 +71,7 @@ def test_tenants_with_budgets_in_one_slot_do_not_mix(patched_port: int, tmp_path
             _interleaved(running, seed)
         assert running.metric("evoke_blocks_recovered_total") > 0
         assert running.metric("evoke_degraded_total", stage="plan") == 0
-        known = {known.tenant for known in running.engine.conversations}
+        known = {known.tenant for known in running.gateway.conversations}
         assert known == set(PEOPLE)
         for name in PEOPLE:
             listed = ask(patched_port, "GET", f"/slots/0/blocks?tenant={name}").body
@@ -97,7 +97,7 @@ def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
     ):
         for seed in range(3):
             _interleaved(running, seed)
-            running.settled()
+            running.wait_for_background()
         look = SnapshotRepository(
             SnapshotsConfig(directory=str(folder), key_file=settings["key_file"])
         )

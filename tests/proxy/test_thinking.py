@@ -100,19 +100,19 @@ def thinker(
         thinker = Thinker(running, keeps, ChatClient(running.port))
         render = BlockApi.render
 
-        async def noting(*given: Any) -> Any:
+        async def recording_proxy(*given: Any) -> Any:
             rendered = await render(*given)
             thinker.prompts.append(rendered.tokens)
             return rendered
 
-        monkeypatch.setattr(BlockApi, "render", noting)
+        monkeypatch.setattr(BlockApi, "render", recording_proxy)
         yield thinker
         assert running.metric("evoke_budget_breach_total") == 0
         for stage in ("render", "session", "slot", "decide", "plan", "splice"):
             assert running.metric("evoke_degraded_total", stage=stage) == 0
         for reason in ("held_row", "stale_block", "no_free_cells", "books_differ"):
             assert running.metric("evoke_plan_failures_total", reason=reason) == 0
-        (known,) = running.engine.conversations
+        (known,) = running.gateway.conversations
         assert known.session.turns == len(thinker.prompts)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from conversation import FILLER
 from harness import Answer, RunningProxy, ask
-from test_dialects import DIALECTS, PATHS, SAID, STREAM, accounting_of, body_of, post
+from test_dialects import DIALECTS, PATHS, STREAM, TEXTS, accounting_of, body_of, post
 from weather import TOOLS
 
 BUDGET = 320
@@ -30,9 +30,9 @@ def _listed(path: str, body: Json) -> list[Json]:
 @PATHS
 @STREAM
 def test_the_prompt_and_the_cache_stay_in_the_budget(
-    noting: tuple[RunningProxy, list[Json]], path: str, stream: bool
+    recording_proxy: tuple[RunningProxy, list[Json]], path: str, stream: bool
 ) -> None:
-    running, sent = noting
+    running, sent = recording_proxy
     said: list[str] = []
     for number in range(7):
         said.append(f"Turn {number}. {FILLER}")
@@ -48,7 +48,7 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
     assert "You are a helpful assistant." in last
     assert len(_listed(path, sent[-1])) < len(said) - 1
     # One conversation, whatever is left of it on its way.
-    running.quiet()
+    running.wait_until_idle()
     sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
     assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 7)]
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
@@ -57,11 +57,11 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
 
 @PATHS
 def test_a_prompt_within_the_budget_is_forwarded_unchanged(
-    noting: tuple[RunningProxy, list[Json]], path: str
+    recording_proxy: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
-    running, sent = noting
-    accounting_of(post(running.port, path, SAID, "fits", **_request_for(path, False)))
-    given = json.loads(body_of(path, SAID))
+    running, sent = recording_proxy
+    accounting_of(post(running.port, path, TEXTS, "fits", **_request_for(path, False)))
+    given = json.loads(body_of(path, TEXTS))
     assert _listed(path, sent[0]) == _listed(path, given)
 
 
@@ -105,9 +105,9 @@ def _ids(path: str, items: list[Json]) -> tuple[list[str], list[str]]:
 @PATHS
 @STREAM
 def test_a_long_task_loses_complete_steps(
-    noting: tuple[RunningProxy, list[Json]], path: str, stream: bool
+    recording_proxy: tuple[RunningProxy, list[Json]], path: str, stream: bool
 ) -> None:
-    running, sent = noting
+    running, sent = recording_proxy
     body = DIALECTS[path](["What will the weather be?"]) | TOOLS[path]
     for number in range(5):
         _listed(path, body).extend(_step(path, number))
@@ -127,9 +127,9 @@ def _post(running: RunningProxy, path: str, body: Json) -> Answer:
 
 @PATHS
 def test_a_prompt_that_cannot_be_truncated_stays_in_the_budget(
-    noting: tuple[RunningProxy, list[Json]], path: str
+    recording_proxy: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
-    running, _ = noting
+    running, _ = recording_proxy
     accounting_of(post(running.port, path, ["hello"], "far", **_request_for(path, False)))
     accounting = accounting_of(
         post(running.port, path, [FILLER * 8], "far", **_request_for(path, False))

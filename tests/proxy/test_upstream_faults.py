@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from fake_upstream import Exchange, chunked, fake_upstream, response
-from harness import PATIENCE_S, ask, proxy, until, unused_port
+from harness import TIMEOUT_S, ask, proxy, until, unused_port
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
@@ -21,7 +21,7 @@ STREAM_HEAD = (
 
 
 async def _echo(exchange: Exchange) -> None:
-    await exchange.say(response(exchange.head + exchange.body))
+    await exchange.send(response(exchange.head + exchange.body))
 
 
 def test_a_refused_connection_is_503_with_advice() -> None:
@@ -46,12 +46,12 @@ def test_sockets_detect_a_host_that_disappears() -> None:
     seen: list[tuple[int, ...]] = []
 
     async def behave(exchange: Exchange) -> None:
-        connector = running.engine.upstream._transport._session.connector  # type: ignore[union-attr]
+        connector = running.gateway.upstream._transport._session.connector  # type: ignore[union-attr]
         for protocol in connector._acquired:  # type: ignore[union-attr]
             ours = protocol.transport.get_extra_info("socket")
             asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options]
             seen.append((ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *asked))
-        await exchange.say(response(b"ok"))
+        await exchange.send(response(b"ok"))
 
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     options += (socket.TCP_USER_TIMEOUT,)
@@ -81,7 +81,7 @@ def test_anthropic_path_gets_anthropic_errors() -> None:
 )
 def test_connection_closed_or_nonsense(spoken: bytes, status: int, code: str) -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(spoken)
+        await exchange.send(spoken)
         exchange.writer.close()
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
@@ -91,7 +91,7 @@ def test_connection_closed_or_nonsense(spoken: bytes, status: int, code: str) ->
 
 def test_answer_that_breaks_off_does_not_end_cleanly() -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(STREAM_HEAD, chunked(b"data: 1\n\n"), pause_s=0.05)
+        await exchange.send(STREAM_HEAD, chunked(b"data: 1\n\n"), pause_s=0.05)
         exchange.writer.close()
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
@@ -114,7 +114,7 @@ def test_errors_of_the_server_pass_unchanged() -> None:
     body = b'{"error":{"code":418,"message":"short and stout","type":"odd"}}'
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(response(body, b"application/json; charset=utf-8", b"418 I'm a teapot"))
+        await exchange.send(response(body, b"application/json; charset=utf-8", b"418 I'm a teapot"))
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
@@ -125,11 +125,11 @@ def test_errors_of_the_server_pass_unchanged() -> None:
 def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None:
     async def behave(exchange: Exchange) -> None:
         if b"/first" in exchange.head:
-            await exchange.say(
+            await exchange.send(
                 b"HTTP/1.1 204 No Content\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
             )
         else:
-            await exchange.say(response(b"second"))
+            await exchange.send(response(b"second"))
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         connection = http.client.HTTPConnection("127.0.0.1", running.port)
@@ -144,7 +144,7 @@ def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None
 def test_head_and_not_modified_keep_their_headers() -> None:
     async def behave(exchange: Exchange) -> None:
         status = b"304 Not Modified" if b"GET" in exchange.head else b"200 OK"
-        await exchange.say(b"HTTP/1.1 " + status + b"\r\nETag: x\r\nContent-Length: 7\r\n\r\n")
+        await exchange.send(b"HTTP/1.1 " + status + b"\r\nETag: x\r\nContent-Length: 7\r\n\r\n")
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         for method, status in (("HEAD", 200), ("GET", 304)):
@@ -156,7 +156,7 @@ def test_head_and_not_modified_keep_their_headers() -> None:
 def test_answer_until_close_and_repeated_headers_pass() -> None:
     async def behave(exchange: Exchange) -> None:
         cookies = b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
-        await exchange.say(b"HTTP/1.1 200 OK\r\n" + cookies + b"\r\n", b"until ", b"close")
+        await exchange.send(b"HTTP/1.1 200 OK\r\n" + cookies + b"\r\n", b"until ", b"close")
         exchange.writer.close()
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
@@ -174,7 +174,7 @@ def test_content_encoding_is_not_touched() -> None:
 
     async def behave(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
-        await exchange.say(head % len(packed) + packed)
+        await exchange.send(head % len(packed) + packed)
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "GET", "/", None, {"Accept-Encoding": "gzip"})
@@ -192,7 +192,7 @@ def test_compressed_request_body_is_not_touched() -> None:
 
 def test_an_http_1_0_client_gets_no_chunks() -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(STREAM_HEAD, chunked(b"one ", b"two"), b"0\r\n\r\n")
+        await exchange.send(STREAM_HEAD, chunked(b"one ", b"two"), b"0\r\n\r\n")
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
@@ -223,14 +223,14 @@ def test_stream_is_relayed_as_it_arrives() -> None:
     heard = [threading.Event() for _ in range(3)]
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(STREAM_HEAD, chunked(b": odd comment 0\n\n"))
+        await exchange.send(STREAM_HEAD, chunked(b": odd comment 0\n\n"))
         for number, event in enumerate(heard, 1):
-            await asyncio.to_thread(event.wait, PATIENCE_S)
-            await exchange.say(chunked(b": odd comment %d\n\n" % number))
-        await exchange.say(b"0\r\n\r\n")
+            await asyncio.to_thread(event.wait, TIMEOUT_S)
+            await exchange.send(chunked(b": odd comment %d\n\n" % number))
+        await exchange.send(b"0\r\n\r\n")
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=PATIENCE_S / 2)
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT_S / 2)
         connection.request("POST", "/v1/chat/completions", CHAT, JSON)
         answer = connection.getresponse()
         for number, event in enumerate(heard):  # there is no more before this one was heard
@@ -242,9 +242,9 @@ def test_stream_is_relayed_as_it_arrives() -> None:
 
 def test_a_disconnecting_client_closes_the_upstream_request() -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.say(STREAM_HEAD)
+        await exchange.send(STREAM_HEAD)
         while True:
-            await exchange.say(chunked(b"data: x\n\n"), pause_s=0.05)
+            await exchange.send(chunked(b"data: x\n\n"), pause_s=0.05)
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         connection = http.client.HTTPConnection("127.0.0.1", running.port)

@@ -23,7 +23,7 @@ def _blocks(port: int) -> dict[str, dict[str, Any]]:
 
 def _settled(running: RunningProxy) -> float:
     """The number of blocks copied behind, once no more are."""
-    running.settled()
+    running.wait_for_background()
     return running.metric(WRITTEN)
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_copied_while_a_request_runs(monkeypatch: pytest.MonkeyPatch)
     options = ("-np", "1", "--evoke-ram", "64")
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
         talks = [ChatClient(running.port, f"s{i}", {"evoke_budget": BUDGET}) for i in range(16)]
-        pool = running.engine.server.slots.pool
+        pool = running.gateway.server.slots.pool
         run, idle = BlockApi.run, list[bool]()
 
         async def noted(api: BlockApi, slot: int, action: str, body: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One tool in every dialect, and how to make any model call it."""
+"""A tool definition in every dialect, and a prefix that makes any model call the tool."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 CITY = {"type": "string", "enum": ["Oslo", "Paris"]}
 SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
-NAMED = {"name": "get_weather", "description": "The weather of a city"}
+FUNCTION = {"name": "get_weather", "description": "The weather of a city"}
 CALL = {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
-# The model goes on in the middle of a call, which the grammar of its tools then ends.
-BEGUN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
+# The start of a tool call. The model continues it, and the grammar of the tool completes it.
+CALL_PREFIX = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "'
 QUESTION = "How is the weather in Oslo?"
 # A chat whose last message is the result of the call.
 RESULT_CHAT: list[dict[str, Any]] = [
@@ -23,12 +23,15 @@ RESULT_CHAT: list[dict[str, Any]] = [
 ]
 TOOLS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
-        "tools": [{"type": "function", "function": NAMED | {"parameters": SCHEMA}}],
+        "tools": [{"type": "function", "function": FUNCTION | {"parameters": SCHEMA}}],
         "tool_choice": "required",
     },
     "/v1/responses": {
-        "tools": [{"type": "function", **NAMED, "parameters": SCHEMA}],
+        "tools": [{"type": "function", **FUNCTION, "parameters": SCHEMA}],
         "tool_choice": "required",
     },
-    "/v1/messages": {"tools": [NAMED | {"input_schema": SCHEMA}], "tool_choice": {"type": "any"}},
+    "/v1/messages": {
+        "tools": [FUNCTION | {"input_schema": SCHEMA}],
+        "tool_choice": {"type": "any"},
+    },
 }
