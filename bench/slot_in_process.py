@@ -8,7 +8,7 @@ the plan's order, then oldest first. Rows have no content.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,15 +22,13 @@ from evoke_proxy.core.policy.text_recovery import quote_evicted
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.session import Session
 
 _N_CELLS = 1 << 20
-# Vectors of texts, unit length, in their order.
-Embed = Callable[[Sequence[str]], Vectors]
 
 
 class SlotInProcess:
@@ -40,7 +38,7 @@ class SlotInProcess:
         self,
         config: PolicyConfig,
         renderer: Renderer,
-        embed: Embed | None = None,
+        encoder: Encoder | None = None,
         *,
         embeds_first: bool = True,
     ) -> None:
@@ -51,7 +49,7 @@ class SlotInProcess:
         """
         self._session = Session("bench", "bench", config)
         self._renderer = renderer
-        self._embed = embed
+        self._encoder = encoder
         self._embeds_first = embeds_first
         self._tokens: Tokens = np.zeros(0, np.int32)
         self._rows: Mask = np.zeros(0, np.bool_)
@@ -118,13 +116,13 @@ class SlotInProcess:
         return SlotView(0, 1, len(self._tokens), shared, _spans(self._rows), n_free)
 
     def _question_vectors(self, request: ChatRequest) -> Mapping[str, Vectors | None]:
-        if self._embed is None:
+        if self._encoder is None:
             return {}
         clauses = query_of(request).texts
-        return dict(zip(clauses, self._embed(clauses), strict=True)) if clauses else {}
+        return dict(zip(clauses, self._encoder.queries(clauses), strict=True)) if clauses else {}
 
     def _add_block_vectors(self) -> bool:
-        if self._embed is None:
+        if self._encoder is None:
             return False
         index = self._session.index
         index.update(self._session.layout.blocks)
@@ -132,7 +130,7 @@ class SlotInProcess:
         chunks = [(block.label, chunks_of(block.text) or (block.text,)) for block in lacking]
         if not chunks:
             return False
-        flat = iter(self._embed([text for _, texts in chunks for text in texts]))
+        flat = iter(self._encoder.documents([text for _, texts in chunks for text in texts]))
         self._session.add_vectors(
             (label, np.stack([next(flat) for _ in texts])) for label, texts in chunks
         )

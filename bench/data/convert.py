@@ -17,8 +17,9 @@ from typing import Any
 HERE = Path(__file__).parent
 SCENARIOS = ("customer", "finance", "healthcare", "student")
 COLLECTIONS = ("clapnq", "fiqa", "govt", "ibmcloud")
-# Of each collection of MTRAG-UN: so many questions, each with at most so many passages.
-MOST_QUESTIONS, MOST_PASSAGES, MOST_BEFORE = 20, 3, 4
+# Of each collection of MTRAG-UN: most and fewest questions of a conversation, most passages of a
+# question, most turns before it.
+MOST_QUESTIONS, FEWEST_QUESTIONS, MOST_PASSAGES, MOST_BEFORE = 20, 13, 3, 4
 # Of the dialogs of MTRAG-UN: two disjoint sets, each of so many characters; no longer answers.
 SPLITS, MOST_CHARACTERS, LONGEST_ANSWER = ("tuning", "reporting"), 300_000, 1200
 Json = dict[str, Any]
@@ -60,38 +61,48 @@ def bfcl(folder: Path) -> list[Json]:
 
 
 def mtrag(file: Path) -> list[Json]:
-    """One conversation a collection: its passages, then questions within what was said before."""
+    """Conversations of 20 questions each of every collection; the first of each is `mtrag-NAME`.
+
+    A conversation is the passages of its questions, in their order. No dialog of the source is in
+    two conversations.
+    """
     made = []
     rows = lines_of(file)
     for collection in COLLECTIONS:
-        passages: dict[str, int] = {}
-        texts: list[str] = []
-        questions: list[Json] = []
-        for row in rows:
-            if len(questions) == MOST_QUESTIONS:
-                break
-            fits = 1 <= len(row["contexts"]) <= MOST_PASSAGES
-            if (
-                row["Collection"] != collection
-                or not fits
-                or row["answerability"] != ["ANSWERABLE"]
-            ):
-                continue
-            for context in row["contexts"]:
-                if context["document_id"] not in passages:
-                    passages[context["document_id"]] = len(texts)
-                    texts.append(context["text"].strip())
-            *before, last = row["input"]
-            questions.append(
-                {
-                    "id": row["task_id"],
-                    "before": [[t["speaker"], t["text"]] for t in before[-MOST_BEFORE:]],
-                    "text": last["text"],
-                    "evidence": sorted({passages[c["document_id"]] for c in row["contexts"]}),
-                }
-            )
-        made.append({"id": f"mtrag-{collection}", "messages": texts, "questions": questions})
+        fitting = [row for row in rows if row["Collection"] == collection and _is_used(row)]
+        for number, at in enumerate(range(0, len(fitting), MOST_QUESTIONS), 1):
+            chosen = fitting[at : at + MOST_QUESTIONS]
+            if len(chosen) >= FEWEST_QUESTIONS:
+                name = f"mtrag-{collection}" if number == 1 else f"mtrag-{collection}-{number}"
+                made.append({"id": name, **_conversation(chosen)})
     return made
+
+
+def _is_used(row: Json) -> bool:
+    few_passages = 1 <= len(row["contexts"]) <= MOST_PASSAGES
+    return few_passages and row["answerability"] == ["ANSWERABLE"]
+
+
+def _conversation(rows: list[Json]) -> Json:
+    passages: dict[str, int] = {}
+    texts: list[str] = []
+    questions: list[Json] = []
+    for row in rows:
+        for context in row["contexts"]:
+            if context["document_id"] not in passages:
+                passages[context["document_id"]] = len(texts)
+                texts.append(context["text"].strip())
+        *before, last = row["input"]
+        questions.append(
+            {
+                "id": row["task_id"],
+                "type": sorted(row["Question Type"]),
+                "before": [[t["speaker"], t["text"]] for t in before[-MOST_BEFORE:]],
+                "text": last["text"],
+                "evidence": sorted({passages[c["document_id"]] for c in row["contexts"]}),
+            }
+        )
+    return {"messages": texts, "questions": questions}
 
 
 def dialogs(file: Path) -> Json:

@@ -16,11 +16,12 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 * `corrections`: the newest value of a fact that changed
 * `summaries`: twelve decisions
 
-Arms: `default`, the proxy with default settings and a budget; `breadcrumb`, the same with
-`recovery: breadcrumb`, quoted text counting as present; `none`, without a budget; `bm25`, `newest`,
-`random`, `oracle`: fills of the same budget without the proxy. The conversation is a turn of its
-own before the question. The decision code runs in this process; with `--server` the proxy and the
-patched server run, without `breadcrumb`. `--agree` runs both on the same cases.
+Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`. The conversation is a turn of its own before the question. The decision code runs
+in this process; with `--server` the proxy and the patched server run, with the settings that a
+request can ask for. `--agree` runs the default in both forms on the same cases.
+
+The bench fails when the default misses a bar (`bench/tasks/score.py`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at one length and budget.
+Intervals draw whole templates.
 
 The templates of the splits are disjoint. Tune on `tuning` only; published figures are of
 `reporting`."""
@@ -33,10 +34,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench import criteria, record
+from bench.engines import DEFAULT, SETTINGS, Engine, InProcess, engine, history_of
+from bench.fills import Rankings
 from bench.tasks import plot, score
 from bench.tasks.cases import Case, cases, kinds
-from bench.tasks.engines import Engine, InProcess, engine
 from bench.tasks.templates import SPLITS
 
 _COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messages")
@@ -60,15 +62,23 @@ def measure(made: Engine, case: Case, shares: Sequence[int], arms: Sequence[str]
     split, length = case.id.split()[0], int(case.id.split()[-2])
     common = {"kind": case.kind, "scene": case.scene, "case": case.id, "split": split,
               "length": length, "tokens": tokens}  # fmt: skip
+    rankings = None
+    if isinstance(made, InProcess) and set(arms) - set(score.ENGINE_ARMS):
+        encoders = made.encoders
+        rankings = Rankings(score.texts_of(case), encoders["built-in"], encoders.get("encoder"))
     for share in shares:
         budget = score.budget_of(tokens, share)
-        found = {k: v for k, v in score.fills(case, spans, budget).items() if k in arms}
-        for arm in arms:
-            if arm in score.ENGINE_ARMS:
-                name = f"{case.id} {share} {arm} {time.monotonic_ns()}".replace(" ", "-")
-                rows = made.resident(messages, arm, None if arm == "none" else budget, name)
-                found[arm] = score.whole_share(case, spans, rows)
-        for arm in arms:
+        found = score.fills(case, spans, budget, rankings) if rankings is not None else {}
+        for setting in (each for each in SETTINGS if each.arm in arms):
+            name = f"{case.id} {share} {setting.arm} {time.monotonic_ns()}"
+            session = made.begin(setting, budget, name)
+            session.resident(history_of(messages))
+            found[setting.arm] = score.whole_share(case, spans, session.resident(messages))
+        if score.CEILING in arms:
+            name = f"{case.id} {share} {score.CEILING} {time.monotonic_ns()}"
+            rows = made.begin(DEFAULT, None, name).resident(messages)
+            found[score.CEILING] = score.whole_share(case, spans, rows)
+        for arm in (each for each in arms if each in found):
             yield {**common, "share": share, "budget": budget, "arm": arm,
                    "whole": found[arm] >= 1.0, "messages": round(found[arm], 3)}  # fmt: skip
 
@@ -86,14 +96,20 @@ def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write JSON and SVG; 1 when the reporting split misses a bar."""
+    """Measure, print the tables, write JSON and SVG; 1 when a bar or a criterion is missed."""
     args = _parser().parse_args(argv)
     lengths, shares = (
         [int(part) for part in text.split(",")] for text in (args.lengths, args.shares)
     )
     chosen = [kind for kind in kinds() if not args.kinds or kind in args.kinds.split(",")]
     arms = [arm for arm in score.ARMS if arm in args.arms.split(",")]
-    arms = [arm for arm in arms if not (args.server and arm == "breadcrumb")]
+    left_out = {
+        setting.arm
+        for setting in SETTINGS
+        if (setting.embedder == "encoder" and not args.embedder)
+        or (args.server and not setting.on_servers)
+    }
+    arms = [arm for arm in arms if arm not in left_out]
     if args.agree:
         differences = differing(args.split, lengths[0], shares, args.count or 1)
         print("\n".join(differences) or "both forms agree")
@@ -101,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for length in lengths:
         count = args.count or _COUNTS.get(length, _FEWEST)
-        with engine(args.server, length) as made:
+        with engine(args.server, length, args.embedder) as made:
             for kind in chosen:
                 began = time.monotonic()
                 for case in cases(args.split, kind, length, count):
@@ -113,9 +129,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in misses(rows, args.misses):
         print(line)
     summary = {"split": args.split, **score.summarise(rows)}
+    print(record.table(summary["verdicts"], criteria.VERDICT_COLUMNS))
     picture = _picture(summary, args.split)
     record.tell("tasks", found, summary, args.out, picture)
-    return int(bool(summary["missed"]) and args.split == "reporting")
+    print(f"missed: {len(summary['missed'])}")
+    return int(bool(summary["missed"]))
 
 
 def differing(split: str, length: int, shares: Sequence[int], count: int) -> list[str]:
@@ -154,6 +172,7 @@ def _parser() -> Any:
     )
     parser.add_argument("--shares", default="4,8,16", help="budgets, as 1/share of a conversation")
     parser.add_argument("--arms", default=",".join(score.ARMS), help="separated by commas (all)")
+    parser.add_argument("--embedder", type=Path, help="directory of an encoder: more arms")
     parser.add_argument("--count", type=int, default=0, help="cases of a kind (40, 16, 6)")
     parser.add_argument(
         "--misses", type=int, default=0, help="print so many missed cases of a kind"

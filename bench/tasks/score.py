@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.evidence import bm25, fill, paired_difference, share_resident
+from bench import criteria
+from bench.criteria import paired_difference, percent
+from bench.engines import SETTINGS, share_resident
+from bench.fills import FILLS, Rankings, fill, random_blocks
 from bench.tasks.cases import Case
 
-# `default`, `breadcrumb` and `none` are the proxy's; the others fill the same budget without it.
-ENGINE_ARMS = ("default", "breadcrumb", "none")
-FILLS = ("bm25", "newest", "random", "oracle")
-ARMS = ("default", "breadcrumb", "bm25", "newest", "random", "none", "oracle")
+# What the proxy does without a budget.
+CEILING = "no eviction"
+ENGINE_ARMS = (*(setting.arm for setting in SETTINGS), CEILING)
+ARMS = (*ENGINE_ARMS, *FILLS)
 LENGTHS, SHARES = (4000, 32000, 128000), (4, 8, 16)
-LEAST_BUDGET, _BLOCK = 256, 64
+LEAST_BUDGET = 256
 # Wanted of the default at 1/8, in percent of the cases; the first three at 4,000 tokens only.
 BARS: Mapping[str, float] = {
     "multi-value": 95,
@@ -44,35 +46,30 @@ def whole_share(case: Case, spans: Spans, resident: Sequence[tuple[int, int]]) -
     return sum(share >= 1.0 for share in shares) / len(shares)
 
 
-def fills(case: Case, spans: Spans, budget: int) -> dict[str, float]:
+def fills(case: Case, spans: Spans, budget: int, rankings: Rankings) -> dict[str, float]:
     """Return the share of the needed messages that each fill of the budget has.
 
-    The system prompt and the turn take their part of the budget first. `bm25`, `newest` and
-    `oracle` add whole messages: the best by plain BM25 for the last message, the newest, the needed
-    ones. `random` adds blocks of 64 tokens.
+    The system prompt and the turn take their part of the budget first. `rankings` are those of all
+    other messages before the turn.
     """
     last = len(case.messages)
-    candidates = range(1, last)
-    sizes = {index: spans[index][1] - spans[index][0] for index in candidates}
+    sizes = {at: spans[at + 1][1] - spans[at + 1][0] for at in range(last - 1)}
     turn = sum(end - start for index, (start, end) in spans.items() if index >= last)
     room = budget - turn - spans[0][1]
-    newest = list(reversed(candidates))
-    texts = [case.messages[index]["content"] for index in candidates]
-    orders = {
-        "bm25": [at + 1 for at in bm25(texts, case.asked[-1]["content"])],
-        "newest": newest,
-        "oracle": list(dict.fromkeys([*case.needed, *newest])),
-    }
+    needed = [index - 1 for index in case.needed]
+    orders = rankings.orders(case.asked[-1]["content"])
+    orders["oracle"] = list(dict.fromkeys([*needed, *orders["newest"]]))
     found = {}
     for arm, order in orders.items():
         taken = fill(order, sizes, room)
-        found[arm] = sum(index in taken for index in case.needed) / len(case.needed)
-    ends = spans[last - 1][1]
-    blocks = [(start, min(ends, start + _BLOCK)) for start in range(0, ends, _BLOCK)]
-    drawn = random.Random(f"{case.id} {budget}").sample(
-        blocks, max(0, min(len(blocks), room // _BLOCK))
-    )
+        found[arm] = sum(at in taken for at in needed) / len(needed)
+    drawn = random_blocks(spans[last - 1][1], room, f"{case.id} {budget}")
     return {**found, "random": whole_share(case, spans, drawn)}
+
+
+def texts_of(case: Case) -> list[str]:
+    """Return the texts of all messages before the turn but the system prompt."""
+    return [message["content"] for message in case.messages[1:]]
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -89,8 +86,8 @@ def cells(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "arm": arm,
             "tokens": round(sum(row["tokens"] for row in mine) / len(mine)),
             "cases": len(mine),
-            "whole": _percent(row["whole"] for row in mine),
-            "messages": _percent(row["messages"] for row in mine),
+            "whole": percent(row["whole"] for row in mine),
+            "messages": percent(row["messages"] for row in mine),
         }
         for (kind, length, share, arm), mine in groups.items()
     ]
@@ -106,13 +103,14 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         for arms in shares.values():
             for kinds in arms.values():
                 kinds["mean of kinds"] = round(sum(kinds.values()) / len(kinds), 1)
-    bars = list(_bars(by))
+    bars, verdicts = list(_bars(by)), list(_verdicts(rows))
+    missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
     return {
         "whole": by,
-        "default_minus_bm25": _differences(rows, "bm25"),
-        "default_minus_random": _differences(rows, "random"),
+        "default_minus": {arm: _differences(rows, arm) for arm in ARMS if arm != "default"},
         "bars": bars,
-        "missed": [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]],
+        "verdicts": verdicts,
+        "missed": [*missed, *criteria.failed(verdicts)],
     }
 
 
@@ -127,19 +125,26 @@ def _bars(by: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 def _differences(rows: Sequence[Row], other: str) -> dict[str, Any]:
     """Paired differences by length and share; intervals draw whole templates."""
-    found: dict[str, Any] = {}
-    for length in dict.fromkeys(row["length"] for row in rows):
-        for share in dict.fromkeys(row["share"] for row in rows):
-            mine = [
-                {**row, "conversation": f"{row['kind']} {row['scene']}", "question": row["case"]}
-                for row in rows
-                if (row["length"], row["share"]) == (length, share)
-            ]
-            if {"default", other} <= {row["arm"] for row in mine}:
-                found[f"{length} 1/{share}"] = paired_difference(mine, "default", other)
-    return found
+    return {
+        cell: paired_difference(mine, "default", other)
+        for cell, mine in _grouped(rows).items()
+        if {"default", other} <= {row["arm"] for row in mine}
+    }
 
 
-def _percent(values: Iterable[float]) -> float:
-    listed = list(values)
-    return round(100 * sum(listed) / len(listed), 1)
+def _verdicts(rows: Sequence[Row]) -> Iterable[dict[str, Any]]:
+    """Yield the criteria of all kinds together, and of each kind, by length and share."""
+    for cell, mine in _grouped(rows).items():
+        for kind in dict.fromkeys(row["kind"] for row in mine):
+            of_kind = [row for row in mine if row["kind"] == kind]
+            yield from criteria.verdicts(f"{cell} {kind}", of_kind)
+        yield from criteria.verdicts(f"{cell} all kinds", mine)
+
+
+def _grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows by length and share; the cases of one template are one conversation."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        named = {"conversation": f"{row['kind']} {row['scene']}", "question": row["case"]}
+        groups.setdefault(f"{row['length']} 1/{row['share']}", []).append({**row, **named})
+    return groups

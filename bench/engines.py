@@ -1,0 +1,251 @@
+"""Answers which positions have rows when an answer begins: in this process, or on real servers.
+
+In this process the whole decision code runs against a slot that exists only as numbers. On servers
+the proxy runs in front of the patched llama-server, with random weights and a real vocabulary, and
+llama-server reports the rows. Both count tokens by the vocabulary of Qwen2."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+import bench.policies  # noqa: F401 -- registers the policies to compare with
+from bench.llama import Llama, running
+from bench.metrics import samples
+from bench.random_models import SHAPES, ensure
+from bench.slot_in_process import SlotInProcess
+from bench.vocabulary import Renderer
+from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.config import Config, EmbedderConfig
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
+from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.processes import free_port, proxy_command, serving
+from evoke_proxy.server_build import ensure_server
+
+_SETTLE_S = 60.0
+_REQUEST_FIELDS = {"recovery": "evoke_recovery", "recall": "evoke_recall"}
+Message = Mapping[str, str]
+Ranges = Sequence[tuple[int, int]]
+Spans = Mapping[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One configuration of the proxy.
+
+    Attributes:
+        arm: What tables call it.
+        policy: Fields of `policy` that differ from the default.
+        embedder: What ranks by meaning: `built-in`, `encoder` (of a directory) or `none`.
+    """
+
+    arm: str
+    policy: Mapping[str, str] = field(default_factory=dict)
+    embedder: str = "built-in"
+
+    @property
+    def on_servers(self) -> bool:
+        """Whether a request can ask for it, and its rows stay at the positions of the chat."""
+        by_request = self.embedder == "built-in" and "name" not in self.policy
+        return by_request and self.policy.get("recovery") != "breadcrumb"
+
+
+DEFAULT = Setting("default")
+SETTINGS = (
+    DEFAULT,
+    Setting("default + encoder", embedder="encoder"),
+    Setting("words only", embedder="none"),
+    Setting("breadcrumb", {"recovery": "breadcrumb"}),
+    Setting("no recall", {"recall": "none"}),
+    Setting("discard", {"recovery": "discard"}),
+    Setting("infllm", {"name": "infllm"}),
+)
+
+
+class CachedEncoder:
+    """An encoder that remembers the vector of each text."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.name, self.is_immediate = encoder.name, encoder.is_immediate
+        self.fingerprint = encoder.fingerprint
+        self._encoder = encoder
+        self._queries: dict[str, Vectors] = {}
+        self._documents: dict[str, Vectors] = {}
+
+    def describe(self) -> str:
+        """The encoder in one line."""
+        return self._encoder.describe()
+
+    def queries(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of questions."""
+        missing = list(dict.fromkeys(text for text in texts if text not in self._queries))
+        if missing:
+            self._queries |= zip(missing, self._encoder.queries(missing), strict=True)
+        return np.stack([self._queries[text] for text in texts])
+
+    def documents(self, texts: Sequence[str]) -> Vectors:
+        """Unit vectors [n, d] of the texts to search."""
+        missing = list(dict.fromkeys(text for text in texts if text not in self._documents))
+        if missing:
+            self._documents |= zip(missing, self._encoder.documents(missing), strict=True)
+        return np.stack([self._documents[text] for text in texts])
+
+
+def encoders(directory: Path | None) -> dict[str, Encoder]:
+    """Return the built-in word vectors, and the encoder of a directory if there is one."""
+    found: dict[str, Encoder] = {"built-in": WordVectorEmbedder()}
+    if directory is not None:
+        found["encoder"] = CachedEncoder(Embedder(EmbedderConfig(directory=str(directory))))
+    return found
+
+
+class Session(Protocol):
+    """One conversation under one setting and budget."""
+
+    def resident(self, messages: Sequence[Message]) -> Ranges:
+        """Send a chat and return the positions that have rows when the answer begins.
+
+        Text that is quoted in the request counts as rows of the messages it is from.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Renders chats, and begins conversations."""
+
+    def spans(self, messages: Sequence[Message]) -> Spans:
+        """Return the positions of each message, by its index."""
+        ...
+
+    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
+        """Return a new conversation; no budget means that nothing is evicted.
+
+        `name` is unique to the conversation.
+        """
+        ...
+
+
+class InProcess:
+    """The decision code without a server."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """Load the encoders; `directory` has that of the settings with an encoder."""
+        self._renderer = Renderer()
+        self._policy = Config().policy
+        self.encoders = encoders(directory)
+
+    def spans(self, messages: Sequence[Message]) -> Spans:
+        """Return the positions of each message, by its index."""
+        parsed = parse_chat("chat", {"messages": list(messages)}).messages
+        rendered = self._renderer.render(parsed)
+        return {each.index: (each.span.start, each.span.end) for each in rendered.spans}
+
+    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
+        """Return a new conversation."""
+        config = replace(self._policy.with_budget(budget), **setting.policy)  # type: ignore[arg-type]
+        encoder = None if setting.embedder == "none" else self.encoders[setting.embedder]
+        return _SessionInProcess(SlotInProcess(config, self._renderer, encoder, embeds_first=False))
+
+
+class _SessionInProcess:
+    def __init__(self, slot: SlotInProcess) -> None:
+        self._slot = slot
+
+    def resident(self, messages: Sequence[Message]) -> Ranges:
+        rows = self._slot.ask(messages).copy()
+        for span in self._slot.quoted:
+            rows[span.start : span.end] = True
+        edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class OnServers:
+    """The proxy in front of the patched server."""
+
+    def __init__(self, llama: Llama, proxy: int) -> None:
+        self._llama = llama
+        self._proxy = proxy
+
+    def spans(self, messages: Sequence[Message]) -> Spans:
+        """Return the positions of each message, by its index."""
+        body = {"dialect": "chat", "body": {"messages": list(messages)}}
+        answer = self._llama.call("POST", "/evoke/render", body)
+        return {span["index"]: (span["p0"], span["p1"]) for span in answer["spans"]}
+
+    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
+        """Return a new conversation."""
+        fields: dict[str, Any] = {_REQUEST_FIELDS[k]: v for k, v in setting.policy.items()}
+        if budget is not None:
+            fields["evoke_budget"] = budget
+        return _SessionOnServers(self._llama, self._proxy, name.replace(" ", "-"), fields)
+
+
+class _SessionOnServers:
+    def __init__(self, llama: Llama, proxy: int, name: str, fields: Mapping[str, Any]) -> None:
+        self._llama = llama
+        self._proxy = proxy
+        self._name = name
+        self._fields = fields
+
+    def resident(self, messages: Sequence[Message]) -> Ranges:
+        body = {"messages": list(messages), "max_tokens": 1, "temperature": 0, **self._fields}
+        # A tenant of its own: a session takes no copies over from another one's.
+        named = {"X-Evoke-Session": self._name, "Authorization": f"Bearer {self._name}"}
+        reply = chat(self._proxy, body, named)
+        accounting = reply.timings.get("evoke")
+        if not isinstance(accounting, Mapping) or accounting.get("marker") != "ok":
+            raise RuntimeError(f"the proxy did not plan this turn: {reply}")
+        answer = self._llama.call("GET", "/slots/0/blocks")
+        self._settle()
+        return [(start, end) for start, end in answer["resident"]]
+
+    def _settle(self) -> None:
+        """Wait until every block has its vector, as during a user's pause; TimeoutError if not."""
+        until = time.monotonic() + _SETTLE_S
+        while samples(self._proxy).get("evoke_embed_waiting", 0.0) > 0:
+            if time.monotonic() > until:
+                raise TimeoutError(f"blocks without vectors after {_SETTLE_S:.0f} s")
+            time.sleep(0.02)
+
+
+@contextmanager
+def servers(length: int) -> Iterator[OnServers]:
+    """Run a patched server and a proxy for conversations of up to about `length` tokens."""
+    model, context = ensure(SHAPES["qwen2-vocabulary"]), length + length // 4 + 2048
+    options = ("-c", str(context), "-np", "1", "-t", "1", "--evoke-ram", "512")
+    with running(ensure_server(), model, *options, "--chat-template", "chatml") as llama:
+        port = free_port()
+        log = Path("out/bench/evidence-proxy.log")
+        with serving(proxy_command(port, llama.port), port, log):
+            yield OnServers(llama, port)
+
+
+@contextmanager
+def engine(on_servers: bool, length: int, directory: Path | None = None) -> Iterator[Engine]:
+    """Yield an engine for conversations of up to about `length` tokens."""
+    if not on_servers:
+        yield InProcess(directory)
+        return
+    with servers(length) as made:
+        yield made
+
+
+def history_of(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return the messages before the last answer, which are the request that asked for it."""
+    last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    return messages[:last]
+
+
+def share_resident(span: tuple[int, int], resident: Ranges) -> float:
+    """Return which share of a span of positions has rows, 0 to 1."""
+    start, end = span
+    rows = sum(max(0, min(end, b) - max(start, a)) for a, b in resident)
+    return rows / (end - start)

@@ -1,0 +1,1 @@
+"""Evidence in real conversations: is it in the cache when the answer begins?"""

@@ -1,0 +1,103 @@
+"""What is each signal of the ranking worth? All combinations with and without each.
+
+Signals:
+
+* `stems`: forms of a word count as the word
+* `neighbours`: words and scores of the messages before and after
+* `vectors`: the built-in word vectors
+* `second look`: names in the best messages are looked up again
+* `standing share`: room for standing instructions, rules and the newest messages
+
+The effect of a signal is the mean difference with and without it over all combinations of the
+others, in points, with a 95 % interval that draws whole conversations."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from bench.engines import Setting
+from evoke_proxy.core.policy import standing
+from evoke_proxy.core.retrieval import bm25, index, ranking
+
+SIGNALS = ("stems", "neighbours", "vectors", "second look", "standing share")
+_DRAWS = 2000
+Row = Mapping[str, Any]
+
+
+def _same(value: Any, *_: object) -> Any:
+    return value
+
+
+def _nothing(*_: object) -> Any:
+    return np.zeros(0, np.int64)
+
+
+# What replaces the code of a signal: object, name, value.
+_REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
+    "stems": (
+        *((module, "stem", _same) for module in (bm25, index, ranking)),
+        (ranking, "_FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)),
+    ),
+    "neighbours": ((ranking, "with_neighbours", _same),),
+    "second look": ((ranking.UnitRanker, "_second_look", _nothing),),
+    "standing share": tuple(
+        (standing, name, 0.0)
+        for name in ("_INSTRUCTION_SHARE", "_RULES_SHARE", "_TASK_SHARE", "_RECENT_SHARE")
+    ),
+}
+
+
+def combinations() -> list[tuple[str, ...]]:
+    """Return every subset of the signals."""
+    return [
+        tuple(signal for signal, is_on in zip(SIGNALS, chosen, strict=True) if is_on)
+        for chosen in itertools.product((False, True), repeat=len(SIGNALS))
+    ]
+
+
+@contextmanager
+def only(signals: Sequence[str]) -> Iterator[Setting]:
+    """Yield the default with only these signals; the others are replaced while the block runs."""
+    with ExitStack() as replaced:
+        for signal in SIGNALS:
+            if signal not in signals:
+                for owner, name, value in _REPLACED.get(signal, ()):
+                    replaced.enter_context(patch.object(owner, name, value))
+        arm = " + ".join(signals) or "no signal"
+        yield Setting(arm, embedder="built-in" if "vectors" in signals else "none")
+
+
+def effects(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return the effect of each signal in points, with its interval.
+
+    A row has `conversation`, `question`, `signals` and `whole`.
+    """
+    return {signal: _effect(rows, signal) for signal in SIGNALS}
+
+
+def _effect(rows: Sequence[Row], signal: str) -> dict[str, float]:
+    names = list(dict.fromkeys(row["conversation"] for row in rows))
+    # Of each conversation: how often all evidence was there with the signal, and without.
+    sums, sizes = np.zeros((len(names), 2)), np.zeros((len(names), 2))
+    for row in rows:
+        at = names.index(row["conversation"]), int(signal in row["signals"])
+        sums[at] += row["whole"]
+        sizes[at] += 1
+    drawn = np.random.default_rng(1).integers(0, len(names), (_DRAWS, len(names)))
+    shares = 100.0 * sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    low, high = np.percentile(shares[:, 1] - shares[:, 0], [2.5, 97.5])
+    total = 100.0 * sums.sum(axis=0) / sizes.sum(axis=0)
+    points = float(total[1] - total[0])
+    return {"points": round(points, 1), "low": round(float(low), 1), "high": round(float(high), 1)}
+
+
+def tell_progress(done: int) -> None:
+    """Print how many of the combinations are measured."""
+    print(f"{done} of {2 ** len(SIGNALS)} combinations", file=sys.stderr, flush=True)
