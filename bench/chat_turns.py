@@ -66,24 +66,27 @@ def _process_of(port: int) -> int:
 class Conversation:
     """A chat of small talk; every turn asks about one of many earlier messages."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int, texts: Iterator[str] | None = None) -> None:
+        """Begin a chat; the messages are `texts`, or small talk without them."""
         self._port = port
         self._random = random.Random(seed)
+        self._texts = texts
         self._said: list[str] = []
         self.messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
 
     def lengthen(self, n: int) -> None:
         """Add n exchanges that the server has not processed yet."""
         for _ in range(n):
-            self._said.append(paragraph(self._random, SENTENCES))
+            texts = self._texts
+            self._said.append(next(texts) if texts else paragraph(self._random, SENTENCES))
             self.messages.append({"role": "user", "content": self._said[-1]})
-            answer = {"role": "assistant", "content": sentence(self._random)}
-            self.messages.append(answer)
+            answer = next(texts) if texts else sentence(self._random)
+            self.messages.append({"role": "assistant", "content": answer})
 
     def turn(self) -> int:
         """One request; how many tokens its prompt had."""
         words = self._random.choice(self._said).split()
-        start = self._random.randrange(len(words) - 6)
+        start = self._random.randrange(max(1, len(words) - 6))
         asked = f"What was that about {' '.join(words[start : start + 6])}"
         self.messages.append({"role": "user", "content": asked})
         body = {"messages": self.messages, "max_tokens": 4, "temperature": 0}
@@ -109,6 +112,22 @@ def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[di
             start = start or tokens
             size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
             found.append(size_of | turn_record(proxy.last_turn(), spent))
+    return found
+
+
+def measure_dialog(proxy: Proxy, texts: Sequence[str], turns: int) -> list[dict[str, Any]]:
+    """The last `turns` turns of a chat whose messages are these texts, one record each."""
+    talk = Conversation(proxy.port, 1, iter(texts))
+    talk.lengthen(len(texts) // 2 - turns)
+    talk.turn()
+    found = []
+    for _ in range(turns):
+        talk.lengthen(1)
+        cpu = proxy.cpu_ms()
+        tokens = talk.turn()
+        time.sleep(0.02)  # its last line is written when our end of the answer has closed
+        size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
+        found.append(size_of | turn_record(proxy.last_turn(), proxy.cpu_ms() - cpu))
     return found
 
 

@@ -54,12 +54,9 @@ from bench.evidence.conversations import (
 from bench.fills import FILLS, Rankings, fill, random_blocks
 
 RECORDED = Path(__file__).parents[1] / "results/evidence.json"
-# The quick form: short conversations, one share, the first questions, on servers.
-QUICK_CONVERSATIONS, QUICK_SHARE, QUICK_QUESTIONS = (
-    ("bfcl-finance", "bfcl-healthcare", "mtrag-clapnq"),
-    8,
-    12,
-)
+# The quick form: short conversations for tuning, one share, the first questions, on servers.
+QUICK_CONVERSATIONS = ("bfcl-finance", "mtrag-clapnq")
+QUICK_SHARE, QUICK_QUESTIONS = 8, 18
 # How much fewer questions, of 100, the quick form may find than recorded.
 GUARD_POINTS = 8.0
 _LEAST_BUDGET, _LONGEST = 256, 30_000

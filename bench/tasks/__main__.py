@@ -16,12 +16,14 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 * `corrections`: the newest value of a fact that changed
 * `summaries`: twelve decisions
 
-Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`. The conversation is a turn of its own before the question. The decision code runs
-in this process; with `--server` the proxy and the patched server run, with the settings that a
-request can ask for. `--agree` runs the default in both forms on the same cases.
+Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`.
+The conversation is a turn of its own before the question. The decision code runs in this process;
+with `--server` the proxy and the patched server run, with the settings that a request can ask for.
+`--agree` runs the default in both forms on the same cases.
 
-The bench fails when the default misses a bar (`bench/tasks/score.py`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at one length and budget.
-Intervals draw whole templates.
+The bench fails when the default misses a bar (`bench/tasks/score.py`) or a criterion of
+`bench/criteria.py` in a cell: a kind of task, or all, at one length and budget. Intervals draw
+whole templates.
 
 The templates of the splits are disjoint. Tune on `tuning` only; published figures are of
 `reporting`."""

@@ -11,7 +11,8 @@ import pytest
 from embedder_texts import TEXTS
 from tokenizers import Tokenizer
 
-from bench import evidence, retrieval_texts
+from bench import record, retrieval_texts
+from bench.evidence.conversations import conversations
 from bench.word_vectors import encoded, is_word_piece, make, rarity_weights, vocabulary
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.models import word_vectors_file
@@ -49,9 +50,9 @@ def test_prose_code_and_other_scripts_split_like_the_library(
     reference: Tokenizer, names: list[str]
 ) -> None:
     texts = [text for text in TEXTS if text.isprintable() or text.isascii()]
-    texts += [text for each in evidence.conversations() for text in each.texts]
+    texts += [text for each in conversations() for text in each.texts]
     texts += [fact.fact for fact in retrieval_texts.FACTS]
-    texts += [path.read_text("utf-8") for path in Path(evidence.__file__).parent.glob("*.py")]
+    texts += [path.read_text("utf-8") for path in Path(record.__file__).parent.glob("*.py")]
     assert len(texts) > 500
     assert differing(reference, names, texts) == []
 

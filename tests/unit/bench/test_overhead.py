@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import first_bytes, record
+from bench import first_bytes, overhead, record
 from bench.chat_turns import budget_of, percentile, turn_record, turn_row
 from bench.overhead import summarise
 
@@ -82,3 +82,22 @@ def test_a_record_has_command_machine_rows_and_summary(tmp_path: Path) -> None:
     made = json.loads(path.read_text())
     assert made["command"].startswith("python -m bench.overhead") and made["machine"]
     assert made["rows"] == [{"a": 1}] and made["summary"] == {"b": 2.0}
+
+
+def test_a_dialog_has_its_messages_and_about_its_tokens() -> None:
+    for tokens, messages in overhead.DIALOGS:
+        texts = overhead.dialog_texts(tokens, messages)
+        assert len(texts) == messages
+        characters = sum(map(len, texts))
+        assert 0.9 * tokens < characters / 4.75 + 5 * messages < 1.1 * tokens
+
+
+def test_dialogs_have_figures_of_their_own() -> None:
+    row = {"history": 14_000, "own_ms": 5.0, "own_ms_p90": 9.0, "render_ms": 1.0}
+    rows = [
+        {**row, "template": "dialog", "block-plan_ms": 1.0},
+        {**row, "template": "bundled", "history": 1024, "own_ms": 2.0, "block-plan_ms": 1.0},
+    ]
+    summary = overhead.summarise([], rows)
+    assert (summary["dialog_own_ms_p50"], summary["dialog_own_ms_p90"]) == (5.0, 9.0)
+    assert summary["own_ms_1k_p50"] == 2.0 and "own_ms_13k_p50" not in summary

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
+from bench.engines import DEFAULT, SETTINGS, InProcess, Message, Ranges, Session, history_of
+from bench.fills import Rankings
 from bench.tasks import plot, score
 from bench.tasks.__main__ import measure
 from bench.tasks.cases import SYSTEM, Case, cases, kinds, tokens_of
-from bench.tasks.engines import InProcess, history_of
 from bench.tasks.templates import QUERIES, SPLITS, Templates, pools_in, read
 
 
@@ -139,12 +141,17 @@ def test_a_message_counts_when_every_position_has_a_row() -> None:
 def test_fills_spend_what_the_turn_and_the_system_prompt_leave() -> None:
     case = _case(10, (3,), {3: "the geranium is on the sill"})
     # 200 tokens: 50 for the system prompt, 50 for the turn, two messages of 50.
-    found = score.fills(case, _spans(10), 200)
+    found = _filled(case, 200)
     assert found["oracle"] == found["bm25"] == 1.0
     assert found["newest"] == 0.0
-    assert score.fills(case, _spans(10), 149)["oracle"] == 0.0
-    assert score.fills(_case(10, (9,), {}), _spans(10), 200)["newest"] == 1.0
-    assert score.fills(case, _spans(10), 100_000)["random"] == 1.0
+    assert _filled(case, 149)["oracle"] == 0.0
+    assert _filled(_case(10, (9,), {}), 200)["newest"] == 1.0
+    assert _filled(case, 100_000)["random"] == 1.0
+
+
+def _filled(case: Case, budget: int) -> dict[str, float]:
+    rankings = Rankings(score.texts_of(case))
+    return score.fills(case, _spans(len(case.messages)), budget, rankings)
 
 
 def _row(kind: str, arm: str, case: int, whole: float) -> dict[str, object]:
@@ -165,8 +172,11 @@ def test_the_summary_has_percentages_differences_and_the_missed_bars() -> None:
     assert summary["whole"]["4000"]["1/8"]["default"] == {
         "multi-value": 50.0, "multi-query 4": 100.0, "mean of kinds": 75.0,
     }  # fmt: skip
-    assert summary["default_minus_bm25"]["4000 1/8"]["points"] == 15.0
+    assert summary["default_minus"]["bm25"]["4000 1/8"]["points"] == 15.0
     assert summary["missed"] == ["multi-value at 4000"]
+    cells = {(v["cell"], v["criterion"]): v["verdict"] for v in summary["verdicts"]}
+    assert cells["4000 1/8 multi-value", "best single fill"] == "pass"
+    assert ("4000 1/8 all kinds", "best single fill") in cells
     cell = next(c for c in score.cells(rows) if c["arm"] == "default")
     assert (cell["cases"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
 
@@ -182,19 +192,27 @@ def test_the_plot_has_a_bar_for_each_kind_and_arm() -> None:
 def test_the_form_in_one_process_measures_every_arm_of_a_case() -> None:
     """Without a budget everything is there; with one, what the fills and the engine chose."""
     case = cases("tuning", "multi-key", 4000, 1)[0]
-    rows = {row["arm"]: row for row in measure(InProcess(), case, (8,), score.ARMS)}
-    assert list(rows) == list(score.ARMS)
-    assert rows["none"]["messages"] == rows["oracle"]["messages"] == 1.0
+    arms = [arm for arm in score.ARMS if "encoder" not in arm]
+    rows = {row["arm"]: row for row in measure(InProcess(), case, (8,), arms)}
+    assert list(rows) == arms
+    assert rows["no eviction"]["messages"] == rows["oracle"]["messages"] == 1.0
     assert 3600 < rows["default"]["tokens"] < 4400
     assert rows["default"]["budget"] == rows["default"]["tokens"] // 8
+
+
+def _asked(session: Session, messages: Sequence[Message]) -> Ranges:
+    session.resident(history_of(messages))
+    return session.resident(messages)
 
 
 def test_quoted_text_counts_as_present() -> None:
     case = cases("tuning", "multi-key", 4000, 1)[0]
     messages, made = [*case.messages, *case.asked], InProcess()
     spans = made.spans(messages)
-    copied = made.resident(messages, "default", 512, "a")
-    quoted = made.resident(messages, "breadcrumb", 512, "b")
+    by_text = next(setting for setting in SETTINGS if setting.arm == "breadcrumb")
+    copied, quoted = (
+        _asked(made.begin(setting, 512, setting.arm), messages) for setting in (DEFAULT, by_text)
+    )
     assert sum(end - start for start, end in copied) <= 512
     assert score.whole_share(case, spans, quoted) == 1.0
 
