@@ -38,6 +38,8 @@ def read_secret(path: Path, setting: str) -> str:
             return file.read(_MAX_BYTES).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{setting}: {path} is not UTF-8 text") from error
+        except OSError as error:
+            raise ConfigError(f"{setting}: {path} cannot be read: {error.strerror}") from error
 
 
 def read_token(path: Path, setting: str) -> str:

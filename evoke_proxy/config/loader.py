@@ -184,6 +184,14 @@ class _StrictLoader(yaml.SafeLoader):
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """A text; ConfigError for half of a surrogate pair, which nothing can write or send."""
+        text = super().construct_scalar(node)
+        if not _is_encodable(text):
+            line = node.start_mark.line + 1
+            raise ConfigError(f"a text contains half of a surrogate pair (line {line})")
+        return text
+
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         """A number; whole ones are integers, however they are written."""
         return _parse_number(str(self.construct_scalar(node)))
@@ -200,6 +208,16 @@ class _StrictLoader(yaml.SafeLoader):
                 raise ConfigError(f"{key}: given twice (line {line})")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def _is_encodable(text: object) -> bool:
+    """Whether UTF-8 can encode a value; values other than texts count as encodable."""
+    if isinstance(text, str):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            return False
+    return True
 
 
 _StrictLoader.add_implicit_resolver(_INT_TAG, _INTEGER, list("-+0123456789"))
@@ -424,6 +442,7 @@ def _check_texts(config: Config) -> None:
         texts = value if isinstance(value, tuple) else (value,)
         has_nul = any(isinstance(text, str) and "\0" in text for text in texts)
         _require(not has_nul, key, "must not contain a NUL character")
+        _require(all(map(_is_encodable, texts)), key, "must be text that UTF-8 can encode")
     api_key = config.upstream.api_key
     is_word = api_key.isascii() and api_key.isprintable() and " " not in api_key
     _require(is_word, "upstream.api_key", "must be one word of ASCII characters")

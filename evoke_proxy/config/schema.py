@@ -646,11 +646,15 @@ def value_at(config: Config, key: str) -> Any:
     return value
 
 
+# An IPv6 address may be in brackets.
+_LISTEN_HOST = re.compile(r"\[[0-9A-Za-z:.%]+\]|[^\x00-\x20\x7f\[\]/@]*")
+
+
 def parse_listen(address: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`, `[v6]:PORT` or `:PORT`; ConfigError on anything else."""
     host, colon, port = address.rpartition(":")
     valid = port.isascii() and port.isdigit() and len(port) <= 5
-    if not colon or not valid or int(port) > 65535:
+    if not colon or not valid or int(port) > 65535 or not _LISTEN_HOST.fullmatch(host):
         raise ConfigError(f"listen: {address!r} is not HOST:PORT")
     return host.strip("[]") or "0.0.0.0", int(port)
 

@@ -37,6 +37,7 @@ def create_app(engine: ProxyGateway) -> web.Application:
         _measure_and_log(engine),
         body_deadline,
         _map_errors(engine),
+        connections.answer_expect,
         connections.check_head(limits),
         admin_only_address,
         client_access_check,
@@ -50,9 +51,11 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app[BODY_BUDGET] = BodyBudget(lambda: engine.config.limits.bodies_mib)
     app[ACTIVE_REQUESTS] = ActiveRequests(lambda: engine.shared.draining)
     app[COALESCER] = RequestCoalescer()
-    app.add_routes(admin.routes(engine))
     # [\s\S], because a dot does not match an encoded newline.
-    app.router.add_route("*", r"/{path:[\s\S]*}", _dispatch(engine))
+    routes = [*admin.routes(engine), web.route("*", r"/{path:[\s\S]*}", _dispatch(engine))]
+    for route in routes:
+        route.kwargs["expect_handler"] = connections.ignore_expect
+    app.add_routes(routes)
     app.on_response_prepare.append(relay.remove_added_headers)
     app.on_response_prepare.append(logs.add_request_id)
     return app

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
@@ -35,6 +35,23 @@ def check_head(limits: LimitsConfig) -> Callable[..., Awaitable[web.StreamRespon
         return await handler(request)
 
     return middleware
+
+
+@web.middleware
+async def answer_expect(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Middleware that asks a client for the body that it announces with `Expect: 100-continue`."""
+    expected = request.headers.get("Expect")
+    if expected is not None and request.version >= HttpVersion11:
+        if expected.lower() != "100-continue":
+            message = "the only expectation that evoke-proxy meets is 100-continue"
+            raise RequestError(message, status=417)
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # nothing of the answer itself is sent
+    return await handler(request)
+
+
+async def ignore_expect(_: web.Request) -> None:
+    """Leave the header Expect to `answer_expect`, whose errors are answered like all others."""
 
 
 def peer_of(transport: asyncio.BaseTransport) -> str:
@@ -127,6 +144,9 @@ class ClientConnection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Answer a request that aiohttp cannot parse, with an error of the proxy."""
+        if isinstance(exc, ConnectionResetError):  # the client has disconnected
+            self.force_close()
+            return web.Response(status=499)
         plain = super().handle_error(request, status, exc, message)
         if not isinstance(exc, HttpProcessingError):
             return plain

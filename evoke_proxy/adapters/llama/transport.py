@@ -31,6 +31,8 @@ from evoke_proxy.errors import (
     UpstreamUnavailable,
 )
 
+# Older versions of cpp-httplib leave the body of such a request unread, as the next request.
+_UNREAD_BODY = frozenset(("GET", "HEAD", "OPTIONS"))
 # Headers that aiohttp adds by itself, although the client has not sent them.
 _AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 # Less than llama-server's 5 s, so that no request is written into a connection it is closing.
@@ -278,6 +280,8 @@ class HttpTransport:
             sent["Content-Length"], data = str(sum(map(len, parts))), _pieces(parts)
         elif body is not None:
             data = streamed = _ClientBody(body)
+        if data is not None and method in _UNREAD_BODY:
+            sent["Connection"] = "close"
         chunked = data is not None and "Content-Length" not in sent
         check_head(method, target, sent, chunked)
         try:

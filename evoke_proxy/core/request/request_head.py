@@ -22,6 +22,8 @@ _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 _FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
+# The HTTP parsers accept any number of leading zeros; the interpreter converts only 4,300 digits.
+_LENGTH_DIGITS = 20
 
 
 def check_method(method: str) -> None:
@@ -44,6 +46,8 @@ def check_headers(
     """Raise RequestError when there are too many headers, or one is too long or malformed."""
     if len(headers) > max_headers:
         raise too_many_headers(max_headers)
+    if len(headers.get("Content-Length", "")) > _LENGTH_DIGITS:
+        raise RequestError(f"Content-Length has more than {_LENGTH_DIGITS} digits")
     if _all_plain(headers, limit):
         return
     for name, value in headers.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evoke_proxy.adapters.secret_files import read_secret
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.config.example import example
 from evoke_proxy.config.policy_names import BUILT_IN
@@ -299,6 +300,10 @@ def test_the_api_key_is_stripped_of_line_ends() -> None:
         ("listen", ["127.0.0.1:²"]),
         ("listen", ["127.0.0.1:٣"]),
         ("listen", ["127.0.0.1:" + "9" * 5000]),
+        ("listen", ["a b:80"]),
+        ("listen", ["[::1:80"]),
+        ("listen", ["http://127.0.0.1:80"]),
+        ("embedder.store", "a\ud800"),
         ("pool.upstreams", ["h:1"]),
         ("pool.upstreams", ["a=http://h:1", "a=http://h:2"]),
     ),
@@ -306,6 +311,20 @@ def test_the_api_key_is_stripped_of_line_ends() -> None:
 def test_values_that_would_fail_later_are_refused_at_start(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         load(None, {}, {key: value})
+
+
+@pytest.mark.parametrize(
+    "text", ['limits: {queue: "\\ud800"}', 'listen: ["\\ud800"]', '"\\ud800": 1']
+)
+def test_half_of_a_surrogate_pair_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"surrogate pair \(line 1\)"):
+        load(_file(tmp_path, text))
+
+
+def test_a_secret_that_cannot_be_read_is_refused() -> None:
+    """The file opens, and reading it fails."""
+    with pytest.raises(ConfigError, match="cannot be read: Input/output error"):
+        read_secret(Path("/proc/self/mem"), "security.keys_file")
 
 
 def test_a_deeply_nested_or_recursive_file_is_refused(tmp_path: Path) -> None:
