@@ -79,7 +79,13 @@ class RequestTrace:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Publish in this context that the request waits; web then sends keep-alive comments."""
+        """Publish in this context that the request waits; web then sends keep-alive comments.
+
+        A context within another one changes nothing.
+        """
+        if self.waiting_since is not None:
+            yield
+            return
         self._publish(asyncio.get_running_loop().time())
         try:
             yield

@@ -1,6 +1,7 @@
 """State of one conversation under a budget: its blocks, its copies, and its turns.
 
-A turn calls `begin`, `plan`, then `applied` (or `failed`, and `begin` again), then `finish`.
+A turn calls `begin`, `plan`, then `applied` (or `failed`, and `begin` again), then `finish`;
+`plan_replaced` comes between these two when another plan had to be run.
 Between turns `plan_save_all` returns the copies to make before another session gets the slot. The
 session makes no calls and reads no clock.
 """
@@ -221,6 +222,10 @@ class Session:
         `begin` again to plan without them.
         """
         self.layout = self.layout.without_saved(unknown)
+
+    def plan_replaced(self) -> None:
+        """Record that a plan which the session has not made has run after its own plan."""
+        self._planned = None
 
     def finish(self, accounting: TokenAccounting | None) -> bool:
         """End a turn; return False when the server's accounting contradicts the plan.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -148,9 +148,10 @@ class Planner:
         stream = _unplanned(config)
         call = PlanCall(Plan(stream=stream), view, conversation.owner)
         epoch = await turn.calls.blocks.run_plan(call)
+        conversation.session.plan_replaced()
         forwarded = await scope.turn.with_members(_marker(view.id, epoch), request.chat.keys)
         conversation.budgeted.plan_ran(epoch, config)
-        return _budgeted(
+        return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
             has_marker=True,
@@ -179,12 +180,13 @@ class Planner:
             started, plan, recalled = await self._with_text(turn, trace, started, plan)
         else:
             trace.stage = "probe"
-            started, plan = await self._prober.probe(turn, trace, probe, (started, plan))
+            started, plan = await self._prober.probe(turn, scope, probe, (started, plan))
         trace.stage = "plan"
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)
         session.applied(started, plan)
+        scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
         quoted = () if recalled is None else recalled.blocks
@@ -195,7 +197,7 @@ class Planner:
         self._note(turn, (started, plan), epoch, quoted)
         headers, extra = _verbose_reply(turn, (started, plan), quoted, probe)
         moved = "" if plan.moves_nothing else ":moved"
-        return _budgeted(
+        return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
             decision=started.config.name + moved,
@@ -302,12 +304,6 @@ class Planner:
         if refused.name is not None:
             missing |= {refused.name}
         conversation.session.failed(missing)
-
-
-def _budgeted(turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
-    """A budgeted turn with the fields of another turn, and `changes`."""
-    inherited = {item.name: getattr(turn, item.name) for item in fields(PreparedTurn)}
-    return BudgetedTurn(**inherited | changes)
 
 
 def _unplanned(config: PolicyConfig) -> DecodeBudget:

@@ -31,11 +31,11 @@ from evoke_proxy.core.policy.probe import (
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.accounting import TokenAccounting
-from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.strategy import ServerResources
+from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
-from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
 
 PROBE = {"op": "probe"}
 
@@ -58,7 +58,7 @@ class Prober:
     async def probe(
         self,
         turn: RenderedTurn,
-        trace: RequestTrace,
+        scope: TurnScope,
         record: ProbeRecord,
         planned: tuple[Turn, Plan],
     ) -> tuple[Turn, Plan]:
@@ -84,9 +84,9 @@ class Prober:
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)
         session.applied(roomy, first)
+        scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         cursor = started.view.decode_from
-        with trace.waiting():
-            decoded = await self._decode(turn, started, epoch)
+        decoded = await self._decode(turn, started, epoch)
         # Without a tenant no copies are listed: only what is resident matters.
         answer = await turn.calls.blocks.slot(started.slot.id, "", LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)

@@ -85,7 +85,8 @@ class BudgetedStrategy(CacheStrategy):
 
     async def _without_conversation(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """A turn that belongs to no conversation, in a slot whose rows were saved."""
-        forwarded = await self._slots.acquire_emptied(request, scope)
+        with scope.trace.waiting():
+            forwarded = await self._slots.acquire_emptied(request, scope)
         return replace(scope.turn, forwarded=forwarded)
 
     async def _planned(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
@@ -110,24 +111,25 @@ class BudgetedStrategy(CacheStrategy):
         scope.trace.stage = "session"
         conversation = await self._conversation_of(request, rendered, scope)
         scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
-        lease = await scope.acquire(
-            conversation.id, ephemeral=conversation.ephemeral, slot=self._slots.named(request)
-        )
-        turn = RenderedTurn(
-            request=request,
-            calls=scope.turn.calls,
-            chat=request.chat,
-            body=request.body,
-            conversation=conversation,
-            rendered=rendered,
-            question_vectors=vectors,
-            slot=lease.slot,
-        )
-        with lease.vacating():
-            turn = await self._admitted(turn, scope, lease, began)
-        if self._planner.exceeds_context(turn.rendered):
-            return self._too_long(scope.turn)
-        planned = await self._planner.plan(turn, scope)
+        with scope.trace.waiting():  # the queue, copies from disk, a probe: all may take long
+            lease = await scope.acquire(
+                conversation.id, ephemeral=conversation.ephemeral, slot=self._slots.named(request)
+            )
+            turn = RenderedTurn(
+                request=request,
+                calls=scope.turn.calls,
+                chat=request.chat,
+                body=request.body,
+                conversation=conversation,
+                rendered=rendered,
+                question_vectors=vectors,
+                slot=lease.slot,
+            )
+            with lease.vacating():
+                turn = await self._admitted(turn, scope, lease, began)
+            if self._planner.exceeds_context(turn.rendered):
+                return self._too_long(scope.turn)
+            planned = await self._planner.plan(turn, scope)
         waited_s = scope.trace.waits["queue"]
         self._server.metrics.plan_seconds.observe(loop.time() - began - waited_s)
         return planned
@@ -196,8 +198,7 @@ class BudgetedStrategy(CacheStrategy):
         scope.trace.stage = "slot"
         loop = asyncio.get_running_loop()
         until = loop.time() + _FOREIGN_REQUEST_S
-        with scope.trace.waiting():
-            await self._slots.until_idle(scope.turn, lambda: loop.time() > until)
+        await self._slots.until_idle(scope.turn, lambda: loop.time() > until)
         scope.trace.stage = "render"
         return await self._rendered_anew(turn)
 
@@ -219,7 +220,8 @@ class BudgetedStrategy(CacheStrategy):
         is_answering = not isinstance(error, UpstreamUnavailable | UpstreamTimeout)
         if is_answering and turn.slots and conversation is not None:
             try:
-                without_plan = await self._planner.hold_budget(request, scope, conversation)
+                with scope.trace.waiting():
+                    without_plan = await self._planner.hold_budget(request, scope, conversation)
                 return replace(without_plan, decision=f"{without_plan.decision}:held")
             except PromptTooLong:
                 return turn  # llama-server refuses it, so it exceeds no budget

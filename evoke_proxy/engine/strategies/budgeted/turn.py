@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
@@ -59,9 +60,17 @@ class SlotJob:
 class BudgetedTurn(PreparedTurn):
     """A turn whose slot stays within a token budget."""
 
-    # The session has planned it: `Session.finish` must be called.
+    # A plan of the session has run: `Session.finish` must be called.
     is_planned: bool = False
     # The body carries the marker of the plan: the reply states its token accounting.
     has_marker: bool = False
     # Its blocks are copied while no request uses the server.
     writes_back: bool = False
+
+    @classmethod
+    def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
+        """The next stage of a turn: its fields, with `changes`."""
+        if isinstance(turn, cls):
+            return replace(turn, **changes)
+        inherited = {item.name: getattr(turn, item.name) for item in fields(PreparedTurn)}
+        return cls(**inherited | changes)

@@ -181,8 +181,7 @@ class SlotPlacement:
         # Set before the call: a turn that is cancelled meanwhile has to end the restore.
         scope.turn = replace(turn, restored=match)
         try:
-            with scope.trace.waiting():
-                restored = await self._transfers.restore(match, slot, api)
+            restored = await self._transfers.restore(match, slot, api)
         except UpstreamError:
             scope.turn = turn  # counted as failed: the reply says nothing about the snapshot
             raise
@@ -221,8 +220,7 @@ class SlotPlacement:
         api = turn.calls.stock
         scope.trace.stage = "prefill"
         try:
-            with scope.trace.waiting():
-                done = await api.prefill(turn.boundary, turn.slot)
+            done = await api.prefill(turn.boundary, turn.slot)
         except UpstreamRejected as error:
             # The prompt is too long, most likely: llama-server tells the client so itself.
             self._metrics.saves.labels(result="skipped_rejected").inc()

@@ -212,13 +212,15 @@ class SnapshotStrategy(CacheStrategy):
         `scope.turn` is then what was done.
         """
         self.preempt_background()
-        await self._repository.refresh()
+        with scope.trace.waiting():
+            await self._repository.refresh()
         chat = request.chat
         reason = "id_slot" if request.id_slot is not None else snapshot_obstacle(chat)
         if reason:
             return await self._prepare_unmanaged(request, scope, reason)
         scope.trace.stage = "learn"
-        await self.probe.learn(scope.turn.calls.stock)
+        with scope.trace.waiting():
+            await self.probe.learn(scope.turn.calls.stock)
         try:
             turn = await self._render(request, scope)
         except PromptTooLong:
@@ -238,7 +240,8 @@ class SnapshotStrategy(CacheStrategy):
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
         scope.turn = turn
         await self._note_drift(conversation, turn)
-        turn = await self._placement.prepare(scope, turn, conversation, lease)
+        with scope.trace.waiting():  # restoring, decoding and saving may take long
+            turn = await self._placement.prepare(scope, turn, conversation, lease)
         if turn.slot is not None and chat.dialect != "messages":  # it has no field for a slot
             members = {"id_slot": orjson.dumps(turn.slot)}
             turn = replace(turn, forwarded=await turn.with_members(members, chat.keys))
@@ -250,7 +253,8 @@ class SnapshotStrategy(CacheStrategy):
     ) -> PreparedTurn:
         """Lease slots for a request of which nothing is kept."""
         scope.turn = replace(scope.turn, decision=f"guest:{reason}")
-        await self._assignment.acquire_ephemeral(request, scope)
+        with scope.trace.waiting():
+            await self._assignment.acquire_ephemeral(request, scope)
         return scope.turn
 
     async def _render(self, request: ParsedChat, scope: TurnScope) -> SnapshotTurn | None:
