@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from fake_upstream import Exchange, FakeUpstream, fake_upstream, response
-from harness import PATIENCE_S, RunningProxy, pool, proxy
-from smuggled_requests import answer_of
+from harness import TIMEOUT_S, RunningProxy, pool, proxy
+from smuggled_requests import read_answer
 
 BODY = b'{"content":"x"}'
 LENGTH = f"Content-Length: {len(BODY)}"
@@ -47,9 +47,9 @@ def test_a_length_of_thousands_of_digits_is_refused(
     """The HTTP parser accepts leading zeros, Python converts no more than 4,300 digits."""
     n_forwarded = len(upstream.requests)
     zeros = f"Content-Length: {'0' * 5000}{len(BODY)}"
-    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
         client.sendall(_request(f"POST {path} HTTP/1.1", zeros))
-        status, body = answer_of(client)
+        status, body = read_answer(client)
     assert status == 400 and "Content-Length" in json.loads(body)["error"]["message"]
     assert [one for one in upstream.requests[n_forwarded:] if b"POST" in one.head] == []
     for kind in FAILURES:
@@ -63,9 +63,9 @@ def test_an_unknown_expectation_is_refused_in_the_dialect_of_its_path(
     running: RunningProxy, path: str, expected: str
 ) -> None:
     refused = running.metric("evoke_requests_total", endpoint=path, code="417")
-    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
         client.sendall(_request(f"POST {path} HTTP/1.1", LENGTH, f"Expect: {expected}"))
-        status, body = answer_of(client)
+        status, body = read_answer(client)
     error = json.loads(body)
     assert status == 417 and ("type" in error) == (path == "/v1/messages")
     assert running.metric("evoke_requests_total", endpoint=path, code="417") == refused + 1
@@ -73,7 +73,7 @@ def test_an_unknown_expectation_is_refused_in_the_dialect_of_its_path(
 
 def test_a_client_that_waits_for_100_continue_gets_it_once(running: RunningProxy) -> None:
     head = _request("POST /tokenize HTTP/1.1", LENGTH, "Expect: 100-continue")[: -len(BODY)]
-    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
         client.sendall(head)
         read = client.makefile("rb")
         assert read.readline() == b"HTTP/1.1 100 Continue\r\n" and read.readline() == b"\r\n"
@@ -86,12 +86,12 @@ def test_a_client_that_leaves_while_100_continue_is_sent_is_no_failure(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
-            with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+            with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
                 client.sendall(_request("POST /tokenize HTTP/1.1", LENGTH, "Expect: 100-continue"))
                 client.shutdown(socket.SHUT_WR)
                 while client.recv(1000):
                     pass
-        running.quiet()
+        running.wait_until_idle()
     assert [record for record in caplog.records if record.exc_info] == []
 
 
@@ -100,9 +100,9 @@ def test_the_server_closes_the_connection_after_a_body_that_it_may_leave_unread(
     upstream: FakeUpstream, running: RunningProxy, method: str, closes: bool
 ) -> None:
     """Older llama-servers parse the body of these methods as the next request."""
-    with socket.create_connection(("127.0.0.1", running.port), PATIENCE_S) as client:
+    with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
         client.sendall(_request(f"{method} /v1/models HTTP/1.1", LENGTH))
-        assert answer_of(client)[0] == 200
+        assert read_answer(client)[0] == 200
     (head,) = [one.head for one in upstream.requests if one.body == BODY and b"/v1/m" in one.head]
     assert (b"\r\nConnection: close\r\n" in head) == closes
     upstream.requests.clear()
