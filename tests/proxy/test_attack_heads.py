@@ -23,7 +23,7 @@ def _request(line: str, *lines: str) -> bytes:
 
 async def _answer(exchange: Exchange) -> None:
     """An empty object, which is also a good answer to the calls of the proxy itself."""
-    await exchange.say(response(b"{}", b"application/json"))
+    await exchange.send(response(b"{}", b"application/json"))
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +73,11 @@ def test_an_unknown_expectation_is_refused_in_the_dialect_of_its_path(
 
 def test_a_client_that_waits_for_100_continue_gets_it_once(running: RunningProxy) -> None:
     head = _request("POST /tokenize HTTP/1.1", LENGTH, "Expect: 100-continue")[: -len(BODY)]
-    with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
+    with (
+        socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client,
+        client.makefile("rb") as read,
+    ):
         client.sendall(head)
-        read = client.makefile("rb")
         assert read.readline() == b"HTTP/1.1 100 Continue\r\n" and read.readline() == b"\r\n"
         client.sendall(BODY)
         assert read.readline() == b"HTTP/1.1 200 OK\r\n"
