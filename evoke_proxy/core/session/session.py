@@ -97,6 +97,8 @@ class Session:
         self._recovered: dict[str, int] = {}
         self._turn_marks: dict[int, _Mark] = {}
         self._planned: tuple[PolicyView, Plan] | None = None
+        # The blocks that llama-server evicts first while it decodes, by label.
+        self._eviction_order: dict[str, Span] = {}
         # Blocks that llama-server may have saved and evicted in a reply that broke off, by label.
         self._unconfirmed: dict[str, Span] = {}
         # Rows that the slot had before a restart of the proxy.
@@ -208,6 +210,8 @@ class Session:
         self._outdated = frozenset(outdated.union(b.label for b in blocks.pick(to_decode)))
         self.layout = replace(self.layout, unverified=frozenset())
         self._planned = (turn.view, plan)
+        order = plan.stream.order if plan.stream is not None else ()
+        self._eviction_order = {block.label: block.span for block in order}
         self._pre_restart_resident = ()
         self.decided = DecidedTurn(turn.view, turn.query, turn.config)
         self._task = turn.task
@@ -225,7 +229,11 @@ class Session:
 
     def plan_replaced(self) -> None:
         """Record that a plan which the session has not made has run after its own plan."""
-        self._planned = None
+        self._planned, self._eviction_order = None, {}
+
+    def decoding_broke_off(self) -> None:
+        """Record that llama-server has decoded and may have evicted, but did not report it."""
+        self._unconfirmed |= self._eviction_order
 
     def finish(self, accounting: TokenAccounting | None) -> bool:
         """End a turn; return False when the server's accounting contradicts the plan.
@@ -235,9 +243,7 @@ class Session:
         self.turns += 1
         planned, self._planned, self.redecoded = self._planned, None, 0
         if accounting is None:
-            stream = planned[1].stream if planned is not None else None
-            order = stream.order if stream is not None else ()
-            self._unconfirmed |= {block.label: block.span for block in order}
+            self.decoding_broke_off()
             return True
         evicted = [(label, span) for span, label in accounting.auto_evicted if label is not None]
         self.add_copies(evicted)

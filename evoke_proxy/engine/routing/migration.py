@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server.conversations import Conversation
@@ -15,6 +16,8 @@ _IDLE_TIMEOUT_S = 1.0
 _IDLE_POLL_S = 0.02
 # The most seconds for saving the slots of the source.
 _SAVE_TIMEOUT_S = 15.0
+# The most seconds to wait for background work on the conversation, which a request preempts.
+_LOCK_TIMEOUT_S = 5.0
 
 
 async def migrate_conversation(
@@ -32,14 +35,20 @@ async def migrate_conversation(
     conversation = conversations.get(id)
     if conversation is None or conversation.ephemeral or not await _becomes_idle(conversation):
         return False
-    if source_answers:
-        await _save_slots(source)
-    if conversation.in_use or conversations.get(id) is not conversation:
-        return False
-    conversations.move(conversation, target.conversations)
-    slots.pool.forget(id)
-    if source_answers and source.info.patched and conversation.labels:
-        await _drop_copies(source, conversation)
+    async with AsyncExitStack() as stack:
+        if source_answers:
+            await _save_slots(source)
+            try:  # background work would go on to make copies
+                async with asyncio.timeout(_LOCK_TIMEOUT_S):
+                    await stack.enter_async_context(slots.locked(id))
+            except TimeoutError:
+                return False
+        if conversation.in_use or conversations.get(id) is not conversation:
+            return False
+        conversations.move(conversation, target.conversations)
+        slots.pool.forget(id)
+        if source_answers and source.info.patched and conversation.labels:
+            await _drop_copies(source, conversation)
     _log.info("session %s was moved to %s", id, target.upstream.url)
     return True
 

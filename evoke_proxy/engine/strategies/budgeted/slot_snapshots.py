@@ -42,7 +42,11 @@ class SlotSnapshots:
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):
             epoch = conversation.budgeted.epoch
             prefill = job.calls.stock.prefill(tokens[:end], job.slot, epoch)
-            done = await job.lease.run(prefill)
+            try:
+                done = await job.lease.run(prefill)
+            except BaseException:
+                conversation.session.decoding_broke_off()
+                raise
             accounting = TokenAccounting.parse(done.timings)
             if accounting is None or accounting.marker != "ok":
                 conversation.budgeted.slot_unknown()

@@ -152,6 +152,34 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
     asyncio.run(moved())
 
 
+def test_migration_waits_for_background_work_on_the_conversation(monkeypatch: Any) -> None:
+    """Write-back between the migration and the next request would leave copies that nobody uses."""
+    done: list[str] = []
+
+    async def run(api: BlockApi, slot: int, action: str, body: dict[str, Any]) -> dict[str, Any]:
+        done.append(action)
+        return {}
+
+    async def moved() -> None:
+        gateway = _gateway()
+        source, target = gateway.servers[0], gateway.servers[1]
+        monkeypatch.setattr(BlockApi, "run", run)
+        source.monitor.server = ServerInfo("", "", can_adopt=True)
+        conversation = source.conversations.recall(seated())
+        lease = source.server.slots.background(0, conversation.id)
+        assert lease is not None
+        moving = migrate_conversation(conversation.id, source, target, source_answers=True)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(moving)
+            async with lease:
+                while not lease.preempted:
+                    await asyncio.sleep(0)
+                assert not done and list(source.conversations) == [conversation]
+        assert task.result() and done == ["block-drop"] and not list(source.conversations)
+
+    asyncio.run(moved())
+
+
 def test_a_draining_server_saves_its_slots_after_its_last_answer(
     monkeypatch: Any,
 ) -> None:

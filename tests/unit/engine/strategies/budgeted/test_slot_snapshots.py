@@ -7,8 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from snapshot_fixtures import snapshot
 
+from evoke_proxy.config import Config
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.server.slot_queue import Preempted
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 
@@ -107,3 +112,26 @@ def test_the_server_is_not_asked_without_a_useful_snapshot() -> None:
     parted = snapshot("parted", [*SHORT, 77])
     assert _filled(2, *foreign, parted) == ([], 0)
     assert _filled(6, snapshot("mine", SHORT)) == ([], 0)
+
+
+def test_a_request_that_cuts_off_decoding_ahead_leaves_the_evicted_blocks_findable() -> None:
+    """llama-server evicts and copies blocks while it decodes, and the reply would have said so."""
+    session = Session("s", "", Config().policy)
+    session._eviction_order = {"s/0-4-a": Span(0, 4)}
+    conversation: Any = SimpleNamespace(session=session, budgeted=SimpleNamespace(epoch=3))
+
+    async def run(work: Any) -> None:
+        await work
+        raise Preempted("a request has come")
+
+    async def prefill(*_: object) -> None:
+        return None
+
+    lease: Any = SimpleNamespace(slots=(0,), run=run)
+    calls: Any = SimpleNamespace(stock=SimpleNamespace(prefill=prefill))
+    none: Any = None
+    slots = SlotSnapshots(probe=none, transfers=none, repository=none, conversations=none)
+    job = SlotJob(conversation=conversation, calls=calls, lease=lease)
+    with pytest.raises(Preempted):
+        asyncio.run(slots.decode_ahead(job, PROMPT))
+    assert session._unconfirmed == {"s/0-4-a": Span(0, 4)}
