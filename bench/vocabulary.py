@@ -14,8 +14,9 @@ import gguf
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
+from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span
-from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, Tokens
 from evoke_proxy.core.prompt.segment import GAP
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.server_build import patches_dir
@@ -69,7 +70,9 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer or qwen2()
-        self._rendered: dict[tuple[Role, str], tuple[list[int], list[int]]] = {}
+        # Tokens of a message, and the positions in it where sentences start.
+        self._rendered: dict[tuple[Role, str], tuple[Tokens, Positions]] = {}
+        self._ending = np.array(self._tokenizer.encode(_GENERATION).ids, np.int32)
 
     def length(self, message: Message) -> int:
         """How many tokens a message takes."""
@@ -77,23 +80,23 @@ class Renderer:
 
     def render(self, messages: Sequence[Message], slot: SlotView | None = None) -> Rendered:
         """Return the rendering of a chat that waits for an answer."""
-        tokens, starts, spans = list[int](), list[int](), list[MessageSpan]()
+        tokens, starts, spans, end = list[Tokens](), list[Positions](), list[MessageSpan](), 0
         for index, message in enumerate(messages):
             own, sentences = self._tokens(message)
-            starts += [len(tokens) + at for at in sentences]
-            span = Span(len(tokens), len(tokens) + len(own))
+            starts.append(sentences + end)
+            span = Span(end, end + len(own))
             spans.append(MessageSpan(index, message.role, span))
-            tokens += own
-        ending = self._tokenizer.encode(_GENERATION).ids
+            tokens.append(own)
+            end = span.end
         return Rendered(
-            tokens=np.array([*tokens, *ending], np.int32),
-            generation=len(tokens),
+            tokens=np.concatenate([*tokens, self._ending]),
+            generation=end,
             spans=tuple(spans),
             slots=(slot,) if slot is not None else (),
-            sentence_starts=np.array(starts, np.int64),
+            sentence_starts=np.concatenate([np.zeros(0, np.int64), *starts]),
         )
 
-    def _tokens(self, message: Message) -> tuple[list[int], list[int]]:
+    def _tokens(self, message: Message) -> tuple[Tokens, Positions]:
         """Return the tokens of a message, and the positions where its sentences start."""
         key = message.role, message.text
         if key not in self._rendered:
@@ -101,6 +104,6 @@ class Renderer:
             encoded = self._tokenizer.encode(f"{head}{message.text}<|im_end|>\n")
             gaps = [m.end() + len(head) for m in GAP.finditer(message.text) if m.start() > 0]
             ends = [end for _, end in encoded.offsets]
-            starts = np.searchsorted(ends, gaps, "right").tolist()
-            self._rendered[key] = encoded.ids, starts
+            starts = np.searchsorted(ends, gaps, "right").astype(np.int64)
+            self._rendered[key] = np.array(encoded.ids, np.int32), starts
         return self._rendered[key]
