@@ -25,6 +25,8 @@ The bench fails when the default misses a bar (`bench/tasks/score.py`) or a crit
 `bench/criteria.py` in a cell: a kind of task, or all, at one length and budget. Intervals draw
 whole templates.
 
+`--factorial` measures what each signal of the ranking is worth (`bench/evidence/factorial.py`).
+
 The templates of the splits are disjoint. Tune on `tuning` only; published figures are of
 `reporting`."""
 
@@ -37,7 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import criteria, record
-from bench.engines import DEFAULT, SETTINGS, Engine, InProcess, engine, history_of
+from bench.engines import SETTINGS, Engine, InProcess, Setting, Spans, engine, history_of
+from bench.evidence import factorial
 from bench.fills import Rankings
 from bench.tasks import plot, score
 from bench.tasks.cases import Case, cases, kinds
@@ -47,6 +50,7 @@ _COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messa
 # Cases of a kind by the length of conversations, and for all other lengths.
 _COUNTS = {4000: 40, 32000: 16}
 _FEWEST = 6
+NO_EVICTION = Setting(score.CEILING)
 _EXAMPLES = """examples:
   python -m bench.tasks --split tuning --lengths 4000 --shares 8
   python -m bench.tasks --split tuning --kinds multi-value --lengths 4000 --shares 8 --misses 3
@@ -58,31 +62,51 @@ _EXAMPLES = """examples:
 
 def measure(made: Engine, case: Case, shares: Sequence[int], arms: Sequence[str]) -> Iterator[Any]:
     """Yield one row for each share of the conversation and each arm."""
-    messages = [*case.messages, *case.asked]
-    spans = made.spans(messages)
-    tokens = spans[len(case.messages) - 1][1]
-    split, length = case.id.split()[0], int(case.id.split()[-2])
-    common = {"kind": case.kind, "scene": case.scene, "case": case.id, "split": split,
-              "length": length, "tokens": tokens}  # fmt: skip
+    settings = [setting for setting in SETTINGS if setting.arm in arms]
+    if score.CEILING in arms:
+        settings.append(NO_EVICTION)
+    of_arm = {(r["share"], r["arm"]): r for r in measure_settings(made, case, shares, settings)}
     rankings = None
     if isinstance(made, InProcess) and set(arms) - set(score.ENGINE_ARMS):
         encoders = made.encoders
         rankings = Rankings(score.texts_of(case), encoders["built-in"], encoders.get("encoder"))
+    spans = made.spans([*case.messages, *case.asked])
     for share in shares:
-        budget = score.budget_of(tokens, share)
-        found = score.fills(case, spans, budget, rankings) if rankings is not None else {}
-        for setting in (each for each in SETTINGS if each.arm in arms):
+        if rankings is not None:
+            budget = score.budget_of(_tokens(case, spans), share)
+            for arm, found in score.fills(case, spans, budget, rankings).items():
+                of_arm[share, arm] = _row(case, spans, share, (arm, found))
+        yield from (of_arm[share, arm] for arm in arms if (share, arm) in of_arm)
+
+
+def measure_settings(
+    made: Engine, case: Case, shares: Sequence[int], settings: Sequence[Setting]
+) -> Iterator[Any]:
+    """Yield one row for each share of the conversation and each setting of the proxy."""
+    messages = [*case.messages, *case.asked]
+    spans = made.spans(messages)
+    for share in shares:
+        for setting in settings:
+            budget = score.budget_of(_tokens(case, spans), share)
             name = f"{case.id} {share} {setting.arm} {time.monotonic_ns()}"
-            session = made.begin(setting, budget, name)
+            session = made.begin(setting, None if setting is NO_EVICTION else budget, name)
             session.resident(history_of(messages))
-            found[setting.arm] = score.whole_share(case, spans, session.resident(messages))
-        if score.CEILING in arms:
-            name = f"{case.id} {share} {score.CEILING} {time.monotonic_ns()}"
-            rows = made.begin(DEFAULT, None, name).resident(messages)
-            found[score.CEILING] = score.whole_share(case, spans, rows)
-        for arm in (each for each in arms if each in found):
-            yield {**common, "share": share, "budget": budget, "arm": arm,
-                   "whole": found[arm] >= 1.0, "messages": round(found[arm], 3)}  # fmt: skip
+            found = score.whole_share(case, spans, session.resident(messages))
+            yield _row(case, spans, share, (setting.arm, found))
+
+
+def _tokens(case: Case, spans: Spans) -> int:
+    return spans[len(case.messages) - 1][1]
+
+
+def _row(case: Case, spans: Spans, share: int, result: tuple[str, float]) -> dict[str, Any]:
+    arm, found = result
+    tokens = _tokens(case, spans)
+    split, length = case.id.split()[0], int(case.id.split()[-2])
+    return {"kind": case.kind, "scene": case.scene, "case": case.id, "split": split,
+            "length": length, "tokens": tokens, "share": share, "question": case.id,
+            "budget": score.budget_of(tokens, share), "arm": arm,
+            "whole": found >= 1.0, "messages": round(found, 3)}  # fmt: skip
 
 
 def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
@@ -116,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         differences = differing(args.split, lengths[0], shares, args.count or 1)
         print("\n".join(differences) or "both forms agree")
         return int(bool(differences))
+    if args.factorial:
+        return _factorial(args, chosen, shares)
     rows: list[dict[str, Any]] = []
     for length in lengths:
         count = args.count or _COUNTS.get(length, _FEWEST)
@@ -136,6 +162,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.tell("tasks", found, summary, args.out, picture)
     print(f"missed: {len(summary['missed'])}")
     return int(bool(summary["missed"]))
+
+
+def _factorial(args: Any, kinds_chosen: Sequence[str], shares: Sequence[int]) -> int:
+    length = int(args.lengths.split(",")[0])
+    count = args.count or _FEWEST
+    rows: list[dict[str, Any]] = []
+    for number, signals in enumerate(factorial.combinations(), 1):
+        with factorial.only(signals) as setting:
+            made = InProcess()
+            for kind in kinds_chosen:
+                for case in cases(args.split, kind, length, count):
+                    rows += (
+                        {**row, "signals": signals, "conversation": f"{kind} {case.scene}"}
+                        for row in measure_settings(made, case, shares, (setting,))
+                    )
+        factorial.tell_progress(number)
+    summary = {
+        f"1/{share}": {
+            kind: factorial.effects(
+                [r for r in rows if r["share"] == share and kind in (r["kind"], "all kinds")]
+            )
+            for kind in (*kinds_chosen, "all kinds")
+        }
+        for share in shares
+    }
+    found = score.cells(rows)
+    record.tell("tasks_factorial", found, {"split": args.split, **summary}, args.out)
+    return 0
 
 
 def differing(split: str, length: int, shares: Sequence[int], count: int) -> list[str]:
@@ -181,6 +235,9 @@ def _parser() -> Any:
     )
     parser.add_argument(
         "--server", action="store_true", help="real servers instead of this process"
+    )
+    parser.add_argument(
+        "--factorial", action="store_true", help="what each signal is worth, first length"
     )
     parser.add_argument("--agree", action="store_true", help="compare both forms, first length")
     parser.add_argument("--out", type=Path, help="the JSON file (out/bench/tasks.json)")
