@@ -1,4 +1,4 @@
-"""Installs coding agents from npm for tests and benches, once, into the cache folder."""
+"""Installs packages from npm for tests and benches, once, into the cache folder."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def installed(package: str, version: str, command: str) -> Path:
     """The command of a package, installed if it is not yet; NotInstalled when it cannot be."""
     home = cache_dir() / "clients" / f"{command}-{version}"
     found = home / "node_modules/.bin" / command
+    if not found.exists():
+        _install(home, f"{package}@{version}")
+    return found
+
+
+def installed_file(package: str, version: str, name: str) -> Path:
+    """A file of a package, installed if it is not yet; NotInstalled when it cannot be."""
+    home = cache_dir() / "clients" / f"{package}-{version}"
+    found = home / "node_modules" / package / name
     if not found.exists():
         _install(home, f"{package}@{version}")
     return found

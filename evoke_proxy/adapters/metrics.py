@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -369,6 +370,14 @@ class Metrics:
         total = self.as_text if reason == "text" else self.recovered
         total.inc(count)
 
+    def totals(self) -> dict[str, Any]:
+        """Tokens of all prompts by kind, and the numbers of evicted and recovered blocks."""
+        return {
+            "tokens": {kind: _sum(self.tokens, kind=kind) for kind in TOKEN_KINDS},
+            "blocks_evicted": _sum(self.evictions),
+            "blocks_recovered": _sum(self.recoveries),
+        }
+
     def set_stores(self, stores: Mapping[str, BlockStore]) -> None:
         """Export these block stores, by the name of their server."""
         self._stores.stores = dict(stores)
@@ -387,3 +396,9 @@ class Metrics:
         self, name: str, about: str, buckets: Sequence[float], *labels: str
     ) -> Histogram:
         return Histogram(name, about, labels, buckets=buckets, registry=self.registry)
+
+
+def _sum(counter: Counter, **labels: str) -> int:
+    """The sum of the samples of a counter that have these labels."""
+    samples = [sample for family in counter.collect() for sample in family.samples]
+    return round(sum(it.value for it in samples if labels.items() <= it.labels.items()))

@@ -49,6 +49,13 @@ async def _get_status(_: web.Request, admin: Admin) -> web.StreamResponse:
     return json_answer(admin.status())
 
 
+async def _get_overview(request: web.Request, admin: Admin) -> web.StreamResponse:
+    async def make() -> bytes:
+        return orjson.dumps(await admin.overview())
+
+    return json_answer(await request.app[COALESCER].get("overview", make))
+
+
 async def _list_sessions(request: web.Request, admin: Admin) -> web.StreamResponse:
     async def make() -> bytes:
         rows = []
@@ -208,6 +215,7 @@ _SESSION = "/evoke/sessions/{id}"
 # The handlers by method and path; only operators may call them.
 ROUTES: tuple[tuple[tuple[str, str], Handler], ...] = (
     (("GET", "/evoke/status"), _get_status),
+    (("GET", "/evoke/overview"), _get_overview),
     (("GET", "/evoke/events"), _listen),
     (("GET", "/evoke/sessions"), _list_sessions),
     (("GET", _SESSION), _get_session),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from evoke_proxy.config import AUTO
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.policy.pins import check_least_budget
+from evoke_proxy.engine.admin.overview import Overview
 from evoke_proxy.engine.admin.sessions import SessionAdmin, stored_row
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
@@ -26,6 +27,7 @@ class Admin:
     def __init__(self, proxy: ProxyGateway) -> None:
         self._proxy = proxy
         self._sessions: dict[ServedModel, SessionAdmin] = {}
+        self._overview = Overview(proxy)
 
     @property
     def feed(self) -> EventFeed:
@@ -50,6 +52,10 @@ class Admin:
             }
             | state
         )
+
+    async def overview(self) -> dict[str, Any]:
+        """Totals over all sessions and servers; see `Overview.read`."""
+        return await self._overview.read()
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One row for each session: live ones, the most recently used first, then stored ones.

@@ -105,7 +105,7 @@ class UpstreamMetrics:
                     raise
                 answered = True
                 if info.patched and not info.sleeping:
-                    store = _store_of(await BlockApi(client).slot(0, "", LATEST))
+                    store = block_store(await BlockApi(client).slot(0, "", LATEST))
                 return _Scrape(await self._metrics_of(name, client, info.sleeping), answered, store)
         except (EvokeError, TimeoutError) as error:
             message = error.public if isinstance(error, UpstreamError) else str(error)
@@ -125,7 +125,7 @@ class UpstreamMetrics:
         return Exposition(body if not body or body.endswith(b"\n") else body + b"\n", reply.headers)
 
 
-def _store_of(answer: Mapping[str, Any]) -> BlockStore:
+def block_store(answer: Mapping[str, Any]) -> BlockStore:
     """The saved blocks in an answer about a slot; 0 for what it does not contain."""
     tiers = {name: answer.get(name) for name in ("ram", "disk")}
 

@@ -2,12 +2,15 @@
 
 import { el, number, seconds, svg } from "./dom.js";
 
-const ACCOUNTS = {
-  resident_before: "resident",
-  recovered: "recovered",
-  decoded: "decoded",
-  omitted: "omitted",
+// What became of the tokens of a prompt, with the class of the colour of each.
+export const ACCOUNTS = {
+  resident_before: ["already in the cache", "turn-resident"],
+  recovered: ["recovered by a copy", "turn-recovered"],
+  decoded: ["decoded", "turn-decoded"],
+  omitted: ["hidden from the model", "turn-hidden"],
 };
+const HIDDEN_NOTE = "Hidden from the model: the part of the prompt that this answer was made without. It is saved, unless"
+  + " the map above says “not stored”, and comes back when a question needs it.";
 export const PATHS = {
   resident: "resident in its slot",
   recovered: "blocks copied back",
@@ -19,7 +22,7 @@ export const PATHS = {
 const HEIGHT = 120;
 
 export function accounting(history) {
-  if (!history.length) return el("p", { class: "empty" }, "No turn has ended yet.");
+  if (!history.length) return el("p", { class: "empty" }, "No answer is complete yet.");
   const highest = Math.max(...history.map((turn) => turn.prompt), 1);
   const recent = history.slice(-120);
   const bars = recent.map((turn, i) => column(turn, i, highest));
@@ -33,9 +36,10 @@ export function accounting(history) {
   picture.style.setProperty("width", `${Math.min(100, recent.length * 5)}%`);
   return el("div", {},
     el("div", { class: "chart" }, el("span", { class: "axis" }, number(highest)), picture),
-    el("ul", { class: "legend" }, ...Object.entries(ACCOUNTS).map(([kind, name]) =>
+    el("ul", { class: "legend" }, ...Object.values(ACCOUNTS).map(([name, kind]) =>
       el("li", {}, el("i", { class: kind }), name)),
       ...(line.length ? [el("li", {}, el("i", { class: "budget" }), `budget ${number(budget)}`)] : [])),
+    recent.some((turn) => turn.omitted) ? el("p", { class: "note" }, HIDDEN_NOTE) : null,
     el("details", {}, el("summary", {}, "As a table"), table(recent)));
 }
 
@@ -43,22 +47,22 @@ const y = (tokens, highest) => HEIGHT - (HEIGHT * tokens) / highest;
 
 function column(turn, i, highest) {
   let below = 0;
-  const parts = Object.keys(ACCOUNTS).map((kind) => {
+  const parts = Object.entries(ACCOUNTS).map(([kind, [, style]]) => {
     const from = below;
     below += turn[kind];
     return svg("rect", {
-      class: kind, x: i + 0.08, width: 0.84, y: y(below, highest), height: (HEIGHT * (below - from)) / highest,
+      class: style, x: i + 0.08, width: 0.84, y: y(below, highest), height: (HEIGHT * (below - from)) / highest,
     });
   });
-  const summary = Object.entries(ACCOUNTS).map(([kind, name]) => `${number(turn[kind])} ${name}`).join(", ");
+  const summary = Object.entries(ACCOUNTS).map(([kind, [name]]) => `${number(turn[kind])} ${name}`).join(", ");
   return svg("g", {}, svg("title", {}, `turn ${turn.number}: ${summary}`), ...parts);
 }
 
 const COLUMNS = [
   ["turn", (t) => number(t.number)], ["prompt", (t) => number(t.prompt)],
-  ["resident", (t) => number(t.resident_before)], ["recovered", (t) => number(t.recovered)],
-  ["decoded", (t) => number(t.decoded)], ["omitted", (t) => number(t.omitted)],
-  ["peak", (t) => number(t.peak)], ["budget", (t) => (t.budget ? number(t.budget) : "none")],
+  ["in the cache", (t) => number(t.resident_before)], ["recovered", (t) => number(t.recovered)],
+  ["decoded", (t) => number(t.decoded)], ["hidden", (t) => number(t.omitted)],
+  ["most in cache", (t) => number(t.peak)], ["budget", (t) => (t.budget ? number(t.budget) : "off")],
   ["first token", (t) => seconds(t.ttft_s)], ["path", (t) => t.path],
 ];
 
@@ -72,7 +76,7 @@ function table(turns) {
 // One row for each path: a dot for each turn on a logarithmic scale, and a line at the median.
 export function firstTokens(history) {
   const timed = history.filter((turn) => turn.ttft_s > 0);
-  if (!timed.length) return el("p", { class: "empty" }, "No first token yet.");
+  if (!timed.length) return el("p", { class: "empty" }, "No answer has begun yet.");
   const times = timed.map((turn) => Math.log10(turn.ttft_s));
   const low = Math.floor(Math.min(...times)), high = Math.max(Math.ceil(Math.max(...times)), low + 1);
   const x = (value) => `${(100 * (Math.log10(value) - low)) / (high - low)}%`;

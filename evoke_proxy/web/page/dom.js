@@ -45,6 +45,26 @@ export function ago(at) {
   return `${Math.floor(past / 86400)} d ago`;
 }
 
+// "34 %", and "<1 %" for what is more than nothing.
+export function percent(part, whole) {
+  const share = (100 * part) / (whole || 1);
+  return share > 0 && share < 1 ? "<1 %" : `${Math.round(share)} %`;
+}
+
+// Gives a list these items, each made once by `make(item)` and changed by `update(node, item)`. An item
+// keeps its node, so that a click or the focus on it is not lost while the page is drawn again.
+export function reconcile(list, items, keyOf, make, update) {
+  const nodes = new Map([...list.children].map((node) => [node.dataset.key, node]));
+  items.forEach((item, i) => {
+    const key = String(keyOf(item)), node = nodes.get(key) ?? make(item);
+    nodes.delete(key);
+    node.dataset.key = key;
+    update(node, item);
+    if (list.children[i] !== node) list.insertBefore(node, list.children[i] ?? null);
+  });
+  for (const node of nodes.values()) node.remove();
+}
+
 export const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 export const plural = (n, one) => `${number(n)} ${one}${n === 1 ? "" : "s"}`;
 export const totalLength = (spans) => spans.reduce((sum, [start, end]) => sum + end - start, 0);

@@ -1,15 +1,19 @@
 // The map of a session's blocks: one row for each turn, one cell for each block, as wide as its tokens.
 
-import { el, number, plural } from "./dom.js";
+import { el, number, percent, plural, reconcile } from "./dom.js";
 
 export const STATES = {
   resident: "in the cache",
   saved_ram: "saved in RAM",
   saved_disk: "saved on disk",
-  omitted: "omitted",
+  omitted: "not stored",
 };
-// Pixels of a token: the longest turn fills its row, within these bounds, and wraps beyond them.
-const MIN_PIXELS = 0.44, MAX_PIXELS = 4, LABEL_PIXELS = 62;
+// Pixels of a token: the longest turn fills its row, within these bounds, and wraps beyond them. Each block
+// is wide enough to be hit.
+const MIN_PIXELS = 0.44, MAX_PIXELS = 4, LABEL_PIXELS = 62, FINE_PIXELS = 24, COARSE_PIXELS = 32;
+const leastWidth = () => (matchMedia("(pointer: coarse), (max-width: 48rem)").matches ? COARSE_PIXELS : FINE_PIXELS);
+const HELP = "Point at a block, or select one by a click or with the arrow keys. P pins the selected block; Delete asks,"
+  + " then drops it.";
 
 const keyOf = (block) => `${block.p0}-${block.p1}`;
 const length = (block) => block.p1 - block.p0;
@@ -21,14 +25,14 @@ export function describe(block) {
   return parts.join(", ");
 }
 
-// Calls `act(action, block)` with "pin", "unpin" or "drop".
+// Calls `act(action, block)` with "pin", "unpin" or "drop"; that asks before it drops.
 export function blockMap(act) {
   const rows = el("div", { class: "map", role: "group", "aria-label": "Blocks, one row for each turn" });
-  const facts = el("dl", { id: "facts" });
+  const facts = el("dl", { id: "facts", "aria-live": "off" });
   const pin = el("button", { type: "button", id: "pin", onclick: () => toggle() }, "Pin");
-  const drop = el("button", { type: "button", id: "drop", class: "danger", onclick: () => act("drop", selected()) }, "Drop");
+  const drop = el("button", { type: "button", id: "drop", class: "danger", onclick: () => askToDrop() }, "Drop…");
   const inspector = el("div", { class: "inspector" }, facts, el("div", { class: "do" }, pin, drop));
-  let blocks = [], selectedKey = null, pixels = MIN_PIXELS, drawnWidth = 0, hoveredKey = null, previousStates = new Map();
+  let blocks = [], selectedKey = null, pixels = MIN_PIXELS, least = FINE_PIXELS, drawnWidth = 0, hoveredKey = null, previousStates = new Map();
 
   const selected = () => blocks.find((block) => keyOf(block) === selectedKey);
   const cells = () => [...rows.querySelectorAll("button")];
@@ -38,9 +42,13 @@ export function blockMap(act) {
     if (block) act(block.pinned ? "unpin" : "pin", block);
   }
 
+  function askToDrop() {
+    if (!drop.disabled) act("drop", selected());
+  }
+
   function inspect() {
     const block = blocks.find((item) => keyOf(item) === (hoveredKey ?? selectedKey));
-    const parts = block ? entries(block) : [["", "Point at a block, or select one with the arrow keys: P pins it, D drops it."]];
+    const parts = block ? entries(block) : [["", HELP]];
     facts.replaceChildren(...parts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
     const current = selected();
     pin.disabled = drop.disabled = !current || current.role === "answer";
@@ -86,7 +94,7 @@ export function blockMap(act) {
       ArrowRight: () => choose(all[i + 1]), ArrowLeft: () => choose(all[i - 1]),
       ArrowDown: () => choose(neighbour(all[i], 1)), ArrowUp: () => choose(neighbour(all[i], -1)),
       Home: () => choose(all[0]), End: () => choose(all.at(-1)),
-      p: toggle, d: () => drop.disabled || act("drop", selected()), Delete: () => drop.disabled || act("drop", selected()),
+      p: toggle, d: askToDrop, Delete: askToDrop,
     };
     if (moves[event.key]) {
       event.preventDefault();
@@ -97,18 +105,26 @@ export function blockMap(act) {
   rows.addEventListener("pointerleave", () => { hoveredKey = null; inspect(); });
 
   function cell(block) {
-    const previous = previousStates.get(keyOf(block)), moved = previous && previous !== block.state ? ` to-${block.state}` : "";
-    const width = Math.max(7, length(block) * pixels), wide = width > LABEL_PIXELS ? " wide" : "";
     return el("button", {
-      type: "button",
-      class: `block ${block.state}${block.pinned ? " pinned" : ""}${moved}${wide}`,
-      "data-place": keyOf(block), "data-role": block.role, tabindex: "-1",
-      "aria-label": describe(block), "aria-pressed": "false",
-      css: { width: `${width.toFixed(1)}px` },
+      type: "button", "data-place": keyOf(block), tabindex: "-1", "aria-pressed": "false",
       onclick: (event) => choose(event.currentTarget),
       onfocus: (event) => { if (selectedKey !== event.currentTarget.dataset.place) choose(event.currentTarget, false); },
     });
   }
+
+  function updateCell(node, block) {
+    const previous = previousStates.get(keyOf(block)), hasMoved = previous && previous !== block.state;
+    const width = Math.max(least, length(block) * pixels), wide = width > LABEL_PIXELS ? " wide" : "";
+    // The class of a move stays until the next one, so that its animation is not cut short.
+    const moved = hasMoved ? ` to-${block.state}` : (node.className.match(/ to-\S+/)?.[0] ?? "");
+    node.className = `block ${block.state}${block.pinned ? " pinned" : ""}${moved}${wide}`;
+    node.dataset.role = block.role;
+    node.setAttribute("aria-label", describe(block));
+    node.style.setProperty("width", `${width.toFixed(1)}px`);
+  }
+
+  const turnRow = ([turn]) => el("div", { class: "turn" },
+    el("span", { class: "number", "aria-hidden": "true" }, String(turn)), el("div", { class: "cells" }));
 
   function byTurn() {
     const turns = new Map();
@@ -119,13 +135,18 @@ export function blockMap(act) {
   function show(newBlocks) {
     const focused = rows.contains(document.activeElement);
     blocks = newBlocks;
+    least = leastWidth();
     const turns = byTurn();
     drawnWidth = rows.clientWidth;
     const room = drawnWidth - 60;
     const fits = [...turns.values()].map((row) => (room - 3 * row.length) / row.reduce((sum, block) => sum + length(block), 0));
+    const isFirst = !rows.children.length;
     pixels = Math.min(MAX_PIXELS, Math.max(MIN_PIXELS, ...(fits.length ? [Math.min(...fits)] : [])));
-    rows.replaceChildren(...[...turns].map(([turn, row]) => el("div", { class: "turn" },
-      el("span", { class: "number", "aria-hidden": "true" }, String(turn)), el("div", { class: "cells" }, ...row.map(cell)))));
+    const atEnd = rows.scrollTop + rows.clientHeight >= rows.scrollHeight - 4;
+    reconcile(rows, [...turns], ([turn]) => turn, turnRow,
+      (node, [, row]) => reconcile(node.lastChild, row, keyOf, cell, updateCell));
+    // The latest turns are at the end: they stay in sight until someone scrolls back.
+    if (isFirst || atEnd) rows.scrollTop = rows.scrollHeight;
     previousStates = new Map(blocks.map((block) => [keyOf(block), block.state]));
     const all = cells(), same = all.find((one) => one.dataset.place === selectedKey);
     if (!same) selectedKey = null;
@@ -142,7 +163,7 @@ export function legend(totals) {
   const sum = Object.values(totals).reduce((one, other) => one + other, 0) || 1;
   return el("ul", { class: "legend" }, ...Object.entries(STATES).map(([state, name]) =>
     el("li", {}, el("i", { class: `block ${state}` }), `${name} `,
-      el("b", {}, number(totals[state])), ` · ${Math.round(100 * totals[state] / sum)} %`)));
+      el("b", {}, number(totals[state])), ` · ${percent(totals[state], sum)}`)));
 }
 
 export function bar(totals) {

@@ -1,46 +1,95 @@
-// The operators' page: the list of sessions, the selected session, the latest events. Every event
+// The operators' page: totals, the list of sessions, the selected session, the latest events. Every event
 // makes the page load its data again; everything it shows comes from the admin API.
 
-import { call, download, follow } from "./api.js";
-import { accounting, firstTokens, PATHS } from "./charts.js";
-import { ago, byId, bytes, clock, el, number, plural, seconds, totalLength } from "./dom.js";
-import { bar, blockMap, legend } from "./map.js";
+import { askAgain, call, download, follow, NoAnswer, NoToken } from "./api.js";
+import { budgetForm, budgetText, showBudget } from "./budget.js";
+import { accounting, firstTokens } from "./charts.js";
+import { ago, byId, bytes, clock, el, number, plural } from "./dom.js";
+import { bar, blockMap, legend, STATES } from "./map.js";
+import { overview } from "./overview.js";
+import { displayName, sessionList } from "./sessions.js";
+import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY } from "./words.js";
 
-const MAX_EVENTS = 200;
-const state = { sessions: [], shown: null, map: null, connected: false };
+const MAX_EVENTS = 200, REFRESH_MS = 20000;
+const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false };
 const selectedId = () => decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null;
-const displayName = (session) => session.name ?? session.id;
+const list = sessionList(selectedId);
 
-function showNotice(text) {
-  const notice = byId("notice");
-  notice.hidden = !text;
-  notice.textContent = text ?? "";
+// ---- notices -------------------------------------------------------------------------------------
+
+function show(id, text) {
+  const box = byId(id), line = box.querySelector("p");
+  box.hidden = !text;
+  if (line.textContent !== (text ?? "")) line.textContent = text ?? "";
 }
 
-async function runShowingErrors(work) {
+// Runs what its user has asked for. The error of it is shown until it is dismissed, or until the next
+// action.
+async function runAction(work) {
+  show("notice", null);
   try {
     await work();
-    showNotice(null);
   } catch (error) {
-    showNotice(error.message);
+    show("notice", error.message);
   }
+}
+byId("notice").querySelector("button").addEventListener("click", () => show("notice", null));
+
+// The state of the connection to the proxy. What was loaded before stays, and is marked as old.
+function showConnection() {
+  const error = state.loadError ?? (state.streamError instanceof NoToken ? state.streamError : null);
+  const box = byId("connection");
+  document.body.classList.toggle("old", Boolean(error ?? state.streamError) && state.hasLoaded);
+  box.querySelector("button").hidden = !(error instanceof NoToken);
+  const advice = error instanceof NoAnswer
+    ? " Check that it runs: this page tries again by itself, and shows the state of before until then." : "";
+  show("connection", error ? `${error.message}${advice}` : null);
+  if (state.streamError && !(error instanceof NoToken)) pill("bad", "disconnected");
+  else if (error) pill("bad", "no token");
+}
+byId("connection").querySelector("button").addEventListener("click", () => {
+  askAgain();
+  refreshAll();
+});
+
+function pill(kind, text) {
+  const node = byId("health");
+  node.className = `pill ${kind}`;
+  if (node.textContent !== text) node.textContent = text;
 }
 
 // ---- the head ----------------------------------------------------------------------------------
 
 async function refreshHead() {
   const status = await call("GET", "status");
-  const [kind, text] = !state.connected ? ["bad", "disconnected"] : status.draining ? ["bad", "stopping"]
-    : !status.reachable ? ["bad", "llama-server is away"] : ["good", status.mode];
-  const pill = byId("health");
-  pill.className = `pill ${kind}`;
-  pill.textContent = text;
-  byId("server").textContent = status.server;
-  byId("default-budget").hidden = status.reachable && status.mode !== "budgeted";
+  state.mode = status.mode;
+  pill(...health(status, !state.streamError));
+  byId("server").textContent = modeText(status);
+  byId("default-budget").hidden = status.reachable && status.mode !== "budgeted" && status.mode !== "mixed";
   servers(status.servers ?? []);
-  const budget = byId("budget");
-  if (document.activeElement !== budget) budget.value = status.budget ?? "";
+  return status;
 }
+
+// After the sessions are loaded: their snapshots are counted.
+async function refreshTotals(status) {
+  const facts = await call("GET", "overview");
+  byId("totals").hidden = false;
+  byId("totals").replaceChildren(...overview(facts, state.sessions));
+  showBudget("budget", budgetText(facts.budget));
+  problems(status, facts.problems);
+}
+
+function problems(status, found) {
+  const lines = found.map((item) => [item.server ? `Server ${item.server}: ${item.problem}.` : `${capital(item.problem)}.`, `To fix it: ${item.fix}.`]);
+  if (!status.reachable && !status.draining) lines.unshift([SERVER_AWAY]);
+  const box = byId("problems"), text = JSON.stringify(lines);
+  box.hidden = !lines.length;
+  if (box.dataset.text === text) return;
+  box.dataset.text = text;
+  box.replaceChildren(...lines.map((parts) => el("p", {}, parts.join(" "))));
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 // The servers of a pool: the state of each, and a button that drains it.
 function servers(rows) {
@@ -51,91 +100,57 @@ function servers(rows) {
     el("th", { scope: "row" }, server.name), el("td", {}, server.state),
     el("td", {}, number(server.in_flight)), el("td", {}, number(server.slots)), el("td", {}, number(server.sessions)),
     el("td", {}, server.mode),
-    el("td", {}, el("button", { type: "button", "data-server": server.name, onclick: () => drain(server) },
+    el("td", {}, el("button", { type: "button", "data-server": server.name, onclick: () => drain(server),
+      "aria-label": `${server.draining ? "Resume" : "Drain"} server ${server.name}` },
       server.draining ? "Resume" : "Drain"))));
   section.replaceChildren(el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...["server", "", "requests", "slots", "sessions", "mode", ""].map((name) => el("th", { scope: "col" }, name)))),
+    el("thead", {}, el("tr", {}, ...["server", "state", "requests", "slots", "sessions", "mode", "action"].map((name) => el("th", { scope: "col" }, name)))),
     el("tbody", {}, ...cells))));
   if (focused) section.querySelector(`[data-server="${CSS.escape(focused)}"]`)?.focus();
 }
 
 function drain(server) {
-  return runShowingErrors(async () => {
+  return runAction(async () => {
     await call("PATCH", `servers/${encodeURIComponent(server.name)}`, { draining: !server.draining });
     await refreshAll();
   });
 }
 
-byId("default-budget").addEventListener("submit", (event) => {
-  event.preventDefault();
-  runShowingErrors(async () => {
-    await call("PUT", "budget", { budget: tokens(byId("budget").value) });
-    byId("budget").blur();
-    await refreshAll();
-  });
+budgetForm(byId("default-budget"), async (budget) => {
+  await call("PUT", "budget", { budget });
+  byId("budget").dataset.current = byId("budget").value = budgetText(budget);
+  await refreshAll();
 });
-
-function tokens(text) {
-  const given = text.trim().replaceAll(",", "");
-  if (!given) return null;
-  if (!/^\d+$/.test(given)) throw new Error("A budget is a number of tokens, or nothing for no bound.");
-  return Number(given);
-}
-
-// ---- the list ----------------------------------------------------------------------------------
-
-async function refreshList() {
-  state.sessions = (await call("GET", "sessions")).sessions;
-  byId("count").textContent = state.sessions.length ? number(state.sessions.length) : "";
-  const list = byId("sessions");
-  const focused = list.contains(document.activeElement) ? document.activeElement.hash : null;
-  list.replaceChildren(...state.sessions.map(row));
-  if (!state.sessions.length) list.append(el("li", { class: "empty" }, "None yet. Send a chat through the proxy."));
-  if (focused) [...list.querySelectorAll("a")].find((link) => link.hash === focused)?.focus();
-}
-
-function row(session) {
-  const facts = [plural(session.tokens, "token"), plural(session.turns, "turn")];
-  if (!session.live) facts.splice(1, 1, "on disk");
-  else if (session.slot !== null) facts.push(`slot ${session.slot}`);
-  if (session.server) facts.push(session.server);
-  const used = session.limit ? Math.min(1, session.resident / session.limit) : 0;
-  return el("li", {}, el("a", {
-    href: `#/${encodeURIComponent(session.id)}`, class: session.busy ? "busy" : null,
-    "aria-current": session.id === selectedId() ? "true" : null,
-  },
-    el("span", { class: "name" }, displayName(session), session.pinned ? el("em", { title: "pinned" }, "pinned") : null),
-    el("span", { class: "soft" }, facts.join(" · ")),
-    el("span", { class: "soft when" }, ago(session.used)),
-    session.limit ? el("span", {
-      class: "fill", role: "img", "aria-label": `${number(session.resident)} of ${number(session.limit)} tokens in the cache`,
-    }, el("i", { css: { width: `${(100 * used).toFixed(1)}%` } })) : null));
-}
 
 // ---- the selected session ------------------------------------------------------------------------
 
 async function refreshSession() {
   const id = selectedId(), section = byId("session");
-  if (!id) return blank(section, state.sessions.length ? "Select a session." : "This part shows what a session keeps in the cache.");
+  if (!id) return blank(section, state.sessions.length ? "Select a session on the list." : firstSession(state.mode));
   let session;
   try {
     session = await call("GET", `sessions/${encodeURIComponent(id)}`);
   } catch (error) {
     if (error.status !== 404) throw error;
-    return blank(section, "This session does not exist any more.");
+    return blank(section, "This session does not exist any more: it was deleted, or the proxy forgot it. Select another one on the list.");
   }
   if (selectedId() !== id) return;
   if (state.shown !== id) {
     state.shown = id;
     state.map = blockMap((action, block) => act(id, action, block));
     section.replaceChildren(...skeleton(id));
+    budgetForm(byId("own-budget"), async (budget) => {
+      await call("PATCH", `sessions/${encodeURIComponent(id)}`, { budget });
+      byId("own").dataset.current = byId("own").value = budgetText(budget);
+      await refreshAll();
+    });
   }
   fill(session);
 }
 
 function blank(section, text) {
   state.shown = null;
-  section.replaceChildren(el("p", { class: "empty" }, text));
+  if (section.textContent !== text) section.replaceChildren(el("p", { class: "empty" }, text));
 }
 
 function skeleton(id) {
@@ -143,18 +158,20 @@ function skeleton(id) {
   return [
     el("div", { class: "title" }, el("div", {}, el("h2", { id: "name" }), el("p", { id: "about", class: "soft" })),
       el("div", { class: "do" },
-        el("button", { type: "button", id: "keep", onclick: () => runShowingErrors(() => keep(path)) }, "Pin"),
-        el("button", { type: "button", onclick: () => runShowingErrors(() => download(`${path}/export`, `${id}.tar`)) }, "Export"),
-        el("button", { type: "button", class: "danger", id: "delete", onclick: () => remove(path) }, "Delete"))),
-    el("form", { class: "inline", id: "own-budget", onsubmit: (event) => ownBudget(event, path) },
+        el("button", { type: "button", id: "keep", onclick: () => runAction(() => keep(path)) }, "Pin"),
+        el("button", { type: "button", onclick: () => runAction(() => download(`${path}/export`, `${id}.tar`)) }, "Export"),
+        el("button", { type: "button", class: "danger", id: "delete", onclick: () => remove(path) }, "Delete…"))),
+    el("form", { class: "inline budget-form", id: "own-budget", novalidate: true },
       el("label", { for: "own" }, "Budget of this session"),
-      el("input", { id: "own", inputmode: "numeric", autocomplete: "off", size: "7", placeholder: "default" }),
-      el("button", {}, "Set")),
+      el("input", { id: "own", autocomplete: "off", size: "7", "aria-describedby": "own-help own-error" }),
+      el("button", {}, "Set"),
+      el("p", { id: "own-help", class: "help" }, "tokens, ", el("b", {}, "default"), " or ", el("b", {}, "off")),
+      el("p", { id: "own-error", class: "error", role: "alert" })),
     el("div", { id: "where" }),
     el("section", { id: "mapped", "aria-label": "Map of its blocks" }, state.map.node),
     el("section", { id: "kept", "aria-label": "Snapshots" }),
     el("div", { class: "two" },
-      el("section", {}, el("h3", {}, "Token accounting of every turn"), el("div", { id: "books" })),
+      el("section", {}, el("h3", {}, "Prompt tokens of every turn"), el("div", { id: "books" })),
       el("section", {}, el("h3", {}, "Time to first token, by cache path"), el("div", { id: "ttft" }))),
   ];
 }
@@ -165,8 +182,7 @@ function fill(session) {
   byId("keep").textContent = session.pinned ? "Unpin" : "Pin";
   byId("keep").dataset.pinned = session.pinned;
   byId("own-budget").hidden = !session.live || !session.blocks.length;
-  const own = byId("own");
-  if (document.activeElement !== own) own.value = session.own_budget ? session.limit ?? "" : "";
+  showBudget("own", session.own_budget ? budgetText(session.limit) : "default");
   byId("where").replaceChildren(...(session.blocks.length ? [legend(session.totals), bar(session.totals)] : []));
   byId("mapped").hidden = !session.blocks.length;
   state.map.show(session.blocks);
@@ -175,9 +191,11 @@ function fill(session) {
   byId("ttft").replaceChildren(firstTokens(session.history));
 }
 
-// Opens the details of a new drawing where they were open in the old one.
+// Opens the details of a new drawing where they were open in the old one, with the focus where it was.
 function keepOpen(old, made) {
+  const focused = ["summary", ".scroll"].find((part) => old.querySelector(part) === document.activeElement && document.activeElement);
   if (old.querySelector("details")?.open) made.querySelector("details")?.setAttribute("open", "");
+  if (focused) queueMicrotask(() => made.querySelector(focused)?.focus({ preventScroll: true }));
   return made;
 }
 
@@ -185,11 +203,11 @@ function about(session) {
   const parts = [session.name ? session.id : null, plural(session.tokens, "token")];
   if (session.live) {
     parts.push(plural(session.turns, "turn"), session.slot === null ? "in no slot" : `slot ${session.slot}`);
-    if (session.policy) parts.push(session.policy);
+    if (session.policy) parts.push(`policy ${session.policy}`);
     parts.push(session.limit ? `budget ${number(session.limit)}` : null);
   } else parts.push("on disk only");
   if (session.tenant) parts.push(`tenant ${session.tenant}`);
-  if (session.fresh === false) parts.push("not current: llama-server is busy");
+  if (session.fresh === false) parts.push("as of a moment ago: llama-server is busy");
   return parts.filter(Boolean).join(" · ");
 }
 
@@ -197,12 +215,13 @@ function snapshots(session) {
   const items = session.snapshots;
   if (!items.length) return [];
   const rows = items.map((item) => el("tr", {}, ...[
-    item.kind === "user" ? "user message" : "latest step", number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
+    item.kind === "user" ? "after a user message" : "after the latest step", number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
     item.pinned ? "yes" : "no",
   ].map((value) => el("td", {}, value))));
-  return [el("h3", {}, "On disk"), el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, ...["taken", "tokens", "size", "used", "pinned"].map((name) => el("th", { scope: "col" }, name)))),
-    el("tbody", {}, ...rows)))];
+  return [el("h3", {}, "Snapshots on disk"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots on disk as a table" },
+    el("table", {},
+      el("thead", {}, el("tr", {}, ...["taken", "tokens", "size", "used", "pinned"].map((name) => el("th", { scope: "col" }, name)))),
+      el("tbody", {}, ...rows)))];
 }
 
 async function keep(path) {
@@ -210,67 +229,50 @@ async function keep(path) {
   await refreshAll();
 }
 
-function ownBudget(event, path) {
-  event.preventDefault();
-  runShowingErrors(async () => {
-    const given = tokens(byId("own").value);
-    await call("PATCH", path, { budget: given ?? "default" });
-    byId("own").blur();
-    await refreshAll();
-  });
-}
-
-function remove(path) {
+// Asks a question, and runs `work` when the answer is the one that `verb` names.
+function confirm(question, verb, work) {
   const dialog = byId("sure");
-  byId("question").textContent = `Delete ${byId("name").textContent}: its cache rows, saved copies and files? Its next request is decoded from the start.`;
-  dialog.addEventListener("close", () => {
-    if (dialog.returnValue === "yes") runShowingErrors(async () => {
-      const done = await call("DELETE", path);
-      location.hash = "";
-      await refreshAll();
-      if (done.left.length) throw new Error(`Not deleted: ${done.left.join("; ")}`);
-    });
-  }, { once: true });
+  byId("question").textContent = question;
+  byId("yes").textContent = verb;
+  dialog.addEventListener("close", () => { if (dialog.returnValue === "yes") runAction(work); }, { once: true });
   dialog.returnValue = "";
   dialog.showModal();
 }
 
+function remove(path) {
+  const question = `Delete ${byId("name").textContent}: its rows in the cache, saved copies and files? Its next request is decoded from the start.`;
+  confirm(question, "Delete", async () => {
+    const done = await call("DELETE", path);
+    location.hash = "";
+    byId("session").focus();
+    await refreshAll();
+    if (done.left.length) throw new Error(`Not deleted: ${done.left.join("; ")}`);
+  });
+}
+
 function act(id, action, block) {
-  return runShowingErrors(async () => {
+  const send = async () => {
     await call("POST", `sessions/${encodeURIComponent(id)}/blocks`, { action, p0: block.p0, p1: block.p1 });
     await refreshAll();
-  });
+  };
+  if (action !== "drop") return runAction(send);
+  const what = `tokens ${number(block.p0)} to ${number(block.p1)} (${block.role}, ${STATES[block.state]}) of ${byId("name").textContent}`;
+  return confirm(`Drop ${what}? The model no longer sees them, and they come back only by decoding them again.`, "Drop", send);
 }
 
 // ---- the events --------------------------------------------------------------------------------
 
-const EVENT_TEXTS = {
-  turn: (facts) => [facts.evicted.length ? `${plural(totalLength(facts.evicted), "token")} evicted` : null,
-    facts.recovered.length ? `${plural(totalLength(facts.recovered), "token")} recovered` : null],
-  answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, facts.path === "decoded" ? null : PATHS[facts.path],
-    `${number(facts.decoded)} of ${number(facts.prompt)} decoded`],
-  block: (facts) => [facts.dropped ? `${plural(totalLength(facts.dropped), "token")} dropped` : null,
-    facts.pinned === true ? "a block pinned" : facts.pinned === false ? "a block unpinned" : null],
-  session: (facts) => ["pinned" in facts ? (facts.pinned ? "pinned" : "unpinned") : null,
-    "budget" in facts ? `budget ${facts.budget ?? "none"}` : null],
-  deleted: () => ["deleted"],
-  forgotten: () => ["forgotten: it was unused for longest"],
-  budget: (facts) => [`default budget: ${facts.budget ?? "none"}`],
-  server: (facts) => [facts.patched ? `llama-server answers, ${plural(facts.slots, "slot")}` : "llama-server answers, not patched"],
-  servers: (facts) => [`server ${facts.server} ${facts.state}`],
-  stopping: () => ["the proxy is stopping"],
-};
-
 function addEvent(kind, facts) {
-  const words = (EVENT_TEXTS[kind]?.(facts) ?? [kind]).filter(Boolean);
+  const words = (EVENT_TEXTS[kind]?.(facts, state.mode) ?? [kind]).filter(Boolean);
   if (!words.length) return;
   const session = state.sessions.find((item) => item.id === facts.session);
   const name = facts.session ? facts.name ?? (session ? displayName(session) : facts.session) : null;
   const moved = kind !== "turn" ? "" : facts.recovered.length ? " recovered" : " evicted";
-  const list = byId("events");
-  list.prepend(el("li", { class: `event ${kind}${moved}` }, el("time", {}, clock(facts.at)),
+  const box = byId("events"), rows = box.querySelector("ol");
+  box.querySelector(".empty")?.remove();
+  rows.prepend(el("li", { class: `event ${kind}${moved}` }, el("time", {}, clock(facts.at)),
     name ? el("a", { href: `#/${encodeURIComponent(facts.session)}` }, name) : null, el("span", {}, words.join(" · "))));
-  while (list.children.length > MAX_EVENTS) list.lastChild.remove();
+  while (rows.children.length > MAX_EVENTS) rows.lastChild.remove();
 }
 
 // Many events may come at once: the data is loaded once for all of them, and one load ends before the
@@ -284,9 +286,7 @@ async function refreshAll() {
     while (isStale) {
       isStale = false;
       const began = performance.now();
-      await refreshHead();
-      await refreshList();
-      await refreshSession();
+      await load();
       document.body.dataset.drawn = Number(document.body.dataset.drawn ?? 0) + 1;
       await new Promise((done) => setTimeout(done, Math.max(150, performance.now() - began)));
     }
@@ -295,14 +295,41 @@ async function refreshAll() {
   }
 }
 
-addEventListener("hashchange", () => runShowingErrors(refreshAll));
-addEventListener("visibilitychange", () => isStale && runShowingErrors(refreshAll));
-setInterval(() => document.hidden || runShowingErrors(refreshAll), 20000);
-runShowingErrors(refreshAll);
+async function load() {
+  try {
+    const status = await refreshHead();
+    state.sessions = (await call("GET", "sessions")).sessions;
+    if (!state.hasLoaded) selectLatest();
+    state.hasLoaded = true;
+    list.show(state.sessions);
+    await refreshTotals(status);
+    await refreshSession();
+    state.loadError = null;
+  } catch (error) {
+    state.loadError = error;
+  }
+  showConnection();
+}
+
+// A page that is opened without a session shows the one that was used last.
+function selectLatest() {
+  if (selectedId() || !state.sessions.length) return;
+  history.replaceState(null, "", `#/${encodeURIComponent(state.sessions[0].id)}`);
+}
+
+addEventListener("hashchange", () => {
+  list.draw();
+  refreshAll();
+});
+addEventListener("visibilitychange", () => isStale && refreshAll());
+setInterval(refreshAll, REFRESH_MS);
+// The words of events depend on the mode of the proxy, which the first load tells.
+await refreshAll();
 follow((kind, facts) => {
   addEvent(kind, facts);
-  runShowingErrors(refreshAll);
-}, (connected) => {
-  state.connected = connected;
-  runShowingErrors(refreshAll);
+  refreshAll();
+}, (error) => {
+  state.streamError = error;
+  showConnection();
+  refreshAll();
 });

@@ -1,0 +1,90 @@
+"""Totals over all sessions and servers: tokens, cells, stores of saved blocks, problems."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
+from evoke_proxy.adapters.metrics import BlockStore
+from evoke_proxy.engine.admin.exposition import block_store
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
+from evoke_proxy.engine.routing.served_model import ServedModel
+from evoke_proxy.errors import EvokeError
+
+# llama-server answers between two decodes; totals do not wait longer than this.
+_STORE_TIMEOUT_S = 2.0
+
+
+class Overview:
+    """Computes what the first part of the admin page shows."""
+
+    def __init__(self, proxy: ProxyGateway) -> None:
+        self._proxy = proxy
+        # The latest answer of each server, by its name: shown while the server is busy.
+        self._stores: dict[str, BlockStore] = {}
+
+    async def read(self) -> dict[str, Any]:
+        """The totals as a JSON object.
+
+        `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
+        of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
+        have the bytes `used` and their `budget`, summed; null where no server has the store.
+        `problems` names each server whose configured budget is not in force, and the fix. Counts
+        are those since the start of the proxy.
+        """
+        served = self._proxy.served_models
+        stores = await asyncio.gather(*(self._store_of(one) for one in served))
+        known = [store for store in stores if store is not None]
+        return self._proxy.metrics.totals() | {
+            "budget": self._proxy.config.policy.budget,
+            "cells": sum(_cells(one) for one in served),
+            "resident": sum(it.budgeted.n_resident for one in served for it in one.conversations),
+            "ram": _store(known, "ram", "dropped"),
+            "disk": _store(known, "disk", "failed"),
+            "problems": list(_problems(served)),
+        }
+
+    async def _store_of(self, served: ServedModel) -> BlockStore | None:
+        """The saved blocks of a server; its latest answer when it does not answer in time."""
+        server = served.monitor.server
+        if not server.patched or server.sleeping:
+            return self._stores.get(served.server_name)
+        try:
+            async with asyncio.timeout(_STORE_TIMEOUT_S):
+                answer = await BlockApi(served.client).slot(0, "", LATEST)
+        except (EvokeError, TimeoutError):
+            return self._stores.get(served.server_name)
+        store = self._stores[served.server_name] = block_store(answer)
+        return store
+
+
+def _cells(served: ServedModel) -> int:
+    server = served.monitor.server
+    return (server.n_slot_cells or 0) * server.n_slots if server.patched else 0
+
+
+def _store(stores: Sequence[BlockStore], tier: str, lost: str) -> dict[str, int] | None:
+    """Bytes of one tier of all servers, and the number of copies that it lost."""
+    budget = sum(getattr(store, f"{tier}_budget") for store in stores)
+    if not budget:
+        return None
+    used = sum(getattr(store, f"{tier}_used") for store in stores)
+    return {
+        "used": used,
+        "budget": budget,
+        lost: sum(getattr(store, f"{tier}_{lost}") for store in stores),
+    }
+
+
+def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
+    for one in served:
+        status = one.monitor.budget
+        if status.problem and status.reason != "unreachable":
+            yield {
+                "server": one.server_name,
+                "reason": status.reason,
+                "problem": status.problem,
+                "fix": status.fix,
+            }

@@ -1,0 +1,55 @@
+// The fields for budgets: a number of tokens, or one of the words that the admin API accepts.
+
+import { byId } from "./dom.js";
+
+// What the words of a field mean to the admin API.
+const WORDS = { auto: "auto", off: null, default: "default" };
+const EXAMPLE = "8192";
+
+export function budgetText(budget) {
+  return budget === null || budget === undefined ? "off" : String(budget);
+}
+
+// The value for the admin API; raises an error that says what to type.
+function parsed(text, words) {
+  const given = text.trim().toLowerCase();
+  if (words.includes(given)) return WORDS[given];
+  const digits = given.replace(/[,_\s]/g, "");
+  if (/^[1-9]\d*$/.test(digits)) return Number(digits);
+  throw new Error(`Type a number of tokens, such as ${EXAMPLE}, or ${words.join(" or ")}.`);
+}
+
+// Has a form send its budget by `send(budget)`. Shows the error of the field or of the proxy beside the
+// field until its text changes. The words of the form are those in bold in its help.
+export function budgetForm(form, send) {
+  const field = form.querySelector("input"), error = form.querySelector(".error");
+  const words = [...form.querySelectorAll(".help b")].map((word) => word.textContent);
+  function complain(message) {
+    error.textContent = message;
+    field.setAttribute("aria-invalid", String(Boolean(message)));
+  }
+  field.setAttribute("aria-invalid", "false");
+  field.addEventListener("input", () => complain(""));
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || field.value === field.dataset.current) return;
+    field.value = field.dataset.current;
+    complain("");
+  });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    try {
+      await send(parsed(field.value, words));
+      complain("");
+    } catch (problem) {
+      complain(problem.message);
+    }
+  });
+}
+
+// Shows the budget that is in force, unless its user has typed something that is not set yet.
+export function showBudget(id, text) {
+  const field = byId(id);
+  const isEdited = field.dataset.current !== undefined && field.value !== field.dataset.current;
+  if (!isEdited || field.value === text) field.value = text;
+  field.dataset.current = text;
+}

@@ -1,0 +1,59 @@
+// What the page says about the state of the proxy and about events, in words.
+
+import { number, plural, seconds, totalLength } from "./dom.js";
+import { PATHS } from "./charts.js";
+
+// One sentence for the head of the page: what happens to sessions now.
+export function modeText(status) {
+  const budget = status.budget;
+  if (!status.reachable) return "";
+  if (status.mode === "budgeted" && budget) return `Each session keeps at most ${number(budget)} tokens in the KV cache. The`
+    + " rest is saved, and comes back when a question needs it.";
+  if (status.mode === "snapshots") return "Each session’s cache is saved to disk and restored when the session returns. Nothing is"
+    + " evicted: that needs the patched llama-server.";
+  if (status.mode === "mixed") return "The servers work in different ways: see the list below.";
+  return status.server;
+}
+
+// The class and the word of the state.
+export function health(status, isConnected) {
+  if (!isConnected) return ["bad", "disconnected"];
+  if (status.draining) return ["bad", "stopping"];
+  if (!status.reachable) return ["bad", "llama-server is away"];
+  const names = { budgeted: status.budget ? "evicting and recovering" : "nothing is evicted", snapshots: "snapshots",
+    passthrough: "passing through", mixed: "several servers" };
+  return [status.mode === "passthrough" ? "plain" : "good", names[status.mode] ?? status.mode];
+}
+
+export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; the proxy notices within"
+  + " seconds, and its log names the address that it tries. Sessions are shown as they were last seen.";
+
+const BLANKS = {
+  budgeted: "This part will show which parts of the conversation are in the KV cache, which are saved, and what each turn cost.",
+  snapshots: "This part will show the snapshots of the session on disk, and what each turn cost.",
+};
+export const firstSession = (mode) => BLANKS[mode] ?? "This part will show what each turn of the session cost.";
+
+const SERVER_MODES = {
+  snapshots: "llama-server answers: sessions are kept as snapshots on disk",
+  passthrough: "llama-server answers: requests pass through unchanged",
+};
+
+// The words of each kind of event, given its facts and the mode of the proxy.
+export const EVENT_TEXTS = {
+  turn: (facts) => [facts.evicted.length ? `${plural(totalLength(facts.evicted), "token")} evicted` : null,
+    facts.recovered.length ? `${plural(totalLength(facts.recovered), "token")} recovered` : null],
+  answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, facts.path === "decoded" ? null : PATHS[facts.path],
+    `${number(facts.decoded)} of ${number(facts.prompt)} decoded`],
+  block: (facts) => [facts.dropped ? `${plural(totalLength(facts.dropped), "token")} dropped` : null,
+    facts.pinned === true ? "a block pinned" : facts.pinned === false ? "a block unpinned" : null],
+  session: (facts) => ["pinned" in facts ? (facts.pinned ? "pinned" : "unpinned") : null,
+    "budget" in facts ? `budget ${facts.budget ?? "off"}` : null],
+  deleted: () => ["deleted"],
+  forgotten: () => ["forgotten: it was unused for longest"],
+  budget: (facts) => [`default budget: ${facts.budget ?? "off"}`],
+  server: (facts, mode) => [facts.patched ? `llama-server answers, ${plural(facts.slots, "slot")}`
+    : SERVER_MODES[mode] ?? "llama-server answers: a standard build"],
+  servers: (facts) => [`server ${facts.server} ${facts.state}`],
+  stopping: () => ["the proxy is stopping"],
+};
