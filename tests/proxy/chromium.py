@@ -94,11 +94,30 @@ class Page:
     async def press_key(self, key: str) -> None:
         """Press and release a key."""
         text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "Delete": 46}
         code = {"windowsVirtualKeyCode": codes[key]} if key in codes else {}
         for kind in ("keyDown", "keyUp"):
             event = {"type": kind, "key": key} | code | (text if kind == "keyDown" else {})
             await self.call("Input.dispatchKeyEvent", **event)
+
+    async def point(self, selector: str) -> None:
+        """Move the mouse to the middle of an element."""
+        await self._mouse(selector, "mouseMoved")
+
+    async def click(self, selector: str) -> None:
+        """Click the middle of an element with the mouse."""
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            await self._mouse(selector, kind)
+
+    async def _mouse(self, selector: str, kind: str) -> None:
+        box = await self.evaluate(
+            f"""(() => {{ const node = document.querySelector({json.dumps(selector)});
+            node.scrollIntoView({{ block: "nearest" }}); const box = node.getBoundingClientRect();
+            return [box.left + box.width / 2, box.top + box.height / 2]; }})()"""
+        )
+        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+        event = {"type": kind, "x": box[0], "y": box[1], **button}
+        await self.call("Input.dispatchMouseEvent", **event)
 
     async def type_text(self, text: str) -> None:
         await self.call("Input.insertText", text=text)

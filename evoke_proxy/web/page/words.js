@@ -21,8 +21,8 @@ export function health(status, isConnected) {
   if (status.draining) return ["bad", "stopping"];
   if (!status.reachable) return ["bad", "llama-server is away"];
   const names = { budgeted: status.budget ? "evicting and recovering" : "nothing is evicted", snapshots: "snapshots",
-    passthrough: "passing through", mixed: "several servers" };
-  return [status.mode === "passthrough" ? "plain" : "good", names[status.mode] ?? status.mode];
+    "pass-through": "passing through", mixed: "several servers" };
+  return [status.mode === "pass-through" ? "plain" : "good", names[status.mode] ?? status.mode];
 }
 
 export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; the proxy notices within"
@@ -36,7 +36,7 @@ export const firstSession = (mode) => BLANKS[mode] ?? "This part will show what 
 
 const SERVER_MODES = {
   snapshots: "llama-server answers: sessions are kept as snapshots on disk",
-  passthrough: "llama-server answers: requests pass through unchanged",
+  "pass-through": "llama-server answers: requests pass through unchanged",
 };
 
 // The words of each kind of event, given its facts and the mode of the proxy.

@@ -1,0 +1,46 @@
+"""Checks the accessibility of a page with axe-core."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from chromium import Page
+
+from bench.npm import NotInstalled, installed_file
+
+_VERSION = "4.14.1"
+_RUN = """axe.run(document, {resultTypes: ["violations"]}).then((result) =>
+    result.violations.flatMap((rule) => rule.nodes.map((node) =>
+        `${rule.id}: ${node.html}: ${node.failureSummary}`)))"""
+
+
+def axe_script() -> str:
+    """The source of axe-core; skips the test where it cannot be installed."""
+    try:
+        return installed_file("axe-core", _VERSION, "axe.min.js").read_text(encoding="utf-8")
+    except NotInstalled as error:
+        if "BROWSER_TESTS" in os.environ:
+            raise
+        pytest.skip(f"axe-core cannot be installed: {error}")
+
+
+async def violations(page: Page, script: str) -> list[str]:
+    """What axe-core finds on a page as it is now, by all of its rules."""
+    await page.evaluate(f"window.axe || (() => {{ {script} }})(); Boolean(window.axe)")
+    found: list[str] = await page.evaluate(_RUN)
+    return found
+
+
+async def violations_everywhere(page: Page, script: str) -> list[str]:
+    """What axe-core finds on a desktop and on a phone, light and dark; what is too wide, too."""
+    found = []
+    for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+        await page.set_viewport(width, 844, dark)
+        label = json.dumps({"width": width, "dark": dark})
+        found += [f"{label} {one}" for one in await violations(page, script)]
+        scrolled = await page.evaluate("document.documentElement.scrollWidth")
+        found += [f"{label} is {scrolled} pixels wide"] if scrolled > width else []
+    await page.set_viewport(1280, 844)
+    return found

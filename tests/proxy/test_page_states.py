@@ -1,0 +1,116 @@
+"""The page without sessions: signing in, no llama-server, no proxy, a standard llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from axe import axe_script, violations_everywhere
+from chromium import Page, browser, tab
+from harness import proxy, unused_port
+
+pytestmark = pytest.mark.skipif(
+    browser() is None and "BROWSER_TESTS" not in os.environ,
+    reason="needs Chromium; on Debian: apt-get install chromium",
+)
+TOKEN = "a-word-that-only-the-operator-knows"
+Check = Callable[[Page], Awaitable[None]]
+
+
+def _open(port: int, check: Check) -> None:
+    """Open the page of a proxy in a browser of its own, and run a check on it."""
+
+    async def run() -> None:
+        program = browser()
+        assert program is not None
+        async with tab(program) as page:
+            await page.set_viewport(1280, 844)
+            await page.open(f"http://127.0.0.1:{port}/evoke/")
+            await check(page)
+
+    asyncio.run(run())
+
+
+def _shows(selector: str, text: str) -> str:
+    """An expression: whether an element can be seen and has this text."""
+    node = f"document.querySelector('{selector}')"
+    return f"{node}?.checkVisibility() && {node}.innerText.includes('{text}')"
+
+
+def test_an_operator_signs_in_or_leaves(tmp_path: Path) -> None:
+    script, file = axe_script(), tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(TOKEN)
+
+    async def check(page: Page) -> None:
+        await page.wait_for("document.querySelector('#token')?.open")
+        assert await violations_everywhere(page, script) == []
+
+        # Escape leaves the dialog, which opens again only when asked for.
+        await page.press_key("Escape")
+        await page.wait_for(_shows("#connection", "Without the token"))
+        assert await violations_everywhere(page, script) == []
+        await asyncio.sleep(1.2)
+        assert not await page.evaluate("document.querySelector('#token').open")
+
+        await page.click("#connection button")
+        await page.wait_for("document.querySelector('#token').open")
+        for given, outcome in (
+            ("wrong", _shows("#token-error", "refused this token")),
+            (TOKEN, "!document.querySelector('#token').open"),
+        ):
+            await page.type_text(given)
+            await page.press_key("Enter")
+            await page.wait_for(outcome)
+        await page.wait_for(_shows("#health", "llama-server is away"))
+        await page.wait_for(_shows("#problems", "Start it"))
+        await page.wait_for(_shows("#sessions", "None yet"))
+        assert not await page.evaluate("document.querySelector('#connection').checkVisibility()")
+        assert await violations_everywhere(page, script) == []
+
+    with proxy(unused_port(), security__admin_token_file=str(file)) as running:
+        _open(running.port, check)
+
+
+def test_the_page_of_a_proxy_that_has_stopped() -> None:
+    script = axe_script()
+
+    async def check(page: Page) -> None:
+        await page.wait_for("Number(document.body?.dataset.drawn) > 0")
+        await asyncio.to_thread(running.__exit__, None, None, None)
+        await page.wait_for(_shows("#connection", "evoke-proxy does not answer at http"))
+        await page.wait_for(_shows("#connection", "Check that it runs"))
+        await page.wait_for(_shows("#health", "disconnected"))
+        assert await violations_everywhere(page, script) == []
+
+    running = proxy(unused_port())
+    _open(running.__enter__().port, check)
+
+
+def test_a_standard_server_with_snapshots_is_no_fault(stock_port: int, tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#health", "snapshots"))
+        await page.wait_for(_shows("#server", "saved to disk and restored"))
+        await page.wait_for(_shows("#events", "kept as snapshots on disk"))
+        text = await page.evaluate("document.body.innerText")
+        assert "not patched" not in text and "build-server" not in text
+        assert not await page.evaluate("document.querySelector('#problems').checkVisibility()")
+
+    with proxy(stock_port, snapshots__directory=str(tmp_path)) as running:
+        _open(running.port, check)
+
+
+def test_a_budget_that_is_not_in_force_is_a_problem_with_its_fix(stock_port: int) -> None:
+    script = axe_script()
+
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#problems", "The budget of 4096 tokens is not in force"))
+        await page.wait_for(_shows("#health", "passing through"))
+        await page.wait_for(_shows("#problems", "To fix it: build the patched llama-server"))
+        assert await violations_everywhere(page, script) == []
+
+    with proxy(stock_port, policy__budget=4096) as running:
+        _open(running.port, check)
