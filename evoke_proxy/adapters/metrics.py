@@ -65,6 +65,25 @@ class BlockStore:
     disk_failed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MetricDescription:
+    """One metric, as the reference of metrics describes it.
+
+    Attributes:
+        section: What it is about.
+        name: Its name in the text format; a counter's ends in `_total`.
+        kind: counter, gauge or histogram.
+        about: One sentence.
+        labels: Names of its labels.
+    """
+
+    section: str
+    name: str
+    kind: str
+    about: str
+    labels: tuple[str, ...] = ()
+
+
 # Name, description and kind of the metric of each field of `BlockStore`.
 _STORE_METRICS = {
     "ram_used": ("evoke_ram_used_bytes", "Host memory that saved blocks use.", False),
@@ -109,21 +128,27 @@ class _StoreCollector(Collector):
 
 
 class Metrics:
-    """Counters, gauges and histograms; no label contains a session, a user or a raw path."""
+    """Counters, gauges and histograms; no label contains a session, a user or a raw path.
+
+    Attributes:
+        descriptions: The metrics in the order of the reference.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.descriptions: list[MetricDescription] = []
+        self._section = ""
         self._register_load()
         self._register_tokens()
         self._register_faults()
         self._register_embedder()
         self._register_snapshots()
         self._register_servers()
-        self._stores = _StoreCollector()
-        self.registry.register(self._stores)
+        self._register_stores()
         ProcessCollector(registry=self.registry)
 
     def _register_load(self) -> None:
+        self._section = "Requests and time"
         self.requests = self._counter(
             "evoke_requests", "Answered requests, by path and status.", "endpoint", "code"
         )
@@ -159,6 +184,7 @@ class Metrics:
         self._gauge("evoke_build_info", "Always 1.", "version").labels(version=__version__).set(1)
 
     def _register_tokens(self) -> None:
+        self._section = "Tokens and blocks"
         self.tokens = self._counter(
             "evoke_tokens", "Prompt tokens, by how they got into the cache for the answer.", "kind"
         )
@@ -210,6 +236,7 @@ class Metrics:
         )
 
     def _register_faults(self) -> None:
+        self._section = "Faults"
         self.bypass = self._counter(
             "evoke_bypass", "Chat requests forwarded without a budget, by reason.", "reason"
         )
@@ -247,6 +274,7 @@ class Metrics:
         )
 
     def _register_embedder(self) -> None:
+        self._section = "Embedder"
         self.embedder = self._gauge(
             "evoke_embedder_info", "1 for the embedder in use, or none.", "embedder"
         )
@@ -264,6 +292,7 @@ class Metrics:
         self.embed_waiting = self._gauge("evoke_embed_waiting", "Blocks that wait to be embedded.")
 
     def _register_snapshots(self) -> None:
+        self._section = "Snapshots of stock servers"
         self.saves = self._counter(
             "evoke_snapshot_saves", "Saves of slots to disk, by result.", "result"
         )
@@ -314,6 +343,7 @@ class Metrics:
 
     def _register_servers(self) -> None:
         """Metrics of several llama-servers; `server` is the name of each in the configuration."""
+        self._section = "Several llama-servers"
         self.server_up = self._gauge(
             "evoke_server_up", "1 when the server has answered its latest health check.", "server"
         )
@@ -353,6 +383,13 @@ class Metrics:
         for reason in ("away", "drained"):
             self.moved.labels(reason=reason)
 
+    def _register_stores(self) -> None:
+        self._section = "Stores of saved blocks"
+        self._stores = _StoreCollector()
+        self.registry.register(self._stores)
+        for name, about, is_counter in _STORE_METRICS.values():
+            self._describe(name, "counter" if is_counter else "gauge", about, ("server",))
+
     def count_tokens(self, counts: Mapping[str, int]) -> None:
         """Add the token accounting of one reply; missing kinds count as zero."""
         for kind in TOKEN_KINDS:
@@ -387,15 +424,22 @@ class Metrics:
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        self._describe(name, "counter", about, labels)
         return Counter(name, about, labels, registry=self.registry)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        self._describe(name, "gauge", about, labels)
         return Gauge(name, about, labels, registry=self.registry)
 
     def _histogram(
         self, name: str, about: str, buckets: Sequence[float], *labels: str
     ) -> Histogram:
+        self._describe(name, "histogram", about, labels)
         return Histogram(name, about, labels, buckets=buckets, registry=self.registry)
+
+    def _describe(self, name: str, kind: str, about: str, labels: tuple[str, ...]) -> None:
+        full = f"{name}_total" if kind == "counter" else name
+        self.descriptions.append(MetricDescription(self._section, full, kind, about, labels))
 
 
 def _sum(counter: Counter, **labels: str) -> int:

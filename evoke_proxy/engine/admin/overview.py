@@ -35,14 +35,14 @@ class Overview:
         are those since the start of the proxy.
         """
         served = self._proxy.served_models
-        stores = await asyncio.gather(*(self._store_of(one) for one in served))
-        known = [store for store in stores if store is not None]
+        answers = await asyncio.gather(*(self._store_of(one) for one in served))
+        stores = [store for store in answers if store is not None]
         return self._proxy.metrics.totals() | {
             "budget": self._proxy.config.policy.budget,
             "cells": sum(_cells(one) for one in served),
             "resident": sum(it.budgeted.n_resident for one in served for it in one.conversations),
-            "ram": _store(known, "ram", "dropped"),
-            "disk": _store(known, "disk", "failed"),
+            "ram": _store(stores, "ram", "dropped"),
+            "disk": _store(stores, "disk", "failed"),
             "problems": list(_problems(served)),
         }
 
