@@ -13,8 +13,8 @@ from types import FrameType
 
 from evoke_proxy.demo import report
 from evoke_proxy.demo.client import DemoError
+from evoke_proxy.demo.console import Terminal
 from evoke_proxy.demo.processes import stack
-from evoke_proxy.demo.report import Terminal
 from evoke_proxy.demo.runner import ARMS, BUDGET, Start, failures, run_session
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server
@@ -73,7 +73,7 @@ def _demo(args: argparse.Namespace, terminal: Terminal) -> int:
     result = report.build(script, runs, failures(runs, BUDGET))
     report.write(args.out, result)
     terminal.verdict(result)
-    terminal.line(f"pictures: {args.out / 'report.html'}  numbers: {args.out / 'report.json'}")
+    terminal.line(f"\npictures: {args.out / 'report.html'}  numbers: {args.out / 'report.json'}")
     terminal.line(f"repeat: evoke-proxy demo --seed {script.seed}")
     return 0 if result["passed"] else 1
 

@@ -1,23 +1,18 @@
-"""Reports a demo run: live lines on the terminal, report.json and an HTML page.
-
-The terminal and the page show the same two tables (turns of an arm, arms of a run), built from the
-same columns and cells; only `text_row` and `html_table` differ.
-"""
+"""Reports a demo run in files: report.json and an HTML page."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any, TextIO
+from typing import Any
 
 from evoke_proxy.core.model.blocks import Span, common, merged, without
 from evoke_proxy.demo.client import ArmRun, Turn
-from evoke_proxy.demo.runner import BUDGET, RunObserver, logical_tokens
+from evoke_proxy.demo.runner import BUDGET, logical_tokens
 from evoke_proxy.demo.session import Script
 
 # A report as `build` returns it, or as it is read back from report.json.
@@ -31,27 +26,27 @@ _TURN_COUNTS = (
     *("resident_peak", "resident_end", "evicted"),
 )
 
-# Title and width on the terminal; the cells are those of `turn_cells` and `arm_cells`.
+# Titles of the columns; the cells are those of `turn_cells` and `arm_cells`.
 TURN_COLUMNS = (
-    ("turn", 4),
-    ("prompt", 6),
-    ("decoded", 7),
-    ("recovered", 9),
-    ("resident before", 15),
-    ("omitted", 7),
-    ("peak", 5),
-    ("end", 5),
-    ("evicted", 7),
-    ("first token", 11),
+    "turn",
+    "prompt",
+    "decoded",
+    "recovered",
+    "resident before",
+    "omitted",
+    "peak",
+    "end",
+    "evicted",
+    "first token",
 )
 ARM_COLUMNS = (
-    ("arm", -12),
-    ("recalled", 8),
-    ("peak", 5),
-    ("blocks evicted", 15),
-    ("blocks recovered", 17),
-    ("seconds", 8),
-    ("answer", 0),
+    "arm",
+    "recalled",
+    "peak",
+    "blocks evicted",
+    "blocks recovered",
+    "seconds",
+    "answer",
 )
 _ARM_DESCRIPTIONS = {
     "evoke": "Evicted blocks are saved, and recovered when the question needs them.",
@@ -69,9 +64,6 @@ LEGEND = {
 }
 _AXIS_TICKS = 6
 _AXIS_STEPS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 50_000)
-
-_RED, _GREEN, _DIM, _BOLD, _RESET = "\x1b[31m", "\x1b[32m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
-_ERASE_LINE = "\r\x1b[2K"
 
 
 def build(script: Script, runs: Mapping[str, ArmRun], failures: Sequence[str]) -> dict[str, Any]:
@@ -127,75 +119,6 @@ def arm_cells(name: str, arm: Mapping[str, Any]) -> list[str]:
     return [name, recalled, *map(str, counts), f"{arm['wall_s']:.1f}", arm["answer"]]
 
 
-def text_row(cells: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
-    """One line of a table on the terminal; a width below 0 aligns to the left."""
-    pairs = zip(cells, columns, strict=True)
-    padded = (
-        f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}" for cell, (_, width) in pairs
-    )
-    return "  ".join(padded).rstrip()
-
-
-def text_header(columns: Sequence[tuple[str, int]]) -> str:
-    """The line of column titles on the terminal."""
-    return text_row([title for title, _ in columns], columns)
-
-
-class Terminal(RunObserver):
-    """Writes a run to a text stream: in place and in colour on a tty, plain lines elsewhere."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._live = out.isatty()
-        self._colour = self._live and "NO_COLOR" not in os.environ
-
-    def arm_started(self, script: Script, arm: str) -> None:
-        budget = "no budget" if arm == "no_eviction" else f"budget {BUDGET}"
-        self.line(f"\n{self._paint(_BOLD, arm)} ({budget}, seed {script.seed})")
-        self.line(self._paint(_DIM, text_header(TURN_COLUMNS)))
-
-    def turn_sent(self, number: int) -> None:
-        if self._live:
-            self._write(self._paint(_DIM, f"{number:>4}  ..."))
-
-    def turn_finished(self, turn: Turn) -> None:
-        text = text_row(turn_cells(turn.number, turn_record(turn)), TURN_COLUMNS)
-        if turn.recovered:
-            text = self._paint(_GREEN, text)
-        self._write(f"{_ERASE_LINE if self._live else ''}{text}\n")
-
-    def arm_finished(self, run: ArmRun) -> None:
-        colour = _GREEN if run.recalled else _RED
-        verdict = self._paint(colour, "recalled" if run.recalled else "not recalled")
-        self.line(f"{verdict}: {run.answer!r} (value {run.expected!r}, {run.wall_s:.1f} s)")
-
-    def session_redrawn(self, seed: int, reason: str) -> None:
-        self.line(f"\nThe model, not the cache, lost the fact: {reason}. Seed {seed} is dropped.")
-
-    def verdict(self, report: Report) -> None:
-        """Write one line for each arm, then PASSED or every condition that failed."""
-        self.line(f"\n{text_header(ARM_COLUMNS)}")
-        for name, arm in report["arms"].items():
-            self.line(text_row(arm_cells(name, arm), ARM_COLUMNS))
-        for failure in report["failures"]:
-            self.line(self._paint(_RED, f"FAILED  {failure}"))
-        if report["passed"]:
-            tokens, budget = report["logical_tokens"], report["budget"]
-            summary = f"{tokens} logical tokens on a budget of {budget}; the fact was recovered"
-            self.line(self._paint(_GREEN, f"PASSED  {summary}"))
-
-    def line(self, text: str) -> None:
-        """Write one complete line."""
-        self._write(f"{text}\n")
-
-    def _paint(self, colour: str, text: str) -> str:
-        return f"{colour}{text}{_RESET}" if self._colour else text
-
-    def _write(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
-
-
 def page(report: Report) -> str:
     """The HTML page of a report: no scripts, nothing loaded from elsewhere."""
     arms = report["arms"]
@@ -212,12 +135,11 @@ def page(report: Report) -> str:
     )
 
 
-def html_table(rows: Sequence[Sequence[str]], columns: Sequence[tuple[str, int]]) -> str:
+def html_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> str:
     """An HTML table; cells with text are aligned to the left, numbers and dashes to the right."""
-    titles = [title for title, _ in columns]
     head = "".join(
         f'<th scope="col"{_text_class(cell)}>{escape(title)}</th>'
-        for title, cell in zip(titles, rows[0] if rows else titles, strict=True)
+        for title, cell in zip(columns, rows[0] if rows else columns, strict=True)
     )
     lines = (
         "".join(f"<td{_text_class(cell)}>{escape(cell)}</td>" for cell in cells) for cells in rows
