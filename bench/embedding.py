@@ -19,7 +19,7 @@ from typing import Any
 
 from bench import record
 from bench.export_minilm import ensure
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.engine.embedding.service import EmbeddingService
@@ -100,7 +100,7 @@ def _at_once(front: EmbeddingService, texts: Texts, tokens: int, n: int) -> dict
 
 def directly(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each size of question, embedded by the word vectors without the service."""
-    table, texts, rows = WordVectorEmbedder(), Texts(2), []
+    table, texts, rows = WordVectorEncoder(), Texts(2), []
     for tokens in sizes:
         times = []
         for _ in range(repeats):

@@ -21,8 +21,8 @@ from bench.metrics import samples
 from bench.random_models import SHAPES, ensure
 from bench.slot_in_process import SlotInProcess
 from bench.vocabulary import Renderer
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import Config, EmbedderConfig
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
@@ -101,9 +101,9 @@ class CachedEncoder:
 
 def encoders(directory: Path | None) -> dict[str, Encoder]:
     """Return the built-in word vectors, and the encoder of a directory if there is one."""
-    found: dict[str, Encoder] = {"built-in": WordVectorEmbedder()}
+    found: dict[str, Encoder] = {"built-in": WordVectorEncoder()}
     if directory is not None:
-        found["encoder"] = CachedEncoder(Embedder(EmbedderConfig(directory=str(directory))))
+        found["encoder"] = CachedEncoder(OnnxEncoder(EmbedderConfig(directory=str(directory))))
     return found
 
 

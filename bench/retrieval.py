@@ -23,8 +23,8 @@ from bench import record
 from bench import retrieval_texts as texts
 from bench.ceiling import wilson
 from bench.export_minilm import ensure
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
@@ -283,8 +283,8 @@ def _encoder(args: argparse.Namespace) -> Encoder | None:
     if args.lexical:
         return None
     if args.built_in:
-        return WordVectorEmbedder()
-    return Embedder(EmbedderConfig(directory=str(ensure())))
+        return WordVectorEncoder()
+    return OnnxEncoder(EmbedderConfig(directory=str(ensure())))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from pathlib import Path
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.cli import serve
 from evoke_proxy.config import AUTO, Config
-from evoke_proxy.config.risks import risks_of
+from evoke_proxy.config.loader import risks_of
 from evoke_proxy.core.servers.budget_status import budget_status
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import EvokeError

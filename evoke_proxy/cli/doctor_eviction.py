@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from evoke_proxy.adapters.embedders.choice import load_encoder
-from evoke_proxy.adapters.embedders.runtimes import conflicting_runtimes
+from evoke_proxy.adapters.embedders.choice import conflicting_runtimes, load_encoder
 from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import StockApi

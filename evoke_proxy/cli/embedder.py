@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 from evoke_proxy.adapters.embedders.catalogue import DEFAULT, encoder_named, encoder_names
-from evoke_proxy.adapters.embedders.choice import load_encoder
+from evoke_proxy.adapters.embedders.choice import (
+    conflicting_runtimes,
+    load_encoder,
+    missing_packages,
+)
 from evoke_proxy.adapters.embedders.download import fetch
-from evoke_proxy.adapters.embedders.runtimes import conflicting_runtimes, missing_packages
 from evoke_proxy.adapters.embedders.store import EncoderStore
 from evoke_proxy.config import Config, load
 from evoke_proxy.errors import ConfigError, DownloadError
@@ -130,15 +133,15 @@ class ProgressBar:
         if self._first is None:
             self._first = done
         rate = (done - self._first) / max(1e-3, time.monotonic() - self._began)
-        said = f"{self._name}  {done / 1e6:.1f} of {total / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s"
+        text = f"{self._name}  {done / 1e6:.1f} of {total / 1e6:.1f} MB  {rate / 1e6:.1f} MB/s"
         if sys.stderr.isatty():
             filled = _BAR * done // total
             bar = "#" * filled + "." * (_BAR - filled)
-            print(f"\r[{bar}] {said}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r[{bar}] {text}\x1b[K", end="", file=sys.stderr, flush=True)
             self._is_drawn = True
         elif 10 * done // total > self._tenth:
             self._tenth = 10 * done // total
-            print(said, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """End the line of a bar."""

@@ -1,7 +1,4 @@
-"""Settings: `schema` declares them, `loader` reads, checks and reloads them.
-
-`risks` names settings that are valid and probably not meant.
-"""
+"""Settings: `schema` declares them, `loader` reads, checks and reloads them."""
 
 from __future__ import annotations
 

@@ -489,3 +489,17 @@ def _check_budget(config: Config) -> None:
 def _require(holds: bool, key: str, message: str) -> None:
     if not holds:
         raise ConfigError(f"{key}: {message}")
+
+
+def risks_of(config: Config) -> tuple[str, ...]:
+    """Settings that are valid and probably not meant: one sentence for each, with the fix."""
+    open_to_all = [
+        address for address in config.listen if not is_loopback(parse_listen(address)[0])
+    ]
+    if not open_to_all or config.security.keys_file:
+        return ()
+    return (
+        f"listen: other machines can use {', '.join(open_to_all)} without a key: set"
+        " security.keys_file (`evoke-proxy keys add NAME --file FILE` makes one), listen on"
+        " 127.0.0.1, or allow only trusted networks",
+    )

@@ -18,6 +18,7 @@ from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.session_worker import SessionWorker
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import ServerResources, Strategies
 from evoke_proxy.engine.shared import Shared
@@ -81,6 +82,7 @@ def build_server(
         slots=slots,
         conversations=Conversations(monitor.policy, config.limits.sessions, shared.body_memory),
         background=BackgroundTasks(monitor.report_failure),
+        worker=SessionWorker(),
         metrics=shared.metrics,
         feed=shared.feed,
         is_stopping=lambda: shared.draining or slots.is_closed,

@@ -14,8 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
-from evoke_proxy.config.loader import reloaded
-from evoke_proxy.config.risks import risks_of
+from evoke_proxy.config.loader import reloaded, risks_of
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.server.session_worker import SWITCH_S
@@ -109,7 +108,7 @@ async def drain(engine: ProxyGateway, runner: web.AppRunner) -> None:
     count = await runner.app[ACTIVE_REQUESTS].wait_until_idle(limit_s)
     if count:
         _log.warning("stopping: %d requests are ended after %g s", count, limit_s)
-    await engine.keep()
+    await engine.save_all()
     engine.feed.end()
 
 

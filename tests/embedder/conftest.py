@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.export_minilm import ensure
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.config import EmbedderConfig
 
 
@@ -19,6 +19,6 @@ def minilm_directory() -> Path:
 
 
 @pytest.fixture(scope="session")
-def minilm(minilm_directory: Path) -> Iterator[Embedder]:
+def minilm(minilm_directory: Path) -> Iterator[OnnxEncoder]:
     """The trained encoder, loaded with default settings: all else is read from its files."""
-    yield Embedder(EmbedderConfig(directory=str(minilm_directory)))
+    yield OnnxEncoder(EmbedderConfig(directory=str(minilm_directory)))

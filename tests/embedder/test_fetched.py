@@ -12,7 +12,7 @@ import pytest
 from model_mirror import Hub, serving
 from tiny_bert import write
 
-from evoke_proxy.adapters.embedders import catalogue, choice, download, runtimes
+from evoke_proxy.adapters.embedders import catalogue, choice, download
 from evoke_proxy.adapters.embedders.catalogue import PinnedEncoder, PinnedFile
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import EmbedderConfig, load
@@ -138,14 +138,14 @@ def test_two_installed_onnx_runtimes_are_reported_with_the_fix(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """To importlib a distribution is a directory with its name and version."""
-    assert runtimes.conflicting_runtimes() == ""
+    assert choice.conflicting_runtimes() == ""
     assert main(["embedder", "fetch"]) == 0
     for name in ("onnxruntime", "onnxruntime_gpu"):
         info = tmp_path / "site" / f"{name}-1.20.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: 1.20\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    assert "pip uninstall -y onnxruntime onnxruntime-gpu" in runtimes.conflicting_runtimes()
-    assert embedder_log(caplog, tmp_path)[0] == runtimes.conflicting_runtimes()
+    assert "pip uninstall -y onnxruntime onnxruntime-gpu" in choice.conflicting_runtimes()
+    assert embedder_log(caplog, tmp_path)[0] == choice.conflicting_runtimes()
     assert main(["embedder", "list"]) == 0
-    assert runtimes.conflicting_runtimes() in capsys.readouterr().err
+    assert choice.conflicting_runtimes() in capsys.readouterr().err

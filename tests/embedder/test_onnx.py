@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto
 from tiny_bert import BLUE, CLS, FIND, GREEN, KEEP, RED, SEP, TABLE, UNK, unit, write
 
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
@@ -21,8 +21,8 @@ from evoke_proxy.errors import ConfigError
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 
 
-def load(directory: Path, **settings: Any) -> Embedder:
-    return Embedder(EmbedderConfig(directory=str(directory), **settings))
+def load(directory: Path, **settings: Any) -> OnnxEncoder:
+    return OnnxEncoder(EmbedderConfig(directory=str(directory), **settings))
 
 
 def close(found: Any, expected: Any) -> bool:

@@ -10,7 +10,7 @@ from embedder_texts import LONG, TEXTS
 
 from bench import export_minilm
 from bench.export_minilm import ExportError, read_safetensors
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.bm25 import terms_of
 
@@ -25,26 +25,26 @@ def test_the_reference_has_a_vector_for_each_text() -> None:
     assert len(np.unique(REFERENCE.round(4), axis=0)) >= 50, "most texts must differ"
 
 
-def test_settings_are_read_from_the_directory(minilm: Embedder) -> None:
+def test_settings_are_read_from_the_directory(minilm: OnnxEncoder) -> None:
     recipe = minilm.recipe
     assert (recipe.pooling, recipe.max_tokens, minilm.dimensions) == ("mean", 256, 384)
     assert recipe.query_instruction == recipe.document_instruction == ""
 
 
-def test_vectors_and_cosines_are_those_of_the_reference(minilm: Embedder) -> None:
+def test_vectors_and_cosines_are_those_of_the_reference(minilm: OnnxEncoder) -> None:
     found = minilm.documents(TEXTS)
     assert np.abs(found - REFERENCE).max() < TOLERANCE
     assert np.abs((found * REFERENCE).sum(1) - 1).max() < TOLERANCE
     assert np.abs(found @ found.T - REFERENCE @ REFERENCE.T).max() < TOLERANCE
 
 
-def test_a_batch_gives_the_vectors_of_single_texts(minilm: Embedder) -> None:
+def test_a_batch_gives_the_vectors_of_single_texts(minilm: OnnxEncoder) -> None:
     single = np.vstack([minilm.documents([text]) for text in TEXTS])
     assert np.abs(minilm.documents(TEXTS) - single).max() < TOLERANCE
     assert np.abs(minilm.documents(TEXTS[::-1])[::-1] - single).max() < TOLERANCE
 
 
-def test_long_texts_are_truncated(minilm: Embedder) -> None:
+def test_long_texts_are_truncated(minilm: OnnxEncoder) -> None:
     text = next(text for text in LONG if len(text.split()) > 400)
     cut, whole = minilm.documents([text, text + " and much more of something else entirely"])
     assert np.abs(cut - whole).max() == 0
@@ -56,10 +56,10 @@ def test_wrong_settings_give_other_vectors(minilm_directory: Path) -> None:
     """Otherwise the comparison with the reference would not test the settings."""
     for settings in ({"pooling": "cls"}, {"max_tokens": 64}, {"document_instruction": "so: "}):
         config = EmbedderConfig(directory=str(minilm_directory), **settings)  # type: ignore[arg-type]
-        assert np.abs(Embedder(config).documents(TEXTS) - REFERENCE).max() > 0.01
+        assert np.abs(OnnxEncoder(config).documents(TEXTS) - REFERENCE).max() > 0.01
 
 
-def test_the_nearest_document_is_the_paraphrase_without_a_common_word(minilm: Embedder) -> None:
+def test_the_nearest_document_is_the_paraphrase_without_a_common_word(minilm: OnnxEncoder) -> None:
     pairs = [
         ("What colour is your car?", "The automobile has been painted red."),
         ("When does our plane depart?", "The flight to Lisbon leaves at seven."),

@@ -1,20 +1,23 @@
-"""Chooses and loads the text embedder that the configuration asks for."""
+"""Chooses and loads the encoder that the configuration asks for, and checks its packages."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from evoke_proxy.adapters.embedders.catalogue import encoder_named, encoder_names
-from evoke_proxy.adapters.embedders.onnx_encoder import Embedder
-from evoke_proxy.adapters.embedders.runtimes import conflicting_runtimes, missing_packages
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.store import EncoderStore
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Encoder
 from evoke_proxy.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+# The packages of which one runs ONNX encoders.
+_RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 
 
 def load_encoder(config: EmbedderConfig) -> Encoder | None:
@@ -32,7 +35,7 @@ def load_encoder(config: EmbedderConfig) -> Encoder | None:
     if config.model == "none":
         return None
     if config.model == "built-in":
-        return WordVectorEmbedder()
+        return WordVectorEncoder()
     if config.directory:
         return _onnx(config)
     store = EncoderStore(config.store)
@@ -73,10 +76,35 @@ def _fetched(config: EmbedderConfig, store: EncoderStore) -> Encoder:
                 error,
                 encoder.name,
             )
-    return WordVectorEmbedder()
+    return WordVectorEncoder()
 
 
 def _onnx(config: EmbedderConfig) -> Encoder:
     if conflict := conflicting_runtimes():
         _log.warning("%s", conflict)
-    return Embedder(config)
+    return OnnxEncoder(config)
+
+
+def conflicting_runtimes() -> str:
+    """Return the problem and its fix when both onnxruntime packages are installed; else ''."""
+    installed = [name for name in _RUNTIMES if _is_installed(name)]
+    if len(installed) < len(_RUNTIMES):
+        return ""
+    return (
+        "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: run"
+        " pip uninstall -y onnxruntime onnxruntime-gpu, then pip install 'evoke-proxy[gpu]' (or"
+        " [cpu])"
+    )
+
+
+def missing_packages() -> list[str]:
+    """Return the packages that ONNX encoders need and that are not installed."""
+    return [name for name in ("onnxruntime", "tokenizers") if find_spec(name) is None]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True

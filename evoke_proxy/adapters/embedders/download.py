@@ -7,6 +7,7 @@ import hashlib
 import http.client
 import os
 import shutil
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -32,6 +33,7 @@ _NETWORK_ERRORS = (
     urllib.error.URLError,
     TimeoutError,
     ConnectionError,
+    ssl.SSLError,
     http.client.HTTPException,
 )
 

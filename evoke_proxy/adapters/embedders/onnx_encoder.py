@@ -31,7 +31,7 @@ _DOES_NOT_LOAD = "embedder.directory: {} cannot be loaded: {}; export or fetch i
 _OR_WITHOUT = "leave embedder.directory empty for the built-in word vectors"
 
 
-class Embedder:
+class OnnxEncoder:
     """A loaded encoder; its methods may be called from several threads at a time.
 
     Attributes:

@@ -16,7 +16,7 @@ from evoke_proxy.errors import ConfigError
 from evoke_proxy.models import word_vectors_file
 
 
-class WordVectorEmbedder:
+class WordVectorEncoder:
     """Embeds texts with a table of word vectors, without a network and without other packages.
 
     Its methods may be called from several threads at a time. Questions and documents are embedded

@@ -72,9 +72,9 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
 def opening(body: Mapping[str, Any]) -> bytes:
     """Return the first user message; empty while the body has fewer than two user messages."""
     messages = _messages(body)
-    said = (item for item in messages if _role(item) == "user")
-    first = next(said, None)
-    young = first is None or next(said, None) is None
+    questions = (item for item in messages if _role(item) == "user")
+    first = next(questions, None)
+    young = first is None or next(questions, None) is None
     return b"" if young else _json_text(first, sort_keys=True).encode()
 
 
@@ -129,9 +129,9 @@ def _text(message: Any) -> str:
     if not isinstance(message, Mapping):
         return _json_text(message)
     content = message.get("content")
-    said = content if isinstance(content, str) else _json_text(content, ensure_ascii=False)
+    text = content if isinstance(content, str) else _json_text(content, ensure_ascii=False)
     more = {key: message[key] for key in message if key not in ("role", "content")}
-    return said + (_json_text(more, sort_keys=True) if more else "")
+    return text + (_json_text(more, sort_keys=True) if more else "")
 
 
 def _differing(old: str, new: str) -> tuple[int, int]:

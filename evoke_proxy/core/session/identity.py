@@ -118,12 +118,12 @@ def find(
     session with another hint matches only if these tokens continue it to its end. A hint alone
     never joins two different conversations.
     """
-    mine = [
+    candidates = [
         session
         for session in sessions
         if session.tenant == tenant and _may_continue(session, tokens)
     ]
-    pairs = [(session, common_prefix(session.tokens, tokens)) for session in mine]
+    pairs = [(session, common_prefix(session.tokens, tokens)) for session in candidates]
     fitting = [
         (_has_hint(session, hint), shared, session.hint == hint, session.id)
         for session, shared in pairs
@@ -172,8 +172,8 @@ def _has_hint(session: SessionPrompt, hint: Hint | None) -> bool:
 
 def _has_other_hint(session: SessionPrompt, hint: Hint | None) -> bool:
     """Return whether a session has another strong name than the hint."""
-    mine, theirs = _strong_name(hint), _strong_name(session.hint)
-    return mine is not None and theirs is not None and mine != theirs
+    requested, name = _strong_name(hint), _strong_name(session.hint)
+    return requested is not None and name is not None and requested != name
 
 
 def _strong_name(hint: Hint | None) -> str | None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi, PlanCall, copies_of
+from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
@@ -29,7 +29,8 @@ class SessionEraser:
 
     def __init__(self, context: ServedModel) -> None:
         self._context = context
-        self._blocks = BlockApi(context.client)
+        self._server = context.server
+        self._blocks = context.server.resources.calls.blocks
 
     async def delete(self, conversations: list[Conversation], selects: Selector) -> dict[str, Any]:
         """Delete these conversations, and the files on disk that `selects` chooses.
@@ -44,7 +45,7 @@ class SessionEraser:
                 f"requests of these sessions run now: {', '.join(busy)}", "session_busy", 409
             )
         for item in conversations:  # before any await, so that no request continues them
-            context.conversations.forget(item)
+            self._server.conversations.forget(item)
             del item
         ids = {item.id for item in conversations}
         # After this, nothing of them is being written to disk.
@@ -56,7 +57,7 @@ class SessionEraser:
             await asyncio.sleep(0)
         snapshots = await self._delete_stored(selects, left) if context.snapshots.is_enabled else ()
         for id in ids | {item.branch for item in snapshots}:
-            context.feed.publish("deleted", session=id)
+            self._server.resources.feed.publish("deleted", session=id)
         return {"sessions": len(ids), "snapshots": len(snapshots), "left": left}
 
     async def wipe(self, tenant: str) -> dict[str, Any]:
@@ -64,15 +65,15 @@ class SessionEraser:
         context = self._context
         # Forgotten sessions may still be written, too.
         await context.snapshots.wait_until_idle()
-        conversations = [item for item in context.conversations if item.tenant == tenant]
+        conversations = [item for item in self._server.conversations if item.tenant == tenant]
         repository = context.snapshots.repository if context.snapshots.is_enabled else None
         result = await self.delete(conversations, lambda owner, _session: owner == tenant)
-        if context.monitor.server.patched:
+        if self._server.info.patched:
             try:
                 await self._blocks.run(0, "block-drop", {"all": True, "tenant": tenant})
             except EvokeError as error:
                 result["left"].append(f"copies in llama-server: {error}")
-        elif context.monitor.server.obstacle != "unreachable":
+        elif self._server.info.obstacle != "unreachable":
             result["left"].append("the RAM cache of llama-server, until it is restarted")
         if repository is not None:
             repository.forget_aside()
@@ -111,13 +112,13 @@ class SessionEraser:
                 error,
             )
             left.append(f"rows in its slot: {error}")
-        context.slots.pool.forget(conversation.id)
+        self._server.slots.pool.forget(conversation.id)
         context.records.forget(conversation.id)
         context.snapshots.forget_contents(conversation)
         try:
-            if context.monitor.server.patched:
+            if self._server.info.patched:
                 # Taking the lock waits for a call that saves rows of the session.
-                async with context.slots.locked(conversation.id):
+                async with self._server.slots.locked(conversation.id):
                     await self._drop_copies(conversation)
         except EvokeError as error:
             left.append(f"copies in llama-server: {error}")
@@ -133,17 +134,17 @@ class SessionEraser:
     async def _slot_with_rows(self, conversation: Conversation) -> int | None:
         """The slot that still has the rows of a conversation; None when no slot is known to."""
         context = self._context
-        slot = context.slots.pool.slot_of(conversation.id)
-        if context.monitor.server.patched:
+        slot = self._server.slots.pool.slot_of(conversation.id)
+        if self._server.info.patched:
             return slot if conversation.budgeted.epoch is not None else None
-        contents, n_slots = conversation.snapshots.contents, len(context.slots.pool)
+        contents, n_slots = conversation.snapshots.contents, len(self._server.slots.pool)
         # With snapshots.one_at_a_time, llama-server may have more slots than the pool.
         if contents is None or not 0 <= contents.slot < n_slots:
             return None
-        if context.client.model and not await context.client.is_loaded():
+        if self._server.client.model and not await self._server.client.is_loaded():
             return None
         slots = await context.snapshots.list_slots()
-        all_contents = [it.snapshots.contents for it in context.conversations]
+        all_contents = [it.snapshots.contents for it in self._server.conversations]
         others = [other for other in all_contents if other and other.slot == contents.slot]
         is_reused = not contents.is_unchanged(slots) and any(
             other.is_unchanged(slots) for other in others
@@ -152,17 +153,19 @@ class SessionEraser:
 
     async def _empty(self, slot: int, conversation: Conversation) -> None:
         """Erase a slot while no request has it; raises UpstreamError."""
-        session, context = f"erasing-{conversation.id}", self._context
-        with await context.slots.acquire(session, conversation.tenant, True, slot=slot) as lease:
+        session = f"erasing-{conversation.id}"
+        with await self._server.slots.acquire(
+            session, conversation.tenant, True, slot=slot
+        ) as lease:
             lease.vacated()
             view = None
-            if context.monitor.server.patched:
+            if self._server.info.patched:
                 answer = await self._blocks.slot(slot, conversation.tenant, LATEST)
                 view = SlotView.parse(answer)
                 if view.epoch != conversation.budgeted.epoch:
                     return  # the slot has the rows of another session now
             try:
-                await context.client.call("POST", f"/slots/{slot}?action=erase", {})
+                await self._server.client.call("POST", f"/slots/{slot}?action=erase", {})
             except UpstreamRejected:
                 if view is None:
                     raise

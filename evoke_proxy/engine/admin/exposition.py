@@ -208,16 +208,16 @@ def register_gauges(proxy: ProxyGateway) -> None:
     metrics = proxy.metrics
 
     def resident() -> int:
-        conversations = [it for served in proxy.served_models for it in served.conversations]
+        conversations = [it for served in proxy.served_models for it in served.server.conversations]
         return sum(it.budgeted.n_resident for it in conversations)
 
     for served in proxy.served_models:
         gauge = metrics.budget_in_force.labels(server=served.server_name)
-        gauge.set_function(partial(_is_in_force, served.monitor))
+        gauge.set_function(partial(_is_in_force, served.server.monitor))
     metrics.queued.set_function(
-        lambda: sum(served.slots.pool.queued for served in proxy.served_models)
+        lambda: sum(served.server.slots.pool.queued for served in proxy.served_models)
     )
     metrics.sessions.set_function(
-        lambda: sum(len(served.conversations) for served in proxy.served_models)
+        lambda: sum(len(served.server.conversations) for served in proxy.served_models)
     )
     metrics.resident.set_function(resident)

@@ -91,7 +91,9 @@ class SessionAdmin:
     def __init__(self, context: ServedModel) -> None:
         self.context = context
         self.eraser = SessionEraser(context)
-        self._blocks = BlockApi(context.client)
+        self._server = context.server
+        self._feed = context.server.resources.feed
+        self._blocks = context.server.resources.calls.blocks
         self._copies = CopyLists(self._blocks)
         # By session: the location of its blocks in the latest answer of llama-server.
         self._last_locations: dict[str, RowLocations] = {}
@@ -107,17 +109,17 @@ class SessionAdmin:
 
         The snapshots of live sessions are removed from `branches`.
         """
-        for conversation in reversed(list(self.context.conversations)):
+        for conversation in reversed(list(self._server.conversations)):
             if not conversation.ephemeral:
                 yield self._row(conversation, branches)
 
     def has(self, id: str) -> bool:
         """Whether the session is live here."""
-        return self.context.conversations.get(id) is not None
+        return self._server.conversations.get(id) is not None
 
     def status(self) -> dict[str, Any]:
         """The state of the server, without a call of it."""
-        pool, monitor = self.context.slots.pool, self.context.monitor
+        pool, monitor = self._server.slots.pool, self._server.monitor
         server, policy = monitor.server, monitor.policy
         return {
             "version": __version__,
@@ -128,7 +130,7 @@ class SessionAdmin:
             "queued": pool.queued,
             "policy": policy.name,
             "budget": policy.budget,
-            "event": self.context.feed.latest,
+            "event": self._feed.latest,
         }
 
     async def show(self, id: str) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class SessionAdmin:
             nothing = {"blocks": [], "totals": totals(()), "history": []}
             return stored_row(id, items) | nothing | snapshots
         where, is_fresh = await self._locate(conversation)
-        blocks = await self._block_map(conversation, where, self.context.monitor.config.page.names)
+        blocks = await self._block_map(conversation, where, self._server.monitor.config.page.names)
         return (
             self._row(conversation, {_branch(conversation): items})
             | snapshots
@@ -159,7 +161,7 @@ class SessionAdmin:
             self.context.records.update_overrides(conversation)
         for item in items:
             self.context.snapshots.repository.pin(item, pinned)
-        self.context.feed.publish("session", session=id, pinned=pinned)
+        self._feed.publish("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
         """Give a session a budget in tokens from its next turn on; None: no bound.
@@ -168,12 +170,12 @@ class SessionAdmin:
         hold what must stay.
         """
         conversation = self._live(id)
-        policy = self.context.monitor.policy
+        policy = self._server.monitor.policy
         config = replace(conversation.session.config, budget=budget if own else policy.budget)
         check_least_budget(config)
         conversation.set_budget(config, own)
         self.context.records.update_overrides(conversation)
-        self.context.feed.publish("session", session=id, budget=config.budget)
+        self._feed.publish("session", session=id, budget=config.budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
         """Pin or unpin these positions: pinned ones stay in the cache, from the next turn on.
@@ -188,7 +190,7 @@ class SessionAdmin:
         pins = change_pins(session.pins, session.layout, span, pinned, session.config)
         conversation.pin_blocks(pins)
         self.context.records.update_overrides(conversation)
-        self.context.feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
+        self._feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
 
     async def drop_block(self, id: str, span: Span) -> None:
         """Drop the rows and copies of these positions; recovering them needs decoding."""
@@ -211,11 +213,11 @@ class SessionAdmin:
                 raise RequestError(
                     f"llama-server refuses to drop the blocks: {refused}", refused.type, 409
                 ) from refused
-            metrics = self.context.server.resources.metrics
+            metrics = self._server.resources.metrics
             metrics.count_evictions("operator", n_evicted)
             conversation.session.failed(labels)
             conversation.budgeted.rows_evicted(count(rows))
-        self.context.feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
+        self._feed.publish("block", session=id, dropped=spans([span]), evicted=spans(rows))
 
     async def delete(self, id: str) -> dict[str, Any]:
         """Delete a session: rows, copies, snapshots; see SessionEraser.delete."""
@@ -246,7 +248,7 @@ class SessionAdmin:
         self, conversation: Conversation, branches: dict[str, list[Snapshot]]
     ) -> dict[str, Any]:
         items = branches.pop(_branch(conversation), [])
-        return conversation.summary(self.context.slots.pool) | {
+        return conversation.summary(self._server.slots.pool) | {
             "snapshots": len(items),
             "bytes": sum(item.n_bytes for item in items),
             "live": True,
@@ -271,15 +273,14 @@ class SessionAdmin:
             return block_map(layout, where, scores, session.pins, names)
 
         is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS
-        return await conversation.computed(make, is_long)
+        return await self._server.resources.worker.run(conversation, is_long, make)
 
     async def _locate(self, conversation: Conversation) -> tuple[RowLocations, bool]:
         """The location of the rows and copies of a session, and whether it is current.
 
         When llama-server does not answer in time, the location is that of its latest answer.
         """
-        context = self.context
-        server, slot = context.monitor.server, context.slots.pool.slot_of(conversation.id)
+        server, slot = self._server.info, self._server.slots.pool.slot_of(conversation.id)
         if not server.patched or server.sleeping:
             return RowLocations(), not server.sleeping
         try:
@@ -298,7 +299,7 @@ class SessionAdmin:
         )
         rows, n_tokens = (view.resident, view.n_tokens) if has_rows else ((), 0)
         where = RowLocations.parse(answer, conversation.labels, rows, n_tokens)
-        live = {item.id for item in context.conversations}
+        live = {item.id for item in self._server.conversations}
         self._last_locations = {
             id: locations for id, locations in self._last_locations.items() if id in live
         }
@@ -316,7 +317,7 @@ class SessionAdmin:
             raise RequestError(
                 "a request of this session runs now; try again later", "session_busy", 409
             )
-        slots, id = self.context.slots, conversation.id
+        slots, id = self._server.slots, conversation.id
         with conversation.using():
             slot = slots.pool.slot_of(id)
             if slot is None or conversation.budgeted.epoch is None:
@@ -330,7 +331,7 @@ class SessionAdmin:
                 yield view if view.epoch == conversation.budgeted.epoch else None
 
     def _find(self, id: str) -> tuple[Conversation | None, list[Snapshot]]:
-        conversation = self.context.conversations.get(id)
+        conversation = self._server.conversations.get(id)
         if conversation is not None and conversation.ephemeral:
             conversation = None
         branch = _branch(conversation) if conversation is not None else id

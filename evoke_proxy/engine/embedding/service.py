@@ -178,7 +178,7 @@ class EmbeddingService:
 
     def _answered(self, keys: Sequence[bytes], work: asyncio.Future[Vectors]) -> None:
         self._questions -= 1
-        self._keep(keys, work, "question")
+        self._cache_result(keys, work, "question")
         self._start_batch()
 
     def _start_batch(self) -> None:
@@ -194,10 +194,12 @@ class EmbeddingService:
 
     def _embedded(self, work: asyncio.Future[Vectors]) -> None:
         keys, self._running = list(self._running), {}
-        self._keep(keys, work, "block")
+        self._cache_result(keys, work, "block")
         self._start_batch()
 
-    def _keep(self, keys: Sequence[bytes], work: asyncio.Future[Vectors], kind: str) -> None:
+    def _cache_result(
+        self, keys: Sequence[bytes], work: asyncio.Future[Vectors], kind: str
+    ) -> None:
         """Cache the result, even a late one; a failure is counted and affects these texts only."""
         if work.cancelled():
             return

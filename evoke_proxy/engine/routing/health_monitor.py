@@ -243,7 +243,7 @@ class HealthMonitor:
         while member.in_flight and member.draining:
             await asyncio.sleep(_DRAIN_POLL_S)
         if member.draining:
-            await self._each[at].keep()
+            await self._each[at].save_all()
 
     async def _check_forever(self) -> None:
         while True:

@@ -66,7 +66,7 @@ async def _save_slots(source: ModelRouter) -> None:
     url = source.upstream.url
     try:
         async with asyncio.timeout(_SAVE_TIMEOUT_S):
-            await source.keep()
+            await source.save_all()
     except (EvokeError, TimeoutError) as error:
         _log.warning("cannot save the slots of %s: %s", url, error or "time-out")
 

@@ -45,7 +45,7 @@ class ModelRouter:
         self.shared = shared
         self.server = served.server
         self.metrics, self.feed = shared.metrics, shared.feed
-        self.upstream: LlamaClient = served.client
+        self.upstream: LlamaClient = served.server.client
         self.clients = {"": self.upstream}
         self._served = served
         self._models = models
@@ -134,7 +134,7 @@ class ModelRouter:
         """Count a failure of llama-server once; it is queried before the next request."""
         self.monitor.report_failure(error)
 
-    async def keep(self) -> None:
+    async def save_all(self) -> None:
         """Save what would be lost if the proxy stopped now."""
         for server in self.each():
             await server.save_all()

@@ -164,10 +164,10 @@ class PoolGateway:
         """Count a failure of the llama-server that `error` names."""
         self.servers.report_failure(error)
 
-    async def keep(self) -> None:
+    async def save_all(self) -> None:
         """Save at every healthy server what would be lost if the proxy stopped now."""
         indices = [at for at in range(len(self.servers)) if self.servers.pool.is_healthy(at)]
-        await asyncio.gather(*[self.servers[at].keep() for at in indices])
+        await asyncio.gather(*[self.servers[at].save_all() for at in indices])
 
     def adjust(self, config: Config) -> None:
         """Continue with another configuration, of the keys that can be changed."""

@@ -100,7 +100,7 @@ class ProxyGateway(Gateway, Protocol):
         """Count a failure of the llama-server that `error` names."""
         ...
 
-    async def keep(self) -> None:
+    async def save_all(self) -> None:
         """Save what would be lost if the proxy stopped now."""
         ...
 

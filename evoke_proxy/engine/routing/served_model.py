@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.embedding.service import EmbeddingService
-from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.server.conversations import Conversations
-from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.server import Server
-from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 
@@ -40,23 +36,3 @@ class ServedModel:
     def client(self) -> LlamaClient:
         """Makes the calls; for a model behind a router, it is bound to that model."""
         return self.server.client
-
-    @property
-    def monitor(self) -> ServerMonitor:
-        """Monitors the server."""
-        return self.server.monitor
-
-    @property
-    def slots(self) -> SlotQueue:
-        """Leases its slots."""
-        return self.server.slots
-
-    @property
-    def conversations(self) -> Conversations:
-        """The conversations at the server."""
-        return self.server.conversations
-
-    @property
-    def feed(self) -> EventFeed:
-        """Publishes events to operators."""
-        return self.server.resources.feed

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.policy.attention import Capture
@@ -26,7 +26,6 @@ from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
-from evoke_proxy.engine.server.slot_queue import finished
 
 # Records of turns that a conversation keeps.
 _MAX_RECORDS = 256
@@ -34,7 +33,6 @@ _MAX_RECORDS = 256
 _MAX_UNWRITTEN = 1024
 # Ids of forgotten conversations that are remembered: more than slots and tenants can still name.
 _MAX_FORGOTTEN = 4096
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,16 +505,6 @@ class Conversation:
         config = self.session.config
         budget = config.budget if self.own_budget else policy.budget
         self.session.config = replace(policy, budget=budget)
-
-    async def computed(self, work: Callable[[], T], long: bool) -> T:
-        """Run `work`, which uses the session, and return its result; in a thread if `long`.
-
-        The work has ended when this returns or raises, even when the caller is cancelled.
-        """
-        async with self.worker_lock:
-            if not long:
-                return work()
-            return await finished(asyncio.get_running_loop().run_in_executor(None, work))
 
     @property
     def body_bytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import finished
 
 T = TypeVar("T")
 
@@ -31,11 +32,16 @@ class SessionWorker:
         self._slots = asyncio.Semaphore(_MAX_RUNNING)
 
     async def run(self, conversation: Conversation, long: bool, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which may change only the session of `conversation`."""
+        """Return the result of `work`, which may change only the session of `conversation`.
+
+        A `long` one runs in a thread. The work has ended when this returns or raises, even when the
+        caller is cancelled.
+        """
         if not long:
-            return await conversation.computed(work, long)
-        async with self._slots:
-            return await conversation.computed(work, long)
+            async with conversation.worker_lock:
+                return work()
+        async with self._slots, conversation.worker_lock:
+            return await finished(asyncio.get_running_loop().run_in_executor(None, work))
 
 
 def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:

@@ -20,6 +20,7 @@ from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.session_worker import SessionWorker
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 
@@ -38,6 +39,8 @@ class ServerResources:
     conversations: Conversations
     # Runs background tasks.
     background: BackgroundTasks
+    # Runs computations on sessions.
+    worker: SessionWorker
     metrics: Metrics
     # Publishes events to operators.
     feed: EventFeed

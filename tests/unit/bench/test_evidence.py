@@ -21,7 +21,7 @@ from bench.evidence.conversations import (
     split_of,
 )
 from bench.fills import Rankings, bm25, fill, fused, passages, random_blocks
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.core.retrieval import ranking
 
 TEXTS = ("the red fox", "the geranium hides the key", "the red fox", "a dog")
@@ -102,7 +102,7 @@ def test_bm25_ranks_rare_words_first_and_the_newest_of_equals() -> None:
 
 
 def test_each_ranking_has_every_message_once() -> None:
-    embedder = WordVectorEmbedder()
+    embedder = WordVectorEncoder()
     orders = Rankings(TEXTS, embedder, embedder).orders("Where did the red vixen hide?")
     assert set(orders) == set(fills.FILLS) - {"random", "oracle"}
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders.values())
@@ -123,7 +123,7 @@ def test_grep_counts_words_and_neighbours_lend_theirs() -> None:
 
 def test_vectors_find_other_words() -> None:
     texts = ("The landlord forbids pets.", "The train leaves at noon.", "Snow fell on Monday.")
-    orders = Rankings(texts, WordVectorEmbedder()).orders("Could I adopt a kitten?")
+    orders = Rankings(texts, WordVectorEncoder()).orders("Could I adopt a kitten?")
     assert orders["vectors"][0] == 0
 
 

@@ -12,6 +12,7 @@ import yaml
 from evoke_proxy.adapters.secret_files import read_secret
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.config.example import example
+from evoke_proxy.config.loader import risks_of
 from evoke_proxy.config.policy_names import BUILT_IN
 from evoke_proxy.config.schema import REMOVED, all_fields, settings
 from evoke_proxy.errors import ConfigError
@@ -337,3 +338,17 @@ def test_a_deeply_nested_or_recursive_file_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError):
         load(_file(tmp_path, bomb + "listen: [*k]\n"))
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:1", "[::1]:1", "localhost:1"])
+def test_an_address_of_this_machine_is_no_risk(listen: str) -> None:
+    assert risks_of(load(None, {}, {"listen": [listen]})) == ()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", ":1", "proxy.example:1"])
+def test_an_open_address_without_keys_is_a_risk(listen: str) -> None:
+    safe = {"security.admin_token_file": "/token"}
+    (risk,) = risks_of(load(None, {}, {"listen": ["127.0.0.1:2", listen], **safe}))
+    assert listen in risk and "127.0.0.1:2" not in risk
+    assert "security.keys_file" in risk
+    assert risks_of(load(None, {}, {"listen": [listen], "security.keys_file": "/k"})) == ()

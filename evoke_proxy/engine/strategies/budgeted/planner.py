@@ -26,7 +26,7 @@ from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.session_worker import SessionWorker, is_long
+from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
@@ -48,7 +48,7 @@ class Planner:
         self._server = server
         self._vectors = vectors
         self._records = records
-        self._worker = SessionWorker()
+        self._worker = server.worker
         self._attention = AttentionReader(server.monitor)
         self._prober = Prober(server, self._attention)
 

@@ -91,7 +91,7 @@ class Prober:
         answer = await turn.calls.blocks.slot(started.slot.id, "", LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)
         later = session.begin(started.rendered, view, started.request, turn.question_vectors)
-        relevance = await self._sought(turn, later)
+        relevance = await self._relevance(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=relevance))
         seconds = loop.time() - started_at
         record.result = ProbeResult(first, decoded, seconds)
@@ -136,7 +136,7 @@ class Prober:
             turn.conversation.session.add_copies(labelled)
         return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
-    async def _sought(self, turn: RenderedTurn, later: Turn) -> FloatArray | None:
+    async def _relevance(self, turn: RenderedTurn, later: Turn) -> FloatArray | None:
         """What the queries of the probe say of all blocks that have rows anywhere."""
         view, at = later.view, blocks_with_rows(later.view)
         tenant = turn.conversation.tenant

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from evoke_proxy.adapters.embedders.choice import load_encoder
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
 
 
 @pytest.mark.parametrize("config", [EmbedderConfig(), EmbedderConfig(model="built-in")])
 def test_the_word_vectors_are_the_default(config: EmbedderConfig) -> None:
-    assert isinstance(load_encoder(config), WordVectorEmbedder)
+    assert isinstance(load_encoder(config), WordVectorEncoder)
 
 
 def test_none_is_words_alone() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEmbedder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.models import word_vectors_file
 
@@ -23,21 +23,21 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def table() -> WordVectorEmbedder:
-    return WordVectorEmbedder()
+def table() -> WordVectorEncoder:
+    return WordVectorEncoder()
 
 
-def test_vectors_have_unit_length_and_256_dimensions(table: WordVectorEmbedder) -> None:
+def test_vectors_have_unit_length_and_256_dimensions(table: WordVectorEncoder) -> None:
     found = table.documents(["a red car", "9f1c2e34", "\u6771\u4eac"])
     assert found.shape == (3, table.dimensions) == (3, 256) and found.dtype == np.float32
     assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def test_questions_and_documents_are_embedded_alike(table: WordVectorEmbedder) -> None:
+def test_questions_and_documents_are_embedded_alike(table: WordVectorEncoder) -> None:
     assert (table.queries(["why?"]) == table.documents(["why?"])).all()
 
 
-def test_other_words_for_the_same_are_nearest(table: WordVectorEmbedder) -> None:
+def test_other_words_for_the_same_are_nearest(table: WordVectorEncoder) -> None:
     asked = ("Which car do I drive?", "When does my plane leave?", "Who is her physician?")
     told = (
         "He bought an automobile.",
@@ -52,7 +52,7 @@ def test_the_table_takes_at_most_8_mib() -> None:
     assert word_vectors_file().stat().st_size <= 8 * MIB
 
 
-def test_64_tokens_take_microseconds(table: WordVectorEmbedder) -> None:
+def test_64_tokens_take_microseconds(table: WordVectorEncoder) -> None:
     """200 on a quiet machine, by bench.embedding; the limit here leaves room for a busy one."""
     assert len(table._table._pieces.ids(TEXT)) == 64
     took = []
@@ -63,12 +63,12 @@ def test_64_tokens_take_microseconds(table: WordVectorEmbedder) -> None:
     assert sorted(took)[len(took) // 2] < 1e-3
 
 
-def test_the_fingerprint_changes_with_the_table(table: WordVectorEmbedder, tmp_path: Path) -> None:
-    assert WordVectorEmbedder().fingerprint == table.fingerprint and len(table.fingerprint) == 32
+def test_the_fingerprint_changes_with_the_table(table: WordVectorEncoder, tmp_path: Path) -> None:
+    assert WordVectorEncoder().fingerprint == table.fingerprint and len(table.fingerprint) == 32
     other = tmp_path / "other.npz"
     rows = np.ones((1, 256), np.int8)
     np.savez(other, pieces=np.frombuffer(b"a", np.uint8), rows=rows, scales=np.ones(1, np.float32))
-    assert WordVectorEmbedder(other).fingerprint != table.fingerprint
+    assert WordVectorEncoder(other).fingerprint != table.fingerprint
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no archive", b"PK\x03\x04 cut"])
@@ -77,4 +77,4 @@ def test_a_damaged_table_is_a_configuration_error(content: bytes | None, tmp_pat
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="install evoke-proxy again"):
-        WordVectorEmbedder(path)
+        WordVectorEncoder(path)

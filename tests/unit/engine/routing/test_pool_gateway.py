@@ -138,7 +138,7 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
     async def moved() -> None:
         gateway = _gateway()
         source, target = gateway.servers[0], gateway.servers[1]
-        monkeypatch.setattr(source, "keep", keep)
+        monkeypatch.setattr(source, "save_all", keep)
         monkeypatch.setattr(BlockApi, "run", run)
         source.monitor.server = ServerInfo("", "", can_adopt=True)
         source.conversations.recall(seated())
@@ -191,7 +191,7 @@ def test_a_draining_server_saves_its_slots_after_its_last_answer(
     async def drained(again: bool) -> list[int]:
         gateway = _gateway()
         saved.clear()
-        monkeypatch.setattr(gateway.servers[1], "keep", keep)
+        monkeypatch.setattr(gateway.servers[1], "save_all", keep)
         async with gateway.servers._tasks as tasks:
             with gateway.servers.request_at(1):
                 assert gateway.servers.drain("b", True)["draining"]
