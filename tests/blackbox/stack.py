@@ -1,7 +1,7 @@
-"""Starts llama-server and evoke-proxy as processes and talks to them over HTTP.
+"""Starts llama-server and evoke-proxy as processes, and sends requests to them.
 
-Nothing here imports evoke_proxy: tests that use this module only see what a user sees (command
-line, environment, files, HTTP), so they stay valid however the package is built inside.
+Nothing here imports evoke_proxy. Tests that use this module see only what a user sees (command
+line, environment, files, HTTP), so they do not depend on the structure of the package.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "evoke_proxy/models/tiny-recall-f16.gguf"
 START_S = 120.0
 _LISTENS = re.compile(rb"^evoke-proxy listens on http://[^\s:]+:(\d+)", re.MULTILINE)
-_OPERATED = re.compile(rb"^evoke-proxy is operated at http://[^\s:]+:(\d+)", re.MULTILINE)
+_ADMIN_LISTENS = re.compile(rb"^evoke-proxy is operated at http://[^\s:]+:(\d+)", re.MULTILINE)
 _CHAT = "/v1/chat/completions"
 
 
-def wait_until(holds: Callable[[], object], what: str, limit_s: float = START_S) -> None:
-    """Return as soon as `holds()` is true; AssertionError after `limit_s`."""
-    assert eventually(holds, limit_s), f"not within {limit_s:g} s: {what}"
+def wait_until(condition: Callable[[], object], what: str, limit_s: float = START_S) -> None:
+    """Return as soon as `condition()` is true; AssertionError after `limit_s` seconds."""
+    assert eventually(condition, limit_s), f"not within {limit_s:g} s: {what}"
 
 
-def eventually(holds: Callable[[], object], limit_s: float) -> bool:
-    """Return whether `holds()` becomes true within `limit_s`."""
+def eventually(condition: Callable[[], object], limit_s: float) -> bool:
+    """Return whether `condition()` becomes true within `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
-    while not holds():
+    while not condition():
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.02)
@@ -58,23 +58,23 @@ def free_port() -> int:
 @functools.cache
 def server_binary(patched: bool) -> Path:
     """Return the path of llama-server: from the environment, or built by the command line."""
-    if named := os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER"):
-        return Path(named)
+    if path := os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER"):
+        return Path(path)
     command = [sys.executable, "-m", "evoke_proxy", "build-server", "--print-path"]
     command += [] if patched else ["--stock"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
-    return Path(done.stdout.strip())
+    built = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    return Path(built.stdout.strip())
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return this process's environment without settings of a proxy or server, plus `more`."""
-    plain = {
+    """Return this process's environment without settings of the proxy or server, plus `more`."""
+    inherited = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("EVOKE_", "LLAMA_")) or key == "EVOKE_CACHE"
     }
-    plain["PYTHONPATH"] = os.environ.get("PYTHONPATH") or str(ROOT)
-    return plain | more
+    inherited["PYTHONPATH"] = os.environ.get("PYTHONPATH") or str(ROOT)
+    return inherited | more
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,13 @@ def request(
 ) -> Answer:
     """Send one request on its own connection and read the whole response."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    usual = {} if data is None else {"Content-Type": "application/json"}
+    defaults = {} if data is None else {"Content-Type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
-        connection.request(method, target, data, {**usual, **(headers or {})})
+        connection.request(method, target, data, {**defaults, **(headers or {})})
         response = connection.getresponse()
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, named, response.read())
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, received, response.read())
     finally:
         connection.close()
 
@@ -123,7 +123,7 @@ class Process:
 
     @property
     def output(self) -> str:
-        """All that it has written so far."""
+        """All output so far, of stdout and stderr."""
         return self.log.read_text(errors="replace")
 
     @property
@@ -203,8 +203,8 @@ def proxy(
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
     if upstream is not None:
         command += ["--upstream", f"http://127.0.0.1:{upstream}"]
-    given = {f"EVOKE_{name.replace('__', '_').upper()}": str(v) for name, v in settings.items()}
-    with listening([*command, *options], folder, environment(**given)) as started:
+    variables = {f"EVOKE_{name.replace('__', '_').upper()}": str(v) for name, v in settings.items()}
+    with listening([*command, *options], folder, environment(**variables)) as started:
         yield started
 
 
@@ -212,30 +212,30 @@ def proxy(
 def listening(
     command: Sequence[str], folder: Path | None, env: Mapping[str, str]
 ) -> Iterator[Process]:
-    """Run a command that starts a proxy; entered once it says where it listens."""
+    """Run a command that starts a proxy; the block begins once the proxy listens."""
     with _running(command, folder, env) as (popen, log):
-        found: list[bytes] = []
+        ports: list[bytes] = []
 
         def listens() -> bool:
             output = log.read_bytes()
             assert popen.poll() is None, output.decode(errors="replace")[-4000:]
-            first, second = _LISTENS.search(output), _OPERATED.search(output)
-            found[:] = [match[1] for match in (first, second) if match]
-            return len(found) == 2
+            matches = _LISTENS.search(output), _ADMIN_LISTENS.search(output)
+            ports[:] = [match[1] for match in matches if match]
+            return len(ports) == 2
 
         wait_until(listens, "evoke-proxy listens")
-        yield Process(popen, int(found[0]), log, int(found[1]))
+        yield Process(popen, int(ports[0]), log, int(ports[1]))
 
 
 def served_port(output: str) -> int:
-    """The port of the llama-server whose command line is in this output."""
-    found = re.search(r"--port[ =](\d+)", output)
-    assert found, output
-    return int(found[1])
+    """Return the port of the llama-server whose command line is in this output."""
+    match = re.search(r"--port[ =](\d+)", output)
+    assert match, output
+    return int(match[1])
 
 
 def processes_with(words: str) -> list[int]:
-    """Processes whose command line contains these words, which a zero byte separates."""
+    """Return the processes whose command line contains these zero-separated words."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -247,7 +247,7 @@ def processes_with(words: str) -> list[int]:
 def command_line(
     *arguments: str, folder: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `evoke-proxy ARGUMENTS` to its end."""
+    """Run `evoke-proxy ARGUMENTS`, and wait for its end."""
     return subprocess.run(
         [sys.executable, "-m", "evoke_proxy", *arguments],
         capture_output=True,
@@ -259,13 +259,13 @@ def command_line(
 
 
 def sample(exposition: str, name: str, **labels: str) -> float:
-    """Return one sample of a Prometheus exposition; 0 when it is missing."""
+    """Return a sample of a Prometheus exposition, summed over other labels; 0 if it is missing."""
     total = 0.0
     for line in exposition.splitlines():
         head, _, value = line.rpartition(" ")
         if head.partition("{")[0] != name:
             continue
-        if all(f'{key}="{wanted}"' in head for key, wanted in labels.items()):
+        if all(f'{key}="{label}"' in head for key, label in labels.items()):
             total += float(value)
     return total
 
@@ -289,18 +289,18 @@ class Chat:
         return reply
 
     def post(self, port: int, **fields: Any) -> Answer:
-        """Send the history as it is."""
+        """Send the history without a new message."""
         body = {"messages": self.messages, "max_tokens": 12, "temperature": 0}
         headers = {"X-Evoke-Session": self.session} if self.session else {}
         return request(port, "POST", _CHAT, {**body, **self.fields, **fields}, headers)
 
 
 def text_of(reply: Json) -> str:
-    """The answer's text."""
+    """Return the text of an answer."""
     return str(reply["choices"][0]["message"]["content"])
 
 
 def accounting(reply: Json) -> Json:
-    """How the prompt's tokens were provided: decoded, recovered, resident_before, omitted."""
-    found: Json = reply["timings"]["evoke"]
-    return found
+    """Return the token accounting of an answer: decoded, recovered, resident_before, omitted."""
+    counts: Json = reply["timings"]["evoke"]
+    return counts

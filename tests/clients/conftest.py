@@ -1,4 +1,4 @@
-"""Fixtures of the client tests: a server for direct requests, and a proxy in front of it."""
+"""Fixtures of the client library tests: a llama-server, and a proxy in front of it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from harness import RunningProxy, proxy
 
 @pytest.fixture(scope="session")
 def direct_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A patched llama-server with one slot, asked without the proxy."""
+    """The port of a patched llama-server with one slot."""
     with erasable_server(tmp_path_factory.mktemp("slots")) as port:
         yield port
 
 
 @pytest.fixture
-def between(direct_port: int) -> Iterator[RunningProxy]:
-    """A proxy of its own in front of it."""
+def running(direct_port: int) -> Iterator[RunningProxy]:
+    """A new proxy in front of the server."""
     with proxy(direct_port) as running:
         yield running
 
 
 @pytest.fixture
-def both_sides(direct_port: int, between: RunningProxy) -> AskBoth:
-    """Asks directly and through the proxy, from an empty slot each time.
+def ask_both(direct_port: int, running: RunningProxy) -> AskBoth:
+    """Send a request directly and through the proxy, each time from an empty slot.
 
-    Gives the two answers without ids, clocks and timings. Whatever is asked through the proxy must
-    have been managed by it.
+    Returns both answers without ids, timestamps and timings. The proxied request must have had a
+    plan.
     """
 
-    def run(ask: Ask) -> tuple[Any, Any]:
+    def send_to_both(ask: Ask) -> tuple[Any, Any]:
         empty_slots(direct_port, 0)
         direct = without_volatile(ask(direct_port))
         empty_slots(direct_port, 0)
-        proxied = without_volatile(ask(between.port))
-        assert between.metric("evoke_tokens_total", kind="decoded") > 0
-        assert between.metric("evoke_degraded_total") == 0
+        proxied = without_volatile(ask(running.port))
+        assert running.metric("evoke_tokens_total", kind="decoded") > 0
+        assert running.metric("evoke_degraded_total") == 0
         return direct, proxied
 
-    return run
+    return send_to_both

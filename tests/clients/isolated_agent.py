@@ -1,7 +1,7 @@
 """Runs two turns of a coding agent through a proxy, in a network with only the loopback.
 
-Run in a network namespace of its own: what the agent asks of anybody else goes nowhere. Prints a
-JSON object: what it said, the books, statuses and sessions the proxy has of it, what it has sent.
+Run it in its own network namespace, so that the agent reaches no other host. Prints a JSON object:
+the agent's output, the proxy's token accounting, statuses and sessions of it, and its requests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from evoke_proxy.server_build import ensure_server
 BUDGET, TURN_S = 6000, 150
 ADMIN = "127.0.0.1:18090"
 FIRST, SECOND = "When does the boat of notes.txt leave?", "And when does it come back?"
-# How likely noise ends: after a few dozens of tokens.
+# The logit bias of the end token: answers of the random model then have a few dozen tokens.
 _END_BIAS = 6
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 0x8913, 0x8914, 1
-# What is asked of anybody else is refused at once; it would wait for names to be found otherwise.
-_NOWHERE = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+# Requests to other hosts are refused at once, without waiting for name resolution.
+_NO_NETWORK = {"HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
 _CODEX = """
 model = "random"
 model_provider = "evoke"
@@ -49,8 +49,8 @@ wire_api = "responses"
 
 
 def claude(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[str, str]]:
-    """Claude Code's two turns, and its environment."""
-    ask = [program, "--model", "random", "-p"]
+    """Return the commands of Claude Code's two turns, and its environment."""
+    command = [program, "--model", "random", "-p"]
     settings = {
         "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{port}",
         "ANTHROPIC_AUTH_TOKEN": "any",
@@ -58,15 +58,16 @@ def claude(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[s
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
     }
-    return [[*ask, FIRST], [*ask, SECOND, "--continue"]], settings
+    return [[*command, FIRST], [*command, SECOND, "--continue"]], settings
 
 
 def codex(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[str, str]]:
-    """The same of Codex."""
+    """Return the commands of Codex's two turns, and its environment."""
     (home / ".codex").mkdir()
     (home / ".codex/config.toml").write_text(_CODEX % port)
-    ask = [program, "exec", "--skip-git-repo-check"]
-    return [[*ask, FIRST], [*ask, "resume", "--last", SECOND]], {"EVOKE_KEY": "any"}
+    command = [program, "exec", "--skip-git-repo-check"]
+    turns = [[*command, FIRST], [*command, "resume", "--last", SECOND]]
+    return turns, {"EVOKE_KEY": "any"}
 
 
 AGENTS = {"claude": (claude, "/v1/messages"), "codex": (codex, "/v1/responses")}
@@ -85,8 +86,8 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
     home, work, server = folder / "home", folder / "work", free_port()
     home.mkdir()
     work.mkdir()
-    settings_of_proxy = {"policy": {"budget": BUDGET}, "page": {"names": True}}
-    (folder / "evoke.yaml").write_text(json.dumps(settings_of_proxy))
+    proxy_settings = {"policy": {"budget": BUDGET}, "page": {"names": True}}
+    (folder / "evoke.yaml").write_text(json.dumps(proxy_settings))
     sent: list[Any] = []
     (work / "notes.txt").write_text("The boat leaves at nine.\n")
     with (
@@ -106,20 +107,22 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
             "PATH": os.environ["PATH"],
             "HOME": str(home),
             "TERM": "dumb",
-            **_NOWHERE,
+            **_NO_NETWORK,
             **settings,
         }
-        said = [_turn(turn, work, env) for turn in turns]
+        outputs = [_turn(turn, work, env) for turn in turns]
         sessions = _admin_get("sessions")["sessions"]
         blocks = _admin_get(f"sessions/{sessions[0]['id']}")["blocks"]
         log = proxy.log.read_text(encoding="utf-8", errors="replace")
     statuses = sorted(set(re.findall(r" (?:GET|POST|HEAD) \S+ (\d{3}) ", log)))
-    seen = {"blocks": [block.get("name") for block in blocks], "sent": sent, "faults": relay.faults}
-    return seen | {
-        "said": said,
-        "books": _accounted(log, path),
+    return {
+        "outputs": outputs,
+        "accounting": _accounting(log, path),
         "statuses": statuses,
         "sessions": sessions,
+        "blocks": [block.get("name") for block in blocks],
+        "sent": sent,
+        "faults": relay.faults,
     }
 
 
@@ -128,27 +131,28 @@ def _admin_get(path: str) -> Any:
         return json.load(answer)
 
 
-def _accounted(log: str, path: str) -> list[dict[str, int]]:
-    """The books of every request to this path."""
+def _accounting(log: str, path: str) -> list[dict[str, int]]:
+    """Return the token accounting of every request to a path, from the proxy's log."""
     lines = [line for line in log.splitlines() if f"POST {path} " in line]
     return [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
 
 
 def _turn(command: list[str], work: Path, env: dict[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = {"cwd": work, "env": env, "capture_output": True, "text": True}
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=TURN_S, **options)
-    return {"code": done.returncode, "out": done.stdout[-2000:], "err": done.stderr[-2000:]}
+    completed = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=TURN_S, **options)
+    out, err = completed.stdout[-2000:], completed.stderr[-2000:]
+    return {"code": completed.returncode, "out": out, "err": err}
 
 
-def _loopback() -> None:
-    """Bring the only interface up."""
+def _enable_loopback() -> None:
+    """Bring up the loopback interface."""
     with socket.socket() as any_socket:
-        asked = struct.pack("16sh14x", b"lo", 0)
-        flags = struct.unpack("16sh14x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, asked))[1]
+        request = struct.pack("16sh14x", b"lo", 0)
+        flags = struct.unpack("16sh14x", fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))[1]
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", flags | _UP))
 
 
 if __name__ == "__main__":
-    _loopback()
+    _enable_loopback()
     with tempfile.TemporaryDirectory() as scratch:
         print(json.dumps(_run(sys.argv[1], sys.argv[2], Path(scratch))))

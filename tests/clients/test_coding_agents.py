@@ -1,4 +1,4 @@
-"""Two turns of unmodified coding agents on a budget, in a network without other hosts."""
+"""Unmodified Claude Code and Codex run two turns on a budget, in a network without other hosts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PACKAGES = {
     "claude": ("@anthropic-ai/claude-code", "2.1.330"),
     "codex": ("@openai/codex", "0.169.0"),
 }
-# A network namespace: root's own, or one of whoever may make a user namespace.
-ALONE = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
+# Runs a command in a new network namespace; without root this needs a user namespace.
+UNSHARE = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
 
 
 @pytest.fixture(params=PACKAGES)
 def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
-    """Its name and its program; skips when it cannot be installed, or not be kept to itself."""
-    if subprocess.run([*ALONE, "true"], capture_output=True).returncode:
-        pytest.skip("nobody here may have a network of their own")
+    """The name and the program of an agent; skips if it cannot be installed or isolated."""
+    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("network namespaces are not permitted")
     name: str = request.param
     try:
         return name, installed(*PACKAGES[name], name)
@@ -36,28 +36,34 @@ def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
 
 
 @pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
-def test_two_turns_of_an_agent_without_other_network(agent: tuple[str, Path]) -> None:
+def test_an_isolated_agent_runs_two_turns_without_decoding_its_history_again(
+    agent: tuple[str, Path],
+) -> None:
     name, program = agent
     script = [sys.executable, str(ROOT / "tests/clients/isolated_agent.py"), name, str(program)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*ALONE, *script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    seen = json.loads(done.stdout)
-    assert [turn["code"] for turn in seen["said"]] == [0, 0], seen["said"]
-    # Codex may hang up at the event that says the answer is complete, before the end of the stream.
-    assert set(seen["statuses"]) <= {"200", "499" if name == "codex" else "200"}, seen["statuses"]
-    for accounting in seen["books"]:
+    completed = subprocess.run([*UNSHARE, *script], env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    result = json.loads(completed.stdout)
+    assert [turn["code"] for turn in result["outputs"]] == [0, 0], result["outputs"]
+    # Codex may disconnect at the event of a complete answer, before the end of the stream.
+    assert set(result["statuses"]) <= {"200", "499" if name == "codex" else "200"}, result[
+        "statuses"
+    ]
+    for accounting in result["accounting"]:
         assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"] > BUDGET
         assert accounting["peak"] <= BUDGET
-    first, *_, last = seen["books"]
+    first, *_, last = result["accounting"]
     assert first["decoded"] == first["prompt"]
-    # The second turn did not decode its history again, and some of that is not in the cache.
+    # The second turn did not decode its history again, and some of the history is not resident.
     assert last["decoded"] < last["prompt"] / 10 and last["omitted"] > 500
     if name == "claude":
-        assert seen["faults"] == [] and "The boat leaves at nine." in json.dumps(seen["sent"][-1])
-        assert "file:notes.txt#0" in seen["blocks"], "what its tool has read is a block of a file"
-    # Who is answered nothing asks anew, and otherwise.
-    latest, *_ = seen["sessions"]
+        assert result["faults"] == [] and "The boat leaves at nine." in json.dumps(
+            result["sent"][-1]
+        )
+        assert "file:notes.txt#0" in result["blocks"], "the tool result is not a block of its file"
+    # The agent did not repeat its request with a changed prompt.
+    latest, *_ = result["sessions"]
     assert latest["turns"] >= 2 and latest["drift"] is None
-    (name,) = {session["name"] for session in seen["sessions"]}
-    assert len(name) == 36, "it says which of its conversations this is"
+    (session_name,) = {session["name"] for session in result["sessions"]}
+    assert len(session_name) == 36, "the session has not the id that the agent sent"

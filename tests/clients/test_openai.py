@@ -1,4 +1,4 @@
-"""The `openai` package gets the same answers through the proxy as directly."""
+"""The `openai` library gets the same answers through the proxy as directly."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def client(port: int) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
 
 
-def chat(port: int, **asked: Any) -> Any:
-    """A completion, or the list of its chunks."""
-    given = {"model": "tiny", "temperature": 0, "max_tokens": 24} | asked
-    with client(port) as asking:
-        answer = asking.chat.completions.create(**given)
-        return list(answer) if asked.get("stream") else answer
+def chat(port: int, **fields: Any) -> Any:
+    """Request a completion; returns it, or the list of its chunks."""
+    defaults = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+    with client(port) as library:
+        answer = library.chat.completions.create(**defaults | fields)
+        return list(answer) if fields.get("stream") else answer
 
 
-def respond(port: int, **asked: Any) -> Any:
-    """A response, or the list of its events."""
-    given = {"model": "tiny", "temperature": 0, "max_output_tokens": 24} | asked
-    with client(port) as asking:
-        answer = asking.responses.create(**given)
-        return list(answer) if asked.get("stream") else answer
+def respond(port: int, **fields: Any) -> Any:
+    """Request a response; returns it, or the list of its events."""
+    defaults = {"model": "tiny", "temperature": 0, "max_output_tokens": 24}
+    with client(port) as library:
+        answer = library.responses.create(**defaults | fields)
+        return list(answer) if fields.get("stream") else answer
 
 
 def dumped(items: list[Any]) -> list[dict[str, Any]]:
@@ -89,57 +89,57 @@ def dumped(items: list[Any]) -> list[dict[str, Any]]:
 
 
 @KINDS
-def test_chat_completions(both_sides: AskBoth, kind: str) -> None:
-    direct, proxied = both_sides(lambda port: chat(port, **CHATS[kind]).model_dump())
+def test_chat_completions_equal_direct_ones(ask_both: AskBoth, kind: str) -> None:
+    direct, proxied = ask_both(lambda port: chat(port, **CHATS[kind]).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
 
 
 @KINDS
-def test_streamed_chat_completions(both_sides: AskBoth, kind: str) -> None:
-    def ask(port: int) -> list[dict[str, Any]]:
+def test_streamed_chat_completions_equal_direct_ones(ask_both: AskBoth, kind: str) -> None:
+    def request(port: int) -> list[dict[str, Any]]:
         return dumped(chat(port, stream=True, stream_options=USAGE, **CHATS[kind]))
 
-    direct, proxied = both_sides(ask)
+    direct, proxied = ask_both(request)
     assert proxied == direct
     assert len(proxied) > 3
 
 
 @KINDS
-def test_responses(both_sides: AskBoth, kind: str) -> None:
-    direct, proxied = both_sides(lambda port: respond(port, **RESPONSES[kind]).model_dump())
+def test_responses_equal_direct_ones(ask_both: AskBoth, kind: str) -> None:
+    direct, proxied = ask_both(lambda port: respond(port, **RESPONSES[kind]).model_dump())
     assert proxied == direct
     assert "get_weather" in repr(proxied) or kind != "tool call"
 
 
 @KINDS
-def test_streamed_responses(both_sides: AskBoth, kind: str) -> None:
-    direct, proxied = both_sides(lambda port: dumped(respond(port, stream=True, **RESPONSES[kind])))
+def test_streamed_responses_equal_direct_ones(ask_both: AskBoth, kind: str) -> None:
+    direct, proxied = ask_both(lambda port: dumped(respond(port, stream=True, **RESPONSES[kind])))
     assert proxied == direct
     assert dict(proxied[-1])["type"] == "response.completed"
 
 
-def test_a_tool_is_called_and_its_result_answered(both_sides: AskBoth) -> None:
-    def ask(port: int) -> list[Any]:
-        begun = chat(port, parallel_tool_calls=False, **CHATS["tool call"])
-        message = begun.choices[0].message
+def test_a_tool_call_and_the_answer_to_its_result_equal_direct_ones(ask_both: AskBoth) -> None:
+    def request(port: int) -> list[Any]:
+        call = chat(port, parallel_tool_calls=False, **CHATS["tool call"])
+        message = call.choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
-        said = [{"role": "user", "content": QUESTION}, message.model_dump(), result]
+        messages = [{"role": "user", "content": QUESTION}, message.model_dump(), result]
         tools = TOOLS["/v1/chat/completions"]["tools"]
-        return [begun.model_dump(), chat(port, messages=said, tools=tools).model_dump()]
+        return [call.model_dump(), chat(port, messages=messages, tools=tools).model_dump()]
 
-    direct, proxied = both_sides(ask)
+    direct, proxied = ask_both(request)
     assert proxied == direct
 
 
-def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: RunningProxy) -> None:
-    asked = {"extra_body": {"evoke_budget": 400}, "extra_headers": {"X-Evoke-Session": "mine"}}
-    chunks = chat(between.port, messages=PLAIN, stream=True, stream_options=USAGE, **asked)
-    events = respond(between.port, stream=True, **RESPONSES["plain"], **asked)
+def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(running: RunningProxy) -> None:
+    fields = {"extra_body": {"evoke_budget": 400}, "extra_headers": {"X-Evoke-Session": "mine"}}
+    chunks = chat(running.port, messages=PLAIN, stream=True, stream_options=USAGE, **fields)
+    events = respond(running.port, stream=True, **RESPONSES["plain"], **fields)
     for usage in (
-        chat(between.port, messages=PLAIN, **asked).usage,
+        chat(running.port, messages=PLAIN, **fields).usage,
         chunks[-1].usage,
-        respond(between.port, **RESPONSES["plain"], **asked).usage,
+        respond(running.port, **RESPONSES["plain"], **fields).usage,
         events[-1].response.usage,
     ):
         accounting = usage.model_extra["evoke"]
@@ -152,15 +152,15 @@ def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(between: Ru
 
 
 def test_errors_raise_the_exceptions_of_the_library(
-    direct_port: int, between: RunningProxy
+    direct_port: int, running: RunningProxy
 ) -> None:
-    for ask in (lambda port: chat(port, messages=3), lambda port: respond(port, input=[1])):
-        told = []
-        for port in (direct_port, between.port):
+    for request in (lambda port: chat(port, messages=3), lambda port: respond(port, input=[1])):
+        errors = []
+        for port in (direct_port, running.port):
             with pytest.raises(openai.APIStatusError) as refused:
-                ask(port)
-            told.append((refused.value.status_code, refused.value.body))
-        assert told[0] == told[1]
-    with pytest.raises(openai.BadRequestError) as wrong:
-        chat(between.port, messages=PLAIN, extra_body={"evoke_budget": "much"})
-    assert wrong.value.code == "evoke_budget_invalid"
+                request(port)
+            errors.append((refused.value.status_code, refused.value.body))
+        assert errors[0] == errors[1]
+    with pytest.raises(openai.BadRequestError) as refused_by_proxy:
+        chat(running.port, messages=PLAIN, extra_body={"evoke_budget": "much"})
+    assert refused_by_proxy.value.code == "evoke_budget_invalid"

@@ -1,4 +1,4 @@
-"""Two turns of opencode, with its long system prompt and all its tools, on a budget."""
+"""Unmodified opencode runs two turns on a budget, with its long system prompt and all its tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    """opencode itself; skips when it cannot be installed."""
+    """The opencode program; skips if it cannot be installed."""
     try:
         return opencode.program()
     except NotInstalled as error:
@@ -31,7 +31,7 @@ def program() -> Path:
 
 @pytest.fixture(scope="module")
 def long_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A patched llama-server with a context an agent fits into."""
+    """The port of a patched llama-server with a context large enough for an agent."""
     model = str(ensure(SHAPES["long-2"]))
     options = ("-m", model, "-c", "65536", "-np", "2", "--evoke-ram", "256")
     with erasable_server(tmp_path_factory.mktemp("slots"), *options) as port:
@@ -40,7 +40,7 @@ def long_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
 
 @pytest.fixture
 def bodies() -> list[Mapping[str, Any]]:
-    """What the engine is asked to render, one body after the other."""
+    """The bodies that the proxy has rendered, in order."""
     return []
 
 
@@ -48,26 +48,27 @@ def bodies() -> list[Mapping[str, Any]]:
 def recording(
     long_port: int, bodies: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningProxy]:
-    """A proxy with a budget that notes what its engine renders."""
+    """A proxy with a budget that records the bodies that it renders."""
     with proxy(long_port, policy__budget=BUDGET) as running:
         render = BlockApi.render
 
-        async def recording_proxy(api: BlockApi, call: RenderCall, *more: Any) -> Any:
+        async def recording_render(api: BlockApi, call: RenderCall, *more: Any) -> Any:
             bodies.append(json.loads(call.body) | {"dialect": call.dialect})
             return await render(api, call, *more)
 
-        monkeypatch.setattr(BlockApi, "render", recording_proxy)
+        monkeypatch.setattr(BlockApi, "render", recording_render)
         yield running
 
 
-def _booked(log: str) -> list[dict[str, int]]:
-    """The books of every chat request, as the proxy's log has them."""
+def _accounting(log: str) -> list[dict[str, int]]:
+    """Return the token accounting of every chat request, from the proxy's log."""
     lines = [line for line in log.splitlines() if "/v1/chat/completions" in line]
-    found = [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
-    return [accounting for accounting in found if "prompt" in accounting]
+    values = [{key: int(n) for key, n in re.findall(r"(\w+)=(\d+)\b", line)} for line in lines]
+    return [accounting for accounting in values if "prompt" in accounting]
 
 
-def _codes(running: RunningProxy) -> set[str]:
+def _status_codes(running: RunningProxy) -> set[str]:
+    """Return the status codes of all requests so far."""
     return {
         sample.labels["code"]
         for metric in running.gateway.metrics.registry.collect()
@@ -77,7 +78,7 @@ def _codes(running: RunningProxy) -> set[str]:
 
 
 @pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
-def test_two_turns_of_an_agent(
+def test_opencode_runs_two_turns_without_decoding_its_history_again(
     program: Path,
     recording: RunningProxy,
     bodies: list[Mapping[str, Any]],
@@ -101,16 +102,16 @@ def test_two_turns_of_an_agent(
     assert "come back" in json.dumps(turns[-1]["messages"][-1])
 
     recording.wait_until_idle()
-    found = _booked(caplog.text)
-    assert len(found) >= len(turns)
-    for accounting in found:
+    all_accounting = _accounting(caplog.text)
+    assert len(all_accounting) >= len(turns)
+    for accounting in all_accounting:
         assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"]
         assert accounting["peak"] <= BUDGET
-    long = [accounting for accounting in found if accounting["prompt"] > 2 * BUDGET]
+    long = [accounting for accounting in all_accounting if accounting["prompt"] > 2 * BUDGET]
     assert len(long) >= 2
-    # The second turn did not decode its history again, and most of that is not in the cache.
+    # The second turn did not decode its history again, and most of the history is not resident.
     assert long[-1]["decoded"] < long[-1]["prompt"] / 10
     assert long[-1]["omitted"] > BUDGET
-    assert _codes(recording) == {"200"}
+    assert _status_codes(recording) == {"200"}
     assert recording.metric("evoke_degraded_total") == 0
     assert recording.metric("evoke_budget_breach_total") == 0

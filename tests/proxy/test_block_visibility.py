@@ -10,7 +10,7 @@ from typing import Any
 from conversation import FILLER, ChatClient
 from harness import ask, llama_server, server_binary
 from test_recovery import BUDGET, FACT, QUESTION
-from test_tenants import KEYS, keyed
+from test_tenants import KEYS, proxy_with_keys
 
 NO_BUDGET = 8192
 # Rows of another batch size differ by rounding. Rows decoded behind a hole differ much more.
@@ -56,7 +56,7 @@ def test_a_conversation_recovers_its_own_copies_and_another_decodes_them(
     binary = server_binary(patched=True)
     with (
         llama_server(binary, "-np", "1", "--evoke-ram", "64") as port,
-        keyed(port, tmp_path) as running,
+        proxy_with_keys(port, tmp_path) as running,
     ):
         first = TenantClient(running.port, "same", {"evoke_budget": BUDGET})
         first.say(FACT)

@@ -1,4 +1,4 @@
-"""Slots of real servers: always released, shared between tenants, one writer each."""
+"""Slot leases at real servers: always released, shared fairly, and exclusive."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 
 JSON = {"Content-Type": "application/json"}
-NAMES = ("loud", "quiet")
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in NAMES}
-ODD: list[Any] = [
+TENANTS = ("loud", "quiet")
+KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in TENANTS}
+# Invalid values of `usage.input_tokens_details`.
+INVALID_DETAILS: list[Any] = [
     [1],
     "many",
     -3,
@@ -60,11 +61,11 @@ def _chat(port: int, name: str, text: str, path: str = "/v1/chat/completions") -
 
 
 def _with_usage(running: RunningProxy, usage: dict[str, Any]) -> None:
-    """From now on llama-server answers with this usage, and without its timings."""
+    """Replace the usage of all further chat answers, and remove their timings."""
     upstream = running.gateway.upstream
-    opened = upstream.open
+    original = upstream.open
 
-    class Odd:
+    class ReplyWithUsage:
         def __init__(self, reply: Reply, body: bytes) -> None:
             self._reply, self._body = reply, body
 
@@ -75,22 +76,24 @@ def _with_usage(running: RunningProxy, usage: dict[str, Any]) -> None:
             yield self._body
 
     @asynccontextmanager
-    async def odd(method: str, target: str, *given: Any, **named: Any) -> AsyncIterator[Any]:
-        async with opened(method, target, *given, **named) as reply:
+    async def replacing_open(
+        method: str, target: str, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        async with original(method, target, *args, **kwargs) as reply:
             if target != "/v1/chat/completions":
                 yield reply
                 return
-            whole = json.loads(await reply.read())
-            whole.pop("timings", None)
-            body = json.dumps(whole | {"usage": usage}).encode()
+            answer = json.loads(await reply.read())
+            answer.pop("timings", None)
+            body = json.dumps(answer | {"usage": usage}).encode()
             reply.headers["Content-Length"] = str(len(body))
-            yield Odd(reply, body)
+            yield ReplyWithUsage(reply, body)
 
-    upstream.open = odd  # type: ignore[method-assign]
+    upstream.open = replacing_open  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["patched", "stock"])
-def test_the_only_slot_is_released_whatever_usage_an_answer_states(
+def test_the_only_slot_is_released_after_answers_with_invalid_usage(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
@@ -99,33 +102,32 @@ def test_the_only_slot_is_released_whatever_usage_an_answer_states(
             running = stack.enter_context(proxy(port, limits__queue_timeout_s=5))
         else:
             running = stack.enter_context(Deployment(tmp_path).server_and_proxy())
-        talk = ChatClient(running.port, "odd")
-        answers = 0
+        client = ChatClient(running.port, "odd")
+        n_answers = 0
         usage: dict[str, Any] = {"input_tokens": -4, "output_tokens": "2"}
         _with_usage(running, usage)
-        for details in ODD:
+        for details in INVALID_DETAILS:
             usage["input_tokens_details"] = details
-            talk.messages.append({"role": "user", "content": f"Number {answers}."})
-            answer = talk.post(stream=False)
+            client.messages.append({"role": "user", "content": f"Number {n_answers}."})
+            answer = client.post(stream=False)
             assert answer.status == 200, answer.body
-            talk.messages.append({"role": "assistant", "content": "Yes."})
-            answers += 1
+            client.messages.append({"role": "assistant", "content": "Yes."})
+            n_answers += 1
         running.wait_until_idle()
         pool = running.gateway.server.slots.pool
-        until(pool.idle, "every slot is given back")
-        assert running.metric("evoke_upstream_errors_total", kind="upstream_protocol") == answers
+        until(pool.idle, "every slot is released")
+        assert running.metric("evoke_upstream_errors_total", kind="upstream_protocol") == n_answers
         assert running.metric("evoke_degraded_total", stage="report") == 0
 
 
-def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path) -> None:
+def test_abandoned_answers_in_both_slots_do_not_delay_another_tenant(tmp_path: Path) -> None:
     with (
         llama_server(server_binary(patched=True), "-np", "2", "--evoke-ram", "64") as port,
         _keyed(port, tmp_path) as running,
     ):
-        assert _chat(running.port, "quiet", "Hello.").status == 200  # everything is warm
+        assert _chat(running.port, "quiet", "Hello.").status == 200  # warm up
         for path in ("/v1/chat/completions", "/completion"):
-            began = []
-            with ExitStack() as both:
+            with ExitStack() as stack:
                 for number in range(2):
                     body = {
                         "messages": [{"role": "user", "content": f"Go on for ever, {number}."}],
@@ -139,12 +141,11 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
                         "Authorization": f"Bearer {KEYS['loud']}",
                         "X-Conversation-Id": f"mine-{number}",
                     }
-                    one = both.enter_context(_running_answer(running.port, path, body, headers))
-                    began.append(one)
+                    stack.enter_context(_running_answer(running.port, path, body, headers))
                 until(lambda: not running.gateway.server.slots.pool.idle())
-            left_at = time.monotonic()
+            abandoned_at = time.monotonic()
             answer = _chat(running.port, "quiet", "Hello.")
-            assert answer.status == 200 and time.monotonic() - left_at < 2.0
+            assert answer.status == 200 and time.monotonic() - abandoned_at < 2.0
             running.wait_until_idle()
 
 
@@ -152,7 +153,7 @@ def test_two_abandoned_long_answers_do_not_delay_the_next_tenant(tmp_path: Path)
 def _running_answer(
     port: int, path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> Iterator[None]:
-    """An answer that has begun, and whose client leaves at the end of the block."""
+    """Start a stream; its client disconnects at the end of the block."""
     import http.client
 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -186,7 +187,7 @@ def test_a_tenant_with_32_retrying_connections_does_not_block_another(
                 loud.submit(retry, number)
             try:
                 until(lambda: refused, "the queue is full")
-                with ThreadPoolExecutor(3) as quiet:  # less than its half of the queue
+                with ThreadPoolExecutor(3) as quiet:  # less than half of the queue
                     texts = [f"Turn {i}. {FILLER}" for i in range(12)]
                     chat = partial(_chat, running.port, "quiet")
                     answers = list(quiet.map(chat, texts))
@@ -199,93 +200,97 @@ def test_a_tenant_with_32_retrying_connections_does_not_block_another(
             assert error.get("code", "slots_busy") == "slots_busy"
             assert error["type"] in ("unavailable_error", "overloaded_error")
         displaced = [answer for answer in refused if b"has most of the requests" in answer.body]
-        assert displaced, "the queue was never full when the other one came"
+        assert displaced, "no request of the loud tenant was displaced"
 
 
-def test_a_refused_request_leaves_its_conversation_as_it_was(patched_port: int) -> None:
+def test_a_refused_request_does_not_change_its_conversation(patched_port: int) -> None:
     with proxy(patched_port, limits__queue=0) as running:
-        talk = ChatClient(running.port, "mine")
-        talk.say(f"Hello. {FILLER}")
+        client = ChatClient(running.port, "mine")
+        client.say(f"Hello. {FILLER}")
         running.wait_for_background()
-        (known,) = running.gateway.conversations
-        before, n_resident = known.prompt, known.budgeted.n_resident
+        (conversation,) = running.gateway.conversations
+        prompt, n_resident = conversation.prompt, conversation.budgeted.n_resident
         with endless_stream(running.port, "other"):
-            talk.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
-            assert talk.post().status == 503
+            client.messages.append({"role": "user", "content": f"Refused. {FILLER}"})
+            assert client.post().status == 503
             assert ChatClient(running.port, "new").post().status == 503
-            assert known.prompt is before and known.budgeted.n_resident in (n_resident, 0)
+            assert conversation.prompt is prompt and conversation.budgeted.n_resident in (
+                n_resident,
+                0,
+            )
         running.wait_until_idle()
-        names = {known.name for known in running.gateway.conversations}
-        assert names == {"mine", "other"}, "what was refused is no conversation"
-        del talk.messages[-1]
-        assert talk.say("Go on.").accounting["marker"] == "ok"
+        names = {each.name for each in running.gateway.conversations}
+        assert names == {"mine", "other"}, "a refused request created a conversation"
+        del client.messages[-1]
+        assert client.say("Go on.").accounting["marker"] == "ok"
 
 
-def test_a_turn_does_not_begin_while_another_saves_its_rows(
+def test_a_turn_waits_while_another_session_saves_the_rows_of_its_slot(
     two_slots_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is taken; the other slot is idle; its session is being written to."""
+    """A third session takes the slot of the first and saves its rows; the other slot is idle."""
     with proxy(two_slots_port, policy__budget=448, policy__writeback=False) as running:
         first, second = ChatClient(running.port, "first"), ChatClient(running.port, "second")
-        for talk in (first, second):
-            talk.say(f"Hello from {talk.session}. {FILLER}")
+        for client in (first, second):
+            client.say(f"Hello from {client.session}. {FILLER}")
         running.wait_for_background()
-        engine = running.gateway
-        known = next(one for one in engine.conversations if one.name == "first")
+        gateway = running.gateway
+        conversation = next(each for each in gateway.conversations if each.name == "first")
         run, saving, saved = BlockApi.run, threading.Event(), threading.Event()
-        begun: list[bool] = []
+        # For each turn of the first session, whether its rows were saved when it began.
+        saved_before_turn: list[bool] = []
 
-        async def slow(api: BlockApi, slot: int, action: str, body: Any) -> Any:
+        async def slow_run(api: BlockApi, slot: int, action: str, body: Any) -> Any:
             saves = action == "block-plan" and any(op["op"] == "save" for op in body["ops"])
             if saves and not saving.is_set():
                 saving.set()
                 await asyncio.to_thread(saved.wait, 60)
             return await run(api, slot, action, body)
 
-        begin = known.session.begin
+        begin = conversation.session.begin
 
-        def noted(*given: Any, **named: Any) -> Any:
-            begun.append(saved.is_set())
-            return begin(*given, **named)
+        def recording_begin(*args: Any, **kwargs: Any) -> Any:
+            saved_before_turn.append(saved.is_set())
+            return begin(*args, **kwargs)
 
-        monkeypatch.setattr(BlockApi, "run", slow)
-        known.session.begin = noted  # type: ignore[method-assign]
+        monkeypatch.setattr(BlockApi, "run", slow_run)
+        conversation.session.begin = recording_begin  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as pool:
             third = pool.submit(ChatClient(running.port, "third").say, f"Hello. {FILLER}")
             until(saving.is_set)
-            again = pool.submit(first.say, "Go on.")
-            until(lambda: engine.server.slots.pool.queued, "the turn waits")
-            assert not begun
+            waiting = pool.submit(first.say, "Go on.")
+            until(lambda: gateway.server.slots.pool.queued, "the turn waits")
+            assert not saved_before_turn
             saved.set()
-            assert (
-                third.result().accounting["marker"] == again.result().accounting["marker"] == "ok"
-            )
-        assert begun and all(begun)
+            turns = [third.result(), waiting.result()]
+            assert [turn.accounting["marker"] for turn in turns] == ["ok", "ok"]
+        assert saved_before_turn and all(saved_before_turn)
         assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
-        assert again.result().accounting["decoded"] < 60, "what was saved came back"
+        assert turns[1].accounting["decoded"] < 60, "the saved rows were decoded, not recovered"
 
 
 def test_a_readiness_check_does_not_probe_a_leased_slot(tmp_path: Path) -> None:
-    """It would save, or decode in, a slot that a request is about to use."""
+    """A probe saves a slot or decodes in it, and a request is about to use this one."""
     with Deployment(tmp_path).server_and_proxy() as running:
-        engine = running.gateway
+        server = running.gateway.server
         running.wait_for_background()
         ask(running.port, "GET", "/evoke/ready")
-        calls, touched = engine.server.strategies.snapshots._api, []
+        # For each save, whether all slots were free.
+        calls, idle_at_save = server.strategies.snapshots._api, list[bool]()
         save = calls.save
 
-        async def noted(slot: int, name: str) -> Any:
-            touched.append(engine.server.slots.pool.idle())
+        async def recording_save(slot: int, name: str) -> Any:
+            idle_at_save.append(server.slots.pool.idle())
             return await save(slot, name)
 
-        calls.save = noted  # type: ignore[method-assign]
-        # A request that has its slot and has not been forwarded yet: /slots shows it as idle.
-        asked = engine.server.slots.acquire("about to be forwarded", "")
-        lease = asyncio.run_coroutine_threadsafe(asked, running.loop).result(60)
-        engine.server.strategies.snapshots.probe.forget()
+        calls.save = recording_save  # type: ignore[method-assign]
+        # A request that has its slot and has not been forwarded yet: /slots lists it as idle.
+        acquiring = server.slots.acquire("about to be forwarded", "")
+        lease = asyncio.run_coroutine_threadsafe(acquiring, running.loop).result(60)
+        server.strategies.snapshots.probe.forget()
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
-        assert "snapshots" in ready["checks"] and not touched
+        assert "snapshots" in ready["checks"] and not idle_at_save
         running.loop.call_soon_threadsafe(lease.release)
-        until(engine.server.slots.pool.idle)
+        until(server.slots.pool.idle)
         ask(running.port, "GET", "/evoke/ready")
-        assert touched == [True]
+        assert idle_at_save == [True]

@@ -1,4 +1,4 @@
-"""Long calls before an answer: each ends, and the client receives keep-alive comments."""
+"""Long calls to llama-server before an answer: clients get keep-alive comments, and calls end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from harness import (
     until,
 )
 from stock_deployment import SAVE_ALWAYS, Deployment, long_chat
-from test_model_probe import _Steady, told
+from test_model_probe import FixedSpeed, conversation_with_evicted_fact
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.engine.gateway import RequestTrace
@@ -38,47 +38,48 @@ from evoke_proxy.web.sse_keepalive import KeepaliveStream
 
 WAITING = b": waiting\n\n"
 JSON = {"Content-Type": "application/json"}
-OFTEN = {"limits__keepalive_s": 0.05}
+FREQUENT_COMMENTS = {"limits__keepalive_s": 0.05}
 
 
-class _Comments(KeepaliveStream):
-    """Notes when comments are sent; the client is gone when it is said so."""
+class RecordingStream(KeepaliveStream):
+    """Records when comments are sent; with `is_disconnected` sending one fails."""
 
-    def __init__(self, is_gone: bool = False) -> None:
+    def __init__(self, is_disconnected: bool = False) -> None:
         super().__init__(None, None, 5.0)  # type: ignore[arg-type]
         self.sent_at: list[float] = []
-        self.is_gone = is_gone
+        self.is_disconnected = is_disconnected
 
     async def _send_comment(self) -> None:
-        if self.is_gone:
+        if self.is_disconnected:
             raise ConnectionResetError
         self.sent_at.append(asyncio.get_running_loop().time())
 
 
-async def _entered(stream: _Comments, work: Callable[[RequestTrace], Awaitable[Any]]) -> Any:
+async def _enter(stream: RecordingStream, work: Callable[[RequestTrace], Awaitable[Any]]) -> Any:
+    """Run `work` as the entering of an exchange; returns its result."""
     trace = RequestTrace(0.0)
 
     @asynccontextmanager
-    async def opening() -> AsyncIterator[Any]:
+    async def exchange() -> AsyncIterator[Any]:
         yield await work(trace)
 
     async with AsyncExitStack() as stack:
-        return await stream.enter(stack, opening(), trace)
+        return await stream.enter(stack, exchange(), trace)
 
 
 def test_a_long_call_sends_keepalive_comments() -> None:
     async def run(seconds: float, error: Exception | None = None) -> tuple[Any, list[float]]:
-        stream, loop = _Comments(), asyncio.get_running_loop()
+        stream, loop = RecordingStream(), asyncio.get_running_loop()
 
         async def work(trace: RequestTrace) -> float:
-            await asyncio.sleep(9)  # nothing that a client is told of
+            await asyncio.sleep(9)  # not a wait, so no comments are sent
             with trace.waiting():
                 await asyncio.sleep(seconds)
             if error is not None:
                 raise error
             return loop.time()
 
-        return await _entered(stream, work), stream.sent_at
+        return await _enter(stream, work), stream.sent_at
 
     assert virtual_time.run(run(17.0)) == (26.0, [14.0, 19.0, 24.0])
     assert virtual_time.run(run(4.0)) == (13.0, [])
@@ -86,8 +87,8 @@ def test_a_long_call_sends_keepalive_comments() -> None:
         virtual_time.run(run(6.0, ZeroDivisionError()))
 
 
-@pytest.mark.parametrize("leaves", ["seen by the comment", "cancelled", "cancelled twice"])
-def test_a_long_call_ends_when_its_client_disconnects(leaves: str) -> None:
+@pytest.mark.parametrize("end", ["comment fails", "cancelled", "cancelled twice"])
+def test_a_long_call_ends_when_its_client_disconnects(end: str) -> None:
     ended: list[float] = []
 
     async def work(trace: RequestTrace) -> None:
@@ -95,18 +96,18 @@ def test_a_long_call_ends_when_its_client_disconnects(leaves: str) -> None:
             with trace.waiting():
                 await asyncio.sleep(60)
         finally:
-            await asyncio.sleep(1)  # closing takes a while
+            await asyncio.sleep(1)  # closing takes a second
             ended.append(asyncio.get_running_loop().time())
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        stream = _Comments(is_gone=leaves == "seen by the comment")
-        request = loop.create_task(_entered(stream, work))
+        stream = RecordingStream(is_disconnected=end == "comment fails")
+        request = loop.create_task(_enter(stream, work))
         await asyncio.sleep(7)
-        if leaves != "seen by the comment":
+        if end != "comment fails":
             request.cancel()
         await asyncio.sleep(0.5)
-        if leaves == "cancelled twice":
+        if end == "cancelled twice":
             request.cancel()
         with pytest.raises((ConnectionResetError, asyncio.CancelledError)):
             await request
@@ -115,17 +116,17 @@ def test_a_long_call_ends_when_its_client_disconnects(leaves: str) -> None:
     virtual_time.run(run())
 
 
-def _slow(call: Callable[..., Awaitable[Any]], seconds: float) -> Callable[..., Awaitable[Any]]:
-    async def slow(*given: Any) -> Any:
+def _delayed(call: Callable[..., Awaitable[Any]], seconds: float) -> Callable[..., Awaitable[Any]]:
+    async def delayed(*args: Any) -> Any:
         await asyncio.sleep(seconds)
-        return await call(*given)
+        return await call(*args)
 
-    return slow
+    return delayed
 
 
 def _stream(running: RunningProxy, body: dict[str, Any], **headers: str) -> Answer:
-    asked = json.dumps(body | {"stream": True, "max_tokens": 4}).encode()
-    return ask(running.port, "POST", "/v1/chat/completions", asked, JSON | headers)
+    request = json.dumps(body | {"stream": True, "max_tokens": 4}).encode()
+    return ask(running.port, "POST", "/v1/chat/completions", request, JSON | headers)
 
 
 def _assert_begins_with_comments(answer: Answer) -> None:
@@ -137,15 +138,17 @@ def _assert_begins_with_comments(answer: Answer) -> None:
 def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StockApi, "prefill", _slow(StockApi.prefill, 0.4))
+    monkeypatch.setattr(StockApi, "prefill", _delayed(StockApi.prefill, 0.4))
     deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     with deployment.server() as port:
-        quick = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()} | OFTEN
-        with proxy(port, snapshots__directory=str(tmp_path), **quick) as running:
+        settings = {
+            f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()
+        } | FREQUENT_COMMENTS
+        with proxy(port, snapshots__directory=str(tmp_path), **settings) as running:
             _assert_begins_with_comments(_stream(running, {"messages": chat.messages}))
             running.wait_for_background()
-            # A client that leaves meanwhile gives its slot back.
+            # A client that disconnects during the prefill releases its slot.
             chat.messages[0]["content"] = "Another one: " + chat.messages[0]["content"]
             body = json.dumps({"messages": chat.messages, "stream": True}).encode()
             connection = http.client.HTTPConnection("127.0.0.1", running.port)
@@ -154,24 +157,24 @@ def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
             connection.close()
             running.wait_for_background()
             assert "*" not in repr(running.gateway.server.slots.pool)
-            whole = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
-            answer = ask(running.port, "POST", "/v1/chat/completions", whole, JSON)
+            body = json.dumps({"messages": chat.messages, "max_tokens": 4}).encode()
+            answer = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
             assert json.loads(answer.body)["choices"]
 
 
 def test_a_probe_sends_keepalive_comments(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with proxy(patched_port, **OFTEN) as running:
-        probing = running.gateway.server.strategies.budgeted._planner._prober
-        monkeypatch.setattr(probing, "pace", _Steady(1000))
-        talk = told(running.port, "long calls", "model")
-        made = running.metric("evoke_probes_total", result="made")
-        monkeypatch.setattr(probing, "_decode", _slow(probing._decode, 0.4))
-        messages = [*talk.messages, {"role": "user", "content": "Where do I live?"}]
-        body = {"messages": messages, **talk.fields}
+    with proxy(patched_port, **FREQUENT_COMMENTS) as running:
+        prober = running.gateway.server.strategies.budgeted._planner._prober
+        monkeypatch.setattr(prober, "pace", FixedSpeed(1000))
+        client = conversation_with_evicted_fact(running.port, "long calls", "model")
+        n_before = running.metric("evoke_probes_total", result="made")
+        monkeypatch.setattr(prober, "_decode", _delayed(prober._decode, 0.4))
+        messages = [*client.messages, {"role": "user", "content": "Where do I live?"}]
+        body = {"messages": messages, **client.fields}
         _assert_begins_with_comments(_stream(running, body, **{"X-Evoke-Session": "long calls"}))
-        assert running.metric("evoke_probes_total", result="made") > made
+        assert running.metric("evoke_probes_total", result="made") > n_before
 
 
 def test_loading_a_model_sends_keepalive_comments(tmp_path: Path) -> None:
@@ -181,8 +184,8 @@ def test_loading_a_model_sends_keepalive_comments(tmp_path: Path) -> None:
     options = ["--models-dir", str(tmp_path / "models"), "-np", "1", "-c", "4096", "-t", "1"]
     options += ["--slot-save-path", str(tmp_path / "slots")]
     with bare_llama_server(server_binary(patched=False), *options) as port:
-        often = {"limits__keepalive_s": 0.01, "snapshots__directory": str(tmp_path / "slots")}
-        with proxy(port, **often) as running:
+        settings = {"limits__keepalive_s": 0.01, "snapshots__directory": str(tmp_path / "slots")}
+        with proxy(port, **settings) as running:
             messages = [{"role": "user", "content": "Hello."}]
             _assert_begins_with_comments(_stream(running, {"model": "one", "messages": messages}))
 
@@ -195,16 +198,16 @@ def test_a_hanging_prefill_is_cancelled_and_the_request_continues(tmp_path: Path
     settings |= {"snapshots__directory": str(tmp_path), "upstream__long_call_timeout_s": 0.5}
     with (
         deployment.server() as port,
-        fault_injector(port) as line,
-        proxy(line.port, **settings) as running,
+        fault_injector(port) as injector,
+        proxy(injector.port, **settings) as running,
     ):
         server, hello = process_on(port), b'{"messages":[{"role":"user","content":"Hello."}]}'
         ask(running.port, "POST", "/v1/chat/completions", hello, JSON)
-        running.wait_for_background()  # it has found out what llama-server is
-        line.run_at(b"POST /completion", lambda: os.kill(server, signal.SIGSTOP))
-        with ThreadPoolExecutor(1) as client:
+        running.wait_for_background()  # the probe of llama-server has ended
+        injector.run_at(b"POST /completion", lambda: os.kill(server, signal.SIGSTOP))
+        with ThreadPoolExecutor(1) as pool:
             path = "/v1/chat/completions"
-            answering = client.submit(ask, running.port, "POST", path, body, JSON)
+            answering = pool.submit(ask, running.port, "POST", path, body, JSON)
             sample = running.gateway.metrics.registry.get_sample_value
             try:
                 until(lambda: sample("evoke_degraded_total", {"stage": "prefill"}))
@@ -218,13 +221,13 @@ def test_a_hanging_prefill_is_cancelled_and_the_request_continues(tmp_path: Path
 def test_a_prefill_does_not_wait_for_a_slot_of_another_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama-server has chosen it before the other request was given it."""
+    """llama-server chose the slot for the prefill before the other request got its lease."""
     prefill = StockApi.prefill
 
-    async def elsewhere(calls: StockApi, *given: Any) -> PrefillResult:
-        return replace(await prefill(calls, *given), slot=taken[0])
+    async def prefill_in_other_slot(calls: StockApi, *args: Any) -> PrefillResult:
+        return replace(await prefill(calls, *args), slot=other_slot[0])
 
-    taken: list[int] = []
+    other_slot: list[int] = []
     deployment, chat = (
         Deployment(tmp_path, "", ("-np", "2", "--no-cache-idle-slots")),
         long_chat(300),
@@ -236,10 +239,11 @@ def test_a_prefill_does_not_wait_for_a_slot_of_another_request(
             (other,) = running.gateway.conversations
             slot = running.gateway.server.slots.pool.slot_of(other.id)
             assert slot is not None
-            taken.append(slot)
-            monkeypatch.setattr(StockApi, "prefill", elsewhere)
+            other_slot.append(slot)
+            monkeypatch.setattr(StockApi, "prefill", prefill_in_other_slot)
             chat.ask(running.port, "So what is it?")
             until(
-                lambda: repr(running.gateway.server.slots.pool).count("*") == 1, "one slot is back"
+                lambda: repr(running.gateway.server.slots.pool).count("*") == 1,
+                "one slot is released",
             )
             assert running.metric("evoke_degraded_total", stage="prefill") == 0

@@ -1,4 +1,4 @@
-"""Memory is bounded in bytes for any number of conversations."""
+"""The proxy's memory is bounded for any number of conversations with large bodies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CONVERSATIONS, BODY_MIB, LIMIT_MIB = 64, 8, 64
 
 
 @pytest.fixture(scope="module")
-def silent_server() -> Iterator[int]:
-    """A llama-server that computes nothing, and answers whatever it is sent."""
+def fake_server() -> Iterator[int]:
+    """The port of a fake llama-server that computes nothing and answers every request."""
     port = free_port()
     command = [sys.executable, "-m", "bench.stall_processes", "server", str(port)]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
@@ -38,11 +38,11 @@ def _rss_mib(proxy: Proxy) -> float:
 
 
 def test_conversations_with_large_bodies_take_bounded_memory(
-    silent_server: int, tmp_path: Path
+    fake_server: int, tmp_path: Path
 ) -> None:
     settings = tmp_path / "evoke.yaml"
     settings.write_text(f"limits: {{remembered_bodies_mib: {LIMIT_MIB}}}\n", encoding="utf-8")
-    with proxied(silent_server, "--config", str(settings), "--budget", "4096") as proxy:
+    with proxied(fake_server, "--config", str(settings), "--budget", "4096") as proxy:
 
         def chat(number: int, n_bytes: int) -> None:
             message = {"role": "user", "content": f"Conversation {number} is about {number**5}."}
@@ -56,5 +56,5 @@ def test_conversations_with_large_bodies_take_bounded_memory(
         before = _rss_mib(proxy)
         for number in range(CONVERSATIONS):
             chat(number, BODY_MIB << 20)
-        # Each takes twice its bytes: 1024 MiB without a bound. A few are under way at a time.
+        # Each needs twice its bytes: 1024 MiB without a bound.
         assert _rss_mib(proxy) - before < 4 * LIMIT_MIB

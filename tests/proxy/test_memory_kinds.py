@@ -1,4 +1,4 @@
-"""Budgeted sessions on models with windows, recurrent states and M-RoPE."""
+"""Sessions with a budget on models with sliding windows, recurrent states and M-RoPE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.random_models import SHAPES, ensure
 BUDGET, N_CELLS = 320, 4096
 SHAPE_NAMES = ("tiny-gemma", "tiny-jamba", "tiny-lfm2", "tiny-qwen2vl", "tiny-qwen35")
 KINDS = ("resident_before", "recovered", "decoded", "omitted")
-SAYS = "The access code of the vault in {} is {}."
+FACT = "The access code of the vault in {} is {}."
 
 
 @pytest.fixture(scope="module", params=SHAPE_NAMES)
@@ -27,22 +27,23 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def fact(number: int) -> str:
-    return SAYS.format(f"place{number}", 1000 + number) + " the quick brown fox jumps over it." * 6
+    return FACT.format(f"place{number}", 1000 + number) + " the quick brown fox jumps over it." * 6
 
 
-def checked(said: TurnResult) -> TurnResult:
-    accounting = said.accounting
+def checked(turn: TurnResult) -> TurnResult:
+    """Check the token accounting and the budget of a turn, and return it."""
+    accounting = turn.accounting
     assert accounting["marker"] == "ok"
     assert accounting["n_resident_peak"] <= BUDGET
     assert sum(accounting[kind] for kind in KINDS) == accounting["n_prompt"]
-    return said
+    return turn
 
 
-def test_a_session_stays_in_its_budget_and_recovers_what_it_needs(port: int) -> None:
+def test_a_session_stays_in_its_budget_and_recovers_blocks(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "long")
-        turns = [checked(talk.say(fact(number))) for number in range(8)]
-        turns += [checked(talk.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
+        client = ChatClient(running.port, "long")
+        turns = [checked(client.say(fact(number))) for number in range(8)]
+        turns += [checked(client.say(f"What is the code in place{i}?")) for i in (0, 3, 1)]
         assert turns[-1].accounting["n_prompt"] > 3 * BUDGET
         assert sum(turn.blocks("x-evoke-evicted") for turn in turns) > 5
         assert sum(turn.accounting["recovered"] for turn in turns) > 0
@@ -54,35 +55,35 @@ def test_a_session_stays_in_its_budget_and_recovers_what_it_needs(port: int) -> 
             assert running.metric("evoke_plan_failures_total", reason=reason) == 0
 
 
-def test_a_session_without_its_slot_is_decoded_again_unless_copies_suffice(port: int) -> None:
+def test_a_session_that_lost_its_slot_is_decoded_unless_its_copies_suffice(port: int) -> None:
     adopts = "adopt" in json.loads(ask(port, "GET", "/props").body)["evoke"]["features"]
     with proxy(port, policy__budget=BUDGET) as running:
-        one, other = ChatClient(running.port, "one"), ChatClient(running.port, "other")
+        first, second = ChatClient(running.port, "one"), ChatClient(running.port, "other")
         for number in range(4):
-            before = checked(one.say(fact(number)))
+            before = checked(first.say(fact(number)))
         assert running.metric("evoke_tokens_decoded_again_total") < 32
-        checked(other.say(fact(9)))
+        checked(second.say(fact(9)))
         copies = json.loads(ask(port, "GET", "/slots/0/blocks").body)["blocks"]
-        back = checked(one.say("What is the code in place0?"))
-        again = running.metric("evoke_tokens_decoded_again_total")
+        after = checked(first.say("What is the code in place0?"))
+        n_redecoded = running.metric("evoke_tokens_decoded_again_total")
         if adopts:
-            assert copies and back.accounting["recovered"] > 0 and again < 32
+            assert copies and after.accounting["recovered"] > 0 and n_redecoded < 32
         else:
-            # the system prompt may be the same, and stand before a checkpoint
-            assert back.accounting["decoded"] > back.accounting["n_prompt"] - 32
-            assert again > before.accounting["n_prompt"] - 32
+            # The common system prompt may be kept by a checkpoint.
+            assert after.accounting["decoded"] > after.accounting["n_prompt"] - 32
+            assert n_redecoded > before.accounting["n_prompt"] - 32
         assert running.metric("evoke_budget_breach_total") == 0
         assert running.metric("evoke_degraded_total", stage="plan") == 0
 
 
-def test_holes_made_by_another_client_are_decoded(port: int) -> None:
+def test_holes_left_by_an_earlier_proxy_are_filled(port: int) -> None:
     with proxy(port, policy__budget=BUDGET) as first:
-        talk = ChatClient(first.port, "holes")
-        turns = [talk.say(fact(number)) for number in range(6)]
+        client = ChatClient(first.port, "holes")
+        turns = [client.say(fact(number)) for number in range(6)]
         assert turns[-1].accounting["omitted"] > 0
         first.wait_until_idle()
     with proxy(port) as second:
-        said = ChatClient(second.port, "holes", messages=talk.messages).say("Go on.")
-        assert said.accounting["marker"] == "ok"
-        assert said.accounting["omitted"] == 0
+        turn = ChatClient(second.port, "holes", messages=client.messages).say("Go on.")
+        assert turn.accounting["marker"] == "ok"
+        assert turn.accounting["omitted"] == 0
         assert second.metric("evoke_degraded_total", stage="decide") == 0

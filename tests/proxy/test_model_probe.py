@@ -1,4 +1,4 @@
-"""A probe of the model recovers the blocks that a question needs."""
+"""Probes of the model: its attention finds the blocks that a question needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import RunningProxy
 from evoke_proxy.core.policy.probe import DecodeSpeed
 
 BUDGET = 320
-# As long as the story, so that it does not fit where the ranking by text leaves a few tokens.
+# As long as the story, so that it does not fit into room left over by the ranking by text.
 FACT = "My residence is amber falcon. "
 FACT += "The young painter carries seven green lamps upstairs. " * 4
 STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
@@ -23,20 +23,22 @@ def _prober(running: RunningProxy) -> Any:
     return running.gateway.server.strategies.budgeted._planner._prober
 
 
-def told(port: int, name: str, recall: str) -> ChatClient:
-    """A fact, and so much behind it that it has left."""
+def conversation_with_evicted_fact(port: int, name: str, recall: str) -> ChatClient:
+    """Return a conversation whose first message, a fact, has been evicted."""
     fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
-    talk = ChatClient(port, name, fields)
-    talk.say(FACT, max_tokens=4)
+    client = ChatClient(port, name, fields)
+    client.say(FACT, max_tokens=4)
     for _ in range(8):
-        talk.say(STORY, max_tokens=4)
-    return talk
+        client.say(STORY, max_tokens=4)
+    return client
 
 
-def asked(talk: ChatClient, question: str) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
-    """What is answered, the books in the usage, and those of llama-server."""
-    talk.messages.append({"role": "user", "content": question})
-    answer = talk.post(max_tokens=24)
+def ask_question(
+    client: ChatClient, question: str
+) -> tuple[str, Mapping[str, Any], Mapping[str, Any]]:
+    """Ask a question; returns the answer, and the token accounting of the usage and the timings."""
+    client.messages.append({"role": "user", "content": question})
+    answer = client.post(max_tokens=24)
     assert answer.status == 200, answer.body
     reply = json.loads(answer.body)
     return (
@@ -46,8 +48,8 @@ def asked(talk: ChatClient, question: str) -> tuple[str, Mapping[str, Any], Mapp
     )
 
 
-class _Steady(DecodeSpeed):
-    """So many tokens a second, whatever is measured."""
+class FixedSpeed(DecodeSpeed):
+    """A fixed decode speed, in tokens a second, in place of the measured one."""
 
     def __init__(self, speed: float) -> None:
         super().__init__()
@@ -61,40 +63,39 @@ class _Steady(DecodeSpeed):
 def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
     patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(1000))
-    talk = told(patched_proxy.port, f"probing {recall}", recall)
-    spent = patched_proxy.metric("evoke_probe_tokens_total")
-    text, usage, accounting = asked(talk, "Where do I live?")
-    found = "amber falcon" in text
-    assert found is (recall != "text"), text
+    monkeypatch.setattr(_prober(patched_proxy), "pace", FixedSpeed(1000))
+    client = conversation_with_evicted_fact(patched_proxy.port, f"probing {recall}", recall)
+    before = patched_proxy.metric("evoke_probe_tokens_total")
+    text, usage, accounting = ask_question(client, "Where do I live?")
+    is_recalled = "amber falcon" in text
+    assert is_recalled is (recall != "text"), text
     assert accounting["n_resident_peak"] <= BUDGET and accounting["marker"] == "ok"
-    assert usage["decoded"] + usage["resident_before"] + usage["recovered"] + usage[
-        "omitted"
-    ] == len_of(talk, patched_proxy)
+    kinds = ("decoded", "resident_before", "recovered", "omitted")
+    assert sum(usage[kind] for kind in kinds) == n_prompt(client, patched_proxy)
     if recall == "text":
         assert "probe" not in usage
         return
     probe = usage["probe"]
-    # The tail once more, and the words that the model began with.
+    # A probe decodes the tail, and the first words of the model's answer.
     assert usage["decoded"] < probe["decoded"] <= usage["decoded"] + 12
     assert 0 < probe["brought"] <= usage["recovered"]
-    assert patched_proxy.metric("evoke_probe_tokens_total") == spent + probe["decoded"]
+    assert patched_proxy.metric("evoke_probe_tokens_total") == before + probe["decoded"]
     assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
 
 
-def len_of(talk: ChatClient, ours: RunningProxy) -> int:
-    """The tokens of the conversation's latest prompt."""
-    known = next(known for known in ours.gateway.conversations if known.name == talk.session)
-    return len(known.tokens)
+def n_prompt(client: ChatClient, running: RunningProxy) -> int:
+    """Return the number of tokens of the conversation's latest prompt."""
+    conversations = running.gateway.conversations
+    return len(next(each.tokens for each in conversations if each.name == client.session))
 
 
 def test_no_probe_is_made_when_text_is_certain_and_probes_are_slow(
     patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talk = told(patched_proxy.port, "probing sure", "fused")
-    monkeypatch.setattr(_prober(patched_proxy), "pace", _Steady(20))
+    client = conversation_with_evicted_fact(patched_proxy.port, "probing sure", "fused")
+    monkeypatch.setattr(_prober(patched_proxy), "pace", FixedSpeed(20))
     declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
-    text, usage, _ = asked(talk, "What is my residence?")
+    text, usage, _ = ask_question(client, "What is my residence?")
     assert "amber falcon" in text and "probe" not in usage
     assert patched_proxy.metric("evoke_probes_total", result="too_dear") == declined + 1

@@ -1,4 +1,4 @@
-"""Answers through the proxy equal those of a stock llama-server."""
+"""Requests to a stock server pass through the proxy: answers equal direct ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = {
     "cache_prompt": False,
 }
 
-# Method, target, body, headers: each goes once directly and once through the proxy.
+# Method, target, body and headers of requests that are sent directly and through the proxy.
 RECORDED = [
     ("GET", "/health", None, {}),
     ("GET", "/v1/models", None, {}),
@@ -51,7 +51,7 @@ RECORDED = [
 
 
 def _comparable(answer: Answer) -> tuple[object, ...]:
-    """An answer without ids, clocks and times."""
+    """Return what must be equal in two answers: without ids, timestamps and durations."""
     body = answer.body
     for pattern in (
         rb'"id":"[^"]*"',
@@ -76,7 +76,7 @@ def _comparable(answer: Answer) -> tuple[object, ...]:
     RECORDED,
     ids=[f"{number}-{row[0]}-{row[1][:30]}" for number, row in enumerate(RECORDED)],
 )
-def test_proxied_answer_equals_direct_answer(
+def test_a_proxied_answer_equals_the_direct_one(
     stock_port: int,
     stock_proxy: RunningProxy,
     method: str,
@@ -84,57 +84,61 @@ def test_proxied_answer_equals_direct_answer(
     body: bytes | None,
     headers: dict[str, str],
 ) -> None:
-    ask(stock_port, method, target, body, headers)  # from now on both find the same prefix cached
+    ask(stock_port, method, target, body, headers)  # both then find the same cached prefix
     direct = ask(stock_port, method, target, body, headers)
     proxied = ask(stock_proxy.port, method, target, body, headers)
     assert _comparable(proxied) == _comparable(direct)
 
 
-def test_stream_arrives_in_many_chunks_before_its_end(stock_proxy: RunningProxy) -> None:
+def test_a_stream_arrives_in_many_chunks(stock_proxy: RunningProxy) -> None:
     body = json.dumps(CHAT | {"stream": True, "max_tokens": 1000, "ignore_eos": True}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
     assert len(answer.chunks) > 10
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
-NEVER_DONE = 7800
-MADE = "tokens_predicted_total"
+# Tokens of an answer that takes longer than its test.
+ENDLESS = 7800
+GENERATED = "tokens_predicted_total"
 
 
-def test_client_that_disconnects_stops_the_generation(
+def test_a_client_that_disconnects_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
-    endless = {"stream": True, "max_tokens": NEVER_DONE, "ignore_eos": True}
-    body = json.dumps(CHAT | endless).encode()
-    made = server_counter(stock_port, MADE)
-    _leave_after_first_bytes(stock_proxy.port, body)
+    fields = {"stream": True, "max_tokens": ENDLESS, "ignore_eos": True}
+    body = json.dumps(CHAT | fields).encode()
+    before = server_counter(stock_port, GENERATED)
+    _disconnect_after_first_bytes(stock_proxy.port, body)
     _await_idle(stock_port)
-    assert server_counter(stock_port, MADE) - made < NEVER_DONE, "made to its end"
+    n_generated = server_counter(stock_port, GENERATED) - before
+    assert n_generated < ENDLESS, "the answer was generated to its end"
 
 
-def test_client_that_disconnects_before_a_complete_answer_stops_the_generation(
+def test_a_client_that_disconnects_before_an_unstreamed_answer_stops_the_generation(
     stock_port: int, stock_proxy: RunningProxy
 ) -> None:
-    body = json.dumps(CHAT | {"max_tokens": NEVER_DONE, "ignore_eos": True}).encode()
-    made = server_counter(stock_port, MADE)
+    body = json.dumps(CHAT | {"max_tokens": ENDLESS, "ignore_eos": True}).encode()
+    before = server_counter(stock_port, GENERATED)
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
     until(lambda: _is_busy(stock_port))
     connection.close()
     _await_idle(stock_port)
-    assert server_counter(stock_port, MADE) - made < NEVER_DONE, "made to its end"
+    n_generated = server_counter(stock_port, GENERATED) - before
+    assert n_generated < ENDLESS, "the answer was generated to its end"
 
 
-def test_large_chat_body_passes(stock_port: int, stock_proxy: RunningProxy) -> None:
+def test_a_large_chat_body_is_forwarded(stock_port: int, stock_proxy: RunningProxy) -> None:
     body = json.dumps(CHAT | {"ignored": "x" * (3 << 20)}).encode()
-    ask(stock_port, "POST", "/v1/chat/completions", body, JSON)  # both find the same prefix cached
+    # Both then find the same cached prefix.
+    ask(stock_port, "POST", "/v1/chat/completions", body, JSON)
     direct = ask(stock_port, "POST", "/v1/chat/completions", body, JSON)
     proxied = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
     assert proxied.status == 200
     assert _comparable(proxied) == _comparable(direct)
 
 
-def test_chunked_request_body_passes(stock_proxy: RunningProxy) -> None:
+def test_a_chunked_request_body_is_forwarded(stock_proxy: RunningProxy) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", stock_proxy.port)
     parts = iter([b'{"content":', b'"one two"}'])
     connection.request("POST", "/tokenize", parts, JSON, encode_chunked=True)
@@ -149,7 +153,7 @@ def test_metrics_are_those_of_the_server_followed_by_those_of_the_proxy(
     assert 0 <= text.index("llamacpp:prompt_tokens_total") < text.index("evoke_build_info")
 
 
-def _leave_after_first_bytes(port: int, body: bytes) -> None:
+def _disconnect_after_first_bytes(port: int, body: bytes) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/chat/completions", body, JSON)
     assert connection.getresponse().read1(10)
@@ -163,8 +167,8 @@ def _is_busy(port: int) -> bool:
 
 
 def _await_idle(port: int) -> None:
-    # llama-server looks for a closed connection after 1 s without any result, and an answer
-    # about its slots is a result: asking more often would keep it from noticing.
+    # llama-server checks for a closed connection after 1 s without any result. An answer to /slots
+    # is a result, so poll less often than that.
     def idle() -> bool:
         time.sleep(1.5)
         return not _is_busy(port)
@@ -172,13 +176,13 @@ def _await_idle(port: int) -> None:
     until(idle)
 
 
-def test_readiness_reports_an_unpatched_server(stock_proxy: RunningProxy) -> None:
+def test_readiness_reports_that_the_server_is_not_patched(stock_proxy: RunningProxy) -> None:
     ready = json.loads(ask(stock_proxy.port, "GET", "/evoke/ready").body)
     assert (ready["status"], ready["mode"]) == ("ready", "pass-through")
     assert "not patched" in ready["checks"]["budget"]["detail"]
 
 
-def test_a_budget_for_an_unpatched_server_counts_as_bypass(stock_proxy: RunningProxy) -> None:
+def test_a_budget_at_an_unpatched_server_counts_as_a_bypass(stock_proxy: RunningProxy) -> None:
     before = stock_proxy.metric("evoke_bypass_total", reason="unpatched")
     body = json.dumps(CHAT | {"evoke_budget": 100}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
@@ -186,7 +190,7 @@ def test_a_budget_for_an_unpatched_server_counts_as_bypass(stock_proxy: RunningP
     assert stock_proxy.metric("evoke_bypass_total", reason="unpatched") == before + 1
 
 
-def test_a_wrong_field_of_the_proxy_is_400_and_is_named(stock_proxy: RunningProxy) -> None:
+def test_an_invalid_field_of_the_proxy_is_answered_400_and_named(stock_proxy: RunningProxy) -> None:
     body = json.dumps(CHAT | {"evoke_budget": "much"}).encode()
     answer = ask(stock_proxy.port, "POST", "/v1/chat/completions", body, JSON)
     assert answer.status == 400

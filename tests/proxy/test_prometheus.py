@@ -1,4 +1,4 @@
-"""Debian's Prometheus scrapes a proxy, reads the alerts and evaluates every dashboard query."""
+"""A real Prometheus scrapes a proxy and evaluates every alert rule and dashboard query."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ pytestmark = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
     reason="needs prometheus and promtool: apt-get install prometheus",
 )
-# Values that labels of ours may have; none is a person's, a session's or a path of somebody's own.
-_BOUNDED = re.compile(r"[a-z0-9_/{}.+-]{0,48}|\+Inf|[0-9.]+[a-z0-9.+]*")
+# What label values may look like: no user, session or arbitrary path.
+_LABEL_VALUE = re.compile(r"[a-z0-9_/{}.+-]{0,48}|\+Inf|[0-9.]+[a-z0-9.+]*")
 
 
 @pytest.fixture(scope="module")
-def busy(patched_port: int) -> Iterator[RunningProxy]:
-    """A proxy with turns behind it."""
+def used_proxy(patched_port: int) -> Iterator[RunningProxy]:
+    """A proxy that has answered several turns."""
     with proxy(patched_port, policy__budget=320) as running:
-        talk = ChatClient(running.port, "a-session-of-somebody")
+        client = ChatClient(running.port, "a-session-of-somebody")
         for number in range(4):
-            talk.say(f"Turn {number}. {FILLER}")
+            client.say(f"Turn {number}. {FILLER}")
         ask(running.port, "GET", "/v1/no/such/path")
         running.wait_until_idle()
         yield running
 
 
 @pytest.fixture(scope="module")
-def prometheus(busy: RunningProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of one that runs with our configuration, a second between scrapes."""
+def prometheus(used_proxy: RunningProxy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a Prometheus with the shipped configuration, which scrapes every second."""
     folder, port = tmp_path_factory.mktemp("prometheus"), free_port()
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{busy.port}"]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{used_proxy.port}"]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     shutil.copy(DEPLOY / "prometheus/alerts.yml", folder)
     command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
@@ -64,7 +64,7 @@ def _await_scrape(port: int, log: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            # Two scrapes, so that there are rates, and a look at the rules after them.
+            # Two scrapes for rates, and one more for an evaluation of the rules after them.
             if _query(port, 'count_over_time(up{job="evoke-proxy"}[1m]) > 2'):
                 return
         except (OSError, AssertionError):
@@ -74,11 +74,11 @@ def _await_scrape(port: int, log: Path) -> None:
 
 
 def _query(port: int, expression: str) -> list[dict[str, Any]]:
-    asked = urllib.parse.urlencode({"query": expression})
-    answer = ask(port, "GET", f"/api/v1/query?{asked}")
+    query = urllib.parse.urlencode({"query": expression})
+    answer = ask(port, "GET", f"/api/v1/query?{query}")
     assert answer.status == 200, (expression, answer.body)
-    found: list[dict[str, Any]] = json.loads(answer.body)["data"]["result"]
-    return found
+    result: list[dict[str, Any]] = json.loads(answer.body)["data"]["result"]
+    return result
 
 
 def _promtool(*arguments: str, stdin: bytes = b"") -> str:
@@ -89,7 +89,7 @@ def _promtool(*arguments: str, stdin: bytes = b"") -> str:
     return (done.stdout + done.stderr).decode()
 
 
-def test_configuration_alerts_and_their_tests() -> None:
+def test_promtool_accepts_the_configuration_and_every_alert_has_a_test() -> None:
     _promtool("check", "config", "prometheus.yml")
     _promtool("check", "rules", "alerts.yml")
     _promtool("test", "rules", "alerts_test.yml")
@@ -99,20 +99,22 @@ def test_configuration_alerts_and_their_tests() -> None:
     assert untested == []
 
 
-def test_metric_names_and_labels_follow_the_conventions(busy: RunningProxy) -> None:
-    text = busy.gateway.metrics.exposition()
+def test_metric_names_and_labels_follow_the_conventions(used_proxy: RunningProxy) -> None:
+    text = used_proxy.gateway.metrics.exposition()
     assert _promtool("check", "metrics", stdin=text).strip() == ""
     for name, value in re.findall(r'[{,](\w+)="([^"]*)"', text.decode()):
-        assert name in ("version", "implementation") or _BOUNDED.fullmatch(value), (name, value)
+        assert name in ("version", "implementation") or _LABEL_VALUE.fullmatch(value), (name, value)
     assert b"somebody" not in text and b"such" not in text
-    for family in busy.gateway.metrics.registry.collect():
-        # Nobody waits longer than ten minutes for anything, and what does is in the last bucket.
+    for family in used_proxy.gateway.metrics.registry.collect():
+        # Nothing should take longer than ten minutes, so the last finite bucket covers that.
         if family.type == "histogram" and family.samples:
             edges = {float(s.labels["le"]) for s in family.samples if "le" in s.labels}
             assert sorted(edges)[-2] >= 600, family.name
 
 
-def test_a_prometheus_server_scrapes_every_metric(busy: RunningProxy, prometheus: int) -> None:
+def test_a_prometheus_server_scrapes_every_metric(
+    used_proxy: RunningProxy, prometheus: int
+) -> None:
     (up,) = _query(prometheus, 'up{job="evoke-proxy"}')
     assert up["value"][1] == "1"
     (info,) = _query(prometheus, "evoke_build_info")
@@ -122,34 +124,36 @@ def test_a_prometheus_server_scrapes_every_metric(busy: RunningProxy, prometheus
         for row in _query(prometheus, "evoke_tokens_total")
     }
     kinds = ("decoded", "recovered", "resident_before", "omitted")
-    assert accounting == {kind: busy.metric("evoke_tokens_total", kind=kind) for kind in kinds}
+    assert accounting == {
+        kind: used_proxy.metric("evoke_tokens_total", kind=kind) for kind in kinds
+    }
     assert _query(prometheus, "llamacpp:prompt_tokens_total")
     assert _query(prometheus, "evoke_upstream_up == 1")
 
 
-def test_every_dashboard_query_returns_data(busy: RunningProxy, prometheus: int) -> None:
+def test_every_dashboard_query_returns_data(used_proxy: RunningProxy, prometheus: int) -> None:
     board = json.loads((DEPLOY / "grafana/dashboard.json").read_text())
-    known = set(re.findall(r"^# TYPE (\S+)", ask(busy.port, "GET", "/metrics").body.decode(), re.M))
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    text = ask(used_proxy.port, "GET", "/metrics").body.decode()
+    exported = set(re.findall(r"^# TYPE (\S+)", text, re.M))
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     rules = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"][0]["rules"]
-    asked += [rule["expr"] for rule in rules]
-    assert len(asked) > 30
-    for expression in asked:
+    expressions += [rule["expr"] for rule in rules]
+    assert len(expressions) > 30
+    for expression in expressions:
         for name in re.findall(r"\b((?:evoke_|llamacpp:|process_)\w+)", expression):
-            assert {name, name.removesuffix("_bucket")} & known, name
-        given = expression.replace("$__rate_interval", "1m").replace("$instance", ".+")
-        answered = _query(prometheus, given)
-        # What is only there once something went wrong, or with several servers, has no series.
-        assert answered or re.search(
-            r"errors|degraded|bypass|corrupt|saves|restores|diverg|>|==|dropped|_server_", given
-        ), given
+            assert {name, name.removesuffix("_bucket")} & exported, name
+        query = expression.replace("$__rate_interval", "1m").replace("$instance", ".+")
+        result = _query(prometheus, query)
+        # Metrics of failures, or of several servers, have no series here.
+        assert result or re.search(
+            r"errors|degraded|bypass|corrupt|saves|restores|diverg|>|==|dropped|_server_", query
+        ), query
 
 
 def test_alert_rules_are_evaluated_and_none_fires(prometheus: int) -> None:
     deadline = time.monotonic() + 30
     while True:
-        answer = json.loads(ask(prometheus, "GET", "/api/v1/rules").body)["data"]["groups"]
-        (group,) = answer
+        (group,) = json.loads(ask(prometheus, "GET", "/api/v1/rules").body)["data"]["groups"]
         states = {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
         if all(health != "unknown" for health, _ in states.values()):
             break

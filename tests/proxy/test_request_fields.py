@@ -1,4 +1,4 @@
-"""Fields of the proxy: validated and removed from the request in every dialect."""
+"""The proxy validates its own request fields, and removes them, in every dialect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET = 320
 USER = {"role": "user", "content": "Hello."}
 ITEM = {"type": "function_call_output", "call_id": "c", "output": "1"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "evoke_keep is not a field here"}]}
-# Each dialect's body, and the list in it whose objects may be marked.
+# A body of each path, and the key of its list of messages, which may have message fields.
 BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "/v1/chat/completions": ({"messages": [USER, PARTS]}, "messages"),
     "/v1/messages": ({"system": "Be brief.", "messages": [PARTS, USER]}, "messages"),
@@ -29,7 +29,7 @@ BODIES: dict[str, tuple[dict[str, Any], str]] = {
     "/infill": ({"input_prefix": "a", "input_suffix": "b"}, ""),
 }
 CHATS = list(BODIES)[:3]
-# Paths that count what a chat of the dialect would have: its fields are the same there.
+# Paths that count the tokens of a chat, and the path of the chat; both accept the same fields.
 COUNTS = {
     "/v1/chat/completions/input_tokens": CHATS[0],
     "/v1/messages/count_tokens": CHATS[1],
@@ -47,7 +47,7 @@ FIELDS: dict[str, Any] = {
     "evoke_session": "mine",
     "evoke_recover": ["file:a.py", "user:1"],
 }
-WRONG = [
+INVALID = [
     ("evoke", "no"),
     ("evoke_budget", 0),
     ("evoke_budget", "many"),
@@ -62,7 +62,7 @@ WRONG = [
     ("evoke_recover", ["x"] * 65),
     ("evoke_oracle", "user:1"),
 ]
-WRONG_MARKS = [("evoke_keep", "always"), ("evoke_name", "")]
+INVALID_MESSAGE_FIELDS = [("evoke_keep", "always"), ("evoke_name", "")]
 
 
 async def _ok(exchange: Exchange) -> None:
@@ -74,35 +74,38 @@ def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Answer:
     return ask(port, "POST", path, json.dumps(body).encode(), named)
 
 
-def _marked(path: str, mark: dict[str, Any]) -> dict[str, Any]:
+def _with_message_fields(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the body of a path with these fields in every message."""
     body, key = BODIES[path]
-    return {**body, key: [item | mark for item in body[key]]}
+    return {**body, key: [item | fields for item in body[key]]}
 
 
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_only_fields_of_the_proxy_are_removed(path: str, patched: bool) -> None:
     body, key = BODIES[path]
-    marks = {"evoke_keep": "prefer", "evoke_name": "file:a.py"}
-    marked = _marked(path, marks) if key else body
+    message_fields = {"evoke_keep": "prefer", "evoke_name": "file:a.py"}
+    sent = _with_message_fields(path, message_fields) if key else body
     with fake_upstream(_ok, patched=patched) as fake, proxy(fake.port) as running:
-        _post(running.port, path, FIELDS | marked, X_Evoke_Session="mine")
+        _post(running.port, path, FIELDS | sent, X_Evoke_Session="mine")
         post = f"POST {path} ".encode()
-        (seen,) = [seen for seen in fake.requests if seen.head.startswith(post)]
-    arrived = json.loads(seen.body)
-    assert {name: item for name, item in arrived.items() if name != "id_slot"} == body
-    assert b"evoke" not in seen.head.lower()
+        (request,) = [each for each in fake.requests if each.head.startswith(post)]
+    forwarded = json.loads(request.body)
+    assert {name: item for name, item in forwarded.items() if name != "id_slot"} == body
+    assert b"evoke" not in request.head.lower()
 
 
 @pytest.mark.parametrize(
     ("path", "field", "value"),
-    [(path, *wrong) for path in BODIES for wrong in WRONG]
-    + [(path, *wrong) for path in (*CHATS, *COUNTS) for wrong in WRONG_MARKS],
+    [(path, *invalid) for path in BODIES for invalid in INVALID]
+    + [(path, *invalid) for path in (*CHATS, *COUNTS) for invalid in INVALID_MESSAGE_FIELDS],
 )
-def test_a_wrong_value_is_400_and_the_field_is_named(path: str, field: str, value: object) -> None:
+def test_an_invalid_value_is_answered_400_and_its_field_is_named(
+    path: str, field: str, value: object
+) -> None:
     body = BODIES[path][0] | {field: value}
-    if (field, value) in WRONG_MARKS:
-        body = _marked(path, {field: value})
+    if (field, value) in INVALID_MESSAGE_FIELDS:
+        body = _with_message_fields(path, {field: value})
     with fake_upstream(_ok) as fake, proxy(fake.port) as running:
         answer = _post(running.port, path, body)
         assert fake.requests == []
@@ -113,34 +116,35 @@ def test_a_wrong_value_is_400_and_the_field_is_named(path: str, field: str, valu
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_unknown_field_is_400_and_the_nearest_is_named(path: str) -> None:
+def test_an_unknown_field_is_answered_400_and_the_nearest_name_is_suggested(path: str) -> None:
     with fake_upstream(_ok) as fake, proxy(fake.port) as running:
-        for field, named in (
+        for field, hint in (
             ("evoke_bugdet", "mean evoke_budget?"),
             ("evoke_zzzzzzzz", "known: evoke"),
         ):
             answer = _post(running.port, path, BODIES[path][0] | {field: 512})
             error = json.loads(answer.body)["error"]
             assert (answer.status, fake.requests) == (400, [])
-            assert repr(field) in error["message"] and named in error["message"]
-            known = "evoke_field_unknown"
-            assert error.get("code") in (known, None if "messages" in path else known)
+            assert repr(field) in error["message"] and hint in error["message"]
+            code = "evoke_field_unknown"
+            assert error.get("code") in (code, None if "messages" in path else code)
 
 
 @pytest.mark.parametrize("path", COUNTS)
-def test_counting_ignores_the_fields_of_the_proxy(
+def test_a_token_count_does_not_depend_on_fields_of_the_proxy(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     body, key = BODIES[path]
     assert key
     direct = _post(patched_port, path, body)
-    asked = _post(patched_proxy.port, path, FIELDS | _marked(path, {"evoke_keep": "pin"}))
+    body_with_fields = FIELDS | _with_message_fields(path, {"evoke_keep": "pin"})
+    proxied = _post(patched_proxy.port, path, body_with_fields)
     assert direct.status == 200 and b"input_tokens" in direct.body
-    assert (asked.status, asked.body) == (200, direct.body)
+    assert (proxied.status, proxied.body) == (200, direct.body)
 
 
 @pytest.mark.parametrize("path", COUNTS)
-def test_a_body_that_is_not_json_is_refused_by_the_server(
+def test_llama_server_refuses_a_token_count_of_a_body_that_is_not_json(
     patched_port: int, patched_proxy: RunningProxy, path: str
 ) -> None:
     direct, proxied = (ask(p, "POST", path, b"{", JSON) for p in (patched_port, patched_proxy.port))
@@ -148,7 +152,7 @@ def test_a_body_that_is_not_json_is_refused_by_the_server(
     assert (proxied.status, proxied.body) == (direct.status, direct.body)
 
 
-def test_a_name_that_cannot_be_recovered_is_reported(patched_proxy: RunningProxy) -> None:
+def test_an_unknown_recovery_is_refused_with_the_valid_names(patched_proxy: RunningProxy) -> None:
     answer = _post(patched_proxy.port, "/v1/chat/completions", {"evoke_recovery": "later"})
     assert answer.status == 400
     message = json.loads(answer.body)["error"]["message"]
@@ -156,7 +160,9 @@ def test_a_name_that_cannot_be_recovered_is_reported(patched_proxy: RunningProxy
 
 
 @pytest.mark.parametrize("path", CHATS)
-def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy, path: str) -> None:
+def test_pins_beyond_their_share_of_the_budget_are_refused(
+    patched_proxy: RunningProxy, path: str
+) -> None:
     long = {"role": "user", "content": FILLER * 3}
     body = {"messages": [long], "input": [long], "max_tokens": 4, "evoke_budget": BUDGET}
     pins: list[dict[str, Any]] = [
@@ -172,50 +178,50 @@ def test_pins_over_the_cap_are_refused(patched_proxy: RunningProxy, path: str) -
     assert _post(patched_proxy.port, path, body).status == 200
 
 
-def test_pins_whose_sum_exceeds_the_cap_are_refused_and_earlier_pins_stay(
+def test_a_pin_is_refused_if_the_sum_of_pins_is_too_large_and_earlier_pins_stay(
     patched_proxy: RunningProxy,
 ) -> None:
-    talk = ChatClient(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
-    talk.say("The code is 7741.", evoke_pinned=True)
+    client = ChatClient(patched_proxy.port, "pins", {"evoke_budget": BUDGET})
+    client.say("The code is 7741.", evoke_pinned=True)
     for number in range(4):
-        said = talk.say(f"Turn {number}. {FILLER}")
-        assert said.accounting["n_resident_peak"] <= BUDGET
-    talk.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
-    assert talk.post().status == 200
-    talk.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
-    refused = talk.post()
+        turn = client.say(f"Turn {number}. {FILLER}")
+        assert turn.accounting["n_resident_peak"] <= BUDGET
+    client.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
+    assert client.post().status == 200
+    client.messages.append({"role": "user", "content": FILLER, "evoke_keep": "pin"})
+    refused = client.post()
     assert json.loads(refused.body)["error"]["code"] == "evoke_pin_budget_exceeded"
-    del talk.messages[-1]
-    assert talk.say("Go on.").accounting["n_resident_peak"] <= BUDGET
+    del client.messages[-1]
+    assert client.say("Go on.").accounting["n_resident_peak"] <= BUDGET
 
 
-def test_a_request_chooses_its_recovery(patched_proxy: RunningProxy) -> None:
-    talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
-    talk.say("The access code of the Meridian vault is 7741.")
+def test_a_request_can_choose_its_recovery(patched_proxy: RunningProxy) -> None:
+    client = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
+    client.say("The access code of the Meridian vault is 7741.")
     for number in range(6):
-        talk.say(f"Turn {number}. {FILLER}")
+        client.say(f"Turn {number}. {FILLER}")
     question = "What is the access code of the Meridian vault?"
-    assert talk.say(question, evoke_recovery="discard").accounting["recovered"] == 0
+    assert client.say(question, evoke_recovery="discard").accounting["recovered"] == 0
     for number in range(3):
-        talk.say(f"Again {number}. {FILLER}")
-    assert talk.say(question, evoke_recovery="kv_restore").accounting["recovered"] > 0
+        client.say(f"Again {number}. {FILLER}")
+    assert client.say(question, evoke_recovery="kv_restore").accounting["recovered"] > 0
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(200, 200), (900, BUDGET), (None, BUDGET)])
-def test_a_request_may_lower_the_budget_and_not_raise_it(
-    patched_port: int, asked: int | None, kept: int
+@pytest.mark.parametrize(("requested", "applied"), [(200, 200), (900, BUDGET), (None, BUDGET)])
+def test_a_request_can_lower_the_budget_and_not_raise_it(
+    patched_port: int, requested: int | None, applied: int
 ) -> None:
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "low", {"evoke_budget": asked})
-        turns = [talk.say(f"Turn {number}. {FILLER}") for number in range(4)]
-    assert [said.accounting["budget"] for said in turns] == [kept] * 4
-    assert max(said.accounting["n_resident_peak"] for said in turns) <= kept
+        client = ChatClient(running.port, "low", {"evoke_budget": requested})
+        turns = [client.say(f"Turn {number}. {FILLER}") for number in range(4)]
+    assert [turn.accounting["budget"] for turn in turns] == [applied] * 4
+    assert max(turn.accounting["n_resident_peak"] for turn in turns) <= applied
 
 
-def test_a_request_chooses_its_policy(patched_proxy: RunningProxy) -> None:
-    talk = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
+def test_a_request_can_choose_its_policy(patched_proxy: RunningProxy) -> None:
+    client = ChatClient(patched_proxy.port, "own", {"evoke_budget": BUDGET})
     names = [name for name in policy_names() if "_" not in name]  # without variants
     for number, name in enumerate([*names, "evoke"]):
-        said = talk.say(f"Turn {number}. {FILLER}", evoke_policy=name)
-        assert said.headers["x-evoke-policy"] == name
-        assert said.accounting["marker"] == "ok"
+        turn = client.say(f"Turn {number}. {FILLER}", evoke_policy=name)
+        assert turn.headers["x-evoke-policy"] == name
+        assert turn.accounting["marker"] == "ok"

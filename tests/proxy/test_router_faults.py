@@ -1,4 +1,4 @@
-"""A router whose models are unloaded or killed: later requests are correct, no slot is lost."""
+"""A llama-server in router mode whose models are unloaded or killed: conversations continue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(slots=True)
 class Deployment:
-    """A router for two models, of which it has one at a time, and a proxy in front of it."""
+    """A router that loads one of two models at a time, and a proxy in front of it."""
 
     folder: Path
     port: int
@@ -41,35 +41,35 @@ class Deployment:
         models = str(self.folder / "models")
         options = ["--models-dir", models, "--models-max", "1", "-np", "1", "-c", "8192"]
         options += ["-t", "1", "--metrics", "--slot-save-path", str(self.folder / "slots")]
-        served = bare_llama_server(server_binary(patched=False), *options, port=self.port)
-        self._server.enter_context(served)
+        server = bare_llama_server(server_binary(patched=False), *options, port=self.port)
+        self._server.enter_context(server)
 
     def kill_router(self) -> None:
-        """The router at once, and what it had started."""
+        """Send SIGKILL to the router and to the servers that it started."""
         servers = self.model_servers()
         os.kill(process_on(self.port), signal.SIGKILL)
         for server in servers:
-            _end(server)
+            _kill(server)
         self._server.close()
 
     def model_servers(self) -> list[int]:
-        """The processes that the router has started."""
-        wanted = str(self.folder / "slots").encode()
-        found = []
+        """Return the process ids of the servers that the router has started."""
+        slot_folder = str(self.folder / "slots").encode()
+        pids = []
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 words = (process / "cmdline").read_bytes().split(b"\0")
-                if wanted in words and b"--alias" in words:
-                    found.append(int(process.name))
-        return found
+                if slot_folder in words and b"--alias" in words:
+                    pids.append(int(process.name))
+        return pids
 
     def loaded(self) -> list[str]:
-        """The models that the router has loaded."""
+        """Return the models that the router has loaded."""
         models = json.loads(ask(self.port, "GET", "/v1/models").body)["data"]
         return [item["id"] for item in models if item["status"]["value"] == "loaded"]
 
-    def is_settled(self) -> bool:
-        """Whether the router is loading or unloading no model."""
+    def is_stable(self) -> bool:
+        """Whether the router neither loads nor unloads a model."""
         models = json.loads(ask(self.port, "GET", "/v1/models").body)["data"]
         return all(item["status"]["value"] in ("loaded", "unloaded") for item in models)
 
@@ -78,14 +78,14 @@ class Deployment:
         assert self.running is not None
         return self.running
 
-    def rested(self) -> None:
-        """Wait until nothing goes on, and see that every slot was given back."""
+    def check_slots_are_free(self) -> None:
+        """Wait for background tasks, and check that every slot was released."""
         self.proxy.wait_for_background()
         pools = [repr(server.slots.pool) for server in self.proxy.servers]
         assert not any("*" in pool or "queued=0" not in pool for pool in pools), pools
 
 
-def _end(process: int) -> None:
+def _kill(process: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 
@@ -96,21 +96,22 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
         (tmp_path / name).mkdir()
     for name in (ONE, TWO):
         (tmp_path / "models" / f"{name}.gguf").symlink_to(bundled_model())
-    made = Deployment(tmp_path, free_port())
+    started = Deployment(tmp_path, free_port())
     settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
-    made.start()
+    started.start()
     try:
-        with proxy(made.port, snapshots__directory=str(tmp_path / "slots"), **settings) as running:
-            made.running = running
-            yield made
+        directory = str(tmp_path / "slots")
+        with proxy(started.port, snapshots__directory=directory, **settings) as running:
+            started.running = running
+            yield started
     finally:
-        for server in made.model_servers():
-            _end(server)
-        made._server.close()
+        for server in started.model_servers():
+            _kill(server)
+        started._server.close()
 
 
 def _chat(model: str, number: int = 68285, n_turns: int = 5) -> Chat:
-    """A conversation that knows a number of its own."""
+    """Return a conversation about a number."""
     messages = [{"role": "user", "content": f"My favorite number is {number}."}]
     for turn in range(n_turns):
         messages.append({"role": "assistant", "content": "I see."})
@@ -119,18 +120,18 @@ def _chat(model: str, number: int = 68285, n_turns: int = 5) -> Chat:
     return Chat(messages, {"model": model})
 
 
-def _recalls(deployment: Deployment, chat: Chat, number: int = 68285) -> tuple[int, int]:
-    """One turn that is answered rightly: with the number of this conversation and no other."""
-    cost = chat.ask(deployment.proxy.port, QUESTION)
-    deployment.rested()
+def _check_recall(deployment: Deployment, chat: Chat, number: int = 68285) -> tuple[int, int]:
+    """Ask for the number of a conversation; returns cached and decoded tokens."""
+    counts = chat.ask(deployment.proxy.port, QUESTION)
+    deployment.check_slots_are_free()
     assert str(number) in chat.reply["content"], chat.reply
     chat.add_reply()
-    return cost
+    return counts
 
 
 @contextmanager
-def _begun(port: int, chat: Chat) -> Iterator[http.client.HTTPResponse]:
-    """A stream that has begun and goes on for long."""
+def _long_stream(port: int, chat: Chat) -> Iterator[http.client.HTTPResponse]:
+    """Start a long stream, and disconnect at the end of the block."""
     fields = {"stream": True, "max_tokens": 4000, "ignore_eos": True}
     messages = [*chat.messages, {"role": "user", "content": "Count."}]
     body = json.dumps({"messages": messages, **chat.fields, **fields}).encode()
@@ -164,46 +165,46 @@ def test_a_model_unloaded_during_a_turn_is_reloaded_with_its_conversation(
     deployment: Deployment, end: Any
 ) -> None:
     chat = _chat(ONE)
-    _recalls(deployment, chat)
-    with _begun(deployment.proxy.port, chat) as answer:
+    _check_recall(deployment, chat)
+    with _long_stream(deployment.proxy.port, chat) as answer:
         end(deployment)
         with contextlib.suppress(OSError, http.client.HTTPException):
             while answer.read1():
                 pass
-    cached, new = _recalls(deployment, chat)
-    assert cached > 5 * new, "its snapshot was restored"
+    cached, new = _check_recall(deployment, chat)
+    assert cached > 5 * new, "its snapshot was not restored"
     assert deployment.proxy.metric("evoke_snapshot_restores_total", result="useful") >= 1
-    end(deployment)  # between two turns, too
-    cached, new = _recalls(deployment, chat)
+    end(deployment)  # between two turns
+    cached, new = _check_recall(deployment, chat)
     assert cached > 5 * new
 
 
 def test_clients_that_disconnect_during_loading_leave_no_state(deployment: Deployment) -> None:
-    how, chats = random.Random(3), {ONE: _chat(ONE, 41937, 1), TWO: _chat(TWO, 73920, 1)}
+    rng, chats = random.Random(3), {ONE: _chat(ONE, 41937, 1), TWO: _chat(TWO, 73920, 1)}
     for number in range(8):
         chat = chats[(ONE, TWO)[number % 2]]
         body = json.dumps({"messages": chat.messages, "max_tokens": 2, **chat.fields}).encode()
         connection = http.client.HTTPConnection("127.0.0.1", deployment.proxy.port)
         connection.request("POST", "/v1/chat/completions", body, JSON)
-        connection.sock.settimeout(how.choice((0.001, 0.02, 0.1, 0.3)))
+        connection.sock.settimeout(rng.choice((0.001, 0.02, 0.1, 0.3)))
         with contextlib.suppress(OSError):
             connection.sock.recv(1)
         connection.close()
-    deployment.rested()
-    _recalls(deployment, chats[ONE], 41937)
-    _recalls(deployment, chats[TWO], 73920)
+    deployment.check_slots_are_free()
+    _check_recall(deployment, chats[ONE], 41937)
+    _check_recall(deployment, chats[TWO], 73920)
     router = deployment.proxy.gateway.server
     models = [server for server in deployment.proxy.servers if server is not router]
-    assert len(models) == 2, "each model was entered once"
+    assert len(models) == 2, "a model has more than one gateway"
 
 
-def test_concurrent_requests_for_two_models_get_their_own_conversations(
+def test_concurrent_conversations_at_two_models_do_not_mix(
     deployment: Deployment,
 ) -> None:
-    """The router unloads one for the other, whatever runs there: that costs an answer at most."""
+    """The router unloads one model to load the other, which breaks off running answers."""
 
     def turns(number: int, model: str) -> tuple[Chat, int]:
-        chat, answered = _chat(model, number, 2), 0
+        chat, n_answered = _chat(model, number, 2), 0
         for _ in range(3):
             try:
                 chat.ask(deployment.proxy.port, QUESTION)
@@ -211,25 +212,26 @@ def test_concurrent_requests_for_two_models_get_their_own_conversations(
                 chat.messages.pop()
                 continue
             assert str(number) in chat.reply["content"], chat.reply
-            answered += 1
+            n_answered += 1
             chat.add_reply()
-        return chat, answered
+        return chat, n_answered
 
     numbers = (68285, 41937, 73920, 25814)
     with ThreadPoolExecutor(4) as clients:
-        running = [clients.submit(turns, n, (ONE, TWO)[at % 2]) for at, n in enumerate(numbers)]
-        talked = [one.result() for one in running]
-    deployment.rested()
-    assert sum(answered for _, answered in talked) >= 1  # on a slow machine most lose their model
-    for number, (chat, _) in zip(numbers, talked, strict=True):
-        until(deployment.is_settled, "the router loads and unloads nothing")
-        _recalls(deployment, chat, number)
+        futures = [clients.submit(turns, n, (ONE, TWO)[i % 2]) for i, n in enumerate(numbers)]
+        results = [future.result() for future in futures]
+    deployment.check_slots_are_free()
+    # On a slow machine the model is unloaded in most turns.
+    assert sum(n_answered for _, n_answered in results) >= 1
+    for number, (chat, _) in zip(numbers, results, strict=True):
+        until(deployment.is_stable, "the router loads and unloads no model")
+        _check_recall(deployment, chat, number)
 
 
 def test_conversations_survive_a_restart_of_the_router(deployment: Deployment) -> None:
     chat = _chat(ONE)
-    _recalls(deployment, chat)
-    with _begun(deployment.proxy.port, chat) as answer:
+    _check_recall(deployment, chat)
+    with _long_stream(deployment.proxy.port, chat) as answer:
         deployment.kill_router()
         with contextlib.suppress(OSError, http.client.HTTPException):
             while answer.read1():
@@ -238,5 +240,5 @@ def test_conversations_survive_a_restart_of_the_router(deployment: Deployment) -
     refused = ask(deployment.proxy.port, "POST", "/v1/chat/completions", b'{"messages":[]}', JSON)
     assert refused.status == 503
     deployment.start()
-    cached, new = _recalls(deployment, chat)
+    cached, new = _check_recall(deployment, chat)
     assert cached > 5 * new

@@ -1,4 +1,4 @@
-"""A router with several models: each conversation keeps its cache when its model is reloaded."""
+"""A llama-server in router mode: conversations keep their cache when their model is reloaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
         with proxy(port, **settings) as running:
             chats = {}
             for shape in ("tiny-dense", "tiny-moe"):
-                chats[shape] = long_chat(400)  # the same words: the model makes them another chat
+                chats[shape] = long_chat(400)  # the same text for both models
                 chats[shape].fields = {"model": shape}
                 cached, new = chats[shape].ask(running.port, "So what is it?")
                 assert cached + new > 1500
@@ -49,25 +49,27 @@ def test_a_conversation_is_restored_when_its_model_is_reloaded(tmp_path: Path) -
 
 
 def _check_admin_calls(running: RunningProxy, dense: Chat, moe: Chat) -> None:
-    """Sessions of both models are listed, shown, pinned, exported, and the one whose model is not
-    loaded now is deleted."""
+    """Check admin calls about sessions of both models.
+
+    Both are listed, displayed, pinned and exported. The one whose model is not loaded is deleted.
+    """
     listed = admin_call(running, "GET", "sessions")["sessions"]
     of_dense, of_moe = (row["id"] for row in sorted(listed, key=lambda row: row["used"]))
     for id in (of_dense, of_moe):
-        shown = admin_call(running, "GET", f"sessions/{id}")
-        assert (shown["id"], shown["live"], shown["turns"]) == (id, True, 2)
-        assert shown["snapshots"] and shown["history"][-1]["path"] == "restored"
+        details = admin_call(running, "GET", f"sessions/{id}")
+        assert (details["id"], details["live"], details["turns"]) == (id, True, 2)
+        assert details["snapshots"] and details["history"][-1]["path"] == "restored"
         pinned = admin_call(running, "PATCH", f"sessions/{id}", {"pinned": True})
         assert pinned["pinned"] and all(item["pinned"] for item in pinned["snapshots"])
         export = ask(running.port, "GET", f"/evoke/sessions/{id}/export")
         with tarfile.open(fileobj=io.BytesIO(export.body)) as tar:
             names = tar.getnames()
-        assert names[0] == "manifest.json" and len(names) == 1 + len(shown["snapshots"])
-    done = admin_call(running, "DELETE", f"sessions/{of_dense}")
-    assert done["sessions"] == 1 and done["snapshots"] >= 1 and done["left"] == []
+        assert names[0] == "manifest.json" and len(names) == 1 + len(details["snapshots"])
+    deleted = admin_call(running, "DELETE", f"sessions/{of_dense}")
+    assert deleted["sessions"] == 1 and deleted["snapshots"] >= 1 and deleted["left"] == []
     assert [s["id"] for s in admin_call(running, "GET", "sessions")["sessions"]] == [of_moe]
     assert admin_call(running, "GET", f"sessions/{of_dense}", status=404)
-    # Nothing of it is left, in no slot and in no file; the other is there.
+    # Nothing of the deleted session is left in a slot or file. The other one is unchanged.
     for chat, kept in ((dense, False), (moe, True)):
         chat.messages.pop()
         chat.ask(running.port)

@@ -1,4 +1,4 @@
-"""Access and hostile requests: keys, paths, invalid HTTP, slow clients."""
+"""Security at the client address: keys, forbidden paths, invalid HTTP, slow clients, log text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ UPSTREAM_KEY = "upstream-key-of-the-proxy"
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secrets") / "keys"
-    people = (("alice", ALICE), ("bob", BOB))
-    write_secret(path, "".join(line_of(Caller(name, name), key) + "\n" for name, key in people))
+    tenants = (("alice", ALICE), ("bob", BOB))
+    write_secret(path, "".join(line_of(Caller(name, name), key) + "\n" for name, key in tenants))
     return path
 
 
@@ -48,40 +48,41 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 def _raw(port: int, sent: bytes) -> bytes:
-    """What comes back for these bytes until the connection ends."""
+    """Send bytes; returns what is received until the connection ends."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S / 2) as client:
         client.sendall(sent)
         return b"".join(iter(lambda: client.recv(65536), b""))
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "headers",
     [{}, _bearer("evk_no"), {"Authorization": f"Basic {ALICE}"}, {"X-Api-Key": ""}, {":x": ALICE}],
     ids=["none", "wrong", "basic", "empty", "odd"],
 )
-def test_requests_without_a_key_are_refused(
-    keyed: RunningProxy, echo: FakeUpstream, shown: Mapping[str, str]
+def test_requests_without_a_valid_key_are_refused(
+    keyed: RunningProxy, echo: FakeUpstream, headers: Mapping[str, str]
 ) -> None:
     for path in ("/v1/chat/completions", "/tokenize", "/slots/0?action=erase", "/metrics", "/"):
-        answer = ask(keyed.port, "POST", path, CHAT, {k: v for k, v in shown.items() if k[0] > ":"})
+        sent = {name: value for name, value in headers.items() if name[0] > ":"}
+        answer = ask(keyed.port, "POST", path, CHAT, sent)
         assert answer.status == 401, path
         assert json.loads(answer.body)["error"]["type"] == "authentication_error"
     assert ask(keyed.port, "POST", "/v1/messages", CHAT).status == 401
     assert echo.requests == []
 
 
-def test_the_clients_key_is_replaced_by_that_of_the_proxy(
+def test_the_key_of_the_client_is_replaced_by_the_upstream_key(
     keyed: RunningProxy, echo: FakeUpstream
 ) -> None:
     for headers in (_bearer(ALICE), {**JSON, "X-Api-Key": BOB}):
         for path in ("/v1/chat/completions", "/v1/messages", "/tokenize"):
             assert ask(keyed.port, "POST", path, CHAT, headers).status == 200
-    heads = b"".join(seen.head for seen in echo.requests)
+    heads = b"".join(request.head for request in echo.requests)
     assert ALICE.encode() not in heads and BOB.encode() not in heads
     assert heads.count(b"Authorization: Bearer " + UPSTREAM_KEY.encode()) == len(echo.requests) == 6
 
 
-def test_a_proxy_without_an_upstream_key_sends_none(echo: FakeUpstream, keys: Path) -> None:
+def test_no_key_is_forwarded_without_an_upstream_key(echo: FakeUpstream, keys: Path) -> None:
     with proxy(echo.port, security__keys_file=str(keys)) as running:
         assert ask(running.port, "POST", "/v1/chat/completions", CHAT, _bearer(ALICE)).status == 200
     assert b"authorization" not in echo.requests[0].head.lower()
@@ -91,10 +92,10 @@ def test_a_removed_key_is_refused_at_once(echo: FakeUpstream, tmp_path: Path) ->
     path = tmp_path / "keys"
     write_secret(path, line_of(Caller("alice", "alice"), ALICE))
     with proxy(echo.port, security__keys_file=str(path)) as running:
-        asked = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
-        assert ask(running.port, *asked).status == 200
+        request = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
+        assert ask(running.port, *request).status == 200
         write_secret(path, line_of(Caller("bob", "bob"), BOB))
-        assert ask(running.port, *asked).status == 401
+        assert ask(running.port, *request).status == 401
 
 
 def test_a_deleted_key_file_refuses_all_keys_and_a_damaged_one_changes_nothing(
@@ -103,13 +104,13 @@ def test_a_deleted_key_file_refuses_all_keys_and_a_damaged_one_changes_nothing(
     path = tmp_path / "keys"
     write_secret(path, line_of(Caller("alice", "alice"), ALICE))
     with proxy(echo.port, security__keys_file=str(path)) as running:
-        asked = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
+        request = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
         write_secret(path, "nonsense")
-        assert ask(running.port, *asked).status == 200
+        assert ask(running.port, *request).status == 200
         path.unlink()
-        assert ask(running.port, *asked).status == 401
+        assert ask(running.port, *request).status == 401
         write_secret(path, line_of(Caller("alice", "alice"), ALICE))
-        assert ask(running.port, *asked).status == 200
+        assert ask(running.port, *request).status == 200
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_deleted_key_file_refuses_all_keys_and_a_damaged_one_changes_nothing(
     /v1%2fchat/completions /%65voke/sessions /metrics http://127.0.0.1/slots
     """.split(),
 )
-def test_paths_of_operators_are_refused_to_clients(
+def test_clients_may_not_use_operator_paths(
     keyed: RunningProxy, echo: FakeUpstream, target: str
 ) -> None:
     answer = ask(keyed.port, "POST", target, CHAT, _bearer(ALICE))
@@ -139,16 +140,18 @@ def test_no_path_under_evoke_reaches_the_server(
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "a]b", "[x]"])
-def test_an_invalid_host_is_refused(stray: tuple[RunningProxy, FakeUpstream], host: str) -> None:
+def test_an_invalid_host_header_is_refused(
+    shared_proxy: tuple[RunningProxy, FakeUpstream], host: str
+) -> None:
     head = f"GET /evoke/sessions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-    assert int(_raw(stray[0].port, head.encode()).split(b" ")[1]) in (400, 403)
+    assert int(_raw(shared_proxy[0].port, head.encode()).split(b" ")[1]) in (400, 403)
 
 
 @pytest.mark.parametrize("path", ["/evil%0Aline", "/x%0A/../slots", "/%7f", "/v1/models%00"])
 def test_no_control_character_of_a_path_reaches_the_server(
-    stray: tuple[RunningProxy, FakeUpstream], path: str
+    shared_proxy: tuple[RunningProxy, FakeUpstream], path: str
 ) -> None:
-    running, fake = stray
+    running, fake = shared_proxy
     fake.requests.clear()
     assert ask(running.port, "GET", path).status == 400
     assert fake.requests == []
@@ -166,7 +169,7 @@ def test_no_control_character_of_a_path_reaches_the_server(
     ],
     ids=["words", "bytes", "marker", "spelled", "list", "gzip"],
 )
-def test_bodies_that_only_llama_server_could_read_are_refused(
+def test_bodies_that_the_proxy_cannot_read_are_refused_with_keys(
     keyed: RunningProxy, echo: FakeUpstream, body: bytes, headers: Mapping[str, str]
 ) -> None:
     answer = ask(keyed.port, "POST", "/v1/chat/completions", body, {**_bearer(ALICE), **headers})
@@ -213,9 +216,9 @@ def test_a_key_file_readable_by_others_prevents_the_start(tmp_path: Path) -> Non
     ids="cl-te cl-cl space plus te te-te te2 vt 0x minus fold lf nul colon host many long".split(),
 )
 def test_requests_with_ambiguous_framing_are_refused(
-    stray: tuple[RunningProxy, FakeUpstream], lines: bytes
+    shared_proxy: tuple[RunningProxy, FakeUpstream], lines: bytes
 ) -> None:
-    running, fake = stray
+    running, fake = shared_proxy
     answer = _raw(running.port, b"POST /x HTTP/1.1\r\nHost: a\r\n" + lines)
     head, _, body = answer.partition(b"\r\n\r\n")
     too_large = len(lines) > 1000
@@ -226,21 +229,22 @@ def test_requests_with_ambiguous_framing_are_refused(
 
 
 @pytest.fixture(scope="module")
-def stray() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
+def shared_proxy() -> Iterator[tuple[RunningProxy, FakeUpstream]]:
+    """A proxy without keys, and the fake llama-server behind it; shared by the tests."""
     with fake_upstream(answer_ok) as fake, proxy(fake.port) as running:
         yield running, fake
 
 
-@pytest.mark.parametrize("named", ["content-length", "transfer-encoding", "host"])
-def test_a_header_named_in_connection_does_not_change_the_framing(
-    stray: tuple[RunningProxy, FakeUpstream], named: str
+@pytest.mark.parametrize("name", ["content-length", "transfer-encoding", "host"])
+def test_a_header_listed_in_connection_does_not_change_the_framing(
+    shared_proxy: tuple[RunningProxy, FakeUpstream], name: str
 ) -> None:
-    running, fake = stray
+    running, fake = shared_proxy
     fake.requests.clear()
-    head = f"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close, {named}\r\nContent-Length: 3\r\n\r\n"
+    head = f"POST /x HTTP/1.1\r\nHost: a\r\nConnection: close, {name}\r\nContent-Length: 3\r\n\r\n"
     assert _raw(running.port, head.encode() + b"abc").startswith(b"HTTP/1.1 200")
-    (seen,) = fake.requests
-    assert seen.body == b"abc" and seen.head.count(b"\r\nHost: 127.0.0.1:") == 1
+    (request,) = fake.requests
+    assert request.body == b"abc" and request.head.count(b"\r\nHost: 127.0.0.1:") == 1
 
 
 @pytest.mark.parametrize(
@@ -250,41 +254,41 @@ def test_a_header_named_in_connection_does_not_change_the_framing(
     /%00 /../../x""".split(),
 )
 def test_no_target_reaches_another_server(
-    stray: tuple[RunningProxy, FakeUpstream], target: str
+    shared_proxy: tuple[RunningProxy, FakeUpstream], target: str
 ) -> None:
-    """Each request that goes on goes to llama-server, or nowhere: never to the name in it."""
-    running, fake = stray
+    """A request is forwarded to llama-server or not at all, never to a host that it names."""
+    running, fake = shared_proxy
     fake.requests.clear()
     head = f"GET {target} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"
     status = int(_raw(running.port, head.encode()).split(b" ")[1])
     assert (status == 200) == (len(fake.requests) == 1) and status in (200, 400, 404)
-    for seen in fake.requests:
-        assert f"\r\nHost: 127.0.0.1:{fake.port}\r\n".encode() in seen.head
-        assert seen.head.startswith(b"GET /") and b"evil.example:" not in seen.head
+    for request in fake.requests:
+        assert f"\r\nHost: 127.0.0.1:{fake.port}\r\n".encode() in request.head
+        assert request.head.startswith(b"GET /") and b"evil.example:" not in request.head
 
 
 def test_redirects_of_the_server_are_not_followed() -> None:
-    async def away(exchange: Exchange) -> None:
+    async def redirect(exchange: Exchange) -> None:
         lines = b"HTTP/1.1 302 Found\r\nLocation: http://evil.example/\r\nContent-Length: 0\r\n\r\n"
         await exchange.send(lines)
 
-    with fake_upstream(away) as fake, proxy(fake.port) as running:
+    with fake_upstream(redirect) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "GET", "/x")
         assert (answer.status, answer.headers["location"]) == (302, "http://evil.example/")
         assert len(fake.requests) == 1
 
 
-def test_malformed_bodies_are_answered_and_leave_the_proxy_working(
-    stray: tuple[RunningProxy, FakeUpstream],
+def test_malformed_bodies_are_answered_200_or_400(
+    shared_proxy: tuple[RunningProxy, FakeUpstream],
 ) -> None:
-    running, _ = stray
-    how = random.Random(11)
+    running, _ = shared_proxy
+    rng = random.Random(11)
     deep = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     bodies = [b"", b"{", b"null", b'""', b"[]", b"1e999", b'{"messages":1}', b"\x00" * 64, deep]
     for _ in range(200):
         body = bytearray(CHAT)
-        for _ in range(how.randint(1, 4)):
-            body[how.randrange(len(body))] = how.randrange(256)
+        for _ in range(rng.randint(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
         bodies.append(bytes(body))
     for number, body in enumerate(bodies):
         path = ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/completion")[number % 4]
@@ -303,7 +307,7 @@ def test_a_body_over_the_limit_is_not_read_to_its_end(echo: FakeUpstream) -> Non
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /x HTTP/1.1\r\nHost"], ids=["nothing", "half"])
-def test_a_missing_head_closes_the_connection(echo: FakeUpstream, sent: bytes) -> None:
+def test_a_connection_without_a_complete_head_is_closed(echo: FakeUpstream, sent: bytes) -> None:
     with proxy(echo.port, limits__idle_timeout_s=0.3) as running:
         began = time.monotonic()
         assert _raw(running.port, sent) == b""
@@ -311,7 +315,7 @@ def test_a_missing_head_closes_the_connection(echo: FakeUpstream, sent: bytes) -
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_missing_body_ends_the_request(echo: FakeUpstream, path: str) -> None:
+def test_a_request_without_its_body_is_ended(echo: FakeUpstream, path: str) -> None:
     with proxy(echo.port, limits__body_timeout_s=0.3) as running:
         head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\n".encode()
         try:
@@ -322,18 +326,18 @@ def test_a_missing_body_ends_the_request(echo: FakeUpstream, path: str) -> None:
         assert ask(running.port, "POST", path, CHAT, JSON).status == 200
 
 
-def test_a_server_that_does_not_read_counts_as_an_upstream_error(
+def test_a_server_that_reads_slowly_does_not_count_as_a_slow_client(
     monkeypatch: pytest.MonkeyPatch, echo: FakeUpstream
 ) -> None:
     read = fake_upstream_module._read
 
-    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
+    async def slow_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Exchange:
         await asyncio.sleep(3.2)
         return await read(reader, writer)
 
-    monkeypatch.setattr(fake_upstream_module, "_read", late)
+    monkeypatch.setattr(fake_upstream_module, "_read", slow_read)
     with proxy(echo.port, limits__body_timeout_s=3.0) as running:
-        # More than all buffers on the way hold; what is left of its time is for a busy machine.
+        # A body larger than all buffers between client and server.
         assert ask(running.port, "POST", "/x", b"x" * (32 << 20)).status == 200
         assert running.metric("evoke_clients_dropped_total", reason="slow_body") == 0
 
@@ -354,21 +358,21 @@ def test_a_client_that_does_not_read_releases_its_slot() -> None:
 
 
 def test_no_text_of_a_prompt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever goes wrong, and however the text got there."""
+    """The text is in bodies, headers, paths and replies, and requests fail in several ways."""
     secret = "hunter2-marker"
-    spoken = [
+    replies = [
         response(secret.encode()),
         b"HTTP/1.1 500 " + secret.encode() + b"\r\n\r\n",
         b"nonsense",
     ]
     refused = b'{"error":{"message":"%s","type":"x"}}' % secret.encode()
-    spoken += [response(refused, b"application/json", b"400 Bad Request"), b""]
+    replies += [response(refused, b"application/json", b"400 Bad Request"), b""]
 
     async def behave(exchange: Exchange) -> None:
-        await exchange.send(how.choice(spoken))
+        await exchange.send(rng.choice(replies))
         exchange.writer.close()
 
-    how = random.Random(3)
+    rng = random.Random(3)
     chat = json.dumps({"messages": [{"role": "user", "content": secret}], "stream": True}).encode()
     bodies = (chat, chat[:-1], secret.encode(), chat.replace(b"role", b"evoke_keep"))
     with caplog.at_level(logging.INFO):

@@ -1,4 +1,4 @@
-"""`evoke-proxy serve`: its output, exit codes and signals."""
+"""`evoke-proxy serve` and `check-config`: output, exit codes and signals."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -43,29 +44,29 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def _serving(
     *arguments: str, log: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A proxy process and the port it says it listens on."""
+    """Start a proxy process; yields it and the port that it logs."""
     command = _command("serve", "--listen", "127.0.0.1:0", *arguments)
-    with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as said:
-        process = subprocess.Popen(command, stderr=said, text=True)
+    with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as stderr:
+        process = subprocess.Popen(command, stderr=stderr, text=True)
         try:
-            yield process, _first_port(process, said)
+            yield process, _first_port(process, stderr)
         finally:
             process.kill()
             process.wait()
 
 
-def _first_port(process: subprocess.Popen[str], said: IO[str]) -> int:
+def _first_port(process: subprocess.Popen[str], stderr: IO[str]) -> int:
     while process.poll() is None:
-        said.seek(0)
-        found = re.search(r"listens on http://[^ ]*:(\d+)\n", said.read())
-        if found:
-            return int(found[1])
+        stderr.seek(0)
+        match = re.search(r"listens on http://[^ ]*:(\d+)\n", stderr.read())
+        if match:
+            return int(match[1])
         time.sleep(0.05)
     raise AssertionError("the proxy ended before it listened")
 
 
-def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    """A chat whose answer has begun to come."""
+def _start_answer(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """Send a chat request; returns once its answer has begun."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/chat/completions", CHAT)
     answer = connection.getresponse()
@@ -74,19 +75,19 @@ def _begun(port: int) -> tuple[http.client.HTTPConnection, http.client.HTTPRespo
 
 
 def test_new_requests_are_refused_in_their_dialect_while_stopping() -> None:
-    seen = threading.Event()
+    finish = threading.Event()
 
     async def stream(exchange: Exchange) -> None:
-        """Goes on until everything has been seen that is to be seen meanwhile."""
+        """Begin an answer, and finish it once the event is set."""
         await exchange.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", chunked(b"x"))
-        await asyncio.to_thread(seen.wait, TIMEOUT_S)
+        await asyncio.to_thread(finish.wait, TIMEOUT_S)
         await exchange.send(*[chunked(b"x")] * 9, b"0\r\n\r\n", pause_s=0.01)
 
     with (
         fake_upstream(stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
     ):
-        connection, answer = _begun(port)
+        connection, answer = _start_answer(port)
         process.send_signal(signal.SIGTERM)
         until(lambda: ask(port, "GET", "/evoke/ready").status != 200)
         ready = ask(port, "GET", "/evoke/ready")
@@ -99,7 +100,7 @@ def test_new_requests_are_refused_in_their_dialect_while_stopping() -> None:
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
         assert json.loads(refused.body)["error"]["type"] == "overloaded_error"
         assert ask(port, "GET", "/v1/models").status == 503
-        seen.set()
+        finish.set()
         assert answer.read() == b"x" * 9
         assert process.wait(TIMEOUT_S) == 0
         connection.close()
@@ -110,13 +111,15 @@ async def _endless_stream(exchange: Exchange) -> None:
     await exchange.send(*[chunked(b"x")] * 600, pause_s=0.1)
 
 
-def test_answers_beyond_the_drain_timeout_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_run_beyond_the_drain_timeout_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("EVOKE_LIMITS_DRAIN_TIMEOUT_S", "0.3")
     with (
         fake_upstream(_endless_stream) as fake,
         _serving("--upstream", f"http://127.0.0.1:{fake.port}") as (process, port),
     ):
-        connection, answer = _begun(port)
+        connection, answer = _start_answer(port)
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
         connection.close()
@@ -125,26 +128,28 @@ def test_answers_beyond_the_drain_timeout_are_cut_off(monkeypatch: pytest.Monkey
 def test_snapshots_are_on_disk_before_the_proxy_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first save is dear enough that the second would have to wait for minutes.
-    kept = {"directory": tmp_path, "stall_share": "0.000001", "min_tokens": 64, "min_gain": 0.0}
-    for key, value in (kept | {"min_free_mib": 0}).items():
+    # With this share, the first save delays the second by minutes.
+    settings = {"directory": tmp_path, "stall_share": "0.000001", "min_tokens": 64, "min_gain": 0.0}
+    for key, value in (settings | {"min_free_mib": 0}).items():
         monkeypatch.setenv(f"EVOKE_SNAPSHOTS_{key.upper()}", str(value))
     deployment = Deployment(tmp_path)
-    ahead = threading.Event()
+    decoded_ahead = threading.Event()
     with (
         deployment.server() as server,
-        fault_injector(server) as line,
-        _serving("--upstream", f"http://127.0.0.1:{line.port}") as (process, port),
+        fault_injector(server) as injector,
+        _serving("--upstream", f"http://127.0.0.1:{injector.port}") as (process, port),
     ):
         chat = Chat([{"role": "user", "content": f"Look. {FILLER * 4}"}])
 
-        def answered() -> None:  # what comes next is decoded ahead, and looked at
-            line.run_at(b"POST /completion ", lambda: line.run_at(b"GET /slots ", ahead.set))
+        def await_lookahead() -> None:
+            """Set the event at the slot request that follows the look-ahead."""
+            at_slots = partial(injector.run_at, b"GET /slots ", decoded_ahead.set)
+            injector.run_at(b"POST /completion ", at_slots)
 
-        line.run_at(b"POST /v1/chat/completions ", answered)
+        injector.run_at(b"POST /v1/chat/completions ", await_lookahead)
         chat.ask(port)
-        assert ahead.wait(TIMEOUT_S)
-        time.sleep(0.5)  # for that look to be taken
+        assert decoded_ahead.wait(TIMEOUT_S)
+        time.sleep(0.5)  # for the reply to that slot request
         before = deployment.files()
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == 0
@@ -157,24 +162,26 @@ def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) 
     upstream = f"http://127.0.0.1:{unused_port()}"
     with _serving("--upstream", upstream, "--config", str(path), log=log) as (process, port):
 
-        def reload(text: str, said: str) -> dict[str, object]:
+        def reload(text: str, message: str) -> dict[str, object]:
+            """Reload with this file; returns the log record that contains `message`."""
             path.write_text(text)
             process.send_signal(signal.SIGHUP)
-            return _logged(log, said)
+            return _log_record(log, message)
 
         done = reload("policy: {budget: 1024}\nlog: {format: json}", "settings reloaded")
         assert done["message"] == "settings reloaded; changed: policy.budget"
-        broken = reload("policy: {budgte: 1}", "not reloaded")
-        assert broken["level"] == "error" and "policy.budget?" in str(broken["message"])
-        small = reload("policy: {budget: 9}\nlog: {format: json}", "9 is too small")
-        assert small["level"] == "error" and "settings not reloaded" in str(small["message"])
-        assert str(small["message"]).endswith("need 144")
+        misspelt = reload("policy: {budgte: 1}", "not reloaded")
+        assert misspelt["level"] == "error" and "policy.budget?" in str(misspelt["message"])
+        too_small = reload("policy: {budget: 9}\nlog: {format: json}", "9 is too small")
+        assert too_small["level"] == "error"
+        assert "settings not reloaded" in str(too_small["message"])
+        assert str(too_small["message"]).endswith("need 144")
         more = "log: {format: json, level: debug}\nembedder: {device: cpu}\n"
-        waiting = reload("policy: {budget: 1024}\n" + more, "restart")
-        assert waiting["message"] == "settings that need a restart: embedder.device"
+        unapplied = reload("policy: {budget: 1024}\n" + more, "restart")
+        assert unapplied["message"] == "settings that need a restart: embedder.device"
         assert ask(port, "GET", "/evoke/health", None, {"X-Request-Id": "mine-7"}).status == 200
-        line = _logged(log, "mine-7")
-        assert (line["request_id"], line["path"], line["status"]) == (
+        injector = _log_record(log, "mine-7")
+        assert (injector["request_id"], injector["path"], injector["status"]) == (
             "mine-7",
             "/evoke/health",
             200,
@@ -183,16 +190,20 @@ def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) 
         assert process.wait(TIMEOUT_S) == 0
 
 
-def _logged(log: Path, said: str) -> dict[str, object]:
-    """The first object of a log that says this, once it is there."""
+def _log_record(log: Path, text: str) -> dict[str, object]:
+    """Wait for a record of a JSON log that contains `text`; returns the first one."""
 
     def lines() -> list[str]:
-        whole = (line for line in log.read_text().splitlines() if line[:1] + line[-1:] == "{}")
-        return [line for line in whole if said in line]
+        complete = (
+            injector
+            for injector in log.read_text().splitlines()
+            if injector[:1] + injector[-1:] == "{}"
+        )
+        return [injector for injector in complete if text in injector]
 
-    until(lines, f"somebody says {said!r}")
-    found: dict[str, object] = json.loads(lines()[0])
-    return found
+    until(lines, f"the log contains {text!r}")
+    record: dict[str, object] = json.loads(lines()[0])
+    return record
 
 
 def test_sigterm_stops_an_idle_proxy_without_upstream() -> None:
@@ -202,30 +213,30 @@ def test_sigterm_stops_an_idle_proxy_without_upstream() -> None:
         assert process.wait(TIMEOUT_S) == 0
 
 
-def test_several_addresses() -> None:
+def test_serve_listens_on_several_addresses() -> None:
     second = free_port()
     with _serving("--listen", f"127.0.0.1:{second}") as (_, port):
         assert ask(port, "GET", "/evoke/health").status == 200
         assert ask(second, "GET", "/evoke/health").status == 200
 
 
-def test_address_in_use_is_exit_1() -> None:
+def test_serve_exits_with_1_if_its_address_is_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ended = _run("serve", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert ended.returncode == 1
-    assert f"is taken by process {os.getpid()}" in ended.stderr
+        completed = _run("serve", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert completed.returncode == 1
+    assert f"is taken by process {os.getpid()}" in completed.stderr
 
 
-def test_wrong_settings_are_exit_2() -> None:
-    ended = _run("check-config", "--budget", "-3")
-    assert ended.returncode == 2
-    assert ended.stderr == "evoke-proxy: policy.budget: must be more than 0, not -3\n"
+def test_invalid_settings_exit_with_2() -> None:
+    completed = _run("check-config", "--budget", "-3")
+    assert completed.returncode == 2
+    assert completed.stderr == "evoke-proxy: policy.budget: must be more than 0, not -3\n"
     for command in ("check-config", "serve"):
-        ended = _run(command, "--budget", "143")
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr == (
+        completed = _run(command, "--budget", "143")
+        assert (completed.returncode, completed.stdout) == (2, "")
+        assert completed.stderr == (
             "evoke-proxy: policy.budget: 143 is too small: sink_tokens, recent_tokens and one block"
             " of block_tokens need 144\n"
         )
@@ -234,45 +245,45 @@ def test_wrong_settings_are_exit_2() -> None:
 
 
 def test_check_config_prints_the_main_settings() -> None:
-    ended = _run("check-config", "--upstream", "http://gpu:1", "--budget", "4096")
-    assert ended.returncode == 0
-    assert "http://gpu:1" in ended.stdout
-    assert "4096 tokens" in ended.stdout
+    completed = _run("check-config", "--upstream", "http://gpu:1", "--budget", "4096")
+    assert completed.returncode == 0
+    assert "http://gpu:1" in completed.stdout
+    assert "4096 tokens" in completed.stdout
 
 
-def test_the_start_warns_about_an_open_address_without_keys(tmp_path: Path) -> None:
-    log, closed = tmp_path / "open.log", tmp_path / "closed.log"
+def test_serve_warns_of_an_address_open_to_other_machines_without_keys(tmp_path: Path) -> None:
+    open_log, local_log = tmp_path / "open.log", tmp_path / "local.log"
     upstream = ("--upstream", f"http://127.0.0.1:{unused_port()}")
-    with _serving(*upstream, "--listen", "0.0.0.0:0", log=log):
-        assert "other machines can use 0.0.0.0:0 without a key" in log.read_text("utf-8")
-    with _serving(*upstream, log=closed):
-        assert "without a key" not in closed.read_text("utf-8")
+    with _serving(*upstream, "--listen", "0.0.0.0:0", log=open_log):
+        assert "other machines can use 0.0.0.0:0 without a key" in open_log.read_text("utf-8")
+    with _serving(*upstream, log=local_log):
+        assert "without a key" not in local_log.read_text("utf-8")
 
 
-def test_every_help_has_examples() -> None:
+def test_the_help_of_every_command_has_examples() -> None:
     for command in ([], ["serve"], ["check-config"], ["demo"], ["build-server"]):
-        ended = _run(*command, "--help")
-        assert ended.returncode == 0
-        assert "examples:" in ended.stdout.lower(), command
+        completed = _run(*command, "--help")
+        assert completed.returncode == 0
+        assert "examples:" in completed.stdout.lower(), command
 
 
-def test_check_config_names_the_unknown_key_and_the_nearest(tmp_path: Path) -> None:
+def test_check_config_names_an_unknown_key_and_the_nearest_one(tmp_path: Path) -> None:
     path = tmp_path / "evoke.yaml"
     path.write_text("policy: {budgte: 3}\n")
-    ended = _run("check-config", "--config", str(path))
-    assert ended.returncode == 2
-    assert ended.stderr == (
+    completed = _run("check-config", "--config", str(path))
+    assert completed.returncode == 2
+    assert completed.stderr == (
         "evoke-proxy: policy.budgte: unknown key; did you mean policy.budget?\n"
     )
 
 
-def test_options_override_the_environment_and_it_overrides_the_file(
+def test_options_override_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "evoke.yaml"
     path.write_text("upstream: {url: 'http://file:1'}\npolicy: {name: discard, budget: 111}\n")
     monkeypatch.setenv("EVOKE_POLICY_BUDGET", "222")
     monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://environment:2")
-    ended = _run("check-config", "--config", str(path), "--upstream", "http://option:3")
-    for line in ("upstream  http://option:3", "budget    222 tokens", "policy    discard"):
-        assert line in ended.stdout
+    completed = _run("check-config", "--config", str(path), "--upstream", "http://option:3")
+    for injector in ("upstream  http://option:3", "budget    222 tokens", "policy    discard"):
+        assert injector in completed.stdout

@@ -1,4 +1,4 @@
-"""A restart of llama-server is another process, never a failed request."""
+"""Only another process of llama-server counts as its restart, never a failed request."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ OPTIONS = ("-np", "2", "-no-kvu", "--evoke-ram", "64")
 
 
 @pytest.fixture(scope="module")
-def line(two_slots_port: int) -> Iterator[FaultInjector]:
-    """A wire to a patched server with two slots."""
-    with fault_injector(two_slots_port) as made:
-        yield made
+def injector(two_slots_port: int) -> Iterator[FaultInjector]:
+    """A fault injector in front of a patched server with two slots."""
+    with fault_injector(two_slots_port) as started:
+        yield started
 
 
-def _break_one(running: RunningProxy, line: FaultInjector) -> None:
-    """A client's request is sent to llama-server, and its connection breaks."""
-    line.break_at(b"GET /v1/models?break")
+def _break_connection(running: RunningProxy, injector: FaultInjector) -> None:
+    """Send a client's request whose connection to llama-server breaks."""
+    injector.break_at(b"GET /v1/models?break")
     assert ask(running.port, "GET", "/v1/models?break").status == 503
-    line.break_at(b"")
+    injector.break_at(b"")
 
 
-def _started(running: RunningProxy) -> int:
-    """How often the engine has taken the server for another one."""
+def _n_restarts(running: RunningProxy) -> int:
+    """Return how many restarts of llama-server the proxy has detected."""
     return len(_starts[running.port])
 
 
@@ -62,84 +62,84 @@ _starts: dict[int, list[object]] = {}
 
 
 @contextmanager
-def _watched(running: RunningProxy) -> Iterator[None]:
-    """Count from here on what the engine takes for restarts."""
+def _counting_restarts(running: RunningProxy) -> Iterator[None]:
+    """Count the restarts of llama-server that the proxy detects."""
     starts = _starts[running.port] = []
     running.gateway.monitor.on_start.append(starts.append)
     yield
 
 
-def test_a_broken_connection_takes_no_slot_from_a_running_turn(line: FaultInjector) -> None:
-    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
+def test_a_running_turn_keeps_its_slot_when_another_connection_breaks(
+    injector: FaultInjector,
+) -> None:
+    with proxy(injector.port, policy__budget=BUDGET) as running, _counting_restarts(running):
         with endless_stream(running.port) as first:
-            (known,) = running.gateway.conversations
-            epoch, slot = known.budgeted.epoch, running.gateway.server.slots.pool.slot_of(known.id)
+            (conversation,) = running.gateway.conversations
+            slots = running.gateway.server.slots.pool
+            epoch, slot = conversation.budgeted.epoch, slots.slot_of(conversation.id)
             assert epoch is not None and slot is not None
-            _break_one(running, line)
-            # any request makes the engine ask what the server is
+            _break_connection(running, injector)
+            # Any request makes the proxy check which process the server is.
             ChatClient(running.port, "other").say("Hello.")
-            assert (known.budgeted.epoch, running.gateway.server.slots.pool.slot_of(known.id)) == (
-                epoch,
-                slot,
-            )
+            assert (conversation.budgeted.epoch, slots.slot_of(conversation.id)) == (epoch, slot)
             second = ChatClient(running.port, "endless")
             second.messages.append({"role": "user", "content": "hello"})
-            with ThreadPoolExecutor(1) as others:
-                answer = others.submit(second.post)
-                until(
-                    lambda: running.gateway.server.slots.pool.queued == 1, "it waits for the first"
-                )
-                assert known.in_use == 2 and not answer.done()
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(second.post)
+                until(lambda: slots.queued == 1, "the second turn waits for the first")
+                assert conversation.in_use == 2 and not answer.done()
                 first.disconnect()
                 assert answer.result().status == 200
-        assert _started(running) == 0
+        assert _n_restarts(running) == 0
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 1
 
 
-def test_a_broken_connection_keeps_the_state_of_a_conversation(line: FaultInjector) -> None:
-    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        talk = ChatClient(running.port, "kept")
+def test_a_conversation_keeps_its_state_when_a_connection_breaks(injector: FaultInjector) -> None:
+    with proxy(injector.port, policy__budget=BUDGET) as running, _counting_restarts(running):
+        client = ChatClient(running.port, "kept")
         for number in range(7):
-            talk.say(f"Turn {number}. {FILLER}")
+            client.say(f"Turn {number}. {FILLER}")
             running.wait_for_background()
-            _break_one(running, line)
-        accounting = talk.say("Go on.").accounting
+            _break_connection(running, injector)
+        accounting = client.say("Go on.").accounting
         assert accounting["marker"] == "ok" and accounting["decoded"] < 30
         assert accounting["resident_before"] + accounting["recovered"] > BUDGET / 2
-        assert _started(running) == 0
+        assert _n_restarts(running) == 0
         assert running.metric("evoke_sessions") >= 1
 
 
-def test_a_failure_in_planning_and_forwarding_counts_once(
-    line: FaultInjector,
+def test_a_request_that_fails_in_planning_and_forwarding_counts_as_one_error(
+    injector: FaultInjector,
 ) -> None:
-    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        talk = ChatClient(running.port, "kept")
-        talk.say("Hello.")
+    with proxy(injector.port, policy__budget=BUDGET) as running, _counting_restarts(running):
+        client = ChatClient(running.port, "kept")
+        client.say("Hello.")
         running.wait_for_background()
-        line.break_at(b"POST ")
-        talk.messages.append({"role": "user", "content": "Go on."})
-        answer = talk.post()
-        line.break_at(b"")
+        injector.break_at(b"POST ")
+        client.messages.append({"role": "user", "content": "Go on."})
+        answer = client.post()
+        injector.break_at(b"")
         assert answer.status == 503
         running.wait_for_background()
-        found = running.gateway.metrics.upstream_errors.collect()[0].samples
-        assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
-        assert talk.post().status == 200 and _started(running) == 0
+        samples = running.gateway.metrics.upstream_errors.collect()[0].samples
+        assert sum(sample.value for sample in samples if sample.name.endswith("_total")) == 1
+        assert client.post().status == 200 and _n_restarts(running) == 0
 
 
-def test_a_failed_request_whose_slot_cannot_be_polled_counts_once(line: FaultInjector) -> None:
-    with proxy(line.port, policy__budget=BUDGET) as running, _watched(running):
-        talk = ChatClient(running.port, "kept")
-        talk.say("Hello.")
+def test_a_failed_request_whose_slot_cannot_be_polled_counts_as_one_error(
+    injector: FaultInjector,
+) -> None:
+    with proxy(injector.port, policy__budget=BUDGET) as running, _counting_restarts(running):
+        client = ChatClient(running.port, "kept")
+        client.say("Hello.")
         running.wait_for_background()
-        line.break_at(b"POST /v1/chat/completions", b"GET /slots/")
-        talk.messages.append({"role": "user", "content": "Go on."})
-        assert talk.post().status == 503
+        injector.break_at(b"POST /v1/chat/completions", b"GET /slots/")
+        client.messages.append({"role": "user", "content": "Go on."})
+        assert client.post().status == 503
         running.wait_for_background()
-        line.break_at()
-        found = running.gateway.metrics.upstream_errors.collect()[0].samples
-        assert sum(sample.value for sample in found if sample.name.endswith("_total")) == 1
+        injector.break_at()
+        samples = running.gateway.metrics.upstream_errors.collect()[0].samples
+        assert sum(sample.value for sample in samples if sample.name.endswith("_total")) == 1
 
 
 HOSTILE: tuple[tuple[str, str, dict[str, str], bytes | None], ...] = (
@@ -157,7 +157,7 @@ HOSTILE: tuple[tuple[str, str, dict[str, str], bytes | None], ...] = (
 
 
 def _attack(port: int) -> None:
-    """Requests of every kind that llama-server refuses, breaks off or answers oddly."""
+    """Send requests that llama-server refuses, breaks off or answers in an unusual way."""
     for method, target, headers, body in HOSTILE:
         with contextlib.suppress(OSError, http.client.HTTPException):
             ask(port, method, target, body, headers)
@@ -170,7 +170,7 @@ def _attack(port: int) -> None:
 
 
 def _send_raw(port: int, data: bytes) -> None:
-    """Send these bytes, wait for an answer or a moment, and hang up."""
+    """Send bytes, wait 0.3 s for an answer, and disconnect."""
     import socket
 
     with socket.create_connection(("127.0.0.1", port), timeout=0.3) as client:
@@ -179,20 +179,18 @@ def _send_raw(port: int, data: bytes) -> None:
             client.recv(65536)
 
 
-def test_no_request_of_a_client_looks_like_a_restart_of_llama_server() -> None:
+def test_no_request_of_a_client_counts_as_a_restart_of_llama_server() -> None:
     with llama_server(server_binary(patched=True), *OPTIONS) as port:
-        with proxy(port, policy__budget=BUDGET) as running, _watched(running):
-            talk = ChatClient(running.port, "kept")
+        with proxy(port, policy__budget=BUDGET) as running, _counting_restarts(running):
+            client = ChatClient(running.port, "kept")
             for number in range(6):
-                talk.say(f"Turn {number}. {FILLER}")
+                client.say(f"Turn {number}. {FILLER}")
             for _ in range(3):
                 _attack(running.port)
                 running.wait_for_background()
-                accounting = talk.say("Go on.").accounting
+                accounting = client.say("Go on.").accounting
                 assert accounting["marker"] == "ok" and accounting["decoded"] < 30
-            assert _started(running) == 0
-            kept = ChatClient(running.port, "kept")
-            kept.messages = talk.messages
+            assert _n_restarts(running) == 0
             assert ask(running.port, "GET", "/evoke/ready").status == 200
 
 
@@ -212,43 +210,43 @@ def test_no_request_of_a_client_opens_a_breaker(stock_port: int, two_slots_port:
             assert running.metric("evoke_server_breaker_openings_total", server=name) == 0
 
 
-def test_an_aborted_upload_is_no_failure_of_llama_server(
+def test_an_aborted_upload_does_not_count_as_an_upstream_error(
     stock_port: int,
 ) -> None:
-    with proxy(stock_port) as running, _watched(running):
+    with proxy(stock_port) as running, _counting_restarts(running):
         head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\n"
-        for framed in (
+        for rest in (
             b"Content-Length: 500000\r\n\r\n" + b"a" * 100_000,
             b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n",
             b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\nzzz\r\n",
         ):
-            _send_raw(running.port, head + framed)
+            _send_raw(running.port, head + rest)
         running.wait_for_background()
-        found = running.gateway.metrics.upstream_errors.collect()[0].samples
-        assert [sample for sample in found if sample.value and "_total" in sample.name] == []
-        assert _started(running) == 0
+        samples = running.gateway.metrics.upstream_errors.collect()[0].samples
+        assert [sample for sample in samples if sample.value and "_total" in sample.name] == []
+        assert _n_restarts(running) == 0
 
 
-def test_another_process_on_the_same_port_is_detected_before_planning() -> None:
-    """It was replaced while nobody asked anything: the rendering names another instance."""
+def test_a_restart_between_two_turns_is_detected_before_planning() -> None:
+    """The rendering of the prompt has another instance id."""
     port = free_port()
     with contextlib.ExitStack() as first:
         first.enter_context(llama_server(server_binary(patched=True), *OPTIONS, port=port))
-        with proxy(port, policy__budget=BUDGET) as running, _watched(running):
-            talk = ChatClient(running.port, "kept")
+        with proxy(port, policy__budget=BUDGET) as running, _counting_restarts(running):
+            client = ChatClient(running.port, "kept")
             for number in range(6):
-                talk.say(f"Turn {number}. {FILLER}")
+                client.say(f"Turn {number}. {FILLER}")
             running.wait_for_background()
             os.kill(process_on(port), signal.SIGKILL)
             first.close()
             with llama_server(server_binary(patched=True), *OPTIONS, port=port):
-                accounting = talk.say("Go on.").accounting
+                accounting = client.say("Go on.").accounting
                 assert accounting["marker"] == "ok" and accounting["n_resident_peak"] <= BUDGET
-                assert _started(running) == 1
+                assert _n_restarts(running) == 1
                 assert running.metric("evoke_plan_failures_total", reason="unknown_block") == 0
                 for _ in range(2):
-                    assert talk.say("Go on.").accounting["decoded"] < 30
-                assert _started(running) == 1
+                    assert client.say("Go on.").accounting["decoded"] < 30
+                assert _n_restarts(running) == 1
 
 
 def test_a_restarted_stock_server_is_detected_by_its_task_counter(
@@ -258,7 +256,7 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
     port = free_port()
     with contextlib.ExitStack() as first:
         first.enter_context(deployment.server(port))
-        with deployment.proxy(port, look_ahead=False) as running, _watched(running):
+        with deployment.proxy(port, look_ahead=False) as running, _counting_restarts(running):
             chat = long_chat(300)
             chat.ask(running.port, "So what is it?")
             running.wait_for_background()
@@ -266,185 +264,193 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
             with contextlib.suppress(OSError, http.client.HTTPException):
                 ask(running.port, "GET", "/health", headers={"X-Large": "a" * 50_000})
             cached, new = chat.ask(running.port, "And now?")
-            assert cached > new and _started(running) == 0
+            assert cached > new and _n_restarts(running) == 0
             running.wait_for_background()
             chat.add_reply()
             first.close()
-            with deployment.server(port) as again:
-                before = decoded(again)
+            with deployment.server(port):
+                before = decoded(port)
                 cached, new = chat.ask(running.port, "And after that?")
-                assert cached > new and decoded(again) - before < 100, "it was restored"
+                assert cached > new and decoded(port) - before < 100, "it was not restored"
                 running.wait_for_background()
 
 
 @contextmanager
-def _one_at_a_time(running: RunningProxy) -> Iterator[Counter[str]]:
-    """Fails when two turns of a session have slots at once, or two requests are in one slot; counts
-    turns by session."""
+def _checking_exclusivity(running: RunningProxy) -> Iterator[Counter[str]]:
+    """Check that no two turns of a session, and no two requests of a slot, run at once.
+
+    Yields the number of turns by session.
+    """
     queue, upstream = running.gateway.server.slots, running.gateway.upstream
-    acquire, returned, opened = queue.acquire, queue.returned, upstream.open
+    acquire, returned, original_open = queue.acquire, queue.returned, upstream.open
     exchange = queue.exchange
-    sessions, turns, twice = dict[int, str](), Counter[str](), list[str]()
+    sessions, turns, violations = dict[int, str](), Counter[str](), list[str]()
     slots = set[int]()
 
-    async def acquired(session: str, *given: Any, **named: Any) -> SlotLease:
-        lease = await acquire(session, *given, **named)
+    async def checked_acquire(session: str, *args: Any, **kwargs: Any) -> SlotLease:
+        lease = await acquire(session, *args, **kwargs)
         if session in sessions.values() or lease.slot in sessions:
-            twice.append(session)
+            violations.append(session)
         sessions[lease.slot] = session
         turns[session] += 1
         return lease
 
-    def exchanged(lease: SlotLease, slot: int) -> bool:
-        was = lease.slot
+    def checked_exchange(lease: SlotLease, slot: int) -> bool:
+        previous = lease.slot
         if not exchange(lease, slot):
             return False
-        sessions[slot] = sessions.pop(was)
+        sessions[slot] = sessions.pop(previous)
         return True
 
-    def given_back(slot: int) -> None:
+    def checked_returned(slot: int) -> None:
         sessions.pop(slot)
         returned(slot)
 
     @asynccontextmanager
-    async def noted(method: str, target: str, headers: Any, body: Any = None) -> AsyncIterator[Any]:
+    async def checked_open(
+        method: str, target: str, headers: Any, body: Any = None
+    ) -> AsyncIterator[Any]:
         slot = -1
         if target == "/v1/chat/completions" and isinstance(body, bytes):
             slot = json.loads(body).get("id_slot", -1)
         if slot in slots:
-            twice.append(f"slot {slot}")
+            violations.append(f"slot {slot}")
         slots.update({slot} - {-1})
         try:
-            async with opened(method, target, headers, body) as reply:
+            async with original_open(method, target, headers, body) as reply:
                 yield reply
         finally:
             slots.discard(slot)
 
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
-        patched.setattr(queue, "acquire", acquired)
-        patched.setattr(queue, "returned", given_back)
-        patched.setattr(queue, "exchange", exchanged)
-        patched.setattr(upstream, "open", noted)
+        patched.setattr(queue, "acquire", checked_acquire)
+        patched.setattr(queue, "returned", checked_returned)
+        patched.setattr(queue, "exchange", checked_exchange)
+        patched.setattr(upstream, "open", checked_open)
         yield turns
         running.wait_for_background()
-    assert twice == [] and not sessions
+    assert violations == [] and not sessions
 
 
 @contextmanager
 def _stock(folder: Path) -> Iterator[tuple[FaultInjector, dict[str, object]]]:
-    """A wire to a stock server with two slots, settings of a proxy that keeps them."""
+    """Start a stock server; yields a fault injector in front of it, and settings for snapshots."""
     settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
     settings |= {"snapshots__directory": str(folder), "snapshots__min_tokens": 32}
     deployment = Deployment(folder, "", ("-np", "2", "--no-cache-idle-slots"))
-    with deployment.server() as port, fault_injector(port) as line:
-        yield line, settings
+    with deployment.server() as port, fault_injector(port) as injector:
+        yield injector, settings
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("patched", 1), ("patched", 2), ("stock", 3)])
 def test_turns_of_a_session_never_run_concurrently(
-    line: FaultInjector, kind: str, seed: int, tmp_path: Path
+    injector: FaultInjector, kind: str, seed: int, tmp_path: Path
 ) -> None:
-    """Connections of others and their own break, and clients leave."""
+    """Connections of these and other requests break, and clients disconnect."""
     with contextlib.ExitStack() as servers:
         settings: dict[str, object] = {"policy__budget": BUDGET}
         call = b"action=block-plan"
         if kind == "stock":
-            line, settings = servers.enter_context(_stock(tmp_path))
+            injector, settings = servers.enter_context(_stock(tmp_path))
             call = b"action=save"
-        _check_interleaved_turns(line, call, settings, seed)
+        _check_interleaved_turns(injector, call, settings, seed)
 
 
 def _check_interleaved_turns(
-    line: FaultInjector, call: bytes, settings: dict[str, object], seed: int
+    injector: FaultInjector, call: bytes, settings: dict[str, object], seed: int
 ) -> None:
-    """Turns of three sessions, two clients each, while connections break, those of a call too."""
-    names = [f"session-{number}-{seed}" for number in range(3)]
-    how = random.Random(seed)
+    """Run turns of three sessions with two clients each, while connections break.
 
-    def turns(name: str, each: random.Random) -> None:
-        talk = ChatClient(running.port, name)
+    Args:
+        call: The request of the proxy whose connection also breaks.
+    """
+    names = [f"session-{number}-{seed}" for number in range(3)]
+    rng = random.Random(seed)
+
+    def turns(name: str, client_rng: random.Random) -> None:
+        client = ChatClient(running.port, name)
         for number in range(8):
-            said = f"{name}: {FILLER if each.random() < 0.5 else number}"
-            body = talk.body(messages=[*talk.messages, {"role": "user", "content": said}])
+            text = f"{name}: {FILLER if client_rng.random() < 0.5 else number}"
+            body = client.body(messages=[*client.messages, {"role": "user", "content": text}])
             connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-            connection.request("POST", "/v1/chat/completions", body, talk.headers)
-            if each.random() < 0.3:  # the client leaves, and asks again at once
+            connection.request("POST", "/v1/chat/completions", body, client.headers)
+            if client_rng.random() < 0.3:  # disconnect, and send the next turn at once
                 connection.close()
                 continue
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.getresponse().read()
             connection.close()
 
-    def breaks() -> None:
+    def break_connections() -> None:
         while not done.is_set():
-            line.break_at(b"GET /v1/models?break")
+            injector.break_at(b"GET /v1/models?break")
             ask(running.port, "GET", "/v1/models?break")
-            line.break_at(call if how.random() < 0.2 else b"")
-            done.wait(how.random() / 5)
-        line.break_at(b"")
+            injector.break_at(call if rng.random() < 0.2 else b"")
+            done.wait(rng.random() / 5)
+        injector.break_at(b"")
 
     done = threading.Event()
-    with proxy(line.port, **settings) as running, _watched(running):
-        with _one_at_a_time(running) as turns_of, ThreadPoolExecutor(8) as clients:
-            breaking = clients.submit(breaks)
-            each = [
-                clients.submit(turns, name, random.Random(f"{seed}{name}{at}"))
+    with proxy(injector.port, **settings) as running, _counting_restarts(running):
+        with _checking_exclusivity(running) as turns_of, ThreadPoolExecutor(8) as pool:
+            breaking = pool.submit(break_connections)
+            futures = [
+                pool.submit(turns, name, random.Random(f"{seed}{name}{number}"))
                 for name in names
-                for at in range(2)
+                for number in range(2)
             ]
-            for one in each:
-                one.result()
+            for future in futures:
+                future.result()
             done.set()
             breaking.result()
         running.wait_for_background()
-        assert max(turns_of.values()) > 2 and _started(running) == 0
+        assert max(turns_of.values()) > 2 and _n_restarts(running) == 0
         for name in names:
             assert ChatClient(running.port, name).say("Still there?").text
         running.wait_for_background()
-        assert "*" not in repr(running.gateway.server.slots.pool), "every slot was given back"
+        assert "*" not in repr(running.gateway.server.slots.pool), "a slot was not released"
 
 
 def test_planning_waits_until_a_slot_used_by_another_client_is_idle(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a proxy was killed: llama-server has not noticed yet that nobody listens."""
+    """As after a proxy was killed, when llama-server still runs its request."""
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "kept")
-        talk.say(FILLER)
+        client = ChatClient(running.port, "kept")
+        client.say(FILLER)
         running.wait_for_background()
-        looked, planned = list[object](), list[object]()
+        polls, plans = list[object](), list[object]()
         slot, run = BlockApi.slot, BlockApi.run
 
-        async def looks(*given: Any, **named: Any) -> Any:
-            looked.append(given)
-            return await slot(*given, **named)
+        async def recording_slot(*args: Any, **kwargs: Any) -> Any:
+            polls.append(args)
+            return await slot(*args, **kwargs)
 
-        async def runs(*given: Any) -> Any:
-            planned.append(given)
-            return await run(*given)
+        async def recording_run(*args: Any) -> Any:
+            plans.append(args)
+            return await run(*args)
 
-        monkeypatch.setattr(BlockApi, "slot", looks)
-        monkeypatch.setattr(BlockApi, "run", runs)
-        with endless_stream(patched_port) as somebody, ThreadPoolExecutor(1) as client:
-            answering = client.submit(talk.say, "Go on.")
-            until(lambda: len(looked) > 2 or planned)
-            assert not planned, "the slot is not ours yet"
-            somebody.disconnect()
+        monkeypatch.setattr(BlockApi, "slot", recording_slot)
+        monkeypatch.setattr(BlockApi, "run", recording_run)
+        with endless_stream(patched_port) as stream, ThreadPoolExecutor(1) as pool:
+            answering = pool.submit(client.say, "Go on.")
+            until(lambda: len(polls) > 2 or plans)
+            assert not plans, "a plan ran in a busy slot"
+            stream.disconnect()
             accounting = answering.result().accounting
         assert accounting["marker"] == "ok" and accounting["n_resident_peak"] <= BUDGET
-        found = running.gateway.metrics.degraded.collect()[0].samples
-        assert not any(sample.value for sample in found if sample.name.endswith("_total"))
+        samples = running.gateway.metrics.degraded.collect()[0].samples
+        assert not any(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
-def test_a_long_upload_that_is_refused_early_gets_the_refusal() -> None:
+def test_a_client_gets_a_refusal_that_comes_before_the_end_of_its_upload() -> None:
     """llama-server answers 401 before it has read the body, and closes the connection."""
     body = b'{"content":"' + b"a" * 20_000_000 + b'"}'
     with llama_server(server_binary(patched=False), "-np", "1", "--api-key", "right") as port:
-        with proxy(port) as running, _watched(running):
+        with proxy(port) as running, _counting_restarts(running):
             for target in ("/tokenize", "/completion", "/no/such/path") * 4:
                 answer = ask(running.port, "POST", target, body, {"Authorization": "Bearer wrong"})
                 assert answer.status == 401 and b"Invalid API Key" in answer.body
-            found = running.gateway.metrics.upstream_errors.collect()[0].samples
-            assert [sample for sample in found if sample.value and "_total" in sample.name] == []
-            assert _started(running) == 0
+            samples = running.gateway.metrics.upstream_errors.collect()[0].samples
+            assert [sample for sample in samples if sample.value and "_total" in sample.name] == []
+            assert _n_restarts(running) == 0

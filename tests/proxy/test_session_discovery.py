@@ -1,4 +1,4 @@
-"""Which sessions of an earlier proxy process a new one continues, and which it leaves alone."""
+"""A new proxy process continues sessions of an earlier one if they are the same conversation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from bench.random_models import SHAPES, ensure
 BUDGET = 448
 FACT, QUESTION, NUMBER = "My favorite number is 68285.", "What is my favorite number?", "68285"
 TURNS = [FACT, *(f"Turn {number}. {FILLER}" for number in range(6))]
-FEW = 40
-BOTH = pytest.mark.parametrize("n_slots", [1, 2])
+# More tokens than a question with its template, fewer than a turn.
+MAX_NEW_TOKENS = 40
+ONE_OR_TWO_SLOTS = pytest.mark.parametrize("n_slots", [1, 2])
 
 
 @dataclass(slots=True)
-class Person(ChatClient):
-    """A client with credentials, which make a tenant."""
+class TenantClient(ChatClient):
+    """A client of a tenant, which is identified by its key."""
 
     key: str = "one"
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -31,12 +32,12 @@ class Person(ChatClient):
         return {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
 
     def turn(self, running: RunningProxy, text: str) -> dict[str, Any]:
-        """The token accounting of a turn, and the id of its session."""
+        """Send a turn; returns its token accounting, its text and the id of its session."""
         self.port = running.port
-        said = self.say(text, evoke_priority=1.0)
+        turn = self.say(text, evoke_priority=1.0)
         running.wait_for_background()
-        assert said.accounting["marker"] == "ok"
-        return {**said.accounting, "text": said.text, "session": said.headers["x-evoke-session"]}
+        assert turn.accounting["marker"] == "ok"
+        return {**turn.accounting, "text": turn.text, "session": turn.headers["x-evoke-session"]}
 
 
 @pytest.fixture
@@ -46,86 +47,94 @@ def port(n_slots: int) -> Iterator[int]:
         yield port
 
 
-def told(running: RunningProxy, key: str = "one", fact: str = FACT) -> tuple[Person, str]:
-    """A conversation of several turns, and the id of its session."""
-    person = Person(0, key=key)
+def run_conversation(
+    running: RunningProxy, key: str = "one", fact: str = FACT
+) -> tuple[TenantClient, str]:
+    """Run a conversation of several turns; returns its client and the id of its session."""
+    client = TenantClient(0, key=key)
     for text in (fact, *TURNS[1:]):
-        found = person.turn(running, text)
-    return person, found["session"]
+        accounting = client.turn(running, text)
+    return client, accounting["session"]
 
 
-@BOTH
-def test_conversations_find_their_slots_and_copies_again(port: int, n_slots: int) -> None:
+@ONE_OR_TWO_SLOTS
+def test_conversations_continue_with_their_slots_and_copies(port: int, n_slots: int) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
-        one, one_id = told(running)
-        two, two_id = told(running, fact="My favorite number is 41937.")
+        first_client, first_id = run_conversation(running)
+        second_client, second_id = run_conversation(running, fact="My favorite number is 41937.")
     with proxy(port, policy__budget=BUDGET) as running:
-        for person, id, number in ((two, two_id, "41937"), (one, one_id, NUMBER)):
-            found = person.turn(running, QUESTION)
-            assert found["session"] == id
-            assert number in found["text"]
-            assert found["decoded"] <= FEW, found
-            assert found["omitted"] > 0
-        # From here on both are known.
-        assert one.turn(running, "Thank you.")["session"] == one_id
+        for client, id, number in (
+            (second_client, second_id, "41937"),
+            (first_client, first_id, NUMBER),
+        ):
+            accounting = client.turn(running, QUESTION)
+            assert accounting["session"] == id
+            assert number in accounting["text"]
+            assert accounting["decoded"] <= MAX_NEW_TOKENS, accounting
+            assert accounting["omitted"] > 0
+        # The second proxy has now resumed both.
+        assert first_client.turn(running, "Thank you.")["session"] == first_id
         assert running.metric("evoke_plan_failures_total", reason="stale_block") == 0
 
 
 @pytest.mark.parametrize("n_slots", [1])
-def test_another_conversation_with_the_same_beginning_gets_no_rows_that_lack_context(
+def test_another_conversation_with_the_same_beginning_recovers_no_rows_decoded_behind_holes(
     port: int, n_slots: int
 ) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
-        _, id = told(running)
+        _, id = run_conversation(running)
     with proxy(port, policy__budget=BUDGET) as running:
-        fresh = Person(0)
-        fresh.messages += [
+        client = TenantClient(0)
+        client.messages += [
             {"role": "user", "content": FACT},
             {"role": "assistant", "content": "Something else."},
         ]
-        found = fresh.turn(running, f"Another subject. {FILLER}")
-        assert found["session"] != id
-        assert found["recovered"] == 0
+        accounting = client.turn(running, f"Another subject. {FILLER}")
+        assert accounting["session"] != id
+        assert accounting["recovered"] == 0
 
 
 @pytest.mark.parametrize("n_slots", [1])
 def test_a_tenant_does_not_continue_the_session_of_another(port: int, n_slots: int) -> None:
     with proxy(port, policy__budget=BUDGET) as running:
-        one, id = told(running)
+        first_client, id = run_conversation(running)
     with proxy(port, policy__budget=BUDGET) as running:
-        other = Person(0, key="two", messages=list(one.messages))
-        found = other.turn(running, QUESTION)
-        assert found["session"] != id
-        # Rows up to the first hole are those of any decode of these tokens.
-        assert found["recovered"] == 0
-        again = one.turn(running, QUESTION)
-        assert again["session"] == id
-        assert again["decoded"] <= FEW + 32, again
+        other = TenantClient(0, key="two", messages=list(first_client.messages))
+        accounting = other.turn(running, QUESTION)
+        assert accounting["session"] != id
+        # Only rows before the first hole may be reused.
+        assert accounting["recovered"] == 0
+        resumed = first_client.turn(running, QUESTION)
+        assert resumed["session"] == id
+        assert resumed["decoded"] <= MAX_NEW_TOKENS + 32, resumed
 
 
 @pytest.mark.parametrize("n_slots", [1])
-def test_a_session_whose_history_was_replaced_starts_anew(port: int, n_slots: int) -> None:
-    """A compacted history shares little: it is another session, and its answer is complete."""
+def test_a_conversation_with_a_compacted_history_is_a_new_session(port: int, n_slots: int) -> None:
+    """It shares little with the earlier history, and its fact is recalled from the summary."""
     with proxy(port, policy__budget=BUDGET) as running:
-        one, id = told(running)
+        first_client, id = run_conversation(running)
     with proxy(port, policy__budget=BUDGET) as running:
-        one.messages = [one.messages[0], {"role": "user", "content": f"Summary: {FACT}"}]
-        one.messages.append({"role": "assistant", "content": "I see."})
-        found = one.turn(running, QUESTION)
-        assert found["session"] != id
-        assert NUMBER in found["text"]
+        first_client.messages = [
+            first_client.messages[0],
+            {"role": "user", "content": f"Summary: {FACT}"},
+        ]
+        first_client.messages.append({"role": "assistant", "content": "I see."})
+        accounting = first_client.turn(running, QUESTION)
+        assert accounting["session"] != id
+        assert NUMBER in accounting["text"]
 
 
 @pytest.mark.parametrize("shape", ["tiny-jamba", "tiny-gemma"])
-def test_rows_of_hybrids_and_sliding_windows_stay_in_their_slot(shape: str) -> None:
-    """Their copies cannot fill a slot, but the slot still has the session's rows."""
+def test_sessions_of_hybrid_and_sliding_window_models_continue_in_their_slot(shape: str) -> None:
+    """Their copies cannot restore a slot, but the slot still has the session's rows."""
     model = ensure(SHAPES[shape])
     options = ("-np", "1", "--evoke-ram", "64")
     with llama_server(server_binary(patched=True), *options, model=model) as port:
         with proxy(port, policy__budget=BUDGET) as running:
-            one, id = told(running)
+            first_client, id = run_conversation(running)
         with proxy(port, policy__budget=BUDGET) as running:
-            found = one.turn(running, QUESTION)
-    assert found["session"] == id
-    assert found["decoded"] <= FEW
-    assert found["omitted"] > 0 and found["recovered"] > 0
+            accounting = first_client.turn(running, QUESTION)
+    assert accounting["session"] == id
+    assert accounting["decoded"] <= MAX_NEW_TOKENS
+    assert accounting["omitted"] > 0 and accounting["recovered"] > 0

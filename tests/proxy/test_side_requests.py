@@ -1,4 +1,4 @@
-"""Side requests and subagents do not change the conversation beside them."""
+"""Side requests and subagents do not disturb the conversation that runs beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = {
 }
 PROMPT = {"prompt": f"def sort(items): {FILLER}", "n_predict": 4, "max_tokens": 4}
 INFILL = {"input_prefix": "def sort(items):", "input_suffix": "return items", "n_predict": 4}
-ASIDE = [
+SIDE_REQUESTS = [
     ("/v1/chat/completions", TITLE),
     ("/v1/chat/completions", TITLE | {"stream": True}),
     ("/v1/messages", TITLE),
@@ -32,73 +32,75 @@ ASIDE = [
 
 def _sessions(running: RunningProxy) -> list[dict[str, Any]]:
     running.wait_until_idle()
-    found: list[dict[str, Any]] = json.loads(ask(running.port, "GET", "/evoke/sessions").body)[
-        "sessions"
-    ]
-    return found
+    body = ask(running.port, "GET", "/evoke/sessions").body
+    sessions: list[dict[str, Any]] = json.loads(body)["sessions"]
+    return sessions
 
 
-def _no_fault(running: RunningProxy) -> bool:
+def _is_never_degraded(running: RunningProxy) -> bool:
     stages = ("session", "slot", "decide", "plan", "render", "seat", "splice")
     return sum(running.metric("evoke_degraded_total", stage=stage) for stage in stages) == 0
 
 
 @pytest.mark.parametrize("budget", [BUDGET, None])
-def test_a_side_request_restores_the_only_slot(patched_port: int, budget: int | None) -> None:
+def test_a_conversation_gets_the_only_slot_back_after_a_side_request(
+    patched_port: int, budget: int | None
+) -> None:
     with proxy(patched_port, policy__budget=budget) as running:
-        talk = ChatClient(running.port)
+        client = ChatClient(running.port)
         for number in range(4):
-            talk.say(f"Number {number}. {FILLER}")
-        for path, body in ASIDE:
-            aside = ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
-            assert aside.status == 200 or path == "/infill", aside.body
-            talk.messages.append({"role": "user", "content": "Go on."})
-            reply = json.loads(talk.post().body)
-            talk.messages.append(reply["choices"][0]["message"])
+            client.say(f"Number {number}. {FILLER}")
+        for path, body in SIDE_REQUESTS:
+            side_answer = ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
+            assert side_answer.status == 200 or path == "/infill", side_answer.body
+            client.messages.append({"role": "user", "content": "Go on."})
+            reply = json.loads(client.post().body)
+            client.messages.append(reply["choices"][0]["message"])
             accounting = reply["timings"]["evoke"]
             assert accounting["marker"] == "ok"
             assert accounting["decoded"] < 64, path
             assert budget is None or accounting["n_resident_peak"] <= budget
-        assert [known["slot"] for known in _sessions(running)] == [0]
-        assert _no_fault(running)
+        assert [session["slot"] for session in _sessions(running)] == [0]
+        assert _is_never_degraded(running)
 
 
-def test_a_side_request_uses_a_spare_slot_that_stays_free(two_slots_port: int) -> None:
+def test_a_side_request_uses_a_free_slot_and_leaves_it_free(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "talk")
-        talk.say(f"Hello. {FILLER}")
+        client = ChatClient(running.port, "talk")
+        client.say(f"Hello. {FILLER}")
         slot = _sessions(running)[0]["slot"]
-        for path, body in ASIDE[:4] + ASIDE[6:8]:
+        for path, body in SIDE_REQUESTS[:4] + SIDE_REQUESTS[6:8]:
             ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
-            said = talk.say("Go on.")
-            assert said.accounting["recovered"] == 0, path
-            assert said.accounting["decoded"] < 64, path
-        assert [(known["name"], known["slot"]) for known in _sessions(running)] == [("talk", slot)]
+            turn = client.say("Go on.")
+            assert turn.accounting["recovered"] == 0, path
+            assert turn.accounting["decoded"] < 64, path
+        sessions = _sessions(running)
+        assert [(session["name"], session["slot"]) for session in sessions] == [("talk", slot)]
         second = ChatClient(running.port, "second")
         second.say(f"Something else. {FILLER}")
-        assert talk.say("Go on.").accounting["recovered"] == 0
-        assert {known["slot"] for known in _sessions(running)} == {0, 1}
-        assert _no_fault(running)
+        assert client.say("Go on.").accounting["recovered"] == 0
+        assert {session["slot"] for session in _sessions(running)} == {0, 1}
+        assert _is_never_degraded(running)
 
 
-def test_copies_of_a_side_request_are_dropped(patched_port: int) -> None:
+def test_saved_blocks_of_a_side_request_are_dropped(patched_port: int) -> None:
     ask(patched_port, "POST", "/slots/0?action=block-drop", b'{"all":true}')
     with proxy(patched_port, policy__budget=BUDGET) as running:
-        talk = ChatClient(running.port, "talk")
-        talk.say(FILLER)
+        client = ChatClient(running.port, "talk")
+        client.say(FILLER)
         long = {"messages": [{"role": "user", "content": f"### Task: title of {FILLER * 9}"}]}
         body = json.dumps(long | {"max_tokens": 8}).encode()
         reply = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
         accounting = json.loads(reply.body)["timings"]["evoke"]
         assert accounting["n_prompt"] > BUDGET >= accounting["n_resident_peak"]
-        talk.say("Go on.")
+        client.say("Go on.")
         running.wait_for_background()
-        own = _sessions(running)[0]["id"]
+        session_id = _sessions(running)[0]["id"]
         blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
-        assert {block["name"].partition("/")[0] for block in blocks} == {own}
+        assert {block["name"].partition("/")[0] for block in blocks} == {session_id}
 
 
-def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
+def test_subagents_that_share_an_id_are_separate_sessions(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=800) as running:
         system = {"role": "system", "content": f"You are an agent. {FILLER * 4}"}
         tools = [{"type": "function", "function": {"name": "ls", "parameters": {}}}]
@@ -114,20 +116,20 @@ def test_subagents_that_share_an_id_are_branches(two_slots_port: int) -> None:
                 assert accounting["decoded"] < 64
                 assert accounting["recovered"] == 0
         sessions = _sessions(running)
-        assert [known["name"] for known in sessions] == ["shared", "shared"]
-        assert {known["slot"] for known in sessions} == {0, 1}
+        assert [session["name"] for session in sessions] == ["shared", "shared"]
+        assert {session["slot"] for session in sessions} == {0, 1}
 
 
-def test_the_id_of_a_person_does_not_join_conversations(two_slots_port: int) -> None:
+def test_conversations_with_the_same_user_id_are_separate_sessions(two_slots_port: int) -> None:
     with proxy(two_slots_port, policy__budget=BUDGET) as running:
         fields = {"user": "ann", "max_tokens": 80}
-        talks = [ChatClient(running.port, None, fields) for _ in range(2)]
+        clients = [ChatClient(running.port, None, fields) for _ in range(2)]
         for number in range(3):
-            for topic, talk in enumerate(talks):
-                said = talk.say(f"Topic {topic}, {number}. {FILLER}")
-                assert number == 0 or said.accounting["decoded"] < 160
+            for topic, client in enumerate(clients):
+                turn = client.say(f"Topic {topic}, {number}. {FILLER}")
+                assert number == 0 or turn.accounting["decoded"] < 160
         sessions = _sessions(running)
-        assert [(known["name"], known["turns"]) for known in sessions] == [(None, 3)] * 2
+        assert [(session["name"], session["turns"]) for session in sessions] == [(None, 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -143,11 +145,12 @@ def test_the_id_of_a_person_does_not_join_conversations(two_slots_port: int) -> 
         ({}, {"prompt_cache_key": "the-one"}),
     ],
 )
-def test_names_of_clients_are_in_the_list_of_sessions(
+def test_the_session_id_of_each_client_is_its_name_in_the_list_of_sessions(
     patched_proxy: RunningProxy, headers: dict[str, str], fields: dict[str, Any]
 ) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2})
-    given = json.dumps(json.loads(body) | fields).encode()
-    answer = ask(patched_proxy.port, "POST", "/v1/chat/completions", given, JSON | headers)
+    request = json.dumps(json.loads(body) | fields).encode()
+    answer = ask(patched_proxy.port, "POST", "/v1/chat/completions", request, JSON | headers)
     assert answer.status == 200
-    assert [str(known["name"])[:7] for known in _sessions(patched_proxy)] == ["the-one"]
+    names = [str(session["name"])[:7] for session in _sessions(patched_proxy)]
+    assert names == ["the-one"]

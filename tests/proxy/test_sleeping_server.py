@@ -1,4 +1,4 @@
-"""A llama-server that sleeps: reading its state does not wake it."""
+"""A llama-server that sleeps when idle: monitoring does not wake it, and sessions continue."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from fake_upstream import Exchange, fake_upstream, response
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, until
 
 BUDGET = 320
-# Longer than any pause between the turns of a conversation that it is to be awake for.
-DROWSY = ("--sleep-idle-seconds", "2")
-LOOKED_AT = ("/metrics", "/evoke/ready", "/evoke/health", "/evoke/sessions", "/props", "/health")
+# Longer than any pause between two turns of a test.
+SLEEP_OPTIONS = ("--sleep-idle-seconds", "2")
+MONITORING_PATHS = (
+    "/metrics",
+    "/evoke/ready",
+    "/evoke/health",
+    "/evoke/sessions",
+    "/props",
+    "/health",
+)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["stock", "patched"])
-def sleepy(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
-    """The port of a server that falls asleep after a while, and whether it is patched."""
+def sleeping_server(request: pytest.FixtureRequest) -> Iterator[tuple[int, bool]]:
+    """The port of a server that sleeps when idle, and whether it is patched."""
     patched: bool = request.param
-    options = ["-np", "1", "--metrics", *DROWSY]
+    options = ["-np", "1", "--metrics", *SLEEP_OPTIONS]
     options += ["--evoke-ram", "64"] if patched else []
     with llama_server(server_binary(patched=patched), *options) as port:
         yield port, patched
@@ -31,23 +38,23 @@ def _sleeps(port: int) -> bool:
     return json.loads(ask(port, "GET", "/props").body)["is_sleeping"] is True
 
 
-def _metrics_of_one_woken(running: RunningProxy) -> bytes:
-    woken = ask(running.port, "POST", "/completion", b'{"prompt":"a","n_predict":1}')
-    assert woken.status == 200
+def _wake_and_scrape(running: RunningProxy) -> bytes:
+    after_sleep = ask(running.port, "POST", "/completion", b'{"prompt":"a","n_predict":1}')
+    assert after_sleep.status == 200
     return ask(running.port, "GET", "/metrics").body
 
 
 def _await_sleep(port: int) -> None:
-    until(lambda: _sleeps(port), "it falls asleep")
+    until(lambda: _sleeps(port), "the server sleeps")
 
 
-def test_admin_requests_do_not_wake_the_server(sleepy: tuple[int, bool]) -> None:
-    port, _ = sleepy
+def test_monitoring_requests_do_not_wake_the_server(sleeping_server: tuple[int, bool]) -> None:
+    port, _ = sleeping_server
     with proxy(port) as running:
-        until(lambda: b"llamacpp:prompt_tokens_total" in _metrics_of_one_woken(running))
+        until(lambda: b"llamacpp:prompt_tokens_total" in _wake_and_scrape(running))
         _await_sleep(port)
         for _ in range(3):
-            for path in LOOKED_AT:
+            for path in MONITORING_PATHS:
                 assert ask(running.port, "GET", path).status == 200
             assert _sleeps(port)
         asleep = ask(running.port, "GET", "/metrics")
@@ -59,8 +66,8 @@ def test_admin_requests_do_not_wake_the_server(sleepy: tuple[int, bool]) -> None
         assert _sleeps(port)
 
 
-def test_a_server_woken_by_a_scrape_is_not_scraped_again_while_it_sleeps() -> None:
-    """Earlier versions of llama-server are woken by it."""
+def test_a_server_that_wakes_when_scraped_is_scraped_only_once_while_it_sleeps() -> None:
+    """A scrape wakes earlier versions of llama-server."""
     asleep, awake = b'{"total_slots":1,"is_sleeping":true}', b'{"total_slots":1}'
 
     async def wake(exchange: Exchange) -> None:
@@ -75,8 +82,8 @@ def test_a_server_woken_by_a_scrape_is_not_scraped_again_while_it_sleeps() -> No
         assert len(fake.requests) == 1
 
 
-def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> None:
-    port, patched = sleepy
+def test_a_starting_proxy_does_not_wake_the_server(sleeping_server: tuple[int, bool]) -> None:
+    port, patched = sleeping_server
     _await_sleep(port)
     with proxy(port) as running:
         assert running.gateway.info.patched == patched
@@ -84,54 +91,54 @@ def test_a_starting_proxy_does_not_wake_the_server(sleepy: tuple[int, bool]) -> 
         assert _sleeps(port)
 
 
-def test_blocks_lost_during_sleep_are_decoded_again(sleepy: tuple[int, bool]) -> None:
-    port, patched = sleepy
+def test_blocks_without_copies_are_decoded_after_sleep(sleeping_server: tuple[int, bool]) -> None:
+    port, patched = sleeping_server
     with proxy(port, policy__writeback=False) as running:
-        before, woken, then = _over_a_sleep(running, port)
-        # Nothing of the cache was left; the turn after that goes on from it again.
-        assert before["prompt_n"] < 40 and then["prompt_n"] < 40
-        assert woken["cache_n"] == 0
-        assert woken["prompt_n"] > 1.2 * BUDGET
-        assert then["cache_n"] > BUDGET / 2
-        assert ("evoke" in then) == patched
+        before, after_sleep, next_turn = _turns_around_sleep(running, port)
+        # Nothing of the cache is left after sleep; the turn after that uses the cache again.
+        assert before["prompt_n"] < 40 and next_turn["prompt_n"] < 40
+        assert after_sleep["cache_n"] == 0
+        assert after_sleep["prompt_n"] > 1.2 * BUDGET
+        assert next_turn["cache_n"] > BUDGET / 2
+        assert ("evoke" in next_turn) == patched
         if patched:
-            _check_accounting(running, woken["evoke"], then["evoke"])
+            _check_accounting(running, after_sleep["evoke"], next_turn["evoke"])
         else:
-            assert then["cache_n"] + then["prompt_n"] > woken["prompt_n"]
+            assert next_turn["cache_n"] + next_turn["prompt_n"] > after_sleep["prompt_n"]
             assert running.metric("evoke_bypass_total", reason="unpatched") == 7
 
 
-def test_blocks_copied_before_sleep_are_recovered_by_a_copy() -> None:
-    options = ["-np", "1", *DROWSY, "--evoke-ram", "64"]
+def test_blocks_with_copies_are_recovered_after_sleep() -> None:
+    options = ["-np", "1", *SLEEP_OPTIONS, "--evoke-ram", "64"]
     with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
-        before, woken, then = _over_a_sleep(running, port)
-        accounting = woken["evoke"]
+        before, after_sleep, next_turn = _turns_around_sleep(running, port)
+        accounting = after_sleep["evoke"]
         assert accounting["resident_before"] == 0
-        # All that was there when it fell asleep, but for what the question displaced.
-        assert accounting["recovered"] == woken["cache_n"] > 0.9 * before["cache_n"]
-        assert woken["prompt_n"] < 40 and then["prompt_n"] < 40
-        _check_accounting(running, accounting, then["evoke"])
+        # All rows that were resident before sleep, except those that the question displaced.
+        assert accounting["recovered"] == after_sleep["cache_n"] > 0.9 * before["cache_n"]
+        assert after_sleep["prompt_n"] < 40 and next_turn["prompt_n"] < 40
+        _check_accounting(running, accounting, next_turn["evoke"])
 
 
-def _over_a_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
-    """What the server says of a conversation's last turn before it slept, and of the two after."""
-    talk = ChatClient(running.port, "dream", {"evoke_budget": BUDGET})
+def _turns_around_sleep(running: RunningProxy, port: int) -> tuple[dict[str, Any], ...]:
+    """Return the timings of a conversation's last turn before sleep and of the two after."""
+    client = ChatClient(running.port, "dream", {"evoke_budget": BUDGET})
     for number in range(4):
-        talk.say(f"Turn {number}. {FILLER}")
-    before = _timings(talk, "Still here?")
+        client.say(f"Turn {number}. {FILLER}")
+    before = _timings(client, "Still here?")
     _await_sleep(port)
-    return before, _timings(talk, "Are you awake?"), _timings(talk, "Go on.")
+    return before, _timings(client, "Are you awake?"), _timings(client, "Go on.")
 
 
-def _timings(talk: ChatClient, text: str) -> dict[str, Any]:
-    """One more turn, and what the server says about it."""
-    talk.messages.append({"role": "user", "content": text})
-    answer = talk.post()
+def _timings(client: ChatClient, text: str) -> dict[str, Any]:
+    """Send a turn; returns its timings."""
+    client.messages.append({"role": "user", "content": text})
+    answer = client.post()
     assert answer.status == 200, answer.body
     reply = json.loads(answer.body)
-    talk.messages.append(reply["choices"][0]["message"])
-    found: dict[str, Any] = reply["timings"]
-    return found
+    client.messages.append(reply["choices"][0]["message"])
+    timings: dict[str, Any] = reply["timings"]
+    return timings
 
 
 def _check_accounting(running: RunningProxy, *turns: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for a slot: order, time limit, restarts of the server."""
+"""SlotQueue: requests wait for a slot in order, for a limited time, and over server restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 10))
 
 
-def test_a_released_slot_goes_to_the_waiter_and_names_its_victim() -> None:
+def test_a_waiting_request_gets_the_released_slot_with_the_displaced_session() -> None:
     async def work() -> None:
         queue = SlotQueue(LIMITS)
         first = await queue.acquire("a", "")
@@ -49,11 +49,11 @@ def test_a_full_queue_refuses_with_retry_after() -> None:
 def test_waiting_ends_after_the_queue_timeout() -> None:
     async def work() -> None:
         queue = SlotQueue(LimitsConfig(queue=1, queue_timeout_s=0.02))
-        held = await queue.acquire("a", "")
+        lease = await queue.acquire("a", "")
         with pytest.raises(SlotsBusy, match="no slot became free"):
             await queue.acquire("b", "")
         assert queue.pool.queued == 0
-        queue.release(held)
+        queue.release(lease)
         assert (await queue.acquire("c", "")).waited is False
 
     _run(work())
@@ -66,19 +66,19 @@ def test_a_cancelled_waiter_is_replaced_by_the_next(
 ) -> None:
     async def work() -> None:
         queue = SlotQueue(LIMITS)
-        held = await queue.acquire("a", "")
-        leaver = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
-        stayer = asyncio.get_running_loop().create_task(queue.acquire("c", ""))
+        lease = await queue.acquire("a", "")
+        cancelled = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
+        waiting = asyncio.get_running_loop().create_task(queue.acquire("c", ""))
         await asyncio.sleep(0)
         if granted_first:
-            queue.release(held)
-        leaver.cancel()
+            queue.release(lease)
+        cancelled.cancel()
         if not cancelled_first:
             await asyncio.sleep(0)
         if not granted_first:
-            queue.release(held)
-        assert (await stayer).slot == 0
-        assert leaver.cancelled() or leaver.cancelling()
+            queue.release(lease)
+        assert (await waiting).slot == 0
+        assert cancelled.cancelled() or cancelled.cancelling()
         assert queue.pool.queued == 0
 
     _run(work())
@@ -95,7 +95,7 @@ def test_a_running_turn_keeps_its_slot_when_llama_server_restarts(n_slots: int) 
         queue.restart(n_slots)
         second = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
         await asyncio.sleep(0)
-        assert not second.done(), "two turns of one session run at once"
+        assert not second.done(), "two turns of a session run at once"
         assert queue.pool.slot_of("a") is None and len(queue.pool) == n_slots
         queue.release(running)
         assert (await second).slot == min(1, n_slots - 1)
@@ -137,7 +137,7 @@ def test_a_waiter_for_a_slot_that_a_smaller_server_lacks_takes_any() -> None:
 def test_a_session_with_a_running_request_stays_locked_over_a_server_restart(
     slots: tuple[int, ...],
 ) -> None:
-    """No second request of it begins, in whatever slots the new server has."""
+    """Its second request waits, however many slots the restarted servers have."""
 
     async def work() -> None:
         queue = SlotQueue(LIMITS)

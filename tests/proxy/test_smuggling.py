@@ -1,4 +1,4 @@
-"""Request smuggling through raw sockets, in front of real servers."""
+"""Requests sent over raw sockets cannot smuggle a second one past the proxy to llama-server."""
 
 from __future__ import annotations
 
@@ -39,118 +39,117 @@ UPSTREAM_KEY = "key-that-only-the-proxy-has"
 
 
 @pytest.fixture(scope="module", params=["with --api-key", "without"])
-def client_access_check(
+def attacked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[AttackedProxy]:
     options = ["-np", "1", "--slots", "--metrics"]
     settings = {}
-    if keyed := request.param == "with --api-key":
+    if has_key := request.param == "with --api-key":
         options += ["--api-key", UPSTREAM_KEY]
         path = tmp_path_factory.mktemp("secrets") / "keys"
         write_secret(path, line_of(Caller("alice", "alice"), ALICE))
         settings = {"security__keys_file": str(path), "upstream__api_key": UPSTREAM_KEY}
     with ExitStack() as stack:
         port = stack.enter_context(llama_server(server_binary(patched=False), *options))
-        between = stack.enter_context(tap(port))
-        running = stack.enter_context(proxy(between.port, **settings))
-        yield AttackedProxy(running, between, ALICE if keyed else "")
+        recorder = stack.enter_context(tap(port))
+        running = stack.enter_context(proxy(recorder.port, **settings))
+        yield AttackedProxy(running, recorder, ALICE if has_key else "")
 
 
 @pytest.mark.parametrize("name", HEAD_NAMES)
 def test_a_head_that_llama_server_cannot_parse_is_not_forwarded(
-    client_access_check: AttackedProxy, name: str
+    attacked: AttackedProxy, name: str
 ) -> None:
-    """Also not on a connection that has carried good requests, with its upstream one kept alive."""
-    attack, statuses = unparsable_heads(client_access_check)[name]
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(client_access_check.request("GET /props HTTP/1.1", ()))
+    """The connection has carried a valid request before, and its upstream connection is open."""
+    attack, statuses = unparsable_heads(attacked)[name]
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request("GET /props HTTP/1.1", ()))
         assert read_answer(client)[0] == 200
-        n_connections = len(client_access_check.tap.sent)
-        sent, answered = client_access_check.tap.n_sent, len(client_access_check.tap.statuses)
+        n_connections = len(attacked.tap.sent)
+        n_sent, n_answered = attacked.tap.n_sent, len(attacked.tap.statuses)
         client.sendall(attack)
         status, body = read_answer(client)
     assert status in statuses, body
     assert "message" in json.loads(body)["error"]
-    # What comes after it is answered, by the answer to it and no other.
-    assert client_access_check.tap.n_sent == sent
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
+    # Nothing was forwarded, and the next request gets its own answer.
+    assert attacked.tap.n_sent == n_sent
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request("GET /v1/models HTTP/1.1", ()))
         status, body = read_answer(client)
         assert status == 200 and json.loads(body)["object"] == "list"
-    assert len(client_access_check.tap.statuses) == answered + 1
-    assert len(client_access_check.tap.statuses) == client_access_check.forwarded
-    assert b"/slots" not in b"".join(client_access_check.tap.sent[n_connections:])
+    assert len(attacked.tap.statuses) == n_answered + 1
+    assert len(attacked.tap.statuses) == attacked.forwarded
+    assert b"/slots" not in b"".join(attacked.tap.sent[n_connections:])
 
 
 @pytest.mark.parametrize("name", FRAMING_NAMES)
-def test_a_body_cannot_smuggle_a_second_request(
-    client_access_check: AttackedProxy, name: str
-) -> None:
-    """llama-server answers as many requests as the proxy makes, and each client gets its own."""
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(ambiguous_requests(client_access_check)[name])
+def test_a_body_cannot_smuggle_a_second_request(attacked: AttackedProxy, name: str) -> None:
+    """llama-server answers as many requests as the proxy sends; each client gets its own answer."""
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(ambiguous_requests(attacked)[name])
         with contextlib.suppress(TimeoutError):
             client.settimeout(0.3)
             while client.recv(1 << 16):
                 pass
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(client_access_check.request("GET /v1/models HTTP/1.1", ()))
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request("GET /v1/models HTTP/1.1", ()))
         status, body = read_answer(client)
         assert status == 200 and json.loads(body)["object"] == "list"
-    until(lambda: len(client_access_check.tap.statuses) >= client_access_check.forwarded)
-    assert len(client_access_check.tap.statuses) == client_access_check.forwarded
+    until(lambda: len(attacked.tap.statuses) >= attacked.forwarded)
+    assert len(attacked.tap.statuses) == attacked.forwarded
 
 
-def test_health_forwards_nothing_of_the_request(client_access_check: AttackedProxy) -> None:
-    sent = len(b"".join(client_access_check.tap.sent))
+def test_a_health_request_is_not_forwarded_with_its_headers_or_body(
+    attacked: AttackedProxy,
+) -> None:
+    n_sent = len(b"".join(attacked.tap.sent))
     lines = ("X-Secret: s3cret", "Content-Length: 6", "X-Conversation-Id: 7")
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(client_access_check.request("GET /health HTTP/1.1", lines, "s3cret"))
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request("GET /health HTTP/1.1", lines, "s3cret"))
         assert read_answer(client) == (200, b'{"status":"ok"}')
-    seen = b"".join(client_access_check.tap.sent)
-    assert len(seen) > sent and b"s3cret" not in seen and b"X-Conversation-Id" not in seen
+    forwarded = b"".join(attacked.tap.sent)
+    assert len(forwarded) > n_sent
+    assert b"s3cret" not in forwarded and b"X-Conversation-Id" not in forwarded
     origin = {"Origin": "http://a.example:3000"}
-    direct = ask(client_access_check.tap.server, "GET", "/health", headers=origin).headers
-    allowed = ask(client_access_check.port, "GET", "/health", headers=origin).headers
+    direct = ask(attacked.tap.server, "GET", "/health", headers=origin).headers
+    allowed = ask(attacked.port, "GET", "/health", headers=origin).headers
     name = "access-control-allow-origin"
-    assert allowed[name] == direct[name], "a page may read it where llama-server lets it"
-    odd = {"Origin": f"http://{'o' * 300}.example"}
-    assert ask(client_access_check.port, "GET", "/health", headers=odd).status == 200
-    assert b"ooo" not in b"".join(client_access_check.tap.sent)
+    assert allowed[name] == direct[name], "not the header of llama-server"
+    long_origin = {"Origin": f"http://{'o' * 300}.example"}
+    assert ask(attacked.port, "GET", "/health", headers=long_origin).status == 200
+    assert b"ooo" not in b"".join(attacked.tap.sent)
     for path in ("/health", "/v1/health"):
         for method, status in (("HEAD", 200), ("OPTIONS", 200), ("POST", 405), ("DELETE", 405)):
-            answer = ask(client_access_check.port, method, path)
+            answer = ask(attacked.port, method, path)
             assert answer.status == status, (method, path)
             assert (answer.headers.get("allow") is not None) == (status == 405)
 
 
 def test_llama_server_parses_the_largest_accepted_head(
-    client_access_check: AttackedProxy,
+    attacked: AttackedProxy,
 ) -> None:
-    """8,000 bytes of a line and of a target, 90 headers: forwarded where headers are, and 200."""
-    own = 3 if client_access_check.key else 2  # Authorization and Host, and Content-Length
-    lines = tuple(f"X-{number}: 1" for number in range(90 - own - 2))
+    """A target and a header line of 8,000 bytes, and 90 headers."""
+    n_own = 3 if attacked.key else 2  # Host, Content-Length and Authorization
+    lines = tuple(f"X-{number}: 1" for number in range(90 - n_own - 2))
     longest = f"User-Agent: {'u' * (8000 - len('User-Agent: '))}"
     target = "/tokenize?" + "q" * (8000 - len("/tokenize?"))
     body = ("Content-Length: 15", longest, *lines)
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(
-            client_access_check.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}')
-        )
-        status, answered = read_answer(client)
-        assert status == 200 and json.loads(answered)["tokens"], answered
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request(f"POST {target} HTTP/1.1", body, '{"content":"a"}'))
+        status, answer = read_answer(client)
+        assert status == 200 and json.loads(answer)["tokens"], answer
     for extra, status in ((f"X-L: {'x' * 7996}", 431), ("X-1: 1\r\nX-2: 2\r\nX-3: 3", 431)):
-        with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-            client.sendall(client_access_check.request("POST /tokenize HTTP/1.1", (*body, extra)))
+        with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+            client.sendall(attacked.request("POST /tokenize HTTP/1.1", (*body, extra)))
             assert read_answer(client)[0] == status
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
 def test_a_refused_head_is_answered_in_the_dialect_of_its_path(
-    client_access_check: AttackedProxy, path: str
+    attacked: AttackedProxy, path: str
 ) -> None:
-    with socket.create_connection(("127.0.0.1", client_access_check.port), TIMEOUT_S) as client:
-        client.sendall(client_access_check.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
+    with socket.create_connection(("127.0.0.1", attacked.port), TIMEOUT_S) as client:
+        client.sendall(attacked.request(f"POST {path} HTTP/1.1", (f"X: {'x' * 9000}",)))
         status, body = read_answer(client)
     error = json.loads(body)
     assert status == 431 and ("type" in error) == (path == "/v1/messages")
@@ -160,21 +159,21 @@ def test_an_upstream_connection_is_not_reused_after_an_error() -> None:
     async def refuse(exchange: Exchange) -> None:
         await exchange.send(response(b"no", status=b"404 Not Found"))
 
-    with fake_upstream(refuse) as fake, tap(fake.port) as between, proxy(between.port) as running:
+    with fake_upstream(refuse) as fake, tap(fake.port) as recorder, proxy(recorder.port) as running:
         for _ in range(3):
             assert ask(running.port, "POST", "/x", b"{}").status == 404
         until(lambda: fake.lost >= 3)
-        used = [one.count(b"POST /x") for one in between.sent]
-    assert [count for count in used if count] == [1, 1, 1]
+        counts = [data.count(b"POST /x") for data in recorder.sent]
+    assert [count for count in counts if count] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"413 Payload Too Large"])
 def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
     status: bytes,
 ) -> None:
-    """The server answers a head, and reads its body later: what is left of that is no request."""
-    read = asyncio.Event()
-    seen: list[bytes] = []
+    """The server answers the head and reads the body later; the body must not become a request."""
+    read_bodies = asyncio.Event()
+    requests: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -182,11 +181,11 @@ def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
             writer.write(response(b'{"total_slots":1}', b"application/json"))
         else:
             writer.write(response(b"early", status=status))
-            await read.wait()
+            await read_bodies.wait()
             with contextlib.suppress(ConnectionError):
                 while piece := await reader.read(1 << 20):
                     head += piece
-            seen.append(head)
+            requests.append(head)
         writer.close()
 
     with ThreadedLoop() as thread:
@@ -196,8 +195,8 @@ def test_an_upstream_connection_is_not_reused_when_the_reply_precedes_the_body(
             answer = ask(running.port, "POST", "/x", b"x" * (32 << 20))
             assert answer.status == int(status.split()[0])
             assert ask(running.port, "POST", "/x", b"{}").status == answer.status
-            thread.loop.call_soon_threadsafe(read.set)
-            until(lambda: len(seen) == 2)
+            thread.loop.call_soon_threadsafe(read_bodies.set)
+            until(lambda: len(requests) == 2)
         thread.loop.call_soon_threadsafe(server.close)
-    assert [one.count(b"HTTP/1.1") for one in seen] == [1, 1]
-    assert min(map(len, seen)) < 1000 < max(map(len, seen)) < 32 << 20
+    assert [data.count(b"HTTP/1.1") for data in requests] == [1, 1]
+    assert min(map(len, requests)) < 1000 < max(map(len, requests)) < 32 << 20

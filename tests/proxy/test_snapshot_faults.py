@@ -1,4 +1,4 @@
-"""Faults of snapshots on the real server: no crash and no wrong answer."""
+"""Faults of snapshots on a real server cause no crash and no wrong answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
-DAMAGES = 200
-SMALL = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
+N_DAMAGES = 200
+SAVE_SMALL_CHATS = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
 
 
 @pytest.fixture(scope="module")
@@ -34,106 +34,110 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
 
 @pytest.fixture(scope="module")
 def running(deployment: Deployment) -> Iterator[tuple[int, RunningProxy]]:
-    """A stock server's port, and a proxy in front of it that saves small chats too.
+    """The port of a stock server, and a proxy in front of it that also saves small chats.
 
-    It has learnt that a slot found empty was not emptied into memory, which it tries first.
+    The proxy has learnt that the rows of an erased slot are not in llama-server's RAM cache.
     """
-    with deployment.server() as port, deployment.proxy(port, **SMALL) as proxied:
+    with deployment.server() as port, deployment.proxy(port, **SAVE_SMALL_CHATS) as proxied:
         chat = _chat(9)
         for _ in range(2):
             chat.ask(proxied.port)
             proxied.wait_for_background()
             _erase(port)
-        command = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
-        command.open(claim=False)
-        for snapshot in list(command.snapshots):
-            command.delete(snapshot, "test")
-        command.close()
+        repository = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
+        repository.open(claim=False)
+        for snapshot in list(repository.snapshots):
+            repository.delete(snapshot, "test")
+        repository.close()
         yield port, proxied
 
 
 def _chat(number: int) -> Chat:
-    """A chat of about a hundred tokens, unlike every other from its first word, and no side request
-    of theirs."""
-    said = f"{number} " + "one two three four " * 16
-    return Chat([{"role": "user", "content": said}], {"evoke_session": f"s{number}"})
+    """Return a chat of about a hundred tokens that differs from all others in its first word.
+
+    It has a session id, so that it is not a side request.
+    """
+    text = f"{number} " + "one two three four " * 16
+    return Chat([{"role": "user", "content": text}], {"evoke_session": f"s{number}"})
 
 
 def _erase(port: int) -> None:
-    """What a restart, a sleep or another conversation does to a slot."""
+    """Erase the slot, as a restart, a sleep or another conversation does."""
     assert ask(port, "POST", "/slots/0?action=erase").status == 200
 
 
-def _corrupt(running: RunningProxy) -> float:
-    """How many snapshots were set aside so far."""
-    found = running.gateway.metrics.snapshots_bad.collect()[0].samples
-    return sum(sample.value for sample in found if sample.name.endswith("_total"))
+def _n_rejected(running: RunningProxy) -> float:
+    """Return how many snapshots were rejected so far, for any reason."""
+    samples = running.gateway.metrics.snapshots_bad.collect()[0].samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
 
 
 def test_damaged_files_are_not_restored_and_answers_are_correct(
     deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
-    chat, how = _chat(0), random.Random(7)
+    chat, rng = _chat(0), random.Random(7)
     chat.ask(proxied.port)
     proxied.wait_for_background()
-    wanted, before = chat.reply, _corrupt(proxied)
-    for _ in range(DAMAGES):
+    expected, before = chat.reply, _n_rejected(proxied)
+    for _ in range(N_DAMAGES):
         (path,) = deployment.files()
-        damage(path, how)
+        damage(path, rng)
         _erase(port)
         cached, new = chat.ask(proxied.port)
-        assert chat.reply == wanted and cached + new > 64
+        assert chat.reply == expected and cached + new > 64
         proxied.wait_for_background()
-    assert _corrupt(proxied) - before == DAMAGES
-    assert proxied.metric("evoke_snapshot_restores_total", result="quarantined") == DAMAGES
+    assert _n_rejected(proxied) - before == N_DAMAGES
+    assert proxied.metric("evoke_snapshot_restores_total", result="quarantined") == N_DAMAGES
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 0
-    # the last one is whole, and is restored
+    # The last snapshot is undamaged, and is restored.
     _erase(port)
     decoded_before = decoded(port)
     chat.ask(proxied.port)
-    assert chat.reply == wanted and decoded(port) - decoded_before <= 8
+    assert chat.reply == expected and decoded(port) - decoded_before <= 8
     proxied.wait_for_background()
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 1
 
 
-def test_a_missing_file_is_not_restored_so_the_slot_keeps_its_rows(
+def test_llama_server_is_not_asked_to_restore_a_missing_file(
     deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:
     port, proxied = running
-    chat = long_chat(300, 5)  # long enough to be worth a restore
+    chat = long_chat(300, 5)  # long enough to restore
     chat.messages.pop()
     chat.ask(proxied.port)
     proxied.wait_for_background()
     for path in deployment.files():
         path.unlink()
     _erase(port)
-    asked = _noting(proxied, "restore")
+    """Restoring a missing file would erase the slot."""
+    port, proxied = running
+    recorded_names = _record_calls(proxied, "restore")
     chat.ask(proxied.port)
     proxied.wait_for_background()
-    assert asked == []
+    assert recorded_names == []
     assert proxied.metric("evoke_snapshot_corrupt_total", reason="missing") == 1
 
 
-def test_a_slot_emptied_before_its_save_makes_no_snapshot(
+def test_no_snapshot_is_kept_of_a_slot_that_was_erased_before_its_save(
     deployment: Deployment, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port, proxied = running
     save, before = StockApi.save, deployment.files()
 
-    async def emptied(calls: StockApi, slot: int, name: str) -> Any:
+    async def erase_and_save(calls: StockApi, slot: int, name: str) -> Any:
         await calls.erase(slot)
         return await save(calls, slot, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StockApi, "save", emptied)
+        patch.setattr(StockApi, "save", erase_and_save)
         _chat(2).ask(proxied.port)
     proxied.wait_for_background()
     assert proxied.metric("evoke_snapshot_saves_total", result="emptied") == 1
     assert deployment.files() == before and not list(deployment.folder.glob("*.evoke-part"))
 
 
-def test_a_full_disk_costs_the_snapshot_only(
+def test_a_request_is_answered_when_its_snapshot_fails_on_a_full_disk(
     deployment: Deployment, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, proxied = running
@@ -150,8 +154,10 @@ def test_a_full_disk_costs_the_snapshot_only(
     assert deployment.files() == before and not part.is_symlink()
 
 
-def test_no_save_starts_without_disk_space_for_it(tmp_path: Path) -> None:
-    with Deployment(tmp_path).server_and_proxy(**SMALL | {"min_free_mib": 1 << 30}) as proxied:
+def test_no_save_starts_without_free_disk_space(tmp_path: Path) -> None:
+    with Deployment(tmp_path).server_and_proxy(
+        **SAVE_SMALL_CHATS | {"min_free_mib": 1 << 30}
+    ) as proxied:
         _chat(4).ask(proxied.port)
         proxied.wait_for_background()
         assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
@@ -161,25 +167,27 @@ def test_no_save_starts_without_disk_space_for_it(tmp_path: Path) -> None:
 def test_a_snapshot_is_restored_only_with_the_same_cache_layout(
     other: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """No answer of a stock server says how its is: a file of it does."""
+    """No endpoint of a stock server reports its cache layout; a saved file contains it."""
     chat = long_chat(300)
-    alike = Deployment(tmp_path, "", ("-fa", "on"))
-    with alike.server_and_proxy(look_ahead=False) as proxied:
+    original = Deployment(tmp_path, "", ("-fa", "on"))
+    with original.server_and_proxy(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
         proxied.wait_for_background()
-    for deployment, useful in ((Deployment(tmp_path, "", other), 0), (alike, 1)):
-        again = long_chat(300)
+    for deployment, useful in ((Deployment(tmp_path, "", other), 0), (original, 1)):
+        chat = long_chat(300)
         with deployment.server_and_proxy(look_ahead=False) as proxied:
-            cached, new = again.ask(proxied.port, "Begin.")
+            cached, new = chat.ask(proxied.port, "Begin.")
             proxied.wait_for_background()
-            assert cached + new > 900 and again.reply
+            assert cached + new > 900 and chat.reply
             assert proxied.metric("evoke_snapshot_restores_total", result="useful") == useful
-            for bad in ("refused", "failed", "wasted"):
-                assert proxied.metric("evoke_snapshot_restores_total", result=bad) == 0
+            for result in ("refused", "failed", "wasted"):
+                assert proxied.metric("evoke_snapshot_restores_total", result=result) == 0
 
 
 @pytest.mark.parametrize("during", ["save", "restore"])
-def test_a_file_that_killed_a_server_is_not_restored_again(during: str, tmp_path: Path) -> None:
+def test_a_snapshot_is_not_used_after_the_server_died_in_its_save_or_restore(
+    during: str, tmp_path: Path
+) -> None:
     deployment, chat = Deployment(tmp_path, "", ("--cache-ram", "0")), long_chat(300)
     with deployment.server() as port, deployment.proxy(port, look_ahead=False) as proxied:
         if during == "restore":
@@ -189,13 +197,12 @@ def test_a_file_that_killed_a_server_is_not_restored_again(during: str, tmp_path
             chat.ask(proxied.port)
             proxied.wait_for_background()
             _erase(port)
-        proxied.wait_for_background()  # it saves something to learn what llama-server is
-        asked = _noting(proxied, during, kill=port)
+        proxied.wait_for_background()  # a starting proxy saves a slot to probe llama-server
+        recorded_names = _record_calls(proxied, during, kill=port)
         messages = chat.messages if during == "restore" else long_chat(300).messages[:3]
-        asks = {"messages": messages, "max_tokens": 24, "temperature": 0}
-        body = json.dumps(asks).encode()
+        body = json.dumps({"messages": messages, "max_tokens": 24, "temperature": 0}).encode()
         answer = ask(proxied.port, "POST", "/v1/chat/completions", body)
-        assert answer.status == 503 and len(asked) == 1
+        assert answer.status == 503 and len(recorded_names) == 1
         proxied.wait_for_background()
         assert deployment.files() == [] and not list(tmp_path.glob("*.evoke-part"))
         died = proxied.metric("evoke_snapshot_corrupt_total", reason="upstream_died")
@@ -204,52 +211,57 @@ def test_a_file_that_killed_a_server_is_not_restored_again(during: str, tmp_path
         assert failed == (during == "save")
         assert proxied.metric("evoke_upstream_errors_total", kind="upstream_unavailable") >= 1
         with deployment.server(port):
-            again = ask(proxied.port, "POST", "/v1/chat/completions", body)
-            assert again.status == 200
+            retried = ask(proxied.port, "POST", "/v1/chat/completions", body)
+            assert retried.status == 200
             proxied.wait_for_background()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == 0 and len(deployment.files()) == 1
             _erase(port)
             direct = ask(port, "POST", "/v1/chat/completions", body)
-            said = [json.loads(one.body)["choices"][0]["message"] for one in (again, direct)]
-            assert said[0] == said[1]
+            replies = [json.loads(each.body)["choices"][0]["message"] for each in (retried, direct)]
+            assert replies[0] == replies[1]
 
 
-def _noting(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
-    """The names of files that the server is asked to save or restore; it may be killed by that."""
+def _record_calls(running: RunningProxy, action: str, kill: int = 0) -> list[str]:
+    """Record the file name of the next "save" or "restore"; returns the list of names.
+
+    With `kill`, the llama-server on this port is killed before the call.
+    """
     calls, names = running.gateway.server.strategies.snapshots._api, []
-    asked = getattr(calls, action)
+    original = getattr(calls, action)
 
-    async def noted(slot: int, name: str) -> Any:
+    async def recording_call(slot: int, name: str) -> Any:
         names.append(name)
-        setattr(calls, action, asked)
+        setattr(calls, action, original)
         if kill:
             os.kill(process_on(kill), signal.SIGKILL)
-        return await asked(slot, name)
+        return await original(slot, name)
 
-    setattr(calls, action, noted)
+    setattr(calls, action, recording_call)
     return names
 
 
-def test_a_disconnecting_client_costs_no_snapshot(tmp_path: Path) -> None:
+def test_a_snapshot_stays_valid_when_clients_disconnect_during_its_restore(
+    tmp_path: Path,
+) -> None:
     deployment, chat = Deployment(tmp_path), long_chat(400)
     with deployment.server_and_proxy(look_ahead=False) as proxied:
         chat.ask(proxied.port, "Begin.")
         proxied.wait_for_background()
         chat.add_reply()
     with deployment.server_and_proxy(look_ahead=False) as proxied:
-        given = chat.messages + [{"role": "user", "content": "And then?"}]
-        body = json.dumps({"messages": given, "stream": True, "max_tokens": 200}).encode()
+        messages = chat.messages + [{"role": "user", "content": "And then?"}]
+        body = json.dumps({"messages": messages, "stream": True, "max_tokens": 200}).encode()
         for wait_s in (0.005, 0.02, 0.05, 0.1, 0.3):
             connection = http.client.HTTPConnection("127.0.0.1", proxied.port)
             connection.request("POST", "/v1/chat/completions", body)
             time.sleep(wait_s)
             connection.close()
         proxied.wait_for_background()
-        look = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
-        look.open(claim=False)
-        assert deployment.files() and not any(item.suspect for item in look.snapshots)
-        look.close()
+        repository = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
+        repository.open(claim=False)
+        assert deployment.files() and not any(item.suspect for item in repository.snapshots)
+        repository.close()
         assert proxied.metric("evoke_snapshot_restores_total", result="wasted") == 0
         assert not list(tmp_path.glob("*.evoke-part"))
         chat.ask(proxied.port, "And then?")
@@ -257,40 +269,41 @@ def test_a_disconnecting_client_costs_no_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("during", ["save", "restore"])
 def test_a_killed_proxy_leaves_only_valid_files(during: str, tmp_path: Path) -> None:
-    """In the moment that it has asked for a save or a restore, which llama-server goes on with."""
+    """The proxy is killed after it sent a save or restore, which llama-server completes."""
     folder = tmp_path / "slots"
     folder.mkdir()
     deployment, chat = Deployment(folder, "", ("--cache-ram", "0")), long_chat(300)
     settings = tmp_path / "evoke.yaml"
-    kept = {"directory": str(folder), "look_ahead": False, **SAVE_ALWAYS}
-    settings.write_text(json.dumps({"snapshots": kept}))
-    with deployment.server() as port, fault_injector(port) as line:
-        with ProxyProcess(line.port, settings) as front:
-            chat.ask(front.port, "Begin.")
+    snapshots = {"directory": str(folder), "look_ahead": False, **SAVE_ALWAYS}
+    settings.write_text(json.dumps({"snapshots": snapshots}))
+    with deployment.server() as port, fault_injector(port) as injector:
+        with ProxyProcess(injector.port, settings) as proxy_process:
+            chat.ask(proxy_process.port, "Begin.")
             until(deployment.files)
-            for _ in range(2):  # the first time it looks whether llama-server has it in memory
-                front.wait_until_idle()
+            # At first the proxy expects the rows in llama-server's own RAM cache.
+            for _ in range(2):
+                proxy_process.wait_until_idle()
                 _erase(port)
-                chat.ask(front.port)
-            front.wait_until_idle()
+                chat.ask(proxy_process.port)
+            proxy_process.wait_until_idle()
             chat.add_reply()
             before = {path.name for path in deployment.files()}
             if during == "restore":
                 _erase(port)
-            line.run_at(f"action={during}".encode(), front.kill)
+            injector.run_at(f"action={during}".encode(), proxy_process.kill)
             with pytest.raises((OSError, http.client.HTTPException)):
-                chat.ask(front.port, "And then?")
-            assert line.fired.wait(TIMEOUT_S)
-        _erase(port)  # answers when llama-server is through with what it was asked for
+                chat.ask(proxy_process.port, "And then?")
+            assert injector.fired.wait(TIMEOUT_S)
+        _erase(port)  # answered once llama-server has completed the call
         with deployment.proxy(port, look_ahead=False) as proxied:
-            # Whether llama-server has died of what was being restored, nobody can tell any more.
+            # The proxy cannot know whether the restore crashed llama-server.
             suspect = proxied.metric("evoke_snapshot_corrupt_total", reason="suspect")
-            assert suspect == (during == "restore") == _corrupt(proxied)
+            assert suspect == (during == "restore") == _n_rejected(proxied)
             assert {path.name for path in deployment.files()} == (
                 before if during == "save" else set()
             )
             chat.ask(proxied.port)
-            said = chat.reply
+            reply = chat.reply
             proxied.wait_for_background()
             restored = proxied.metric("evoke_snapshot_restores_total", result="useful")
             assert restored == (during == "save")
@@ -299,16 +312,16 @@ def test_a_killed_proxy_leaves_only_valid_files(during: str, tmp_path: Path) -> 
             assert ask(proxied.port, "GET", "/evoke/ready").status == 200
         _erase(port)
         chat.ask(port)
-        assert chat.reply == said
+        assert chat.reply == reply
 
 
 def _check_index_matches_files(deployment: Deployment) -> None:
-    """The index knows all files that are there, and they are as it says."""
-    look = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
-    look.open(claim=False)
-    known = {f"{item.id}.evoke-kv": item for item in look.snapshots}
-    assert known.keys() == {path.name for path in deployment.files()} != set()
-    for name, item in known.items():
-        look.files.verify(name, item.n_bytes, item.checksum)
-    look.close()
+    """Check that the index lists exactly the snapshot files, with their sizes and checksums."""
+    repository = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))
+    repository.open(claim=False)
+    snapshots = {f"{item.id}.evoke-kv": item for item in repository.snapshots}
+    assert snapshots.keys() == {path.name for path in deployment.files()} != set()
+    for name, item in snapshots.items():
+        repository.files.verify(name, item.n_bytes, item.checksum)
+    repository.close()
     assert not list(deployment.folder.glob("*.evoke-part"))

@@ -1,6 +1,6 @@
 """Conversations at a stock llama-server keep their cache across restarts and slots.
 
-What counts is how many tokens the server has decoded in all, whoever asked it to.
+Most tests count all tokens that llama-server decodes, also those of the proxy's own requests.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from stock_deployment import Chat, Deployment, decoded, final_metric, long_chat,
 
 QWEN = tuple(template("Qwen3.5-4B"))
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+# A new message, and the tokens that a turn may decode besides it.
 NEW, SLACK = "And what comes after that?", 64
 HYBRID, WINDOWED = "tiny-qwen35", "tiny-gemma"
 
 
-def new_tokens(port: int, text: str) -> int:
-    """How long a message is."""
+def n_tokens(port: int, text: str) -> int:
+    """Return the number of tokens of a text."""
     answer = ask(port, "POST", "/tokenize", json.dumps({"content": text}).encode())
     return len(json.loads(answer.body)["tokens"])
 
@@ -38,7 +39,7 @@ def new_tokens(port: int, text: str) -> int:
     ],
     ids=["qwen35", "dense", "windows"],
 )
-def test_after_a_restart_of_both_only_new_text_is_decoded(
+def test_only_new_text_is_decoded_after_a_restart_of_server_and_proxy(
     shape: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
     deployment, chat = Deployment(tmp_path, shape, options), long_chat(1100)
@@ -48,12 +49,12 @@ def test_after_a_restart_of_both_only_new_text_is_decoded(
         running.wait_for_background()
         chat.add_reply()
     with deployment.server_and_proxy() as running:
-        limit = new_tokens(running.port, NEW) + SLACK
+        limit = n_tokens(running.port, NEW) + SLACK
         before = decoded(running.port)
         chat.ask(running.port, NEW)
         assert decoded(running.port) - before <= limit
         assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
-    with deployment.server_and_proxy() as running:  # the same once more: the client regenerates
+    with deployment.server_and_proxy() as running:  # the client sends the same request again
         before = decoded(running.port)
         chat.ask(running.port)
         assert decoded(running.port) - before <= SLACK
@@ -61,11 +62,11 @@ def test_after_a_restart_of_both_only_new_text_is_decoded(
         assert running.metric("evoke_degraded_total", stage="restore") == 0
 
 
-def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_to_a_fifth(
+def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_model_to_a_fifth(
     tmp_path: Path,
 ) -> None:
     deployment = Deployment(tmp_path, HYBRID, QWEN)
-    costs = {}
+    n_decoded = {}
     for look_ahead in (False, True):
         chat = long_chat(1100)
         chat.fields = NO_THINKING | {"max_tokens": 300, "seed": 1}
@@ -75,17 +76,19 @@ def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_to_a_fifth(
             chat.add_reply()
             before = decoded(running.port)
             chat.ask(running.port, NEW)
-            costs[look_ahead] = decoded(running.port) - before
-            wanted = "done" if look_ahead else "none"
-            assert final_metric(running, "evoke_look_aheads_total", result=wanted) == 2 * look_ahead
+            n_decoded[look_ahead] = decoded(running.port) - before
+            result = "done" if look_ahead else "none"
+            assert final_metric(running, "evoke_look_aheads_total", result=result) == 2 * look_ahead
         for file in deployment.files():
             file.unlink()
-    assert costs[True] <= costs[False] / 5
+    assert n_decoded[True] <= n_decoded[False] / 5
 
 
 def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> None:
-    """A branch keeps two: its newest step, and the history up to what its user said last, because
-    the template rewrites the steps when the user speaks again."""
+    """Two snapshots are kept: of the latest step, and of the history up to the last user message.
+
+    The second one is needed because the template changes the steps once the user writes again.
+    """
     deployment, chat = Deployment(tmp_path, HYBRID, QWEN), long_chat(400)
     chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
     with deployment.server_and_proxy(look_ahead=False) as running:
@@ -95,23 +98,23 @@ def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> No
             call = {"id": id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
             step = {"role": "assistant", "content": "", "reasoning_content": f"so {id}"}
             chat.messages.append(step | {"tool_calls": [call]})
-            seen = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
-            chat.messages.append(seen)
+            result = {"role": "tool", "tool_call_id": id, "content": "a b c d " * 20}
+            chat.messages.append(result)
             chat.ask(running.port)
             running.wait_for_background()
         assert len(deployment.files()) == 2
-    for goes_on, most in ((True, SLACK), (False, 500)):
-        if not goes_on:
+    for continues, limit in ((True, SLACK), (False, 500)):
+        if not continues:
             chat.messages.append({"role": "assistant", "content": "Done."})
         with deployment.server_and_proxy(look_ahead=False) as running:
             before = decoded(running.port)
-            cached, _ = chat.ask(running.port, None if goes_on else NEW)
-            assert cached > 1000 and decoded(running.port) - before <= most
+            cached, _ = chat.ask(running.port, None if continues else NEW)
+            assert cached > 1000 and decoded(running.port) - before <= limit
             assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
 
 
-def test_restores_stop_and_are_reported_when_they_save_nothing(tmp_path: Path) -> None:
-    """Recurrent layers beside sliding windows: llama-server never goes on from a file of those."""
+def test_restores_that_save_nothing_stop_and_are_reported(tmp_path: Path) -> None:
+    """llama-server cannot continue from files of models with recurrent layers and windows."""
     deployment = Deployment(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
     with deployment.server_and_proxy(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
@@ -130,7 +133,7 @@ def test_restores_stop_and_are_reported_when_they_save_nothing(tmp_path: Path) -
 def test_a_prompt_that_diverges_from_restored_windows_is_answered_correctly(
     tmp_path: Path,
 ) -> None:
-    """With --swa-full llama-server would go on from windows that it has not got whole."""
+    """With --swa-full llama-server would continue from windows that are incomplete."""
     deployment = Deployment(tmp_path, WINDOWED, (*QWEN, "--swa-full", "--cache-ram", "0"))
     chat = long_chat(300)
     chat.fields = NO_THINKING
@@ -139,25 +142,25 @@ def test_a_prompt_that_diverges_from_restored_windows_is_answered_correctly(
         chat.ask(running.port, "Begin.", max_tokens=50)
         running.wait_for_background()
         chat.add_reply()
-    kept = len(chat.messages) - 1
+    last = len(chat.messages) - 1
     with deployment.server() as port, deployment.proxy(port) as running:
         chat.ask(running.port, NEW)
         assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
-        chat.messages[kept:] = [{"role": "assistant", "content": "No."}]
+        chat.messages[last:] = [{"role": "assistant", "content": "No."}]
         chat.messages.append({"role": "user", "content": "Why?"})
         body = {"messages": chat.messages, "temperature": 0, **fields}
         answers = []
-        for to, more in ((running.port, {}), (port, {"cache_prompt": False})):
-            answer = ask(to, "POST", "/v1/chat/completions", json.dumps(body | more).encode())
+        for to_port, more in ((running.port, {}), (port, {"cache_prompt": False})):
+            answer = ask(to_port, "POST", "/v1/chat/completions", json.dumps(body | more).encode())
             answers.append(json.loads(answer.body))
-        words = [answer["choices"][0]["logprobs"]["content"] for answer in answers]
-        ours, fresh = [
-            [one["logprob"] for word in each for one in word["top_logprobs"]] for each in words
+        steps = [answer["choices"][0]["logprobs"]["content"] for answer in answers]
+        restored, uncached = [
+            [token["logprob"] for step in each for token in step["top_logprobs"]] for each in steps
         ]
-        assert ours == pytest.approx(fresh, abs=0.01)
+        assert restored == pytest.approx(uncached, abs=0.01)
 
 
-def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_path: Path) -> None:
+def test_conversations_that_share_one_slot_decode_only_new_text(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--cache-ram", "0"))
     with deployment.server_and_proxy() as running:
         chats = [long_chat(400, start) for start in (0, 7, 13)]
@@ -174,7 +177,7 @@ def test_conversations_that_share_one_slot_do_not_decode_each_other_again(tmp_pa
 
 
 def test_the_ram_cache_of_the_server_is_used(tmp_path: Path) -> None:
-    """A default server empties idle slots into memory: what it has there is longer than a file."""
+    """By default llama-server moves idle slots into RAM, which holds more than a snapshot."""
     deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
     with deployment.server_and_proxy(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
@@ -188,26 +191,26 @@ def test_the_ram_cache_of_the_server_is_used(tmp_path: Path) -> None:
         assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 0
 
 
-def test_a_request_stops_the_lookahead(tmp_path: Path) -> None:
+def test_a_request_cancels_the_lookahead(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "", ("-c", "8192"))
     with deployment.server_and_proxy() as running:
         other, chat = Chat([]), long_chat(300)
         other.ask(running.port, "Nothing of note.")
         running.wait_for_background()
-        slow, calls = running.gateway.server.strategies.snapshots._lookahead, []
+        lookahead, calls = running.gateway.server.strategies.snapshots._lookahead, []
 
-        async def never(*given: Any) -> None:
+        async def slow_decode(*args: Any) -> None:
             calls.append(1)
-            await given[3].run(asyncio.sleep(60))
+            await args[3].run(asyncio.sleep(60))
 
-        slow._decode = never  # type: ignore[method-assign,assignment]
+        lookahead._decode = slow_decode  # type: ignore[method-assign,assignment]
         chat.ask(running.port, "Begin.")
         until(lambda: calls)
         other.ask(running.port)
         assert running.metric("evoke_look_aheads_total", result="cancelled") == 1
 
 
-def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
+def test_there_is_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
     with Deployment(tmp_path).server_and_proxy() as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         upstream, slots, first = (
@@ -215,17 +218,18 @@ def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
             running.gateway.server.slots,
             iter([True]),
         )
-        opened = upstream.open
+        original = upstream.open
 
         @asynccontextmanager
-        async def both_there(method: str, target: str, *more: Any) -> AsyncIterator[Any]:
+        async def open_once_queued(method: str, target: str, *args: Any) -> AsyncIterator[Any]:
+            """Forward the first chat request once the second one waits for the slot."""
             if target == "/v1/chat/completions" and next(first, False):
-                while not slots.pool.queued:  # the first is not answered before the other waits
+                while not slots.pool.queued:
                     await asyncio.sleep(0.01)
-            async with opened(method, target, *more) as reply:
+            async with original(method, target, *args) as reply:
                 yield reply
 
-        upstream.open = both_there  # type: ignore[method-assign,assignment]
+        upstream.open = open_once_queued  # type: ignore[method-assign,assignment]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda chat: chat.ask(running.port, "Begin."), chats))
         running.wait_for_background()
@@ -236,24 +240,24 @@ def test_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
         assert results["done"] == 1 == results["skipped"] + results["cancelled"]
 
 
-def test_a_directory_that_the_server_does_not_use_is_reported(
+def test_readiness_reports_a_directory_that_the_server_does_not_use(
     tmp_path: Path,
 ) -> None:
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    theirs.mkdir()
-    deployment, chat = Deployment(theirs), long_chat(300)
-    with deployment.server() as port, deployment.proxy(port, directory=str(ours)) as running:
+    slot_folder, other = tmp_path / "slots", tmp_path / "other"
+    slot_folder.mkdir()
+    deployment, chat = Deployment(slot_folder), long_chat(300)
+    with deployment.server() as port, deployment.proxy(port, directory=str(other)) as running:
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
         assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
         chat.ask(running.port, "Begin.")
         assert final_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
-    assert not list(ours.glob("*.evoke-*"))
+    assert not list(other.glob("*.evoke-*"))
 
 
-def test_an_internal_error_costs_the_snapshot_and_not_the_answer(tmp_path: Path) -> None:
+def test_a_request_is_answered_after_an_internal_error_in_its_prefill(tmp_path: Path) -> None:
     deployment, chat = Deployment(tmp_path), long_chat(300)
     with deployment.server_and_proxy() as running:
-        running.wait_for_background()  # it decodes something to learn what llama-server is
+        running.wait_for_background()  # a starting proxy decodes a few tokens to probe llama-server
         calls = running.gateway.server.strategies.snapshots._api
 
         async def broken(*_: object) -> None:
@@ -287,38 +291,40 @@ def test_requests_without_a_conversation_are_forwarded_unchanged(tmp_path: Path)
         ("Mistral-Small-3.2-24B-Instruct-2506", (True, True), (False, False)),
     ],
 )
-def test_the_stability_of_real_templates_is_measured_at_start(
+def test_the_prefix_stability_of_real_templates_is_measured_at_start(
     name: str, plain: tuple[bool, bool], with_tools: tuple[bool, bool], tmp_path: Path
 ) -> None:
     deployment = Deployment(tmp_path, "", tuple(template(name)))
     with deployment.server_and_proxy() as running:
         assert ask(running.port, "GET", "/evoke/ready").status == 200
-        facts = running.gateway.server.strategies.snapshots.probe
-        found = [facts.stability(tools) for tools in (False, True)]
-    assert [(each.boundary, each.ahead) for each in found] == [plain, with_tools]
+        probe = running.gateway.server.strategies.snapshots.probe
+        measured = [probe.stability(tools) for tools in (False, True)]
+    assert [(each.boundary, each.ahead) for each in measured] == [plain, with_tools]
 
 
 @pytest.mark.parametrize("options", [("-np", "4", "-kvu"), ("-np", "4", "-no-kvu", "-c", "16384")])
-def test_concurrent_requests_cost_the_server_little_more_than_directly(
+def test_concurrent_chats_decode_at_most_a_third_more_tokens_than_without_the_proxy(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Six chats on four slots, three turns each, next to the same sent directly."""
+    """Six chats of three turns each on four slots."""
     totals = {}
-    for arm in ("direct", "ours"):
+    for arm in ("direct", "proxied"):
         deployment = Deployment(tmp_path / arm, "", options)
         deployment.folder.mkdir()
         with deployment.server() as port, deployment.proxy(port) as running:
             chats = [long_chat(200, start) for start in (0, 7, 13, 29, 31, 37)]
             with ThreadPoolExecutor(len(chats)) as pool:
-                to = port if arm == "direct" else running.port
-                list(pool.map(lambda chat, to=to: _three_turns(chat, to), chats))
+                to_port = port if arm == "direct" else running.port
+                list(pool.map(lambda chat, to_port=to_port: _three_turns(chat, to_port), chats))
             running.wait_for_background()
             totals[arm] = decoded(port)
             assert not running.gateway.metrics.degraded.collect()[0].samples
-    assert totals["ours"] <= 1.3 * totals["direct"]
+    assert totals["proxied"] <= 1.3 * totals["direct"]
 
 
-def test_one_at_a_time_runs_single_requests_and_saves_slots(tmp_path: Path) -> None:
+def test_with_one_at_a_time_requests_never_run_concurrently_and_slots_are_saved(
+    tmp_path: Path,
+) -> None:
     deployment = Deployment(tmp_path, "", ("-np", "4", "-kvu"))
     busiest = 0
     with deployment.server() as port, deployment.proxy(port, one_at_a_time=True) as running:
@@ -346,7 +352,7 @@ def _three_turns(chat: Chat, port: int) -> None:
         chat.add_reply()
 
 
-def test_a_cache_lost_during_sleep_is_restored(tmp_path: Path) -> None:
+def test_a_cache_lost_in_sleep_is_restored(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "--sleep-idle-seconds", "2"))
     chat = long_chat(400)
     with deployment.server_and_proxy() as running:
@@ -360,31 +366,40 @@ def test_a_cache_lost_during_sleep_is_restored(tmp_path: Path) -> None:
 
 
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
-USED = {"type": "tool_use", "id": "t1", "name": "look", "input": {"place": "caf\u00e9", "n": 1.5}}
-RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "x"}]}
-BILLED = "x-anthropic-billing-header: v=1; cch=a5145;You are a coding agent."
+TOOL_USE = {
+    "type": "tool_use",
+    "id": "t1",
+    "name": "look",
+    "input": {"place": "caf\u00e9", "n": 1.5},
+}
+TOOL_RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "t1",
+    "content": [{"type": "text", "text": "x"}],
+}
+SYSTEM = "x-anthropic-billing-header: v=1; cch=a5145;You are a coding agent."
 
 
 def _message(port: int, messages: list[object], **fields: object) -> dict[str, object]:
-    body = {"messages": messages, "max_tokens": 24, "tools": [TOOL], "system": BILLED} | fields
+    body = {"messages": messages, "max_tokens": 24, "tools": [TOOL], "system": SYSTEM} | fields
     answer = ask(port, "POST", "/v1/messages", json.dumps(body).encode())
     assert answer.status == 200, answer.body
     return json.loads(answer.body)
 
 
-def test_messages_keep_their_cache(tmp_path: Path) -> None:
-    """Their bodies carry no slot: what is restored is found by llama-server itself."""
+def test_conversations_of_the_messages_api_keep_their_cache(tmp_path: Path) -> None:
+    """Their bodies name no slot; llama-server finds the restored one itself."""
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     chat: list[object] = [
         {"role": "user", "content": "one two three four " * 300},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USED]},
-        {"role": "user", "content": [RESULT, {"type": "text", "text": "So?"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, TOOL_USE]},
+        {"role": "user", "content": [TOOL_RESULT, {"type": "text", "text": "So?"}]},
     ]
     with deployment.server_and_proxy() as running:
-        said = _message(running.port, chat)
+        reply = _message(running.port, chat)
         running.wait_for_background()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
-    chat += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": NEW}]
+    chat += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": NEW}]
     with deployment.server_and_proxy() as running:
         before = decoded(running.port)
         usage = _message(running.port, chat)["usage"]
@@ -393,10 +408,10 @@ def test_messages_keep_their_cache(tmp_path: Path) -> None:
         assert final_metric(running, "evoke_snapshot_restores_total", result="useful") == 1
         files = deployment.files()
 
-        async def miscounted(*_: object) -> int:
+        async def wrong_count(*_: object) -> int:
             return 7
 
-        running.gateway.server.strategies.snapshots._api.count_tokens = miscounted  # type: ignore[method-assign,assignment]
+        running.gateway.server.strategies.snapshots._api.count_tokens = wrong_count  # type: ignore[method-assign,assignment]
         assert _message(running.port, [{"role": "user", "content": "two " * 300}])["content"]
         assert final_metric(running, "evoke_snapshot_saves_total", result="skipped_miscounted") == 1
         assert deployment.files() == files
@@ -424,7 +439,7 @@ def _respond(port: int, items: list[object], **fields: object) -> dict[str, obje
     return json.loads(answer.body)
 
 
-def test_responses_keep_their_cache(tmp_path: Path) -> None:
+def test_conversations_of_the_responses_api_keep_their_cache(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, (*QWEN, "-np", "2", "-no-kvu", "-c", "16384"))
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
     items: list[object] = [
@@ -436,10 +451,10 @@ def test_responses_keep_their_cache(tmp_path: Path) -> None:
         {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
     ]
     with deployment.server_and_proxy() as running:
-        said = _respond(running.port, items)
+        reply = _respond(running.port, items)
         running.wait_for_background()
         assert running.metric("evoke_snapshot_saves_total", result="skipped_miscounted") == 0
-    items += [*said["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
+    items += [*reply["output"], {"role": "user", "content": NEW}]  # type: ignore[misc]
     with deployment.server_and_proxy() as running:
         before = decoded(running.port)
         usage = _respond(running.port, items)["usage"]

@@ -1,4 +1,4 @@
-"""A stream that waits for its slot gets comments; later errors are events of it."""
+"""A stream that waits for its slot gets keep-alive comments; later errors are events in it."""
 
 from __future__ import annotations
 
@@ -22,42 +22,46 @@ CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 8, "temperature": 0, "st
 
 
 @dataclass(frozen=True, slots=True)
-class Busy:
-    """A proxy whose only slot is generating for somebody."""
+class BusyProxy:
+    """A proxy whose only slot is busy.
+
+    Attributes:
+        stream: The endless stream that keeps the slot busy.
+    """
 
     running: RunningProxy
-    somebody: EndlessStream
+    stream: EndlessStream
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """An answer, whatever it waits for."""
-        named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
-        return ask(self.running.port, "POST", path, json.dumps(body).encode(), named)
+        """Send a request; returns its answer."""
+        sent = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+        return ask(self.running.port, "POST", path, json.dumps(body).encode(), sent)
 
-    def waited(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
-        """The answer to a request whose slot becomes free when it has waited for a few comments."""
+    def post_and_free_slot(self, path: str, body: dict[str, Any], **headers: str) -> Answer:
+        """Send a request, and free the slot after a few keep-alive comments; returns the answer."""
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(self.post, path, body, **headers)
+            waiting = pool.submit(self.post, path, body, **headers)
             until(self.queued)
             time.sleep(0.2)
-            self.somebody.disconnect()
-            return asked.result()
+            self.stream.disconnect()
+            return waiting.result()
 
     def queued(self) -> int:
-        """How many wait for the slot."""
+        """Return the number of requests that wait for the slot."""
         return self.running.gateway.server.slots.pool.queued
 
 
 @contextmanager
-def _busy(port: int, **overrides: object) -> Iterator[Busy]:
+def _busy_proxy(port: int, **overrides: object) -> Iterator[BusyProxy]:
     with (
         proxy(port, limits__keepalive_s=0.05, **overrides) as running,
-        endless_stream(running.port) as somebody,
+        endless_stream(running.port) as stream,
     ):
-        yield Busy(running, somebody)
+        yield BusyProxy(running, stream)
 
 
-def _after(answer: Answer) -> bytes:
-    """What follows the comments, of which there must be some."""
+def _without_comments(answer: Answer) -> bytes:
+    """Return the body of a stream without its keep-alive comments, of which it must have some."""
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/event-stream"
     assert answer.body.startswith(WAITING)
@@ -73,11 +77,11 @@ def _after(answer: Answer) -> bytes:
         ("/v1/completions", CHAT | {"prompt": "Hello there."}, b"data: [DONE]\n\n"),
     ],
 )
-def test_comments_come_before_the_same_stream(
+def test_comments_precede_an_otherwise_unchanged_stream(
     patched_port: int, path: str, body: dict[str, Any], end: bytes
 ) -> None:
-    with _busy(patched_port) as busy:
-        rest = _after(busy.waited(path, body, Origin="http://a.example"))
+    with _busy_proxy(patched_port) as busy:
+        rest = _without_comments(busy.post_and_free_slot(path, body, Origin="http://a.example"))
         assert rest.endswith(end)
         assert b'"error"' not in rest
         answer = busy.post(path, body)
@@ -86,9 +90,9 @@ def test_comments_come_before_the_same_stream(
         assert [sorted(event) for event in events(rest)] == kinds
 
 
-def test_a_complete_answer_has_no_comments(patched_port: int) -> None:
-    with _busy(patched_port) as busy:
-        answer = busy.waited("/v1/chat/completions", CHAT | {"stream": False})
+def test_an_answer_that_is_not_streamed_has_no_comments(patched_port: int) -> None:
+    with _busy_proxy(patched_port) as busy:
+        answer = busy.post_and_free_slot("/v1/chat/completions", CHAT | {"stream": False})
     assert json.loads(answer.body)["choices"]
 
 
@@ -100,13 +104,15 @@ def test_a_complete_answer_has_no_comments(patched_port: int) -> None:
         ("/v1/messages", b'event: error\ndata: {"type":"error","error":{'),
     ],
 )
-def test_a_queue_timeout_is_an_event(patched_port: int, path: str, begins: bytes) -> None:
-    with _busy(patched_port, limits__queue_timeout_s=0.8) as busy:
+def test_a_queue_timeout_is_an_error_event_of_the_stream(
+    patched_port: int, path: str, begins: bytes
+) -> None:
+    with _busy_proxy(patched_port, limits__queue_timeout_s=0.8) as busy:
         answer = busy.post(path, CHAT | {"input": "Hello."})
-        assert _after(answer).startswith(begins)
+        assert _without_comments(answer).startswith(begins)
         (event,) = events(answer.body)
         assert "no slot became free" in event["error"]["message"]
-        # Nobody has begun anything for a client that is not waiting for a stream.
+        # An answer that is not streamed has not begun, so it gets an error status.
         refused = busy.post(path, CHAT | {"input": "Hello.", "stream": False})
         assert (refused.status, "retry-after" in refused.headers) == (503, True)
 
@@ -118,18 +124,18 @@ def test_a_queue_timeout_is_an_event(patched_port: int, path: str, begins: bytes
         ({"grammar": "root ::= ("}, "grammar"),
     ],
 )
-def test_a_refusal_after_waiting_is_an_event(
+def test_a_refusal_after_waiting_is_an_error_event_of_the_stream(
     patched_port: int, fields: dict[str, Any], message: str
 ) -> None:
-    with _busy(patched_port, policy__budget=320) as busy:
-        answer = busy.waited("/v1/chat/completions", CHAT | fields)
-        (event,) = events(_after(answer))
+    with _busy_proxy(patched_port, policy__budget=320) as busy:
+        answer = busy.post_and_free_slot("/v1/chat/completions", CHAT | fields)
+        (event,) = events(_without_comments(answer))
         assert message in event["error"]["message"]
         assert busy.post("/v1/chat/completions", CHAT).status == 200
 
 
-def test_a_client_that_leaves_the_queue_is_removed_from_it(patched_port: int) -> None:
-    with _busy(patched_port) as busy:
+def test_a_client_that_disconnects_while_waiting_leaves_the_queue(patched_port: int) -> None:
+    with _busy_proxy(patched_port) as busy:
         running = busy.running
         connection = http.client.HTTPConnection("127.0.0.1", running.port)
         connection.request("POST", "/v1/chat/completions", json.dumps(CHAT), JSON)
@@ -138,7 +144,10 @@ def test_a_client_that_leaves_the_queue_is_removed_from_it(patched_port: int) ->
         answer.close()
         connection.close()
         until(lambda: not busy.queued())
-        assert _after(busy.waited("/v1/chat/completions", CHAT)).endswith(b"[DONE]\n\n")
-        named = {"endpoint": "/v1/chat/completions", "code": "499"}
-        assert running.metric("evoke_requests_total", **named) == 2  # it, and who had the slot
+        assert _without_comments(busy.post_and_free_slot("/v1/chat/completions", CHAT)).endswith(
+            b"[DONE]\n\n"
+        )
+        labels = {"endpoint": "/v1/chat/completions", "code": "499"}
+        # This client, and the one that kept the slot busy.
+        assert running.metric("evoke_requests_total", **labels) == 2
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 0

@@ -1,4 +1,4 @@
-"""Two tenants at one real server, each with a key: equal words, different markers."""
+"""Two tenants at one real server whose conversations differ only in a number do not mix."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 BUDGET = 256
-PEOPLE = {"alice": "20011", "bob": "48579"}
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in PEOPLE}
+NUMBERS = {"alice": "20011", "bob": "48579"}
+KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in NUMBERS}
 
 
 def _turns(name: str) -> list[str]:
-    """Word for word what the other says, but for the marker."""
+    """Return the texts of a tenant, which are those of the other except for the number."""
     rng = random.Random(4)
-    fact = f"My badge number is {PEOPLE[name]}."
+    fact = f"My badge number is {NUMBERS[name]}."
     return [fact, *[paragraph(rng, 11) for _ in range(2)], "What is my badge number?"]
 
 
@@ -39,26 +39,26 @@ def _say(port: int, name: str, messages: list[dict[str, str]]) -> str:
     return content
 
 
-def _interleaved(running: RunningProxy, seed: int) -> None:
-    """All turns of both, in another order for each seed; each hears of its own marker alone."""
-    how, said = (
+def _run_interleaved(running: RunningProxy, seed: int) -> None:
+    """Run both conversations, interleaved by the seed; answers must not have the other's number."""
+    rng, messages = (
         random.Random(seed),
-        {name: [{"role": "system", "content": SYSTEM}] for name in PEOPLE},
+        {name: [{"role": "system", "content": SYSTEM}] for name in NUMBERS},
     )
-    left = {name: _turns(name) for name in PEOPLE}
-    last = dict.fromkeys(PEOPLE, "")
-    while any(left.values()):
-        name = how.choice([name for name in PEOPLE if left[name]])
-        other = next(marker for known, marker in PEOPLE.items() if known != name)
-        said[name].append({"role": "user", "content": left[name].pop(0)})
-        last[name] = _say(running.port, name, said[name])
-        said[name].append({"role": "assistant", "content": last[name]})
-        assert other not in last[name]
-    assert all(PEOPLE[name] in last[name] for name in PEOPLE), last
+    remaining = {name: _turns(name) for name in NUMBERS}
+    replies = dict.fromkeys(NUMBERS, "")
+    while any(remaining.values()):
+        name = rng.choice([name for name in NUMBERS if remaining[name]])
+        other = next(number for tenant, number in NUMBERS.items() if tenant != name)
+        messages[name].append({"role": "user", "content": remaining[name].pop(0)})
+        replies[name] = _say(running.port, name, messages[name])
+        messages[name].append({"role": "assistant", "content": replies[name]})
+        assert other not in replies[name]
+    assert all(NUMBERS[name] in replies[name] for name in NUMBERS), replies
 
 
 @contextmanager
-def keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
+def proxy_with_keys(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
     lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
     write_secret(folder / "keys", "\n".join(lines))
     with proxy(port, security__keys_file=str(folder / "keys"), **settings) as running:
@@ -66,16 +66,16 @@ def keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]
 
 
 def test_tenants_with_budgets_in_one_slot_do_not_mix(patched_port: int, tmp_path: Path) -> None:
-    with keyed(patched_port, tmp_path, policy__budget=BUDGET) as running:
+    with proxy_with_keys(patched_port, tmp_path, policy__budget=BUDGET) as running:
         for seed in range(4):
-            _interleaved(running, seed)
+            _run_interleaved(running, seed)
         assert running.metric("evoke_blocks_recovered_total") > 0
         assert running.metric("evoke_degraded_total", stage="plan") == 0
-        known = {known.tenant for known in running.gateway.conversations}
-        assert known == set(PEOPLE)
-        for name in PEOPLE:
-            listed = ask(patched_port, "GET", f"/slots/0/blocks?tenant={name}").body
-            assert json.loads(listed)["blocks"], "each has copies of its own"
+        tenants = {conversation.tenant for conversation in running.gateway.conversations}
+        assert tenants == set(NUMBERS)
+        for name in NUMBERS:
+            body = ask(patched_port, "GET", f"/slots/0/blocks?tenant={name}").body
+            assert json.loads(body)["blocks"], "the tenant has no saved blocks of its own"
 
 
 def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
@@ -90,22 +90,21 @@ def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
     }
     write_secret(tmp_path / "at-rest", "ab" * 32)
     settings["key_file"] = str(tmp_path / "at-rest")
-    named = {f"snapshots__{key}": value for key, value in settings.items()}
+    overrides = {f"snapshots__{key}": value for key, value in settings.items()}
     with (
         deployment.server() as port,
-        keyed(port, tmp_path, snapshots__min_tokens=32, **named) as running,
+        proxy_with_keys(port, tmp_path, snapshots__min_tokens=32, **overrides) as running,
     ):
         for seed in range(3):
-            _interleaved(running, seed)
+            _run_interleaved(running, seed)
             running.wait_for_background()
-        look = SnapshotRepository(
+        repository = SnapshotRepository(
             SnapshotsConfig(directory=str(folder), key_file=settings["key_file"])
         )
-        look.open(claim=False)
-        assert {item.tenant for item in look.snapshots} == set(PEOPLE)
-        look.close()
-        # Both files and index are encrypted; what llama-server read in the clear is gone again.
-        kept = list(folder.glob("*.evoke-*"))
-        # A slot file in the clear begins with llama.cpp's magic number.
-        assert kept and not any(path.read_bytes().startswith(b"qsgg") for path in kept)
+        repository.open(claim=False)
+        assert {item.tenant for item in repository.snapshots} == set(NUMBERS)
+        repository.close()
+        # No decrypted slot file is left; it would begin with llama.cpp's magic number.
+        paths = list(folder.glob("*.evoke-*"))
+        assert paths and not any(path.read_bytes().startswith(b"qsgg") for path in paths)
         assert running.metric("evoke_snapshot_restores_total", result="useful") > 0

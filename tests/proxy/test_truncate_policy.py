@@ -1,4 +1,4 @@
-"""The truncate policy: the oldest messages are left out of the request, in every dialect."""
+"""The truncate policy removes the oldest messages from the request, in every dialect."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def _request_for(path: str, stream: bool) -> Json:
     return fields
 
 
-def _listed(path: str, body: Json) -> list[Json]:
-    found: list[Json] = body["input" if path == "/v1/responses" else "messages"]
-    return found
+def _messages(path: str, body: Json) -> list[Json]:
+    """Return the messages of a body, or its items in the Responses API."""
+    items: list[Json] = body["input" if path == "/v1/responses" else "messages"]
+    return items
 
 
 @PATHS
@@ -32,25 +33,25 @@ def _listed(path: str, body: Json) -> list[Json]:
 def test_the_prompt_and_the_cache_stay_in_the_budget(
     recording_proxy: tuple[RunningProxy, list[Json]], path: str, stream: bool
 ) -> None:
-    running, sent = recording_proxy
-    said: list[str] = []
+    running, forwarded = recording_proxy
+    texts: list[str] = []
     for number in range(7):
-        said.append(f"Turn {number}. {FILLER}")
-        answer = post(running.port, path, said, "cut", **_request_for(path, stream))
+        texts.append(f"Turn {number}. {FILLER}")
+        answer = post(running.port, path, texts, "cut", **_request_for(path, stream))
         accounting = accounting_of(answer)
         assert answer.headers["x-evoke-policy"] == "truncate"
         assert accounting["resident_peak"] <= accounting["budget"] == BUDGET
         assert accounting["omitted"] == accounting["recovered"] == 0
-        said.append(f"Noted {number}.")
-    assert "Turn 0." in json.dumps(sent[0])
-    last = json.dumps(sent[-1])
+        texts.append(f"Noted {number}.")
+    assert "Turn 0." in json.dumps(forwarded[0])
+    last = json.dumps(forwarded[-1])
     assert "Turn 0." not in last and "Turn 6." in last
     assert "You are a helpful assistant." in last
-    assert len(_listed(path, sent[-1])) < len(said) - 1
-    # One conversation, whatever is left of it on its way.
+    assert len(_messages(path, forwarded[-1])) < len(texts) - 1
+    # It is one conversation, although its requests are truncated differently.
     running.wait_until_idle()
     sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
-    assert [(known["name"], known["turns"]) for known in sessions] == [("cut", 7)]
+    assert [(session["name"], session["turns"]) for session in sessions] == [("cut", 7)]
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert running.metric(untouched) == 0
 
@@ -59,14 +60,14 @@ def test_the_prompt_and_the_cache_stay_in_the_budget(
 def test_a_prompt_within_the_budget_is_forwarded_unchanged(
     recording_proxy: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
-    running, sent = recording_proxy
+    running, forwarded = recording_proxy
     accounting_of(post(running.port, path, TEXTS, "fits", **_request_for(path, False)))
-    given = json.loads(body_of(path, TEXTS))
-    assert _listed(path, sent[0]) == _listed(path, given)
+    original = json.loads(body_of(path, TEXTS))
+    assert _messages(path, forwarded[0]) == _messages(path, original)
 
 
 def _step(path: str, number: int) -> list[Json]:
-    """One call of a tool and its result, as the dialect spells them."""
+    """Return a tool call and its result in the dialect of a path."""
     id, text = f"call_{number}", f"Weather {number}. {FILLER}"
     if path == "/v1/responses":
         call = {"type": "function_call", "call_id": id, "name": "get_weather", "arguments": "{}"}
@@ -74,10 +75,10 @@ def _step(path: str, number: int) -> list[Json]:
     if path == "/v1/messages":
         use = {"type": "tool_use", "id": id, "name": "get_weather", "input": {"city": "O"}}
         result = {"type": "tool_result", "tool_use_id": id, "content": text}
-        said = {"type": "text", "text": "Go on."}
+        note = {"type": "text", "text": "Go on."}
         return [
             {"role": "assistant", "content": [use]},
-            {"role": "user", "content": [result, said]},
+            {"role": "user", "content": [result, note]},
         ]
     call = {"name": "get_weather", "arguments": "{}"}
     calls = [{"id": id, "type": "function", "function": call}]
@@ -87,37 +88,37 @@ def _step(path: str, number: int) -> list[Json]:
     ]
 
 
-def _ids(path: str, items: list[Json]) -> tuple[list[str], list[str]]:
-    """The calls that are made in a request, and those whose results are in it."""
+def _call_ids(path: str, items: list[Json]) -> tuple[list[str], list[str]]:
+    """Return the ids of the tool calls in a request, and those of the tool results."""
     if path == "/v1/responses":
         kinds = ("function_call", "function_call_output")
-        made, back = ([i["call_id"] for i in items if i.get("type") == kind] for kind in kinds)
+        calls, results = ([i["call_id"] for i in items if i.get("type") == kind] for kind in kinds)
     elif path == "/v1/messages":
         parts = [p for item in items if isinstance(item["content"], list) for p in item["content"]]
-        made = [part["id"] for part in parts if part["type"] == "tool_use"]
-        back = [part["tool_use_id"] for part in parts if part["type"] == "tool_result"]
+        calls = [part["id"] for part in parts if part["type"] == "tool_use"]
+        results = [part["tool_use_id"] for part in parts if part["type"] == "tool_result"]
     else:
-        made = [call["id"] for item in items for call in item.get("tool_calls", ())]
-        back = [item["tool_call_id"] for item in items if "tool_call_id" in item]
-    return made, back
+        calls = [call["id"] for item in items for call in item.get("tool_calls", ())]
+        results = [item["tool_call_id"] for item in items if "tool_call_id" in item]
+    return calls, results
 
 
 @PATHS
 @STREAM
-def test_a_long_task_loses_complete_steps(
+def test_a_call_and_its_result_are_removed_together(
     recording_proxy: tuple[RunningProxy, list[Json]], path: str, stream: bool
 ) -> None:
-    running, sent = recording_proxy
+    running, forwarded = recording_proxy
     body = DIALECTS[path](["What will the weather be?"]) | TOOLS[path]
     for number in range(5):
-        _listed(path, body).extend(_step(path, number))
+        _messages(path, body).extend(_step(path, number))
         accounting = accounting_of(_post(running, path, body | _request_for(path, stream)))
         assert accounting["resident_peak"] <= BUDGET
-        made, back = _ids(path, _listed(path, sent[-1]))
-        assert made == back
-        assert made[-1] == f"call_{number}"
-        assert "What will the weather be?" in json.dumps(sent[-1])
-    assert "call_0" not in made
+        calls, results = _call_ids(path, _messages(path, forwarded[-1]))
+        assert calls == results
+        assert calls[-1] == f"call_{number}"
+        assert "What will the weather be?" in json.dumps(forwarded[-1])
+    assert "call_0" not in calls
     assert running.metric("evoke_budget_breach_total") == 0
 
 
@@ -126,7 +127,7 @@ def _post(running: RunningProxy, path: str, body: Json) -> Answer:
 
 
 @PATHS
-def test_a_prompt_that_cannot_be_truncated_stays_in_the_budget(
+def test_a_single_message_beyond_the_budget_stays_in_the_budget(
     recording_proxy: tuple[RunningProxy, list[Json]], path: str
 ) -> None:
     running, _ = recording_proxy

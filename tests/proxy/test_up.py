@@ -1,4 +1,4 @@
-"""`evoke-proxy up` as a process: figures of its plan, crashes, taken ports, its end."""
+"""`evoke-proxy up` as a process: server crashes, occupied ports, signals, its memory plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SIZES = re.compile(r"(?:KV|RS) buffer size = +([0-9.]+) MiB")
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class UpProcess:
     """A running `evoke-proxy up`."""
 
     process: subprocess.Popen[bytes]
@@ -46,9 +46,9 @@ class Up:
 
     @property
     def server_port(self) -> int:
-        found = re.search(r"--port (\d+)", self.output)
-        assert found, self.output
-        return int(found[1])
+        match = re.search(r"--port (\d+)", self.output)
+        assert match, self.output
+        return int(match[1])
 
     @property
     def server_pid(self) -> int:
@@ -57,6 +57,7 @@ class Up:
 
 
 def _processes(words: str) -> list[int]:
+    """Return the llama-servers whose command line contains these zero-separated words."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -69,8 +70,8 @@ def _processes(words: str) -> list[int]:
 
 
 @contextmanager
-def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Iterator[Up]:
-    """`evoke-proxy up` with the bundled model; ended with the block."""
+def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Iterator[UpProcess]:
+    """Start `evoke-proxy up` with the bundled model; it ends with the block."""
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
     command += ["--server", server_binary(patched=True), "--state", str(folder / "state")]
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", *options]
@@ -82,7 +83,7 @@ def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Itera
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
         )
     try:
-        yield Up(process, log)
+        yield UpProcess(process, log)
     finally:
         process.terminate()
         try:
@@ -92,17 +93,17 @@ def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Itera
             process.wait()
 
 
-def test_a_killed_server_is_started_again_and_a_signal_stops_both(tmp_path: Path) -> None:
+def test_a_killed_server_is_restarted_and_sigterm_stops_both(tmp_path: Path) -> None:
     with up(tmp_path, "--cells", "1024") as running:
         until(lambda: _LISTENS.search(running.output), "the proxy listens")
-        found = _LISTENS.search(running.output)
-        assert found is not None
-        port = int(found[1])
+        match = _LISTENS.search(running.output)
+        assert match is not None
+        port = int(match[1])
         assert "sessions keep 768 tokens of up to 8192" in running.output
         first = running.server_pid
         os.kill(first, signal.SIGKILL)
-        until(lambda: "started again in 1 s" in running.output, "the crash is said")
-        until(lambda: healthy(running.server_port), "it answers again")
+        until(lambda: "started again in 1 s" in running.output, "the crash is logged")
+        until(lambda: healthy(running.server_port), "the server answers again")
         assert running.server_pid != first
         assert "llama-server ended with SIGKILL" in running.output
         assert "| " in running.output.partition("its last lines")[2]
@@ -117,14 +118,14 @@ def test_a_killed_server_is_started_again_and_a_signal_stops_both(tmp_path: Path
         assert not healthy(port)
 
 
-def test_a_server_that_cannot_start_ends_it_with_the_last_lines(tmp_path: Path) -> None:
+def test_up_exits_with_the_last_lines_of_a_server_that_cannot_start(tmp_path: Path) -> None:
     with up(tmp_path, server_options=["--no-such-option"]) as running:
         assert running.process.wait(60) == 1
         assert "while it started. Its last lines" in running.output
         assert "--no-such-option" in running.output.rpartition("last lines")[2]
 
 
-def test_a_taken_port_names_its_owner(tmp_path: Path) -> None:
+def test_the_error_for_an_occupied_port_names_its_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with up(tmp_path, "--listen", address) as running:
@@ -135,7 +136,7 @@ def test_a_taken_port_names_its_owner(tmp_path: Path) -> None:
 def test_a_missing_server_is_not_built_without_consent(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
     env = {name: value for name, value in os.environ.items() if not name.startswith("EVOKE_")}
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -143,8 +144,8 @@ def test_a_missing_server_is_not_built_without_consent(tmp_path: Path) -> None:
         timeout=60,
         env=env | {"EVOKE_CACHE": str(tmp_path / "empty")},
     )
-    assert done.returncode == 1
-    assert "--build" in done.stderr and "minutes" in done.stderr
+    assert completed.returncode == 1
+    assert "--build" in completed.stderr and "minutes" in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_the_bytes_of_a_plan_are_those_that_the_server_allocates(
         process.kill()
         process.wait()
     plan = make_plan(read_shape(model), Machine(None, 1 << 34, 1 << 34), Wishes(kv=kv))
-    assert limits.get("row_bytes", 0) == plan.row_bytes, "what a saved block takes"
+    assert limits.get("row_bytes", 0) == plan.row_bytes, "not the bytes of a saved row"
     reported = sum(float(size) for size in _SIZES.findall(log.read_text("utf-8", "replace")))
     planned = 2 * session_bytes(read_shape(model), 2048, kv) / (1 << 20)
     assert planned == pytest.approx(reported, rel=0.01, abs=0.01)

@@ -1,4 +1,4 @@
-"""A server that misbehaves or answers unusually, and what the client receives."""
+"""What clients receive from a server that fails, or answers in an unusual way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def _echo(exchange: Exchange) -> None:
     await exchange.send(response(exchange.head + exchange.body))
 
 
-def test_a_refused_connection_is_503_with_advice() -> None:
+def test_a_refused_connection_is_answered_503_with_advice() -> None:
     with proxy(unused_port()) as running:
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
         assert answer.status == 503
@@ -33,34 +33,40 @@ def test_a_refused_connection_is_503_with_advice() -> None:
         assert error["type"] == "unavailable_error"
         assert error["param"] is None
         assert "start it, or point --upstream" in error["message"]
-        assert "127.0.0.1" not in error["message"], "where llama-server is, is not for clients"
+        assert "127.0.0.1" not in error["message"], (
+            "clients may not see the address of llama-server"
+        )
         assert answer.headers["retry-after"] == "5"
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") >= 1
-        counted = {"endpoint": "/v1/chat/completions", "code": "503"}
-        assert running.metric("evoke_requests_total", **counted) == 1
+        labels = {"endpoint": "/v1/chat/completions", "code": "503"}
+        assert running.metric("evoke_requests_total", **labels) == 1
 
 
-def test_sockets_detect_a_host_that_disappears() -> None:
-    """That it is, 30 s later, was tried on a link that was cut; here it is seen to be asked for.
-    One that is there and does not read a long body for longer is not taken for vanished."""
-    seen: list[tuple[int, ...]] = []
+def test_upstream_sockets_have_the_options_that_detect_a_lost_host() -> None:
+    """TCP keep-alive detects a lost host within 30 s, as tried by hand on a cut link.
+
+    There is no TCP_USER_TIMEOUT, because a server may take longer to read a large body.
+    """
+    socket_options: list[tuple[int, ...]] = []
 
     async def behave(exchange: Exchange) -> None:
         connector = running.gateway.upstream._transport._session.connector  # type: ignore[union-attr]
         for protocol in connector._acquired:  # type: ignore[union-attr]
-            ours = protocol.transport.get_extra_info("socket")
-            asked = [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options]
-            seen.append((ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *asked))
+            upstream = protocol.transport.get_extra_info("socket")
+            values = [upstream.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+            socket_options.append(
+                (upstream.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), *values)
+            )
         await exchange.send(response(b"ok"))
 
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     options += (socket.TCP_USER_TIMEOUT,)
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         assert ask(running.port, "GET", "/x").status == 200
-    assert seen == [(1, 10, 5, 4, 0)]
+    assert socket_options == [(1, 10, 5, 4, 0)]
 
 
-def test_anthropic_path_gets_anthropic_errors() -> None:
+def test_errors_on_anthropic_paths_have_the_anthropic_format() -> None:
     with proxy(unused_port()) as running:
         answer = ask(running.port, "POST", "/v1/messages", CHAT, JSON)
     assert answer.status == 503
@@ -71,7 +77,7 @@ def test_anthropic_path_gets_anthropic_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoken", "status", "code"),
+    ("reply", "status", "code"),
     [
         (b"", 503, "upstream_unavailable"),
         (b"HTTP/1.1 200", 503, "upstream_unavailable"),
@@ -79,9 +85,11 @@ def test_anthropic_path_gets_anthropic_errors() -> None:
         (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", 502, "upstream_protocol"),
     ],
 )
-def test_connection_closed_or_nonsense(spoken: bytes, status: int, code: str) -> None:
+def test_a_closed_connection_is_answered_503_and_invalid_http_502(
+    reply: bytes, status: int, code: str
+) -> None:
     async def behave(exchange: Exchange) -> None:
-        await exchange.send(spoken)
+        await exchange.send(reply)
         exchange.writer.close()
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
@@ -89,7 +97,7 @@ def test_connection_closed_or_nonsense(spoken: bytes, status: int, code: str) ->
     assert (answer.status, json.loads(answer.body)["error"]["code"]) == (status, code)
 
 
-def test_answer_that_breaks_off_does_not_end_cleanly() -> None:
+def test_a_client_can_detect_an_answer_that_breaks_off() -> None:
     async def behave(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD, chunked(b"data: 1\n\n"), pause_s=0.05)
         exchange.writer.close()
@@ -110,7 +118,7 @@ def _read_all(port: int) -> bytes:
         connection.close()
 
 
-def test_errors_of_the_server_pass_unchanged() -> None:
+def test_errors_of_the_server_are_forwarded_unchanged() -> None:
     body = b'{"error":{"code":418,"message":"short and stout","type":"odd"}}'
 
     async def behave(exchange: Exchange) -> None:
@@ -122,7 +130,7 @@ def test_errors_of_the_server_pass_unchanged() -> None:
     assert answer.headers["content-type"] == "application/json; charset=utf-8"
 
 
-def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None:
+def test_the_connection_stays_usable_after_a_204_with_a_chunked_body() -> None:
     async def behave(exchange: Exchange) -> None:
         if b"/first" in exchange.head:
             await exchange.send(
@@ -141,7 +149,7 @@ def test_no_content_with_a_chunked_body_does_not_poison_the_connection() -> None
         connection.close()
 
 
-def test_head_and_not_modified_keep_their_headers() -> None:
+def test_replies_to_head_and_304_replies_keep_their_headers() -> None:
     async def behave(exchange: Exchange) -> None:
         status = b"304 Not Modified" if b"GET" in exchange.head else b"200 OK"
         await exchange.send(b"HTTP/1.1 " + status + b"\r\nETag: x\r\nContent-Length: 7\r\n\r\n")
@@ -153,7 +161,7 @@ def test_head_and_not_modified_keep_their_headers() -> None:
             assert "content-type" not in answer.headers
 
 
-def test_answer_until_close_and_repeated_headers_pass() -> None:
+def test_replies_without_a_length_and_with_repeated_headers_are_forwarded() -> None:
     async def behave(exchange: Exchange) -> None:
         cookies = b"Set-Cookie: a=1\r\nSet-Cookie: b=2\r\n"
         await exchange.send(b"HTTP/1.1 200 OK\r\n" + cookies + b"\r\n", b"until ", b"close")
@@ -169,25 +177,25 @@ def test_answer_until_close_and_repeated_headers_pass() -> None:
         connection.close()
 
 
-def test_content_encoding_is_not_touched() -> None:
-    packed = gzip.compress(b"text " * 100)
+def test_a_compressed_reply_is_forwarded_unchanged() -> None:
+    compressed = gzip.compress(b"text " * 100)
 
     async def behave(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
-        await exchange.send(head % len(packed) + packed)
+        await exchange.send(head % len(compressed) + compressed)
 
     with fake_upstream(behave) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "GET", "/", None, {"Accept-Encoding": "gzip"})
-    assert answer.body == packed
+    assert answer.body == compressed
     assert answer.headers["content-encoding"] == "gzip"
 
 
-def test_compressed_request_body_is_not_touched() -> None:
-    packed = gzip.compress(b'{"content":"x"}')
+def test_a_compressed_request_body_is_forwarded_unchanged() -> None:
+    compressed = gzip.compress(b'{"content":"x"}')
     with fake_upstream(_echo) as fake, proxy(fake.port) as running:
-        ask(running.port, "POST", "/tokenize", packed, JSON | {"Content-Encoding": "gzip"})
-        ask(running.port, "POST", "/v1/chat/completions", packed, {"Content-Encoding": "gzip"})
-        assert [seen.body for seen in fake.requests] == [packed, packed]
+        ask(running.port, "POST", "/tokenize", compressed, JSON | {"Content-Encoding": "gzip"})
+        ask(running.port, "POST", "/v1/chat/completions", compressed, {"Content-Encoding": "gzip"})
+        assert [request.body for request in fake.requests] == [compressed, compressed]
 
 
 def test_an_http_1_0_client_gets_no_chunks() -> None:
@@ -203,7 +211,7 @@ def test_an_http_1_0_client_gets_no_chunks() -> None:
     assert b"chunked" not in head.lower()
 
 
-def test_request_line_and_headers_arrive_as_sent() -> None:
+def test_the_request_target_and_headers_are_forwarded_as_sent() -> None:
     target = "/A%2fb//c;d/../e?x=%20+&y=%C3%A4&z"
     with fake_upstream(_echo) as fake, proxy(fake.port) as running:
         ask(
@@ -219,12 +227,12 @@ def test_request_line_and_headers_arrive_as_sent() -> None:
     assert sorted(names) == ["host", "x-one"]
 
 
-def test_stream_is_relayed_as_it_arrives() -> None:
-    heard = [threading.Event() for _ in range(3)]
+def test_a_stream_is_relayed_as_it_arrives() -> None:
+    received = [threading.Event() for _ in range(3)]
 
     async def behave(exchange: Exchange) -> None:
         await exchange.send(STREAM_HEAD, chunked(b": odd comment 0\n\n"))
-        for number, event in enumerate(heard, 1):
+        for number, event in enumerate(received, 1):
             await asyncio.to_thread(event.wait, TIMEOUT_S)
             await exchange.send(chunked(b": odd comment %d\n\n" % number))
         await exchange.send(b"0\r\n\r\n")
@@ -233,7 +241,7 @@ def test_stream_is_relayed_as_it_arrives() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT_S / 2)
         connection.request("POST", "/v1/chat/completions", CHAT, JSON)
         answer = connection.getresponse()
-        for number, event in enumerate(heard):  # there is no more before this one was heard
+        for number, event in enumerate(received):  # the next is sent once this one was received
             assert answer.read1() == b": odd comment %d\n\n" % number
             event.set()
         assert answer.read() == b": odd comment 3\n\n"
@@ -256,7 +264,7 @@ def test_a_disconnecting_client_closes_the_upstream_request() -> None:
         assert fake.lost == 1
 
 
-def test_body_over_the_limit_is_413_in_the_clients_dialect() -> None:
+def test_a_body_over_the_limit_is_answered_413_in_the_dialect_of_its_path() -> None:
     with fake_upstream(_echo) as fake, proxy(fake.port, limits__body_bytes=1000) as running:
         body = b'{"x":"' + b"x" * 1000 + b'"}'
         openai = ask(running.port, "POST", "/v1/chat/completions", body, JSON)
@@ -269,7 +277,7 @@ def test_body_over_the_limit_is_413_in_the_clients_dialect() -> None:
         assert ask(running.port, "POST", "/lora-adapters", body, JSON).status == 200
 
 
-def test_fields_of_the_proxy_never_reach_the_server() -> None:
+def test_fields_of_the_proxy_are_not_forwarded() -> None:
     body = (
         b'{ "evoke_policy":"discard", "messages":[{"role":"user","content":"evoke_x",'
         b'"evoke_keep":"pin","evoke_name":"n"}],"temperature":1.0e-1,'
@@ -278,32 +286,32 @@ def test_fields_of_the_proxy_never_reach_the_server() -> None:
     with fake_upstream(_echo) as fake, proxy(fake.port) as running:
         for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
             ask(running.port, "POST", path, body, JSON)
-        for seen in fake.requests:
-            assert b"evoke_policy" not in seen.body
-            assert b"evoke_keep" not in seen.body
-            assert json.loads(seen.body) == {
+        for request in fake.requests:
+            assert b"evoke_policy" not in request.body
+            assert b"evoke_keep" not in request.body
+            assert json.loads(request.body) == {
                 "messages": [{"role": "user", "content": "evoke_x"}],
                 "temperature": 0.1,
                 "big": 12345678901234567890,
             }
-            assert b"1.0e-1" in seen.body
+            assert b"1.0e-1" in request.body
 
 
-def test_an_unknown_path_under_evoke_is_404_and_health_answers() -> None:
+def test_an_unknown_path_under_evoke_is_answered_404_without_a_server() -> None:
     with proxy(unused_port()) as running:
         assert ask(running.port, "GET", "/evoke/nothing").status == 404
         assert json.loads(ask(running.port, "GET", "/evoke/health").body) == {"status": "ok"}
 
 
-def test_ready_names_the_failed_check() -> None:
+def test_readiness_names_the_failed_check() -> None:
     with proxy(unused_port()) as running:
         answer = ask(running.port, "GET", "/evoke/ready")
-    said = json.loads(answer.body)
-    assert (answer.status, said["failed"]) == (503, ["upstream"])
-    assert "cannot be reached" in said["checks"]["upstream"]["detail"]
+    body = json.loads(answer.body)
+    assert (answer.status, body["failed"]) == (503, ["upstream"])
+    assert "cannot be reached" in body["checks"]["upstream"]["detail"]
 
 
-def test_metrics_are_those_of_the_proxy_when_the_server_is_away() -> None:
+def test_metrics_of_the_proxy_are_exported_without_a_server() -> None:
     with proxy(unused_port()) as running:
         answer = ask(running.port, "GET", "/metrics")
     assert answer.status == 200

@@ -1,4 +1,4 @@
-"""The form of `bench.evidence` on real servers finds what is recorded, as that in this process."""
+"""`bench.evidence` finds as much evidence as recorded, on real servers and in one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from bench.evidence.__main__ import quick, worse_than_recorded
 
 
 def test_the_default_finds_as_much_evidence_as_recorded() -> None:
-    """A guard, not a bar: record again when the code gets better, see `bench/README.md`.
+    """The record is not a target: record again after an improvement, see `bench/README.md`.
 
-    Both forms have the same evidence for all but 2 questions.
+    Real servers and one process have the same evidence for all but 2 questions.
     """
-    with servers(16_000) as made:
-        on_servers = quick(made)
+    with servers(16_000) as engine:
+        on_servers = quick(engine)
     assert worse_than_recorded(on_servers) == []
     in_process = quick(InProcess())
     differing = [

@@ -1,4 +1,4 @@
-"""A short quality bench on real servers: recall under a budget."""
+"""A short run of the quality bench on real servers: recall under a budget."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def probes(records: Records, policy: str) -> list[Mapping[str, Any]]:
+    """Return the questions of all sessions under a policy, with their answers."""
     return [probe for item in records if item["policy"] == policy for probe in item["probes"]]
 
 
 def n_right(records: Records, policy: str) -> int:
+    """Return the number of right answers under a policy."""
     return sum(probe["right"] for probe in probes(records, policy))
 
 
@@ -49,8 +51,8 @@ def test_the_blocks_of_a_question_are_resident(records: Records) -> None:
 
 
 def test_facts_are_lost_without_recovery(records: Records) -> None:
-    seen = sum(probe["visible"] for probe in probes(records, "discard"))
-    assert n_right(records, "discard") <= seen + 1
+    n_visible = sum(probe["visible"] for probe in probes(records, "discard"))
+    assert n_right(records, "discard") <= n_visible + 1
     assert n_right(records, "discard") < n_right(records, "evoke") / 2
 
 
@@ -59,12 +61,14 @@ def test_turns_stay_in_their_budget_and_accounting_sums_to_the_prompt(records: R
     assert all(item["tokens"] >= 0.99 * RATIO * item["budget"] for item in records if item["ratio"])
 
 
-def test_no_fact_was_decoded_again(records: Records) -> None:
+def test_no_evicted_fact_was_decoded(records: Records) -> None:
     for policy in ("evoke", "discard", "oracle"):
         assert not any(probe["decoded_again"] for probe in probes(records, policy)), policy
 
 
-def test_a_second_run_makes_no_requests(records: Records, tmp_path: Path) -> None:
+def test_a_second_run_with_a_complete_journal_makes_no_requests(
+    records: Records, tmp_path: Path
+) -> None:
     journal = Journal(tmp_path / "journal.jsonl", "test")
     todo = batches(QUICK, TUNING.start, (RATIO,))
     for unit, record in zip(todo[0].units, records, strict=True):

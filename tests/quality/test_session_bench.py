@@ -1,4 +1,4 @@
-"""Figures that the session bench computes."""
+"""The session bench: its arms, and the figures that it computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(part: str, arm: str, repeat: int, wall: float, speed: float) -> dict[str
     return {"part": part, "arm": arm, "repeat": repeat, "wall_s": wall, "tokens_per_s": speed}
 
 
-def test_ratios_are_those_of_pairs_and_the_median_counts() -> None:
+def test_the_reported_ratio_is_the_median_of_the_ratios_of_pairs() -> None:
     rows = [
         *(run("long", "evoke", i, wall, 1.0) for i, wall in enumerate((11.0, 10.0, 40.0))),
         *(run("long", "no_eviction", i, wall, 1.0) for i, wall in enumerate((10.0, 10.0, 10.0))),
@@ -30,7 +30,7 @@ def test_ratios_are_those_of_pairs_and_the_median_counts() -> None:
 @pytest.mark.parametrize(
     ("long", "many", "good"), [(1.05, 0.95, True), (1.06, 0.95, False), (1.05, 0.94, False)]
 )
-def test_both_bars_count(long: float, many: float, good: bool) -> None:
+def test_a_run_must_reach_both_bars(long: float, many: float, good: bool) -> None:
     summary = {
         "long_wall_evoke_over_no_eviction": long,
         "many_tokens_per_s_proxied_over_direct": many,
