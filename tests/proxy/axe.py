@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 
 import pytest
 from chromium import Page
@@ -33,10 +34,14 @@ async def violations(page: Page, script: str) -> list[str]:
     return found
 
 
-async def violations_everywhere(page: Page, script: str) -> list[str]:
-    """What axe-core finds on a desktop and on a phone, light and dark; what is too wide, too."""
+EVERY_VIEW = ((1280, False), (1280, True), (390, False), (390, True))
+TWO_VIEWS = ((1280, False), (390, True))
+
+
+async def violations_in(views: Sequence[tuple[int, bool]], page: Page, script: str) -> list[str]:
+    """What axe-core finds in views of a width, light or dark; what is too wide, too."""
     found = []
-    for width, dark in ((1280, False), (1280, True), (390, False), (390, True)):
+    for width, dark in views:
         await page.set_viewport(width, 844, dark)
         label = json.dumps({"width": width, "dark": dark})
         found += [f"{label} {one}" for one in await violations(page, script)]

@@ -10,7 +10,8 @@ import { overview } from "./overview.js";
 import { displayName, sessionList } from "./sessions.js";
 import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY } from "./words.js";
 
-const MAX_EVENTS = 200, REFRESH_MS = 20000;
+// What goes on after an answer, such as the copying of new blocks, is no event: it is loaded a while later.
+const MAX_EVENTS = 200, REFRESH_MS = 20000, AFTERWARDS_MS = 2500;
 const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false };
 const selectedId = () => decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null;
 const list = sessionList(selectedId);
@@ -325,9 +326,12 @@ addEventListener("visibilitychange", () => isStale && refreshAll());
 setInterval(refreshAll, REFRESH_MS);
 // The words of events depend on the mode of the proxy, which the first load tells.
 await refreshAll();
+let afterwards = null;
 follow((kind, facts) => {
   addEvent(kind, facts);
   refreshAll();
+  clearTimeout(afterwards);
+  afterwards = setTimeout(refreshAll, AFTERWARDS_MS);
 }, (error) => {
   state.streamError = error;
   showConnection();
