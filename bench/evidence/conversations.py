@@ -104,8 +104,8 @@ def kinds_of(talk: Conversation, question: Question) -> tuple[str, ...]:
     * what the source says, such as `factoid`
     """
     asked = content_words(question.text)
-    told = content_words(" ".join(talk.texts[at] for at in question.evidence))
-    share = len(asked & told) / len(asked) if asked else 0.0
+    evidence = content_words(" ".join(talk.texts[at] for at in question.evidence))
+    share = len(asked & evidence) / len(asked) if asked else 0.0
     words = "same words" if share >= _SAME_WORDS else "some words" if share else "other words"
     count = "one message" if len(question.evidence) == 1 else "several messages"
     follow_up = ("follow-up",) if question.before else ()

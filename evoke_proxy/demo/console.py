@@ -14,7 +14,7 @@ from evoke_proxy.demo.runner import BUDGET, RunObserver
 from evoke_proxy.demo.session import Script
 
 # The arm whose conversation is shown turn by turn; the others get one line each.
-_SHOWN = "evoke"
+_PRINTED_ARM = "evoke"
 _ARM_DESCRIPTIONS = {
     "evoke": "evicts to host memory, and recovers what the question needs",
     "discard": "evicts the same way, recovers nothing",
@@ -92,7 +92,7 @@ class Terminal(RunObserver):
 
     def arm_started(self, script: Script, arm: str) -> None:
         self._arm, self._turns, self._was_in_cache = arm, script.turns, True
-        if arm != _SHOWN:
+        if arm != _PRINTED_ARM:
             return
         self.line(
             f"\n{self._paint(_BOLD, 'The conversation')} (seed {script.seed}): turn 1 states a"
@@ -103,11 +103,11 @@ class Terminal(RunObserver):
 
     def turn_sent(self, number: int) -> None:
         if self._live:
-            name = "" if self._arm == _SHOWN else f"{self._arm:<{_ARM_WIDTH}}  "
+            name = "" if self._arm == _PRINTED_ARM else f"{self._arm:<{_ARM_WIDTH}}  "
             self._write(f"{_ERASE_LINE}{self._paint(_DIM, f'{name}turn {number} ...')}")
 
     def turn_finished(self, turn: Turn) -> None:
-        if self._arm != _SHOWN:
+        if self._arm != _PRINTED_ARM:
             return
         if turn.number == 1:
             self._first_prompt = turn.prompt
@@ -131,7 +131,7 @@ class Terminal(RunObserver):
     def arm_finished(self, run: ArmRun) -> None:
         colour = _GREEN if run.recalled else _RED
         verdict = self._paint(colour, "recalled" if run.recalled else "forgotten")
-        if run.arm == _SHOWN:
+        if run.arm == _PRINTED_ARM:
             self.line(f"      {verdict}; the value is {run.expected!r}")
             self.line("\nThe same conversation under other policies:")
             return

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
+from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.adapters.metrics import BlockStore
 from evoke_proxy.engine.admin.exposition import block_store
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
@@ -40,7 +40,9 @@ class Overview:
         return self._proxy.metrics.totals() | {
             "budget": self._proxy.config.policy.budget,
             "cells": sum(_cells(one) for one in served),
-            "resident": sum(it.budgeted.n_resident for one in served for it in one.conversations),
+            "resident": sum(
+                it.budgeted.n_resident for one in served for it in one.server.conversations
+            ),
             "ram": _store(stores, "ram", "dropped"),
             "disk": _store(stores, "disk", "failed"),
             "problems": list(_problems(served)),
@@ -48,12 +50,12 @@ class Overview:
 
     async def _store_of(self, served: ServedModel) -> BlockStore | None:
         """The saved blocks of a server; its latest answer when it does not answer in time."""
-        server = served.monitor.server
+        server = served.server.info
         if not server.patched or server.sleeping:
             return self._stores.get(served.server_name)
         try:
             async with asyncio.timeout(_STORE_TIMEOUT_S):
-                answer = await BlockApi(served.client).slot(0, "", LATEST)
+                answer = await served.server.resources.calls.blocks.slot(0, "", LATEST)
         except (EvokeError, TimeoutError):
             return self._stores.get(served.server_name)
         store = self._stores[served.server_name] = block_store(answer)
@@ -61,7 +63,7 @@ class Overview:
 
 
 def _cells(served: ServedModel) -> int:
-    server = served.monitor.server
+    server = served.server.info
     return (server.n_slot_cells or 0) * server.n_slots if server.patched else 0
 
 
@@ -80,7 +82,7 @@ def _store(stores: Sequence[BlockStore], tier: str, lost: str) -> dict[str, int]
 
 def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
     for one in served:
-        status = one.monitor.budget
+        status = one.server.monitor.budget
         if status.problem and status.reason != "unreachable":
             yield {
                 "server": one.server_name,
