@@ -1,5 +1,7 @@
-"""Property tests have no deadline: how long one takes depends on who else uses the machine, and so
-does how long their examples take to be made."""
+"""Hypothesis settings and the tiny llama.cpp project of the unit tests.
+
+Property tests have no deadline: on a busy machine an example may take any time.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ settings.load_profile("house")
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A checkout small enough to compile in a second."""
+    """A stand-in for llama.cpp that compiles in a second."""
     return write_llama(tmp_path / "llama")
 
 
 @pytest.fixture
 def patches(tmp_path: Path) -> Path:
-    """A series that fits it."""
+    """A patch series that applies to it."""
     return write_patches(tmp_path / "patches")

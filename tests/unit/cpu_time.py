@@ -1,4 +1,4 @@
-"""Fits how the processor time of a function grows with the size of its input."""
+"""Measures how the CPU time of a function grows with the size of its input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-# What takes less is noise of the clock and of calls that cost the same for every size.
+# A shorter time is noise of the clock, or a constant cost.
 _LEAST_S = 0.002
 _TRIES = 3
 _PLAINLY_LINEAR, _PLAINLY_NOT = 1.2, 1.6
@@ -49,9 +49,9 @@ def _growth(run: Callable[[int], object], n: int, limit_s: float) -> float:
 def _shortest(run: Callable[[int], object], size: int) -> float:
     found = math.inf
     for _ in range(_TRIES):
-        began = time.thread_time()
+        start = time.thread_time()
         run(size)
-        found = min(found, time.thread_time() - began)
+        found = min(found, time.thread_time() - start)
         if found > 1:  # no noise matters
             break
     return found

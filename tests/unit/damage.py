@@ -1,4 +1,4 @@
-"""Damage as disks and crashes do it."""
+"""Damages files as disks and crashes do."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DAMAGES = 200
 
 @contextmanager
 def in_memory() -> Iterator[Path]:
-    """A folder where hundreds of files are written and synced at no cost, if there is one."""
+    """A temporary folder in memory if possible, where syncing hundreds of files is fast."""
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         yield Path(folder)
 
 
-def damage(path: Path, how: random.Random) -> None:
-    """Cut a file off anywhere, or turn one of its bits over."""
+def damage(path: Path, rng: random.Random) -> None:
+    """Truncates a file at a random byte, or flips one of its bits."""
     data = bytearray(path.read_bytes())
-    if how.random() < 0.5:
-        del data[how.randrange(len(data)) :]
+    if rng.random() < 0.5:
+        del data[rng.randrange(len(data)) :]
     else:
-        data[how.randrange(len(data))] ^= 1 << how.randrange(8)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Characters that patterns and splits may handle in more than linear time when they repeat."""
+"""Characters whose repetition may make a pattern or a split take more than linear time."""
 
 from __future__ import annotations
 

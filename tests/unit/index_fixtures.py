@@ -1,4 +1,4 @@
-"""Snapshot repositories whose calls are awaited, for tests."""
+"""Snapshot repositories for tests whose calls run in an event loop."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ TOKENS = np.arange(1, 400, dtype=np.int32)
 
 
 @contextmanager
-def vault(folder: Path, metrics: Metrics | None = None) -> Iterator[SnapshotRepository]:
-    opened = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0), metrics)
-    opened.open()
+def open_repository(folder: Path, metrics: Metrics | None = None) -> Iterator[SnapshotRepository]:
+    """Opens a repository in `folder` until the block ends."""
+    repository = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0), metrics)
+    repository.open()
     try:
-        yield opened
+        yield repository
     finally:
-        opened.close()
+        repository.close()
 
 
-async def kept(it: SnapshotRepository) -> Any:
-    part = it.new_part()
-    listed = len(TOKENS).to_bytes(4, "little") + TOKENS.astype("<i4").tobytes()
-    n_bytes = (it.files.directory / part).write_bytes(b"qsgg" + bytes(16) + listed + bytes(500))
-    return await it.add(part, n_bytes, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0))
+async def add_snapshot(repository: SnapshotRepository) -> Any:
+    """Adds a snapshot with the tokens TOKENS, written as llama-server does."""
+    part = repository.new_part()
+    packed_tokens = len(TOKENS).to_bytes(4, "little") + TOKENS.astype("<i4").tobytes()
+    n_bytes = (repository.files.directory / part).write_bytes(
+        b"qsgg" + bytes(16) + packed_tokens + bytes(500)
+    )
+    return await repository.add(part, n_bytes, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0))

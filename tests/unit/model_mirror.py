@@ -1,4 +1,4 @@
-"""A mirror of the model hub on the loopback."""
+"""A mirror of the model hub, served on the loopback interface."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Hub:
     """A mirror of the model hub.
 
     Attributes:
-        encoder: The encoder that it has.
-        files: Content by path in the repository.
-        cut_at: Byte of a file at which the connection is closed, by path; used once.
-        has_ranges: Whether it answers a range with that range.
-        statuses: Statuses of the next replies.
-        asked: The path and the range of each request.
+        encoder: The encoder that it serves.
+        files: File contents by path in the repository.
+        cut_at: By path, the byte of a file at which the connection is closed once.
+        has_ranges: Whether range requests are answered with that range.
+        statuses: HTTP statuses of the next replies.
+        requests: The path and the Range header of each request.
     """
 
     encoder: PinnedEncoder
@@ -29,18 +29,22 @@ class Hub:
     cut_at: dict[str, int] = field(default_factory=dict)
     has_ranges: bool = True
     statuses: list[int] = field(default_factory=list)
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
     url: str = ""
 
     def reply(self, request: BaseHTTPRequestHandler) -> None:
         prefix = f"/{self.encoder.repository}/resolve/{self.encoder.revision}/"
-        path, given = request.path.removeprefix(prefix), request.headers.get("Range", "")
-        self.asked.append((path, given))
+        path, range_header = request.path.removeprefix(prefix), request.headers.get("Range", "")
+        self.requests.append((path, range_header))
         data = self.files.get(path)
         status = self.statuses.pop(0) if self.statuses else 200 if data is not None else 404
         if status >= 400 or data is None:
             return request.send_error(status)
-        start = int(given.removeprefix("bytes=").rstrip("-")) if given and self.has_ranges else 0
+        start = (
+            int(range_header.removeprefix("bytes=").rstrip("-"))
+            if range_header and self.has_ranges
+            else 0
+        )
         if start >= len(data) > 0:
             return request.send_error(416)
         request.send_response(206 if start else 200)

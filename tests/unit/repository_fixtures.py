@@ -1,4 +1,4 @@
-"""Snapshot repositories for tests, and files as llama-server writes them."""
+"""Snapshot repositories for tests, and state files as llama-server writes them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,37 @@ TOKENS = np.arange(1, 400, dtype=np.int32)
 
 
 @contextmanager
-def vault(
+def open_repository(
     folder: Path, metrics: Metrics | None = None, **config: object
 ) -> Iterator[SnapshotRepository]:
     settings = SnapshotsConfig(directory=str(folder), min_free_mib=0, **config)  # type: ignore[arg-type]
-    opened = SnapshotRepository(settings, metrics)
-    opened.open()
+    repository = SnapshotRepository(settings, metrics)
+    repository.open()
     try:
-        yield opened
+        yield repository
     finally:
-        opened.close()
+        repository.close()
 
 
-def written(folder: Path, part: str, tokens: np.ndarray = TOKENS, more: bytes = b"state") -> int:
-    """A file as llama-server writes it: a header, the tokens, the state."""
-    listed = len(tokens).to_bytes(4, "little") + tokens.astype("<i4").tobytes()
-    data = b"qsgg" + bytes(16) + listed + more * 100
+def write_state_file(
+    folder: Path, part: str, tokens: np.ndarray = TOKENS, state: bytes = b"state"
+) -> int:
+    """Writes a file as llama-server does: header, tokens, state. Returns its size in bytes."""
+    packed_tokens = len(tokens).to_bytes(4, "little") + tokens.astype("<i4").tobytes()
+    data = b"qsgg" + bytes(16) + packed_tokens + state * 100
     return (folder / part).write_bytes(data)
 
 
-def kept(
-    vault: SnapshotRepository, tokens: np.ndarray = TOKENS, branch: str = "b", kind: str = USER
+def add_snapshot(
+    open_repository: SnapshotRepository,
+    tokens: np.ndarray = TOKENS,
+    branch: str = "b",
+    kind: str = USER,
 ) -> Snapshot:
-    part = vault.new_part()
-    n_bytes = written(vault.files.directory, part, tokens)
+    part = open_repository.new_part()
+    n_bytes = write_state_file(open_repository.files.directory, part, tokens)
     label = SnapshotLabel("t", "f", branch, kind, 1.0)
-    return asyncio.run(vault.add(part, n_bytes, tokens, label))
+    return asyncio.run(open_repository.add(part, n_bytes, tokens, label))
 
 
 def whole_files(folder: Path) -> list[str]:

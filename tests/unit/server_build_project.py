@@ -63,7 +63,7 @@ diff --git a/tools/server/main.cpp b/tools/server/main.cpp
 
 
 def write_llama(root: Path) -> Path:
-    """The tree as upstream would publish it."""
+    """Writes the source tree as upstream would publish it."""
     for name, text in {
         "CMakeLists.txt": _CMAKE,
         "src/calm.cpp": "int calm() { return 0; }\n",
@@ -78,7 +78,7 @@ def write_llama(root: Path) -> Path:
 
 
 def write_patches(root: Path, name: str = "patched", sha256: str = "0" * 64) -> Path:
-    """A series of one patch and one own header, which makes the server print `name`."""
+    """Writes a series of one patch and one header, which makes the server print `name`."""
     (root / "src").mkdir(parents=True, exist_ok=True)
     (root / "LLAMA_CPP_VERSION").write_text(PIN.format(sha256=sha256))
     (root / "0001-name.patch").write_text(_PATCH)
@@ -87,11 +87,11 @@ def write_patches(root: Path, name: str = "patched", sha256: str = "0" * 64) -> 
 
 
 def write_header(patches: Path, name: str) -> None:
-    """Our own C++ file of the series."""
+    """Writes the series' own C++ file."""
     text = f'static const char * server_name() {{ return "{name}"; }}\n'
     (patches / "src" / "server-name.h").write_text(text)
 
 
 def output_of(server: Path) -> str:
-    """What a built server prints."""
+    """Runs a built server and returns what it prints."""
     return subprocess.run([server], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""A session record that uses every field, for tests."""
+"""Session records that use every field, for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ BLOCKS = (
 )
 
 
-def seated(hint: Hint | None = None, focus: bool = True) -> SessionRecord:
+def session_record(hint: Hint | None = None, focus: bool = True) -> SessionRecord:
+    """A record with a value in every field; without `focus` the task has no vector."""
     layout = Layout(
         session="s",
         tokens=np.arange(12, dtype=np.int32) * 70_000,
@@ -35,6 +36,6 @@ def seated(hint: Hint | None = None, focus: bool = True) -> SessionRecord:
         numbers={"system": 1, "user:1": 3},
     )
     task = Task(np.array([0.6, 0.8], np.float32) if focus else None, 4)
-    left = (Span(0, 4), Span(9, 12))
-    known = SessionState("s", "t", 2, layout, left, task, {2: (True, 0.5)}, {"s/0-4-a": 2})
-    return SessionRecord(known, hint, (9, 9, 1), slot=1, epoch=2**52 - 1, overrides=OVERRIDES)
+    resident = (Span(0, 4), Span(9, 12))
+    state = SessionState("s", "t", 2, layout, resident, task, {2: (True, 0.5)}, {"s/0-4-a": 2})
+    return SessionRecord(state, hint, (9, 9, 1), slot=1, epoch=2**52 - 1, overrides=OVERRIDES)

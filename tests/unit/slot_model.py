@@ -1,7 +1,7 @@
-"""One slot of llama-server and its host pool, in the few rules that plans depend on.
+"""A model of one slot of llama-server and its host pool, with the rules that plans depend on.
 
-A model to test decisions against, written from the wire API's description; the servers themselves
-are tested elsewhere. Every call either does all it was asked or raises Refused and does nothing.
+Decisions are tested against it. It follows patches/API.md; real servers are tested in
+tests/contract. A call either succeeds completely or raises Refused and changes nothing.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ class BlockState(StrEnum):
 
     @classmethod
     def of(cls, resident: bool, saved: bool) -> BlockState:
-        """The state that these two facts make."""
+        """The state of a block with these properties."""
         if resident:
             return cls.RESIDENT_SAVED if saved else cls.RESIDENT
         return cls.SAVED if saved else cls.DROPPED
 
 
-def states_of(known: PolicyView | Layout) -> tuple[BlockState, ...]:
-    """The state of each block, in their order."""
-    facts = zip(known.in_cache.tolist(), known.in_pool.tolist(), strict=True)
-    return tuple(BlockState.of(*fact) for fact in facts)
+def states_of(view: PolicyView | Layout) -> tuple[BlockState, ...]:
+    """The state of each block, in the order of the blocks."""
+    pairs = zip(view.in_cache.tolist(), view.in_pool.tolist(), strict=True)
+    return tuple(BlockState.of(*pair) for pair in pairs)
 
 
 def total(spans: Iterable[Span]) -> int:
-    """How many positions the spans hold; a position in two of them counts once."""
+    """The number of positions in the spans; a position in two of them counts once."""
     return sum(len(span) for span in merged(spans))
 
 
-def seen(blocks: Iterable[Block], states: Iterable[BlockState]) -> tuple[BlockTable, Mask, Mask]:
-    """Blocks in these states, as a PolicyView begins."""
-    known = tuple(states)
-    here = np.array([state.resident for state in known], np.bool_)
-    copied = np.array([state.saved for state in known], np.bool_)
-    return BlockTable(blocks), here, copied
+def view_columns(
+    blocks: Iterable[Block], states: Iterable[BlockState]
+) -> tuple[BlockTable, Mask, Mask]:
+    """The first three fields of a PolicyView: the blocks, which are cached, which are saved."""
+    each = tuple(states)
+    in_cache = np.array([state.resident for state in each], np.bool_)
+    in_pool = np.array([state.saved for state in each], np.bool_)
+    return BlockTable(blocks), in_cache, in_pool
 
 
 class Refused(Exception):
-    """The call cannot be done; `name` is the label at fault, if one is."""
+    """The server refuses the call; `name` is the label that caused it, if any."""
 
     def __init__(self, type: str, name: str | None = None) -> None:
         super().__init__(f"{type} {name or ''}")
@@ -81,10 +83,19 @@ class Refused(Exception):
 
 @dataclass
 class SlotModel:
-    """`rows` are resident positions of `tokens`, `store` copies with the tokens up to their end.
+    """The state of a slot.
 
-    A `recurrent` one goes back to checkpoints only, each of which holds the row before it; it
-    cannot be adopted.
+    Attributes:
+        n_cells: Cells of the slot.
+        tokens: The slot's tokens, resident or not.
+        rows: The resident positions.
+        store: The span of each copy, and the tokens up to its end.
+        stream: The budget for decoding.
+        loaded: Positions loaded since the latest answer.
+        auto_evicted: Start, end and name of what the server evicted since the latest answer.
+        peak: The most resident rows since the latest answer.
+        recurrent: Whether decoding continues only from checkpoints; such a slot cannot be adopted.
+        held: The rows before the checkpoints, which are not evictable.
     """
 
     n_cells: int
@@ -111,7 +122,7 @@ class SlotModel:
         )
 
     def run(self, plan: Plan, prompt: Sequence[int]) -> None:
-        """What the engine does with a plan: the adopt first, then the ops."""
+        """Runs a plan as the server does: first the adopt, then the saves, then other ops."""
         trial = copy.deepcopy(self)
         if plan.adopt is not None:
             trial._adopt(list(prompt[: plan.adopt.n_tokens]), plan.adopt.labels)
@@ -123,13 +134,13 @@ class SlotModel:
             trial._note_peak()
         self.__dict__.update(trial.__dict__)
 
-    def answer(self, prompt: Sequence[int], said: Iterable[int]) -> dict[str, Any]:
-        """Decode a marked request and its answer; the timings of the reply."""
-        n_past = self._goes_on_from(prompt)
-        # Rows of a text the prompt does not share go before anything is decoded.
+    def answer(self, prompt: Sequence[int], generated: Iterable[int]) -> dict[str, Any]:
+        """Decodes a marked request and its answer; returns the timings of the reply."""
+        n_past = self._reusable_prefix(prompt)
+        # Rows after the common prefix are removed before anything is decoded.
         n_common = self.view(prompt).n_common
-        gone = {row for row in self.rows - self.loaded if row >= n_common}
-        self.peak -= len(gone)
+        removed = {row for row in self.rows - self.loaded if row >= n_common}
+        self.peak -= len(removed)
         self.tokens = list(prompt[:n_past])
         self.rows = {row for row in self.rows if row < n_past}
         self.held = [row for row in self.held if row < n_past][-CHECKPOINTS:]
@@ -143,7 +154,7 @@ class SlotModel:
         recovered = len(self.loaded & self.rows)
         present = len([row for row in self.rows if row < n_past])
         hidden = {p for a, b, _ in self.auto_evicted for p in range(max(a, n_past), b)}
-        books = {
+        accounting = {
             "n_prompt": len(prompt),
             "decoded": len(prompt) - n_past,
             "decoded_hidden": len(hidden),
@@ -151,22 +162,22 @@ class SlotModel:
             "resident_before": present - recovered,
             "omitted": n_past - present,
         }
-        for token in said:
+        for token in generated:
             self._room(1)
             self._append([token])
-        books |= {"n_resident": len(self.rows), "n_resident_peak": self.peak}
-        books |= {"budget": self.stream.budget, "epoch": self.epoch}
+        accounting |= {"n_resident": len(self.rows), "n_resident_peak": self.peak}
+        accounting |= {"budget": self.stream.budget, "epoch": self.epoch}
         evicted = [list(item) for item in self.auto_evicted]
         self.auto_evicted, self.loaded, self.peak = [], set(), len(self.rows)
-        return {"evoke": {**books, "marker": "ok", "auto_evicted": evicted}}
+        return {"evoke": {**accounting, "marker": "ok", "auto_evicted": evicted}}
 
     def taken_by(self, tokens: Sequence[int], epoch: int) -> None:
-        """Somebody else's request ran on the slot, unmarked."""
+        """Runs an unmarked request of another client on the slot."""
         self.tokens, self.rows, self.epoch = list(tokens), set(range(len(tokens))), epoch
         self.stream, self.loaded, self.auto_evicted, self.held = DecodeBudget(0), set(), [], []
         self.peak = len(self.rows)
 
-    def _goes_on_from(self, prompt: Sequence[int]) -> int:
+    def _reusable_prefix(self, prompt: Sequence[int]) -> int:
         n_past = self.view(prompt).n_past(len(prompt))
         if not self.recurrent or n_past == len(self.tokens):
             return n_past
@@ -195,13 +206,13 @@ class SlotModel:
     def _evict(self, span: Span) -> None:
         if self.rows and max(self.rows) in span:
             raise Refused("invalid_request_error")
-        gone = set(range(span.start, span.end))
-        if gone.intersection(self.held):
+        evicted = set(range(span.start, span.end))
+        if evicted.intersection(self.held):
             raise Refused("held_row")
-        self.rows, self.loaded = self.rows - gone, self.loaded - gone
+        self.rows, self.loaded = self.rows - evicted, self.loaded - evicted
 
     def _load(self, name: str) -> None:
-        span = self._known(name, self.tokens)
+        span = self._copy_of(name, self.tokens)
         rows = set(range(span.start, span.end))
         if rows & self.rows:
             raise Refused("already_resident", name)
@@ -210,7 +221,7 @@ class SlotModel:
             raise Refused("no_free_cells", name)
         self.rows, self.loaded = self.rows | rows, self.loaded | rows
 
-    def _known(self, name: str, tokens: Sequence[int]) -> Span:
+    def _copy_of(self, name: str, tokens: Sequence[int]) -> Span:
         if name not in self.store:
             raise Refused("unknown_block", name)
         span, before = self.store[name]
@@ -221,7 +232,7 @@ class SlotModel:
     def _adopt(self, tokens: list[int], names: Iterable[str]) -> None:
         if self.recurrent:
             raise Refused("not_supported_error")
-        spans = [self._known(name, tokens) for name in names]
+        spans = [self._copy_of(name, tokens) for name in names]
         if not spans or max(span.end for span in spans) != len(tokens):
             raise Refused("invalid_request_error")
         rows = {row for span in spans for row in range(span.start, span.end)}
@@ -254,9 +265,9 @@ class SlotModel:
     def _evictable(self) -> set[int]:
         stream = self.stream
         top = max(self.rows, default=-1) + 1
-        spared = {row for span in stream.protect for row in range(span.start, span.end)}
-        spared |= {*range(stream.sink), *range(top - max(1, stream.recent), top)}
-        return self.rows - spared - set(self.held)
+        protected = {row for span in stream.protect for row in range(span.start, span.end)}
+        protected |= {*range(stream.sink), *range(top - max(1, stream.recent), top)}
+        return self.rows - protected - set(self.held)
 
     def _auto_evict_oldest(self) -> None:
         evictable = self._evictable()

@@ -1,4 +1,4 @@
-"""Snapshots as values, for tests."""
+"""Snapshot values, for tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from evoke_proxy.core.snapshots.snapshots import (
 NOW = 1_000_000.0
 
 
-def snapshot(id: str, tokens: list[int], **given: object) -> Snapshot:
-    values: dict[str, object] = {
+def snapshot(id: str, tokens: list[int], **fields: object) -> Snapshot:
+    """A snapshot with default values for all but these fields."""
+    defaults: dict[str, object] = {
         "tenant": "t",
         "fingerprint": "f",
         "branch": "b",
@@ -24,8 +25,8 @@ def snapshot(id: str, tokens: list[int], **given: object) -> Snapshot:
         "created": NOW,
         "used": NOW,
     }
-    made = values | given
-    return Snapshot(id=id, tokens=np.array(tokens, dtype=np.int32), **made)  # type: ignore[arg-type]
+    values = defaults | fields
+    return Snapshot(id=id, tokens=np.array(tokens, dtype=np.int32), **values)  # type: ignore[arg-type]
 
 
 def tokens(*ids: int) -> np.ndarray:

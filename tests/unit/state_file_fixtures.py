@@ -1,4 +1,4 @@
-"""State files of llama-server, built byte by byte, for tests."""
+"""Builds state files of llama-server byte by byte, for tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 def cache(
     positions: range, transposed: bool, sizes: tuple[int, ...], streams: int = 1, version: int = 3
 ) -> bytes:
-    """One cache; each row is its position over and over, each layer of rows of one size."""
+    """One cache of a state file: each row is its position repeated, with one size per layer."""
     out = struct.pack("<I", streams) + struct.pack("<I", 0) * (streams - 1)
     out += struct.pack("<I", len(positions))
     if not positions:

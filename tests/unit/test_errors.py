@@ -1,3 +1,5 @@
+"""The error tree: codes, statuses, and the fields of each error."""
+
 from __future__ import annotations
 
 import inspect
@@ -23,7 +25,7 @@ def tree_lines() -> dict[str, tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize("cls", error_classes())
-def test_the_docstring_draws_each_class_with_its_status_and_code(
+def test_the_module_docstring_lists_each_class_with_its_status_and_code(
     cls: type[errors.EvokeError],
 ) -> None:
     _, words = tree_lines()[cls.__name__]
@@ -33,13 +35,13 @@ def test_the_docstring_draws_each_class_with_its_status_and_code(
         assert words[:2] == [str(cls.status), cls.code]
 
 
-def test_the_docstring_indents_a_class_under_its_base() -> None:
-    above: list[tuple[int, str]] = []
+def test_the_module_docstring_indents_each_class_below_its_base() -> None:
+    ancestors: list[tuple[int, str]] = []
     for name, (indent, _) in tree_lines().items():
-        above = [entry for entry in above if entry[0] < indent]
+        ancestors = [entry for entry in ancestors if entry[0] < indent]
         base = getattr(errors, name).__base__
-        assert (above[-1][1] if above else "Exception") == base.__name__
-        above.append((indent, name))
+        assert (ancestors[-1][1] if ancestors else "Exception") == base.__name__
+        ancestors.append((indent, name))
 
 
 def test_codes_are_unique() -> None:
@@ -47,31 +49,31 @@ def test_codes_are_unique() -> None:
     assert len(codes) == len(set(codes))
 
 
-def test_a_request_error_takes_its_own_code_and_status() -> None:
+def test_a_request_error_may_have_its_own_code_and_status() -> None:
     error = errors.RequestError("too long", "request_too_large", 413)
     assert (str(error), error.code, error.status) == ("too long", "request_too_large", 413)
     plain = errors.RequestError("no")
     assert (plain.code, plain.status) == ("invalid_request", 400)
 
 
-def test_a_budget_error_says_what_is_needed() -> None:
+def test_a_budget_error_names_both_budgets() -> None:
     error = errors.BudgetTooSmall(64, 100)
     assert (error.status, error.code) == (400, "evoke_budget_too_small")
     assert "64" in str(error) and "100" in str(error)
 
 
-def test_a_pin_error_keeps_its_own_code_and_counts() -> None:
+def test_a_pin_error_has_its_own_code_and_both_token_counts() -> None:
     error = errors.PinBudgetExceeded(700, 600)
     assert (error.pinned_tokens, error.pin_cap) == (700, 600)
     assert error.code == "evoke_pin_budget_exceeded"
 
 
-def test_capacity_errors_say_when_to_come_back() -> None:
+def test_capacity_errors_have_a_retry_after() -> None:
     assert errors.SlotsBusy("queue full", retry_after=12).retry_after == 12
     assert errors.CapacityError("full").retry_after > 0
 
 
-def test_a_rejection_is_as_the_server_sent_it() -> None:
+def test_a_rejection_has_the_status_and_body_of_the_server() -> None:
     body = json.dumps({"error": {"code": 404, "type": "unknown_block", "message": "gone"}}).encode()
     error = errors.UpstreamRejected(404, body)
     assert (error.status, error.body) == (404, body)
@@ -91,7 +93,7 @@ def test_a_refused_plan_names_the_op_and_the_label() -> None:
     assert str(refused) == "unknown_block: gone"
 
 
-def test_a_refusal_without_details_still_says_the_status() -> None:
+def test_a_refusal_without_an_error_object_has_the_status_as_its_type() -> None:
     refused = errors.PlanRefused.of(errors.UpstreamRejected(503, b"busy"))
     assert (refused.type, refused.op, refused.name) == ("503", None, None)
     assert str(refused) == "503"

@@ -1,4 +1,4 @@
-"""An event loop in which waiting takes no time, and exactly as long as it is told to."""
+"""An event loop with virtual time: sleeping takes no real time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock goes on to the next timer when there is nothing else to do."""
+    """A loop whose clock jumps to the next timer when no callback is ready."""
 
     _clock = 0.0
 
@@ -26,6 +26,6 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As asyncio.run; of no use to who waits for sockets or threads."""
+    """Like asyncio.run, in virtual time; `work` must not wait for sockets or threads."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(work)

@@ -1,3 +1,5 @@
+"""Measuring the machine: device memory, host memory, disk."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +15,7 @@ def program(path: Path, output: str) -> Path:
     return path
 
 
-def test_devices_are_those_of_the_server(tmp_path: Path) -> None:
+def test_the_largest_device_that_the_server_lists_is_used(tmp_path: Path) -> None:
     listed = "Available devices:\n  CUDA0: NVIDIA H200 (143156 MiB, 142000 MiB free)\n"
     listed += "  Vulkan0: Some GPU (8192 MiB, 8000 MiB free)"
     server = program(tmp_path / "server", listed)

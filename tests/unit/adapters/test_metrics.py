@@ -1,4 +1,4 @@
-"""The registry of metrics, and the pages that describe them."""
+"""The metrics registry, the pages that describe it, and the alerts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_reference_has_every_metric_with_its_labels_and_no_other() -> None:
         assert labels <= set(item.labels)
 
 
-def test_every_alert_has_a_runbook_line() -> None:
+def test_every_alert_has_a_row_in_the_operate_page() -> None:
     (group,) = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text("utf-8"))["groups"]
     _, _, page = OPERATE.partition("\n## Alerts\n")
     rows = [
@@ -46,7 +46,7 @@ def test_every_alert_has_a_runbook_line() -> None:
         assert rule["annotations"]["runbook"] == f"docs/operate.md, Alerts: {rule['alert']}"
 
 
-def test_no_series_tells_when_a_metric_was_created() -> None:
+def test_no_created_series_are_exported() -> None:
     metrics = Metrics()
     metrics.count_evictions("plan", 1)
     assert b"_created" not in metrics.exposition()
@@ -66,7 +66,7 @@ def test_evictions_and_recoveries_have_reasons_that_sum_to_the_totals() -> None:
     assert value("evoke_blocks_as_text_total") == 3
 
 
-def test_block_stores_are_those_of_the_latest_scrape() -> None:
+def test_block_store_gauges_have_only_the_servers_of_the_latest_scrape() -> None:
     metrics = Metrics()
     value = metrics.registry.get_sample_value
     assert value("evoke_ram_used_bytes", {"server": ""}) == 0

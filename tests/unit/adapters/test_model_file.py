@@ -1,3 +1,5 @@
+"""Reading the shape of a model from its GGUF file."""
+
 from __future__ import annotations
 
 import struct
@@ -15,7 +17,7 @@ def text(value: str) -> bytes:
 
 
 def model(tmp_path: Path, values: dict[str, object], tensors: list[str]) -> Path:
-    """A GGUF file with these values and tensors, without their data."""
+    """Writes a GGUF file with these values and tensors, without tensor data."""
     parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values))]
     for key, value in values.items():
         parts.append(text(key))
@@ -42,22 +44,22 @@ def values(name: str, **more: object) -> dict[str, object]:
         "attention.head_count": 2,
         "attention.head_count_kv": 1,
     }
-    given = {key.replace("__", "."): value for key, value in more.items()}
+    changed = {key.replace("__", "."): value for key, value in more.items()}
     return {"general.architecture": name} | {
-        f"{name}.{key}": value for key, value in (common | given).items()
+        f"{name}.{key}": value for key, value in (common | changed).items()
     }
 
 
 ATTENTION = [f"blk.{i}.attn_k.weight" for i in range(4)]
 
 
-def test_the_bundled_model() -> None:
+def test_the_shape_of_the_bundled_model() -> None:
     shape = read_shape(bundled_model())
     assert (shape.kind, shape.n_trained) == ("dense", 8192)
     assert shape.weight_bytes == bundled_model().stat().st_size
 
 
-def test_the_size_of_a_head_follows_from_the_width(tmp_path: Path) -> None:
+def test_the_head_size_is_the_width_per_head_unless_it_is_given(tmp_path: Path) -> None:
     shape = read_shape(model(tmp_path, values("llama"), ATTENTION))
     assert [(layer.n_k, layer.n_v) for layer in shape.layers] == [(64, 64)] * 4
     lengths = {"attention__key_length": 192, "attention__value_length": 128}
@@ -76,7 +78,7 @@ def test_the_size_of_a_head_follows_from_the_width(tmp_path: Path) -> None:
         ("gemma3", 2, [True, False, True, False]),
     ],
 )
-def test_which_layers_have_a_window(
+def test_the_layers_with_a_sliding_window_are_those_of_the_architecture(
     name: str, pattern: object, windowed: list[bool], tmp_path: Path
 ) -> None:
     more: dict[str, object] = {"attention__sliding_window": 64}
@@ -87,7 +89,7 @@ def test_which_layers_have_a_window(
     assert shape.window == (64 if any(windowed) else 0)
 
 
-def test_recurrent_layers_are_those_with_a_state(tmp_path: Path) -> None:
+def test_layers_with_state_space_tensors_are_recurrent(tmp_path: Path) -> None:
     states = {"ssm__conv_kernel": 4, "ssm__inner_size": 64, "ssm__state_size": 16}
     tensors = ["blk.0.ssm_a", "blk.1.ssm_a", "blk.2.ssm_a", "blk.0.attn_qkv.weight", ATTENTION[3]]
     shape = read_shape(model(tmp_path, values("qwen35", **states), tensors))
@@ -95,14 +97,14 @@ def test_recurrent_layers_are_those_with_a_state(tmp_path: Path) -> None:
     assert shape.state_bytes == 3 * 4 * (3 * 64 + 16 * 64)
 
 
-def test_heads_may_differ_by_layer(tmp_path: Path) -> None:
+def test_the_number_of_kv_heads_may_differ_by_layer(tmp_path: Path) -> None:
     more = {"attention__head_count_kv": [1, 0, 2, 1]}
     shape = read_shape(model(tmp_path, values("llama", **more), ATTENTION))
     assert [layer.n_k for layer in shape.layers] == [64, 128, 64]
 
 
 @pytest.mark.parametrize("content", [b"", b"GGML" + bytes(20), b"GGUF" + bytes(30), b"GG"])
-def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="not a GGUF file"):
@@ -111,7 +113,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
         read_shape(tmp_path / "none.gguf")
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = model(tmp_path, values("llama"), ATTENTION)
     path.write_bytes(path.read_bytes()[:150])
     with pytest.raises(ConfigError, match="not a GGUF file"):

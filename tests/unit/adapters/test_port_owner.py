@@ -1,3 +1,5 @@
+"""The process that listens on a port."""
+
 from __future__ import annotations
 
 import os
@@ -6,7 +8,7 @@ import socket
 from evoke_proxy.adapters.port_owner import owner_of, taken_by
 
 
-def test_a_taken_port_names_its_process() -> None:
+def test_the_owner_of_a_port_in_use_is_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         owner = taken_by("127.0.0.1", port)
@@ -15,5 +17,5 @@ def test_a_taken_port_names_its_process() -> None:
     assert owner_of(port) == "another process"
 
 
-def test_any_free_port_is_free() -> None:
+def test_port_0_is_free() -> None:
     assert taken_by("127.0.0.1", 0) is None

@@ -1,4 +1,4 @@
-"""The generator of facts and sessions: what benches and training runs rely on."""
+"""The generator of facts and sessions for benches and training (bench.model, bench.ruler)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FUNCTION_WORDS = set(
 )
 
 
-def _words(said: str) -> set[str]:
-    return set(re.findall(r"[a-z]+", said.lower())) - _FUNCTION_WORDS
+def _words(sentence: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", sentence.lower())) - _FUNCTION_WORDS
 
 
-def _told(session: Session) -> str:
+def _text_of(session: Session) -> str:
     return "\n".join(message["content"] for message in session.messages)
 
 
@@ -37,51 +37,50 @@ def test_a_seed_gives_the_same_sessions(task: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("length", [1000, 6000])
-def test_sessions_have_about_the_length_asked_for(task: str, length: int) -> None:
+def test_a_session_has_about_the_requested_length(task: str, length: int) -> None:
     for session in sessions(1, task, length, 5):
         assert 0.8 * length < estimated_tokens(session.messages) < 1.2 * length + 200
 
 
 @pytest.mark.parametrize("task", [task for task in TASKS if not task.startswith("unknown")])
-def test_every_known_probe_was_told_and_its_last_value_is_expected(task: str) -> None:
+def test_the_expected_value_of_a_probe_is_the_last_one_stated(task: str) -> None:
     for session in sessions(3, task, 2000, 10):
         for probe in session.probes:
-            said = [m["content"] for m in session.messages if m["role"] in ("user", "tool")]
-            # The last sentence or line about the key is the one with the expected value.
-            about = re.compile(
+            stated = [m["content"] for m in session.messages if m["role"] in ("user", "tool")]
+            key = re.compile(
                 re.escape(probe.fact.statement.split(" is ")[0].split(" = ")[0]) + r"\b"
             )
             last = max(
                 (index, at.start())
-                for index, content in enumerate(said)
-                for at in about.finditer(content)
+                for index, content in enumerate(stated)
+                for at in key.finditer(content)
                 if not content.startswith("What is")
             )
-            assert said[last[0]][last[1] :].startswith(probe.fact.statement)
+            assert stated[last[0]][last[1] :].startswith(probe.fact.statement)
             assert probe.value == probe.fact.value
             assert probe.answer.removesuffix(".").endswith(probe.fact.value)
 
 
 @pytest.mark.parametrize("task", ["unknown", "unknown-said"])
-def test_unknown_probes_ask_for_what_was_never_told(task: str) -> None:
+def test_an_unknown_probe_asks_for_a_key_that_is_not_in_the_session(task: str) -> None:
     for session in sessions(3, task, 1000, 20):
         for probe in session.probes:
             key = probe.fact.key
-            assert key[0].upper() + key[1:] not in _told(session)
-            assert key not in _told(session)
+            assert key[0].upper() + key[1:] not in _text_of(session)
+            assert key not in _text_of(session)
             assert probe.value is None
             assert facts.abstains(probe.answer)
 
 
-def test_updates_change_the_value_later() -> None:
+def test_an_updated_fact_is_stated_again_with_its_new_value() -> None:
     for session in sessions(3, "updates", 1000, 20):
         changed = [probe.fact for probe in session.probes if probe.fact.updated]
         assert len(changed) == 3
         for fact in changed:
-            assert f" is now {fact.value}." in _told(session)
+            assert f" is now {fact.value}." in _text_of(session)
 
 
-def test_two_files_have_the_same_settings() -> None:
+def test_the_files_task_has_two_files_with_the_same_settings() -> None:
     for session in sessions(3, "files", 1000, 20):
         tools = [m["content"] for m in session.messages if m["role"] == "tool"]
         names = [set(re.findall(r": (\w+) =", content)) for content in tools]
@@ -90,12 +89,12 @@ def test_two_files_have_the_same_settings() -> None:
 
 
 def test_a_paraphrase_shares_no_content_word_with_the_fact() -> None:
-    for attribute, asked in (vocab.PAIR_PARAPHRASES | vocab.NUMBER_PARAPHRASES).items():
-        assert not _words(f"My {attribute} is") & _words(asked)
-        assert _words(asked)
+    for attribute, question in (vocab.PAIR_PARAPHRASES | vocab.NUMBER_PARAPHRASES).items():
+        assert not _words(f"My {attribute} is") & _words(question)
+        assert _words(question)
 
 
-def test_the_probes_of_the_paraphrase_task_are_paraphrases() -> None:
+def test_the_paraphrase_task_asks_paraphrases() -> None:
     for session in sessions(3, "paraphrase", 1000, 10):
         for probe in session.probes:
             assert probe.question == probe.fact.paraphrase
@@ -110,7 +109,7 @@ def test_codes_have_sixteen_characters_and_no_letter_twice() -> None:
         assert len(set(code[::2])) == 8
 
 
-def test_a_near_miss_is_of_the_same_frame() -> None:
+def test_a_near_miss_is_a_fact_of_the_same_kind() -> None:
     rng = random.Random(1)
     for _ in range(500):
         fact = facts.draw(rng)
@@ -119,7 +118,7 @@ def test_a_near_miss_is_of_the_same_frame() -> None:
         assert near.type == fact.type if fact.kind != "file" else set(near.parts) & set(fact.parts)
 
 
-def test_an_answer_is_right_only_with_exactly_the_value() -> None:
+def test_an_answer_is_right_only_with_the_exact_value() -> None:
     probe = next(p for s in sessions(3, "codes", 500, 1) for p in s.probes)
     assert right(probe.answer, probe)
     assert not right(probe.answer.replace(probe.fact.value, probe.fact.value[:-1] + "x"), probe)
@@ -152,8 +151,8 @@ def test_a_finished_cell_is_not_asked_again(
     Journal(tmp_path / "cells", "one").append("needle 1000", {"rows": [row | {"tokens": 11}]})
 
     def tokens(identity: str, task: str, length: int) -> list[int]:
-        kept = Journal(tmp_path / "cells", identity)
-        return [row["tokens"] for row in ruler._Runner(ports, kept, 3, 1).cell(task, length)]
+        journal = Journal(tmp_path / "cells", identity)
+        return [row["tokens"] for row in ruler._Runner(ports, journal, 3, 1).cell(task, length)]
 
     assert tokens("one", "needle", 1000) == [11]
     for cell in (("other", "needle", 1000), ("one", "needle", 500), ("one", "codes", 1000)):

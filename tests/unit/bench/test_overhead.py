@@ -1,4 +1,4 @@
-"""What the overhead bench makes of its measurements."""
+"""The overhead bench: rows and summaries made from its measurements."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LINE = (
 )
 
 
-def test_a_log_line_says_where_the_time_of_a_turn_went() -> None:
-    found = turn_record(LINE, 20.3)
-    assert (found["own"], found["after"], found["render"]) == (12.2, 0.15, 92.4)
-    assert (found["block-plan"], found["first_byte"], found["cpu"]) == (11.6, 280.0, 20.3)
-    assert (found["evicted_blocks"], found["recovered_tokens"]) == (51, 2672)
+def test_the_times_of_a_turn_are_read_from_its_log_line() -> None:
+    times = turn_record(LINE, 20.3)
+    assert (times["own"], times["after"], times["render"]) == (12.2, 0.15, 92.4)
+    assert (times["block-plan"], times["first_byte"], times["cpu"]) == (11.6, 280.0, 20.3)
+    assert (times["evicted_blocks"], times["recovered_tokens"]) == (51, 2672)
 
 
-def test_a_turn_that_moved_nothing_has_no_block_call() -> None:
+def test_a_turn_without_a_block_call_has_a_block_plan_time_of_0() -> None:
     assert turn_record(LINE.replace("block-plan_ms=11.60", ""), 1.0)["block-plan"] == 0.0
 
 
 @pytest.mark.parametrize("line", [LINE.replace("evoke:moved", "degraded:render"), "200 ms=3"])
-def test_a_turn_without_a_plan_is_no_measurement(line: str) -> None:
+def test_a_log_line_of_a_turn_that_was_not_planned_is_an_error(line: str) -> None:
     with pytest.raises(RuntimeError, match="did not plan"):
         turn_record(line, 1.0)
 
@@ -47,7 +47,7 @@ def test_a_row_has_the_median_of_its_turns() -> None:
     assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
 
 
-def test_the_summary_gives_the_worst() -> None:
+def test_the_summary_has_the_worst_model_of_each_length() -> None:
     relay = [{"added_ms": 0.4}, {"added_ms": 0.7}]
     rows = [
         turn_row("bundled", 32768, [turn(3.0)]),
@@ -64,7 +64,7 @@ def pair(direct: float, through: float) -> dict[str, float]:
     return {"direct": direct, "through": through, "tokens": 1000}
 
 
-def test_the_first_byte_of_a_pair_is_compared_with_its_own_direct_one() -> None:
+def test_the_added_time_to_the_first_byte_is_the_median_over_pairs() -> None:
     row = first_bytes.row("bundled", 1024, [pair(10, 15), pair(50, 56), pair(30, 33)])
     assert row["first_byte_added_ms"] == 5 and row["direct_ms"] == 30 and row["through_ms"] == 33
     assert row["first_byte_added_ms_p10"] == 3 and row["first_byte_added_ms_p90"] == 6

@@ -1,12 +1,12 @@
-"""What each policy beside `evoke` keeps, on layouts small enough to be read."""
+"""The baseline policies, on layouts of a few blocks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from plan_fixtures import lasting
-from policy_fixtures import CONFIG, FILLER, line, moved
+from plan_fixtures import resident_after
+from policy_fixtures import CONFIG, FILLER, block_view, moves_of
 
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
@@ -19,109 +19,111 @@ from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.errors import ConfigError
 
 FACT = "the oslo vault code is 48213"
-ASKS = "what is the oslo vault code?"
+QUESTION = "what is the oslo vault code?"
 
 
 def config(name: str, **settings: object) -> PolicyConfig:
     return replace(CONFIG, name=name, **settings)  # type: ignore[arg-type]
 
 
-def decided(view: PolicyView, config: PolicyConfig, query: str = "", **given: object) -> Plan:
-    return registry.decide(view, replace(Query.of(query), **given), config)  # type: ignore[arg-type]
+def decide(view: PolicyView, config: PolicyConfig, query: str = "", **fields: object) -> Plan:
+    return registry.decide(view, replace(Query.of(query), **fields), config)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "left"), [("recency", "3 4 5 6 7"), ("streaming", "0 4 5 6 7")])
-def test_of_the_rest_the_newest_stay(name: str, left: str) -> None:
-    view = line([FACT, *FILLER[1:8]], "rrrrrrrr", tail=128)
-    plan = decided(view, config(name), ASKS)
-    assert lasting(view, plan) == left
+@pytest.mark.parametrize(
+    ("name", "resident"), [("recency", "3 4 5 6 7"), ("streaming", "0 4 5 6 7")]
+)
+def test_recency_and_streaming_keep_the_newest_blocks(name: str, resident: str) -> None:
+    view = block_view([FACT, *FILLER[1:8]], "rrrrrrrr", tail=128)
+    plan = decide(view, config(name), QUESTION)
+    assert resident_after(view, plan) == resident
     assert not plan.saves and not plan.loads
     assert plan.stream is not None
     assert [victim.label for victim in plan.stream.order] == [
-        f"s/{n}" for n in left.split() if int(n)
+        f"s/{n}" for n in resident.split() if int(n)
     ]
 
 
 @pytest.mark.parametrize("name", ["recency", "streaming", "discard"])
-def test_what_is_gone_stays_gone(name: str) -> None:
-    view = line([FILLER[0], FACT, *FILLER[2:8]], "rsrrrrrr")
-    plan = decided(view, config(name), ASKS, requested=("user:01",))
+def test_policies_without_recovery_never_load_a_block(name: str) -> None:
+    view = block_view([FILLER[0], FACT, *FILLER[2:8]], "rsrrrrrr")
+    plan = decide(view, config(name), QUESTION, requested=("user:01",))
     assert not plan.loads and not plan.saves
     assert "s/1" in {drop.label for drop in plan.drops}
 
 
-def test_a_window_has_no_holes_for_the_sake_of_a_small_block() -> None:
-    view = line(FILLER[:8], "rrrrrrrr")
+def test_the_recency_window_has_no_holes_even_if_a_small_block_would_fit() -> None:
+    view = block_view(FILLER[:8], "rrrrrrrr")
     first, *others = view.blocks
     small = replace(first, span=Span(0, 20))
     widened = replace(others[0], span=Span(20, 128))
     blocks = type(view.blocks)([small, widened, *others[1:]])
-    plan = decided(replace(view, blocks=blocks), config("recency"))
-    # 12 tokens are left, and after a smaller reserve 32: never are they given to block 0
-    assert lasting(view, plan) == "2 3 4 5 6 7"
-    more = decided(replace(view, blocks=blocks, max_tokens=44), config("recency"))
-    assert lasting(view, more) == "2 3 4 5 6 7"
+    plan = decide(replace(view, blocks=blocks), config("recency"))
+    # 12 tokens of the budget remain, 32 with a smaller reserve: block 0 does not get them
+    assert resident_after(view, plan) == "2 3 4 5 6 7"
+    more = decide(replace(view, blocks=blocks, max_tokens=44), config("recency"))
+    assert resident_after(view, more) == "2 3 4 5 6 7"
 
 
-def test_recency_lets_a_pin_be_where_it_is() -> None:
-    view = line(FILLER[:8], "rrrrrrrr", pins="1", tail=128)
-    assert lasting(view, decided(view, config("recency"))) == "1 4 5 6 7"
+def test_recency_keeps_a_pinned_block() -> None:
+    view = block_view(FILLER[:8], "rrrrrrrr", pins="1", tail=128)
+    assert resident_after(view, decide(view, config("recency"))) == "1 4 5 6 7"
 
 
-def test_infllm_finds_k_blocks_and_spends_the_rest_on_its_window() -> None:
+def test_infllm_loads_k_blocks_and_spends_the_rest_on_its_window() -> None:
     texts = [FILLER[0], f"{FACT} one", f"{FACT} two", f"{FACT} three", *FILLER[4:10]]
-    view = line(texts, "rsssrrrrrr", tail=64)
-    for k, left in ((1, 1), (2, 2), (8, 3)):
-        plan = decided(view, config(f"infllm_k{k}"), ASKS)
-        kept = lasting(view, plan).split()
-        assert len(set(kept) & {"1", "2", "3"}) == len(plan.loads) == left
+    view = block_view(texts, "rsssrrrrrr", tail=64)
+    for k, resident in ((1, 1), (2, 2), (8, 3)):
+        plan = decide(view, config(f"infllm_k{k}"), QUESTION)
+        kept = resident_after(view, plan).split()
+        assert len(set(kept) & {"1", "2", "3"}) == len(plan.loads) == resident
         assert len(kept) == 6
         newest = [n for n in kept if n not in ("0", "1", "2", "3")]
         assert newest == [str(n) for n in range(10 - len(newest), 10)]
 
 
-def test_infllm_finds_nothing_where_nothing_matches() -> None:
-    view = line([FILLER[0], FACT, *FILLER[2:9]], "rsrrrrrrr", tail=64)
-    assert lasting(view, decided(view, config("infllm"), "zzz")) == "0 4 5 6 7 8"
+def test_infllm_loads_nothing_without_a_match() -> None:
+    view = block_view([FILLER[0], FACT, *FILLER[2:9]], "rsrrrrrrr", tail=64)
+    assert resident_after(view, decide(view, config("infllm"), "zzz")) == "0 4 5 6 7 8"
 
 
-def test_infllm_always_has_a_window() -> None:
-    view = line([FACT + f" {n}" for n in range(12)], "r" * 12, tail=64)
-    kept = lasting(view, decided(view, config("infllm_k50"), ASKS))
+def test_infllm_always_keeps_a_window() -> None:
+    view = block_view([FACT + f" {n}" for n in range(12)], "r" * 12, tail=64)
+    kept = resident_after(view, decide(view, config("infllm_k50"), QUESTION))
     assert "10" in kept.split() and "11" in kept.split()
 
 
 @pytest.mark.parametrize("gold", [(1,), ("user:01",), ("user:01#0",)])
-def test_the_oracle_brings_back_what_it_is_told(gold: tuple[str | int, ...]) -> None:
-    texts = [FILLER[0], FILLER[1], FACT, f"{FACT} again", *FILLER[4:9]]
-    view = line(texts, "rsssrrrrr", tail=64)
-    plan = decided(view, config("oracle"), ASKS, gold=gold)
-    ours = decided(view, config("evoke"), ASKS)
-    assert {load.label for load in ours.loads} == {"s/2", "s/3"}
+def test_the_oracle_loads_the_gold_blocks(gold: tuple[str | int, ...]) -> None:
+    texts = [FILLER[0], FILLER[1], FACT, f"{FACT} repeated", *FILLER[4:9]]
+    view = block_view(texts, "rsssrrrrr", tail=64)
+    plan = decide(view, config("oracle"), QUESTION, gold=gold)
+    evoke = decide(view, config("evoke"), QUESTION)
+    assert {load.label for load in evoke.loads} == {"s/2", "s/3"}
     assert {load.label for load in plan.loads} == {"s/1", "s/2", "s/3"}
 
 
 @pytest.mark.parametrize("states", ["rsssrrrrr", "rsbrsrrsr", "bbbssssrr"])
 @pytest.mark.parametrize("gold", range(9))
-def test_the_oracle_has_what_evoke_has_where_that_has_the_answer(states: str, gold: int) -> None:
-    view = line([FILLER[0], FACT, f"{FACT} again", *FILLER[3:9]], states, tail=64)
-    ours = lasting(view, decided(view, config("evoke"), ASKS))
-    best = lasting(view, decided(view, config("oracle"), ASKS, gold=(gold,)))
+def test_the_oracle_decides_like_evoke_if_evoke_has_the_answer(states: str, gold: int) -> None:
+    view = block_view([FILLER[0], FACT, f"{FACT} again", *FILLER[3:9]], states, tail=64)
+    evoke = resident_after(view, decide(view, config("evoke"), QUESTION))
+    best = resident_after(view, decide(view, config("oracle"), QUESTION, gold=(gold,)))
     assert str(gold) in best.split()
-    assert best == ours or str(gold) not in ours.split()
+    assert best == evoke or str(gold) not in evoke.split()
 
 
 @pytest.mark.parametrize("name", ["evoke", "infllm"])
-def test_what_the_client_names_comes_back_before_what_it_asks_about(name: str) -> None:
-    # The named block is no neighbour of the fact.
-    view = line([FILLER[0], FACT, *FILLER[2:9]], "rsrrsrrrr", tail=64)
-    plan = decided(view, config(name), ASKS, requested=("user:04",))
-    assert "+s/4" in moved(plan)
-    assert "+s/4" not in moved(decided(view, config(name), ASKS))
+def test_a_block_that_the_client_requests_by_name_is_loaded(name: str) -> None:
+    # The requested block is not a neighbour of the fact.
+    view = block_view([FILLER[0], FACT, *FILLER[2:9]], "rsrrsrrrr", tail=64)
+    plan = decide(view, config(name), QUESTION, requested=("user:04",))
+    assert "+s/4" in moves_of(plan)
+    assert "+s/4" not in moves_of(decide(view, config(name), QUESTION))
 
 
-def test_names_are_keys_their_beginnings_and_identities() -> None:
-    view = line(["a", "b"], "rr")
+def test_a_block_is_found_by_its_display_name_its_file_or_an_alias() -> None:
+    view = block_view(["a", "b"], "rr")
     first, second = view.blocks
     blocks = type(view.blocks)(
         [
@@ -145,4 +147,4 @@ def test_names_are_keys_their_beginnings_and_identities() -> None:
 
 def test_an_unknown_policy_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'lru' must be one of evoke"):
-        decided(line(["x"], "r"), config("lru"))
+        decide(block_view(["x"], "r"), config("lru"))

@@ -1,4 +1,4 @@
-"""The slot that exists only as numbers holds the budget and keeps what a plan keeps."""
+"""The simulated slot of the benches: it stays within the budget and keeps what a plan keeps."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ FACT = "The access code of the Oslo vault is 48213."
 
 
 def renderer() -> Renderer:
-    """With one token for each word or mark."""
+    """A renderer with one token for each word or punctuation mark."""
     tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return Renderer(tokenizer)
 
 
-def test_a_sentence_start_is_the_token_after_the_gap() -> None:
+def test_a_sentence_starts_after_the_space() -> None:
     rendered = renderer().render([Message(Role.USER, "One two. Three.")])
-    # The marks around the role are three tokens each, the role is one.
-    sentence = [int(at) for at in rendered.sentence_starts]
-    assert len(sentence) == 1
-    assert 0 < sentence[0] < rendered.generation < len(rendered.tokens)
+    (start,) = (int(at) for at in rendered.sentence_starts)
+    assert 0 < start < rendered.generation < len(rendered.tokens)
     assert rendered.spans[0].span.end == rendered.generation
 
 
-def test_the_message_with_the_answer_has_rows_and_the_budget_holds() -> None:
+def test_the_message_with_the_answer_is_resident_within_the_budget() -> None:
     made = renderer()
     texts = [f"Day {n}: the weather was calm and the market opened late again." for n in range(60)]
     texts[7] = FACT
@@ -42,7 +40,7 @@ def test_the_message_with_the_answer_has_rows_and_the_budget_holds() -> None:
         )
     ]
     slot = SlotInProcess(PolicyConfig(budget=320), made)
-    for question in ("What was said on day 3?", "What is the access code of the Oslo vault?"):
+    for question in ("What happened on day 3?", "What is the access code of the Oslo vault?"):
         rows = slot.ask([*chat, {"role": "user", "content": question}])
         assert rows.sum() <= 320 < len(rows)
     span = made.render([Message(Role(m["role"]), m["content"]) for m in chat]).spans[14].span

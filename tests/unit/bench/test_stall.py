@@ -1,4 +1,4 @@
-"""What the bench of stalls makes of its measurements."""
+"""The stall bench: rows and summaries made from its measurements."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def test_percentiles_are_over_time_not_over_samples() -> None:
     delays = Delays(0.01)
     due = 0.0
     for _ in range(100):
-        due = delays.late(due, due)  # served at once
-    delays.late(due, due + 1.0)  # then nothing is served for a second
+        due = delays.late(due, due)  # on time
+    delays.late(due, due + 1.0)  # a stall of one second
     row = delays.row()
-    assert row["p50"] == pytest.approx(0, abs=20), "half of the time nothing was late"
+    assert row["p50"] == pytest.approx(0, abs=20), "half of the time there was no stall"
     assert row["p99"] > 900 and row["worst"] == pytest.approx(1000)
 
 
@@ -30,7 +30,7 @@ def test_the_summary_compares_with_the_idle_arm_of_the_same_run() -> None:
     assert (summary["worst_lag_ms"], summary["worst_client_ms"]) == (52.0, 78.0)
 
 
-def test_a_conversation_has_the_tokens_of_the_one_it_goes_on_from() -> None:
+def test_a_continued_conversation_begins_with_the_same_tokens() -> None:
     first = [{"role": "user", "content": "One. Two."}]
     longer = [*first, {"role": "assistant", "content": "Yes."}]
     tokens = Said(longer).tokens.tolist()

@@ -1,4 +1,4 @@
-"""Cases of `bench.tasks`: what is planted, what is needed, and how they are scored."""
+"""The tasks bench: its cases, the messages they need, and their scores."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def _size(case: Case) -> float:
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", kinds())
-def test_a_case_is_alike_each_time_and_needs_messages_of_the_user(split: str, kind: str) -> None:
-    made = cases(split, kind, 4000, 6)
-    assert made == cases(split, kind, 4000, 6)
-    assert len({case.messages for case in map(_hashable, made)}) == len(made)
-    for case in made:
+def test_a_case_is_reproducible_and_needs_only_messages_of_the_user(split: str, kind: str) -> None:
+    first = cases(split, kind, 4000, 6)
+    assert first == cases(split, kind, 4000, 6)
+    assert len({case.messages for case in map(_hashable, first)}) == len(first)
+    for case in first:
         assert case.messages[0] == {"role": "system", "content": SYSTEM}
         assert [m["role"] for m in case.messages[1:]] == ["user", "assistant"] * (
             len(case.messages) // 2
@@ -75,7 +75,7 @@ def test_every_slot_is_filled_and_the_needed_texts_are_those_of_the_template(
                 assert re.search(".+".join(words), text), (template, text)
 
 
-def test_what_is_needed_is_as_much_as_the_kind_says() -> None:
+def test_each_kind_has_its_number_of_needed_messages() -> None:
     for split in SPLITS:
         templates = read(split)
         assert all(len(scene.say) == 8 for scene in templates.scenes_of("multi-value"))
@@ -116,7 +116,7 @@ def test_rivals_differ_from_the_fact_in_the_names_of_the_question() -> None:
             assert len(alike) > 4 and len(set(found)) == len(found)
 
 
-def test_standing_instructions_come_early() -> None:
+def test_standing_instructions_are_in_the_first_messages() -> None:
     for case in cases("tuning", "standing instructions", 4000, 10):
         assert case.needed[0] < 0.4 * len(case.messages)
 
@@ -131,14 +131,14 @@ def _spans(n: int, size: int = 50) -> dict[int, tuple[int, int]]:
     return {at: (at * size, (at + 1) * size) for at in range(n + 1)}
 
 
-def test_a_message_counts_when_every_position_has_a_row() -> None:
+def test_a_message_counts_only_if_all_its_positions_are_resident() -> None:
     case, spans = _case(4, (1, 2), {}), _spans(4)
     assert score.whole_share(case, spans, [(50, 150)]) == 1.0
     assert score.whole_share(case, spans, [(50, 149)]) == 0.5
     assert score.whole_share(case, spans, [(51, 149)]) == 0.0
 
 
-def test_fills_spend_what_the_turn_and_the_system_prompt_leave() -> None:
+def test_fills_spend_the_budget_left_by_the_turn_and_the_system_prompt() -> None:
     case = _case(10, (3,), {3: "the geranium is on the sill"})
     # 200 tokens: 50 for the system prompt, 50 for the turn, two messages of 50.
     found = _filled(case, 200)
@@ -161,7 +161,7 @@ def _row(kind: str, arm: str, case: int, whole: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def test_the_summary_has_percentages_differences_and_the_missed_bars() -> None:
+def test_the_summary_has_percentages_differences_and_missed_bars() -> None:
     rows = [
         *(_row("multi-value", "default", at, 1.0 if at < 5 else 0.5) for at in range(10)),
         *(_row("multi-value", "bm25", at, 1.0 if at < 2 else 0.0) for at in range(10)),
@@ -183,14 +183,14 @@ def test_the_summary_has_percentages_differences_and_the_missed_bars() -> None:
 
 def test_the_plot_has_a_bar_for_each_kind_and_arm() -> None:
     whole = {"default": {"a": 40.0, "b": 100.0}, "bm25": {"a": 10.0, "b": 0.0}}
-    picture = plot.bars("title", whole, {"a": 60})
-    assert picture.count('height="8"') == 4
-    assert picture.count('stroke="#b3261e"') == 1
+    svg = plot.bars("title", whole, {"a": 60})
+    assert svg.count('height="8"') == 4
+    assert svg.count('stroke="#b3261e"') == 1
     assert plot.bars("title", {}, {}) == ""
 
 
-def test_the_form_in_one_process_measures_every_arm_of_a_case() -> None:
-    """Without a budget everything is there; with one, what the fills and the engine chose."""
+def test_every_arm_of_a_case_is_measured_in_one_process() -> None:
+    """Without a budget every message is present."""
     case = cases("tuning", "multi-key", 4000, 1)[0]
     arms = [arm for arm in score.ARMS if "encoder" not in arm]
     rows = {row["arm"]: row for row in measure(InProcess(), case, (8,), arms)}
@@ -217,7 +217,7 @@ def test_quoted_text_counts_as_present() -> None:
     assert score.whole_share(case, spans, quoted) == 1.0
 
 
-def test_the_turn_before_the_question_ends_with_a_message_of_the_user() -> None:
+def test_the_history_before_the_question_ends_with_a_message_of_the_user() -> None:
     case = cases("tuning", "pronoun follow-ups", 4000, 1)[0]
     before = history_of([*case.messages, *case.asked])
     assert before[-1] == case.asked[0]

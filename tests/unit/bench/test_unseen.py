@@ -1,4 +1,4 @@
-"""What is held out of the bundled model's training stays out of it."""
+"""The unseen bench: its attributes and questions are not in the training of the bundled model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_unseen_attribute_or_question_is_in_the_training() -> None:
     assert len(questions) == len(attributes) + len(NEW_QUESTIONS)
 
 
-def test_no_question_has_a_word_of_its_attribute() -> None:
+def test_no_question_contains_a_word_of_its_attribute() -> None:
     for attribute, question in {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES, **NEW_QUESTIONS}.items():
         words = set(question.lower().rstrip("?").split())
         assert not words & set(attribute.split()) - {"of"}, attribute
@@ -42,14 +42,14 @@ def test_only_the_trained_format_names_the_key() -> None:
 
 def test_a_session_states_every_fact_once_and_asks_for_it_in_both_wordings() -> None:
     for name in unseen.SETS:
-        asked = set()
+        questions = set()
         for script in unseen.scripts(name, 1500, 40):
-            said = " ".join(m["content"] for m in script.messages[: -2 * len(script.probes)])
+            text = " ".join(m["content"] for m in script.messages[: -2 * len(script.probes)])
             assert 0.7 * 1500 < estimated_tokens(script.messages) < 1.6 * 1500
             for probe in script.probes:
-                assert said.count(probe.fact.statement) == 1
+                assert text.count(probe.fact.statement) == 1
                 assert probe.value is not None and recalled(probe.answer, probe.value)
-                asked.add(probe.question)
-        assert len(asked) >= 30, name
+                questions.add(probe.question)
+        assert len(questions) >= 30, name
     own, other = (unseen.scripts(name, 1500, 40) for name in ("new attribute", "new, reworded"))
     assert own[0].probes[0].question != other[0].probes[0].question

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository_fixtures import TOKENS, kept, vault
+from repository_fixtures import TOKENS, add_snapshot, open_repository
 
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
@@ -21,10 +21,10 @@ from evoke_proxy.core.request.look_ahead import STEP
 def folder(tmp_path: Path) -> Path:
     """Two conversations, one with two snapshots."""
     where = tmp_path / "slots"
-    with vault(where) as it:
-        kept(it, branch="aaaa1111")
-        kept(it, np.append(TOKENS, 5).astype(np.int32), branch="aaaa1111", kind=STEP)
-        kept(it, branch="bbbb2222")
+    with open_repository(where) as it:
+        add_snapshot(it, branch="aaaa1111")
+        add_snapshot(it, np.append(TOKENS, 5).astype(np.int32), branch="aaaa1111", kind=STEP)
+        add_snapshot(it, branch="bbbb2222")
     return where
 
 
@@ -56,7 +56,7 @@ def test_list_and_show_print_sessions_without_tokens(
 def test_budgeted_sessions_are_listed_and_deleted_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with vault(folder) as it:
+    with open_repository(folder) as it:
         it.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
         it.put_record(Record("cccc3333#7", "me", time.time(), b"vectors"))
         it.put_record(Record("bbbb2222", "t", time.time(), b"of one that has a snapshot"))
@@ -66,18 +66,18 @@ def test_budgeted_sessions_are_listed_and_deleted_too(
     assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 25)
     assert len(listed) == 3
     assert _run(folder, "delete", "cccc") == 0
-    with vault(folder) as it:
+    with open_repository(folder) as it:
         assert [left.id for left in it.records()] == ["bbbb2222"] and len(it.snapshots) == 3
 
 
 def test_pin_and_delete_change_files_and_index(folder: Path) -> None:
     assert _run(folder, "pin", "aaaa") == 0
     assert _run(folder, "delete", "bbbb") == 0
-    with vault(folder) as it:
+    with open_repository(folder) as it:
         assert {(item.branch, item.pinned) for item in it.snapshots} == {("aaaa1111", True)}
     assert len(list(folder.glob("*.evoke-kv"))) == 2
     assert _run(folder, "unpin", "aaaa") == 0
-    with vault(folder) as it:
+    with open_repository(folder) as it:
         assert not any(item.pinned for item in it.snapshots)
 
 

@@ -1,4 +1,7 @@
-"""An encoder comes whole and as pinned, or not at all. The hub is a server on the loopback."""
+"""Downloading an encoder: it is stored whole and as pinned, or not at all.
+
+The hub is a server on the loopback interface.
+"""
 
 from __future__ import annotations
 
@@ -52,44 +55,48 @@ def store(tmp_path: Path) -> EncoderStore:
 
 
 def names(store: EncoderStore) -> list[str]:
-    """What is in the store but for locks."""
+    """The files in the store, without locks."""
     found = (p for p in store.root.rglob("*") if p.is_file() and p.suffix != ".lock")
     return sorted(str(path.relative_to(store.root)) for path in found)
 
 
 def test_an_encoder_is_fetched_once(hub: Hub, store: EncoderStore) -> None:
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     assert not store.has(ENCODER)
-    assert fetch(ENCODER, store, hub.url, lambda *n: seen.append(n))
+    assert fetch(ENCODER, store, hub.url, lambda *n: progress.append(n))
     assert names(store) == ["small/onnx/model.onnx", "small/tokenizer.json"]
     assert (store.directory(ENCODER) / "onnx/model.onnx").read_bytes() == MODEL
-    assert store.has(ENCODER) and seen == sorted(seen) and seen[-1] == (ENCODER.size,) * 2
-    hub.asked.clear()
-    assert not fetch(ENCODER, store, hub.url) and hub.asked == []
+    assert (
+        store.has(ENCODER) and progress == sorted(progress) and progress[-1] == (ENCODER.size,) * 2
+    )
+    hub.requests.clear()
+    assert not fetch(ENCODER, store, hub.url) and hub.requests == []
 
 
-def test_a_broken_connection_is_continued(hub: Hub, store: EncoderStore) -> None:
+def test_a_download_continues_after_a_broken_connection(hub: Hub, store: EncoderStore) -> None:
     hub.cut_at = {"onnx/model.onnx": 300_000}
     assert fetch(ENCODER, store, hub.url)
-    assert [given for path, given in hub.asked if path == "onnx/model.onnx"] == [
+    assert [range_header for path, range_header in hub.requests if path == "onnx/model.onnx"] == [
         "", "bytes=300000-",
     ]  # fmt: skip
     assert (store.directory(ENCODER) / "onnx/model.onnx").read_bytes() == MODEL
 
 
-def test_a_later_call_continues(hub: Hub, store: EncoderStore) -> None:
+def test_the_next_call_continues_a_failed_download(hub: Hub, store: EncoderStore) -> None:
     hub.cut_at = {"onnx/model.onnx": 300_000}
     hub.statuses = [200, 200, 503, 503, 503]
     with pytest.raises(DownloadError, match=r"HTTP status 503.*Call it again"):
         fetch(ENCODER, store, hub.url)
     assert not store.has(ENCODER) and not store.directory(ENCODER).exists()
-    hub.asked.clear()
+    hub.requests.clear()
     assert fetch(ENCODER, store, hub.url)
-    assert hub.asked == [("onnx/model.onnx", "bytes=300000-")]
+    assert hub.requests == [("onnx/model.onnx", "bytes=300000-")]
     assert store.has(ENCODER)
 
 
-def test_a_server_without_ranges_sends_all_again(hub: Hub, store: EncoderStore) -> None:
+def test_from_a_server_without_ranges_the_whole_file_is_fetched_again(
+    hub: Hub, store: EncoderStore
+) -> None:
     hub.cut_at, hub.has_ranges = {"onnx/model.onnx": 300_000}, False
     assert fetch(ENCODER, store, hub.url)
     assert (store.directory(ENCODER) / "onnx/model.onnx").read_bytes() == MODEL
@@ -104,7 +111,7 @@ def test_damaged_bytes_of_an_earlier_call_are_fetched_again(hub: Hub, store: Enc
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (MODEL[:-1] + b"x", "has sha256 "),
         (MODEL[:-1], "is shorter than 1024000 bytes"),
@@ -113,11 +120,11 @@ def test_damaged_bytes_of_an_earlier_call_are_fetched_again(hub: Hub, store: Enc
         (b"", "the connection ended early"),
     ],
 )
-def test_another_file_is_not_stored(
-    hub: Hub, store: EncoderStore, content: bytes, said: str
+def test_a_file_that_differs_from_its_pin_is_not_stored(
+    hub: Hub, store: EncoderStore, content: bytes, message: str
 ) -> None:
     hub.files["onnx/model.onnx"] = content
-    with pytest.raises(DownloadError, match=said):
+    with pytest.raises(DownloadError, match=message):
         fetch(ENCODER, store, hub.url)
     assert not store.has(ENCODER)
     left = [path for path in store.root.rglob("model.onnx*") if path.stat().st_size]
@@ -127,36 +134,40 @@ def test_another_file_is_not_stored(
 def test_a_file_that_was_damaged_on_disk_is_replaced(hub: Hub, store: EncoderStore) -> None:
     fetch(ENCODER, store, hub.url)
     (store.directory(ENCODER) / "onnx/model.onnx").write_bytes(MODEL[:-1] + b"x")
-    hub.asked.clear()
+    hub.requests.clear()
     assert fetch(ENCODER, store, hub.url)
-    assert [path for path, _ in hub.asked] == ["onnx/model.onnx"]
+    assert [path for path, _ in hub.requests] == ["onnx/model.onnx"]
     assert (store.directory(ENCODER) / "onnx/model.onnx").read_bytes() == MODEL
 
 
-def test_a_missing_file_is_not_asked_for_again(hub: Hub, store: EncoderStore) -> None:
+def test_a_missing_file_is_requested_only_once(hub: Hub, store: EncoderStore) -> None:
     del hub.files["onnx/model.onnx"]
     with pytest.raises(DownloadError, match="HTTP status 404"):
         fetch(ENCODER, store, hub.url)
-    assert len(hub.asked) == 2
+    assert len(hub.requests) == 2
 
 
-def test_no_network_says_what_to_do(store: EncoderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_error_says_what_to_do(
+    store: EncoderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(download, "_PAUSE_S", 0.0)
     with pytest.raises(DownloadError, match=r"refused; check the network.*--mirror URL"):
         fetch(ENCODER, store, "http://127.0.0.1:9")
 
 
-def test_too_little_space_is_said_before_the_download(hub: Hub, store: EncoderStore) -> None:
+def test_too_little_disk_space_is_an_error_before_the_download(
+    hub: Hub, store: EncoderStore
+) -> None:
     files = (*ENCODER.files, PinnedFile("huge", 1 << 60, "0" * 64))
     with pytest.raises(DownloadError, match=r"MiB are needed and .* MiB are free; free space"):
         fetch(replace(ENCODER, files=files), store, hub.url)
-    assert hub.asked == []
+    assert hub.requests == []
 
 
-def test_a_disk_that_becomes_full_is_an_error_and_the_next_call_goes_on(
+def test_after_a_full_disk_the_next_call_continues_the_download(
     hub: Hub, store: EncoderStore
 ) -> None:
-    """A limit on the size of files is a full disk to the process that writes."""
+    """A limit on the file size makes writes fail as on a full disk."""
     script = (
         "import sys, resource; sys.path[:0] = sys.argv[3:]\n"
         "from test_download import ENCODER\n"
@@ -170,10 +181,10 @@ def test_a_disk_that_becomes_full_is_an_error_and_the_next_call_goes_on(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert f"{store.root}: {os.strerror(errno.EFBIG)}; free space" in done.stderr
     assert not store.has(ENCODER) and resource.RLIMIT_FSIZE is not None
-    hub.asked.clear()
+    hub.requests.clear()
     assert fetch(ENCODER, store, hub.url)
-    ((path, given),) = hub.asked
-    assert path == "onnx/model.onnx" and given.startswith("bytes=")
+    ((path, range_header),) = hub.requests
+    assert path == "onnx/model.onnx" and range_header.startswith("bytes=")
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(hub: Hub, tmp_path: Path) -> None:
@@ -182,7 +193,9 @@ def test_a_directory_that_cannot_be_written_is_an_error(hub: Hub, tmp_path: Path
         fetch(ENCODER, EncoderStore(tmp_path / "file"), hub.url)
 
 
-def test_two_processes_do_not_fetch_at_once(hub: Hub, store: EncoderStore) -> None:
+def test_a_second_process_that_fetches_the_same_encoder_is_refused(
+    hub: Hub, store: EncoderStore
+) -> None:
     store.root.mkdir(parents=True)
     with (
         download._locked(store.root / ".small.lock"),

@@ -1,4 +1,4 @@
-"""What the store of encoders has, and the pins of what may be in it."""
+"""The store of fetched encoders, and the catalogue of pinned ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evoke_proxy.adapters.embedders.store import EncoderStore, default_directory
 
 
 def put(store: EncoderStore, name: str) -> Path:
-    """An encoder of files of the right sizes, all of them holes."""
+    """Stores an encoder whose files have the right sizes and only zeros."""
     encoder = encoder_named(name)
     for file in encoder.files:
         path = store.directory(encoder) / file.path
@@ -27,7 +27,7 @@ def put(store: EncoderStore, name: str) -> Path:
     return store.directory(encoder)
 
 
-def test_every_file_is_pinned() -> None:
+def test_every_encoder_has_a_licence_a_revision_and_a_hash_per_file() -> None:
     assert encoder_names() == (DEFAULT, "all-MiniLM-L6-v2") and DEFAULT == "bge-small-en-v1.5"
     for encoder in ENCODERS:
         assert re.fullmatch("[0-9a-f]{40}", encoder.revision)
@@ -38,7 +38,7 @@ def test_every_file_is_pinned() -> None:
         encoder_named("other")
 
 
-def test_stored_encoders_are_complete_and_the_preferred_comes_first(tmp_path: Path) -> None:
+def test_only_complete_encoders_are_stored_and_the_default_comes_first(tmp_path: Path) -> None:
     store = EncoderStore(tmp_path / "none")
     assert store.stored() == []
     store = EncoderStore(tmp_path)
@@ -57,7 +57,9 @@ def test_an_encoder_and_its_draft_are_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_is_the_data_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_store_is_in_the_data_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert EncoderStore().root == default_directory() == tmp_path / "evoke-proxy/embedders"
     monkeypatch.delenv("XDG_DATA_HOME")

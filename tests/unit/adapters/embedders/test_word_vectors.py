@@ -1,4 +1,4 @@
-"""The table of word vectors that travels with the package."""
+"""The embedder with the bundled table of word vectors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_other_words_for_the_same_are_nearest(table: WordVectorEncoder) -> None:
         "Doctor Okafor treats Maria.",
         "Copies go to volume vault-3.",
     )
-    assert (table.queries(asked) @ table.documents(told).T).argmax(1).tolist() == [0, 1, 2]
+    similarity = table.queries(queries) @ table.documents(documents).T
+    assert similarity.argmax(1).tolist() == [0, 1, 2]
 
 
 def test_the_table_takes_at_most_8_mib() -> None:
@@ -55,12 +56,12 @@ def test_the_table_takes_at_most_8_mib() -> None:
 def test_64_tokens_take_microseconds(table: WordVectorEncoder) -> None:
     """200 on a quiet machine, by bench.embedding; the limit here leaves room for a busy one."""
     assert len(table._table._pieces.ids(TEXT)) == 64
-    took = []
+    seconds = []
     for _ in range(200):
-        began = time.thread_time()
+        start = time.thread_time()
         table.queries([TEXT])
-        took.append(time.thread_time() - began)
-    assert sorted(took)[len(took) // 2] < 1e-3
+        seconds.append(time.thread_time() - start)
+    assert sorted(seconds)[len(seconds) // 2] < 1e-3
 
 
 def test_the_fingerprint_changes_with_the_table(table: WordVectorEncoder, tmp_path: Path) -> None:

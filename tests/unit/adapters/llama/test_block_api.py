@@ -1,4 +1,4 @@
-"""An `attention` call that is too much work is split into several."""
+"""The block calls of a patched server: an `attention` call that is too much work is split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALLOWED = 100
 
 
 class Server:
-    """Answers `attention` about ranges of ALLOWED positions together; the data are their starts."""
+    """Refuses `attention` calls over more than ALLOWED positions; the data are range starts."""
 
     def __init__(self) -> None:
         self.calls: list[Mapping[str, Any]] = []
@@ -39,7 +39,7 @@ class Server:
         return answer
 
 
-def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
+def call_attention(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
     server = Server()
     client: Any = server
     body = {"ranges": [[0, 4]] * 3, key: spans, "tenant": "t"}
@@ -47,15 +47,15 @@ def asked(key: str, spans: list[list[int]]) -> tuple[Server, dict[str, Any]]:
 
 
 def values(part: Mapping[str, Any]) -> list[float]:
-    found: list[float] = np.frombuffer(base64.b64decode(part["data"]), "<f4").tolist()
-    return found
+    floats: list[float] = np.frombuffer(base64.b64decode(part["data"]), "<f4").tolist()
+    return floats
 
 
 @pytest.mark.parametrize("key", ["bounds", "products"])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10, 57])
-def test_the_answer_is_that_of_one_call(key: str, count: int) -> None:
+def test_the_joined_answer_equals_that_of_one_call(key: str, count: int) -> None:
     spans = [[40 * i, 40 * i + 40] for i in range(count)]
-    server, answer = asked(key, spans)
+    server, answer = call_attention(key, spans)
     assert answer["mass"] == [1.0] * 3 and answer[f"key_{key}"]["layers"] == [0]
     assert answer[f"key_{key}"]["known"] == [True] * count
     assert values(answer[f"key_{key}"]) == [span[0] for span in spans]
@@ -64,18 +64,18 @@ def test_the_answer_is_that_of_one_call(key: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_range_that_is_too_much_alone_is_unknown(place: int) -> None:
+def test_a_range_that_is_too_long_for_one_call_is_unknown(place: int) -> None:
     spans = [[0, 40], [40, 80]]
     spans.insert(place, [1000, 2000])
-    _, answer = asked("products", spans)
+    _, answer = call_attention("products", spans)
     expected = [span[0] != 1000 for span in spans]
     assert answer["mass"] == [1.0] * 3
     assert answer["key_products"]["known"] == expected
     assert values(answer["key_products"]) == [0.0, 40.0]
 
 
-def test_nothing_but_ranges_that_are_too_much_leaves_the_rest_of_the_answer() -> None:
-    server, answer = asked("bounds", [[0, 500], [500, 900]])
+def test_the_rest_of_the_answer_is_kept_when_every_range_is_too_long() -> None:
+    server, answer = call_attention("bounds", [[0, 500], [500, 900]])
     assert answer["mass"] == [1.0] * 3
     assert answer["key_bounds"].get("known", []) == [False, False]
     assert len(server.calls) <= 8

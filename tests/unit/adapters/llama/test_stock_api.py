@@ -1,4 +1,4 @@
-"""The fingerprint of an unpatched server."""
+"""The calls of a stock server: its fingerprint."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def _fingerprint(status: int, body: bytes) -> str:
 
 
 def test_the_fingerprint_depends_on_the_adapters() -> None:
-    without = _fingerprint(200, b"[]")
-    assert _fingerprint(200, json.dumps([ADAPTER]).encode()) != without
-    assert _fingerprint(404, b"not found") == without
-    assert _fingerprint(501, b"{}") == without
+    no_adapters = _fingerprint(200, b"[]")
+    assert _fingerprint(200, json.dumps([ADAPTER]).encode()) != no_adapters
+    assert _fingerprint(404, b"not found") == no_adapters
+    assert _fingerprint(501, b"{}") == no_adapters
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_fingerprint_depends_on_the_adapters() -> None:
         (200, b'[{"id":0},null]', UpstreamProtocolError),
     ],
 )
-def test_adapters_that_are_not_listed_do_not_count_as_none(
+def test_a_failed_or_invalid_list_of_adapters_is_an_error(
     status: int, body: bytes, expected: type[UpstreamError]
 ) -> None:
     with pytest.raises(expected):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan_fixtures import lasting
-from policy_fixtures import CONFIG, FILLER, line
+from plan_fixtures import resident_after
+from policy_fixtures import CONFIG, FILLER, block_view
 
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config.policy_names import policy_names
@@ -28,14 +28,14 @@ LOOKED = (0.1, 0.9, 0.2, 0.8, 0.3, 0.4, 0.5, 0.6)
 
 def view(attention: tuple[float, ...] | None = LOOKED, **facts: object) -> PolicyView:
     """Eight resident blocks of 64 tokens, of which six fit beside the tail."""
-    plain = line(FILLER[:8], "rrrrrrrr", tail=64)
+    plain = block_view(FILLER[:8], "rrrrrrrr", tail=64)
     looked = None if attention is None else np.array(attention)
     return replace(plain, attention=looked, **facts)  # type: ignore[arg-type]
 
 
 def kept(name: str, given: PolicyView, **settings: int) -> str:
     config = replace(CONFIG, name=name, **settings)  # type: ignore[arg-type]
-    return lasting(given, registry.decide(given, Query.of("anything"), config))
+    return resident_after(given, registry.decide(given, Query.of("anything"), config))
 
 
 # Block 0 has sinks, block 7 is the one that decoding goes on from.

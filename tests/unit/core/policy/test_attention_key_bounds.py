@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from plan_fixtures import lasting
-from policy_fixtures import CONFIG, FILLER, line
+from plan_fixtures import resident_after
+from policy_fixtures import CONFIG, FILLER, block_view
 
 from evoke_proxy.core.policy import registry
 from evoke_proxy.core.policy.attention import AttentionTracker, KeyBounds, Queries
@@ -18,7 +18,7 @@ from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
 LAYERS, HEADS, KV_HEADS, SIZE, ROWS = 2, 4, 2, 8, 3
-VIEW = line(FILLER[:8], "rsrrrrrr", tail=64)
+VIEW = block_view(FILLER[:8], "rsrrrrrr", tail=64)
 
 
 def text(values: Floats) -> str:
@@ -111,5 +111,5 @@ def test_arkvale_brings_back_what_queries_look_for() -> None:
     assert memory.request(VIEW, capture)["bounds"] == []
     plan = registry.decide(seen, Query.of("anything"), config)
     assert [load.label for load in plan.loads] == ["s/1"]
-    assert "1" in lasting(seen, plan).split()
+    assert "1" in resident_after(seen, plan).split()
     assert len(plan.saves) == len(plan.evicts) > 0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from policy_fixtures import CONFIG, FILLER, line, moved
-from slot_model import BlockState, SlotModel, seen, states_of, total
+from policy_fixtures import CONFIG, FILLER, block_view, moves_of
+from slot_model import BlockState, SlotModel, states_of, total, view_columns
 
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
@@ -63,7 +63,7 @@ def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
     rows += [Span(strange_at, strange_at + strange)]
     looked = draw(st.none() | st.just(np.linspace(0.9, 0.1, len(blocks))))
     return PolicyView(
-        *seen(blocks, states),
+        *view_columns(blocks, states),
         attention=looked,
         last_attended=None if looked is None else (10 * looked).round(),
         n_tokens=at + loose + draw(st.integers(1, 4)),
@@ -136,7 +136,7 @@ def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
         BlockState.of(total(common(resident, [b.span])) == len(b.span), b.label in model.store)
         for b in view.blocks
     )
-    _, here, copied = seen(view.blocks, states)
+    _, here, copied = view_columns(view.blocks, states)
     later = replace(
         view, in_cache=here, in_pool=copied, n_past=cursor, resident=slot.resident,
         n_free=slot.n_free, adopt_to=0, stale=(),
@@ -316,8 +316,8 @@ def test_every_prompt_position_is_in_one_book(
     then, _ = after(view, plan)
     cursor = then.n_past
     here = {p for span in then.reused_rows for p in range(span.start, span.end)}
-    moved = plan.adopt.spans if plan.adopt else tuple(load.span for load in plan.loads)
-    recovered = {p for span in moved for p in range(span.start, span.end)}
+    moves_of = plan.adopt.spans if plan.adopt else tuple(load.span for load in plan.loads)
+    recovered = {p for span in moves_of for p in range(span.start, span.end)}
     assert recovered <= here
     assert books.recovered == len(recovered)
     assert books.resident_before == len(here - recovered)
@@ -353,34 +353,34 @@ def test_a_session_comes_back_under_its_budget(
 
 def test_the_block_with_the_answer_comes_back_for_the_oldest_filler() -> None:
     texts = [FILLER[0], "the oslo vault code is 48213", *FILLER[2:8]]
-    view = line(texts, "rsrrrrrr")
+    view = block_view(texts, "rsrrrrrr")
     plan = decide(view, "what is the oslo vault code?", CONFIG)
-    assert moved(plan) == "-s/3 -s/4 +s/1"  # the neighbour of the answer stays
+    assert moves_of(plan) == "-s/3 -s/4 +s/1"  # the neighbour of the answer stays
     assert [save.label for save in plan.saves] == ["s/3", "s/4"]
     assert plan.stream is not None and Span(64, 128) in plan.stream.protect
 
 
 def test_nothing_moves_while_there_is_room() -> None:
-    plan = decide(line(FILLER[:6], "rrrrrr"), "anything", CONFIG)
+    plan = decide(block_view(FILLER[:6], "rrrrrr"), "anything", CONFIG)
     assert plan.moves_nothing and not plan.infeasible
 
 
 def test_everything_saved_comes_back_when_there_is_room() -> None:
-    plan = decide(line(FILLER[:5], "rssbr"), "anything", CONFIG)
-    assert moved(plan) == "+s/1 +s/2"
+    plan = decide(block_view(FILLER[:5], "rssbr"), "anything", CONFIG)
+    assert moves_of(plan) == "+s/1 +s/2"
 
 
 def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
-    view = line(FILLER[:5], "rssbr")
+    view = block_view(FILLER[:5], "rssbr")
     unlimited = replace(CONFIG, budget=None)
-    assert moved(decide(view, "number2", unlimited)) == "+s/1 +s/2"
+    assert moves_of(decide(view, "number2", unlimited)) == "+s/1 +s/2"
     tight = replace(view, n_free=40 + 64)
-    assert moved(decide(tight, "number2", unlimited)) == "+s/2"
+    assert moves_of(decide(tight, "number2", unlimited)) == "+s/2"
 
 
 def file_session() -> PolicyView:
     """A file read in three blocks, edited, then talked past; another file read in two."""
-    view = line([*FILLER[:2], *["a line of it"] * 6, *FILLER[:6]], "rrsssssbrrrrrr")
+    view = block_view([*FILLER[:2], *["a line of it"] * 6, *FILLER[:6]], "rrsssssbrrrrrr")
     tool, said = Role.TOOL, Role.ASSISTANT
     # which block is of which message, whose it is and what it goes by
     shapes = {2: (2, tool, "src/a.py"), 3: (2, tool, "src/a.py"), 4: (4, tool, "src/a.py")}
@@ -409,29 +409,29 @@ def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: s
 
 
 def test_a_small_difference_is_not_worth_a_move() -> None:
-    view = line(FILLER[:8], "rsrrrrrr")
+    view = block_view(FILLER[:8], "rsrrrrrr")
     first, second, *others = view.blocks
     view = replace(view, blocks=BlockTable([first, replace(second, preferred=True), *others]))
-    assert moved(decide(view, "", replace(CONFIG, name="evoke_margin_0"))) == "-s/2 -s/3 +s/1"
-    assert moved(decide(view, "", replace(CONFIG, name="evoke_margin_0.5"))) == "-s/2"
+    assert moves_of(decide(view, "", replace(CONFIG, name="evoke_margin_0"))) == "-s/2 -s/3 +s/1"
+    assert moves_of(decide(view, "", replace(CONFIG, name="evoke_margin_0.5"))) == "-s/2"
 
 
 def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_about_another() -> None:
     """Two blocks worth half a point more than one that came back: more than the margin, less than
     twice that."""
-    view = line(FILLER[:8], "rsrrrrrr")
+    view = block_view(FILLER[:8], "rsrrrrrr")
     blocks = [replace(block, priority=0.3) for block in view.blocks]
     blocks[1] = replace(blocks[1], priority=0.8)
     view = replace(view, blocks=BlockTable(blocks))
     config = replace(CONFIG, name="evoke_margin_0.2")
     lately = replace(view, recovered=np.array([i > 1 for i in range(8)]))
-    assert "+s/1" in moved(decide(view, "", config))
-    assert "+s/1" not in moved(decide(lately, "", config))
-    assert "+s/1" in moved(decide(lately, "number1", config))
+    assert "+s/1" in moves_of(decide(view, "", config))
+    assert "+s/1" not in moves_of(decide(lately, "", config))
+    assert "+s/1" in moves_of(decide(lately, "number1", config))
 
 
 def test_equal_blocks_are_told_apart_by_key() -> None:
-    view = line(["x"] * 10, "r" * 10)
+    view = block_view(["x"] * 10, "r" * 10)
     keys = [f"key{(i * 7) % 10}" for i in range(10)]
     flat = [
         replace(b, display_name=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)
@@ -455,38 +455,38 @@ class NoisyIndex(Index):
 
 
 def test_the_order_of_a_sum_decides_nothing() -> None:
-    view = line(["x"] * 10, "r" * 10)
+    view = block_view(["x"] * 10, "r" * 10)
     flat = BlockTable(replace(block, preferred=True) for block in view.blocks)
     plan = decide(replace(view, blocks=flat, index=NoisyIndex()), "", CONFIG)
-    assert moved(plan) == "-s/5 -s/6 -s/7 -s/8"
+    assert moves_of(plan) == "-s/5 -s/6 -s/7 -s/8"
 
 
 def test_rows_behind_the_last_block_count_too() -> None:
-    view = line(FILLER[:6], "rrrrrr", tail=40)
+    view = block_view(FILLER[:6], "rrrrrr", tail=40)
     behind = replace(view, n_past=384 + 60, resident=(Span(0, 384 + 60),), n_tokens=384 + 100)
     assert decide(view, "", CONFIG).moves_nothing
-    assert moved(decide(behind, "", CONFIG)) == "-s/1"
+    assert moves_of(decide(behind, "", CONFIG)) == "-s/1"
 
 
 def test_a_pin_that_is_out_comes_back_first() -> None:
-    view = line(FILLER[:8], "rsrrrrrr", pins="1")
-    assert "+s/1" in moved(decide(view, "number5 number6", CONFIG))
+    view = block_view(FILLER[:8], "rsrrrrrr", pins="1")
+    assert "+s/1" in moves_of(decide(view, "number5 number6", CONFIG))
 
 
 def test_a_tail_over_the_budget_frees_all_but_what_must_stay() -> None:
-    view = line(FILLER[:8], "rrrrrrrr", tail=5000, pins="3")
+    view = block_view(FILLER[:8], "rrrrrrrr", tail=5000, pins="3")
     plan = decide(view, "number5", CONFIG)
     assert plan.infeasible and "5000" in plan.reason
     # what must stay takes the half of the budget that is kept for earlier blocks
-    assert moved(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
+    assert moves_of(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
     assert plan.stream is not None
     assert plan.stream.protect == (Span(0, 64), Span(192, 256), Span(448, 512))
 
 
 def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
-    view = line(FILLER[:12], "rrrrrrrrssss", tail=5000)
+    view = block_view(FILLER[:12], "rrrrrrrrssss", tail=5000)
     plan = decide(view, "number9", replace(CONFIG, budget=1024))
-    assert plan.over_capacity and "+s/9" in moved(plan)
+    assert plan.over_capacity and "+s/9" in moves_of(plan)
     assert plan.stream is not None
     assert any(Span(9 * 64, 10 * 64).start in span for span in plan.stream.protect)
     assert plan.stream.min_budget <= 1024
@@ -495,7 +495,7 @@ def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
 
 
 def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> None:
-    view = line([*FILLER[:4], "new text", "other text"], "rrrrdd")
+    view = block_view([*FILLER[:4], "new text", "other text"], "rrrrdd")
     view = replace(view, n_past=256, resident=(Span(0, 256),), n_tokens=6 * 64 + 10)
     plan = decide(view, "number1", CONFIG)
     assert plan.stream is not None
@@ -505,7 +505,7 @@ def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> Non
 
 def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
     texts = [*FILLER[:2], "the oslo vault code is 48213", *FILLER[3:8]]
-    document = replace(line(texts, "dddddddd"), n_past=0, resident=())
+    document = replace(block_view(texts, "dddddddd"), n_past=0, resident=())
     query = " ".join(texts) + " filler" * 200 + " so what is the oslo vault code?"
     plan = decide(document, query, CONFIG)
     assert plan.stream is not None
@@ -514,31 +514,31 @@ def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
 
 
 def test_of_a_very_long_turn_both_ends_are_looked_up() -> None:
-    view = line(FILLER[:8], "rssrrrrr")
+    view = block_view(FILLER[:8], "rssrrrrr")
     padding = "x " * 5000
-    assert "+s/1" in moved(decide(view, f"number1 {padding}", CONFIG))
-    assert "+s/2" in moved(decide(view, f"{padding} number2", CONFIG))
-    assert "+" not in moved(decide(view, f"{padding} number1 {padding}", CONFIG))
+    assert "+s/1" in moves_of(decide(view, f"number1 {padding}", CONFIG))
+    assert "+s/2" in moves_of(decide(view, f"{padding} number2", CONFIG))
+    assert "+" not in moves_of(decide(view, f"{padding} number1 {padding}", CONFIG))
 
 
 def test_strange_rows_make_room_for_what_comes_back() -> None:
-    view = line(FILLER[:3], "rsr", tail=40)
+    view = block_view(FILLER[:3], "rsr", tail=40)
     view = replace(view, resident=(*view.resident, Span(300, 700)), n_free=0)
     plan = decide(view, "number1", CONFIG)
     assert [(evict.span, evict.label) for evict in plan.evicts] == [(Span(300, 699), None)]
-    assert moved(plan).endswith("+s/1")
+    assert moves_of(plan).endswith("+s/1")
 
 
 def test_the_reserve_is_the_answers_limit_but_not_most_of_the_budget() -> None:
     def kept(max_tokens: int | None) -> int:
-        view = replace(line(FILLER[:8], "rrrrrrrr", tail=40), max_tokens=max_tokens)
+        view = replace(block_view(FILLER[:8], "rrrrrrrr", tail=40), max_tokens=max_tokens)
         return 8 - len(decide(view, "", CONFIG).evicts)
 
     assert [kept(limit) for limit in (0, None, 64, 100, 128, 100_000)] == [7, 6, 6, 5, 5, 5]
 
 
 def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
-    view = replace(line(FILLER[:9], "rssrrrrrr"), stale=("old",))
+    view = replace(block_view(FILLER[:9], "rssrrrrrr"), stale=("old",))
     plan = decide(view, "number1", replace(CONFIG, name="no_eviction"))
     assert plan.moves_nothing
     assert plan.stream == DecodeBudget(0)
@@ -547,18 +547,18 @@ def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
 
 def test_what_is_left_of_a_truncated_prompt_is_held_in_the_budget_too() -> None:
     config = replace(CONFIG, name="truncate")
-    plan = decide(line(FILLER[:9], "rrrrrrrrr", tail=40), "number1", config)
+    plan = decide(block_view(FILLER[:9], "rrrrrrrrr", tail=40), "number1", config)
     assert plan.evicts and not plan.saves and not plan.loads
     assert plan.stream is not None and plan.stream.budget == CONFIG.budget
 
 
 def test_an_unknown_policy_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="lru"):
-        decide(line(FILLER[:1], "r"), "", replace(CONFIG, name="lru"))
+        decide(block_view(FILLER[:1], "r"), "", replace(CONFIG, name="lru"))
 
 
 def test_coming_back_without_cells_means_decoding_again() -> None:
-    view = replace(line(FILLER[:3], "sss"), n_past=0, adopt_to=192, resident=(), n_free=10)
+    view = replace(block_view(FILLER[:3], "sss"), n_past=0, adopt_to=192, resident=(), n_free=10)
     plan = decide(view, "", CONFIG)
     assert plan.adopt is None and plan.moves_nothing
     assert plan.stream is not None and plan.stream.budget == 512
@@ -568,7 +568,7 @@ def test_coming_back_without_cells_means_decoding_again() -> None:
 @example(0)
 @given(st.integers(0, 11))
 def test_a_session_comes_back_with_what_the_question_is_about(number: int) -> None:
-    view = replace(line(FILLER, "s" * 12), n_past=0, adopt_to=768, resident=())
+    view = replace(block_view(FILLER, "s" * 12), n_past=0, adopt_to=768, resident=())
     plan = decide(view, f"number{number}", CONFIG)
     assert plan.adopt is not None
     assert {"s/0", "s/11", f"s/{number}"} <= set(plan.adopt.labels)
@@ -600,7 +600,7 @@ def test_a_file_that_a_tool_is_called_with_comes_before_other_results_of_the_tas
     system, user, answer, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
     roles = [system, system, system, user, tool, tool, tool, answer, tool, answer, tool]
     messages = [0, 0, 0, 1, 2, 2, 2, 3, 4, 5, 6]
-    view = line(FILLER[:11], "rrrrsssrrrd")
+    view = block_view(FILLER[:11], "rrrrsssrrrd")
     blocks = BlockTable(
         replace(block, role=role, message=message, aliases=("src/a.py",) if message == 2 else ())
         for block, role, message in zip(view.blocks, roles, messages, strict=True)
@@ -608,8 +608,8 @@ def test_a_file_that_a_tool_is_called_with_comes_before_other_results_of_the_tas
     view = replace(view, blocks=blocks, n_past=640)
     query = replace(Query.of("changed"), files=("src/a.py",))
     plan = registry.decide(view, query, replace(CONFIG, budget=640))
-    assert "+s/4 +s/5 +s/6" in moved(plan)
-    assert not any(f"-s/{rule}" in moved(plan).split() for rule in (0, 1))
+    assert "+s/4 +s/5 +s/6" in moves_of(plan)
+    assert not any(f"-s/{rule}" in moves_of(plan).split() for rule in (0, 1))
 
 
 def test_a_file_is_reread_after_a_restart_too() -> None:
@@ -622,6 +622,6 @@ def test_a_file_is_reread_after_a_restart_too() -> None:
         for i, role in enumerate(roles)
     ]
     states = [BlockState.SAVED] * 8 + [BlockState.DROPPED]
-    view = PolicyView(*seen(blocks, states), n_tokens=901, n_past=0, adopt_to=800)
+    view = PolicyView(*view_columns(blocks, states), n_tokens=901, n_past=0, adopt_to=800)
     query = replace(Query.of("Go on."), files=("src/a.py",))
     assert reread_file_blocks(view, query, CONFIG).tolist() == [i == 7 for i in range(9)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from policy_fixtures import CONFIG, FILLER, line
+from policy_fixtures import CONFIG, FILLER, block_view
 
 import bench.policies  # noqa: F401 -- registers variants
 from evoke_proxy.core.model.blocks import Span
@@ -29,7 +29,7 @@ from evoke_proxy.core.retrieval.query import Query
 
 Floats = npt.NDArray[np.float32]
 FUSED = replace(CONFIG, recall="fused")
-VIEW = line(FILLER[:8], "rssrrrrr", tail=64)
+VIEW = block_view(FILLER[:8], "rssrrrrr", tail=64)
 LAYERS, ROWS, HEADS, SIZE = 2, 3, 4, 16
 
 
@@ -74,8 +74,8 @@ def test_a_probe_pays_for_what_text_is_not_sure_of(
 def test_a_probe_needs_something_that_is_out_and_room_for_it() -> None:
     assert evicted_with_copy(VIEW).tolist() == [1, 2]
     assert blocks_with_rows(VIEW).tolist() == list(range(8))
-    assert reason_to_skip(line(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
-    assert reason_to_skip(line(FILLER[:8], "rddrrrrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert reason_to_skip(block_view(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
+    assert reason_to_skip(block_view(FILLER[:8], "rddrrrrr"), FUSED, 0.0, 0.0) == "nothing_out"
     assert (
         reason_to_skip(replace(VIEW, n_tokens=VIEW.n_tokens + 200), FUSED, 0.0, 0.0) == "long_tail"
     )
@@ -130,7 +130,7 @@ def test_of_many_blocks_bounds_say_which_are_held_against_their_keys() -> None:
 def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) -> None:
     config = replace(CONFIG, recall=recall, name="evoke_margin_0")
     texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
-    view = line(texts, "rsrrrrrr", tail=64)
+    view = block_view(texts, "rsrrrrrr", tail=64)
     question = Query.of("where do I live?")
     assert registry.decide(view, question, config).loads == ()
     found = np.zeros(8)
@@ -143,7 +143,7 @@ def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) ->
 
 def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
     texts = [FILLER[0], "my residence is amber falcon", "the oslo vault code is 48213"]
-    view = line([*texts, *FILLER[3:8]], "rssrrrrr", tail=64)
+    view = block_view([*texts, *FILLER[3:8]], "rssrrrrr", tail=64)
     found = np.zeros(8)
     found[1] = 0.9
     question = Query.of("what is the oslo vault code?")
@@ -162,7 +162,7 @@ def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
 
 def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
     texts = ["the oslo vault code is 48213", *FILLER[1:8]]
-    view = line(texts, "ssrrrrrr")
+    view = block_view(texts, "ssrrrrrr")
 
     def sure(text: str) -> float:
         return view.index.confidence(Query.of(text), view.blocks, view.first_new_block)
@@ -175,17 +175,19 @@ def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
 
 def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
     texts = [f"some heavy filler number{i}" for i in range(11)] + ["my weight is 19605"]
-    view = line(texts, "s" * 11 + "r")
+    view = block_view(texts, "s" * 11 + "r")
     sure = view.index.confidence(Query.of("how heavy am I?"), view.blocks, view.first_new_block)
     assert 0 < sure < 0.6
-    rare = line(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
+    rare = block_view(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
     assert (
         rare.index.confidence(Query.of("how heavy am I?"), rare.blocks, rare.first_new_block) > 0.9
     )
 
 
 def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
-    view = line([f"some filler number{i}" for i in range(31)] + ["my weight is 19605"], "s" * 32)
+    view = block_view(
+        [f"some filler number{i}" for i in range(31)] + ["my weight is 19605"], "s" * 32
+    )
     near = [np.eye(2, dtype=np.float32)[:1], np.eye(2, dtype=np.float32)[1:]]
     view.index.relevance(Query(), view.blocks)
     view.index.add_vectors((block.label, near[int(i == 31)]) for i, block in enumerate(view.blocks))

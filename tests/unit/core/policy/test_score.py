@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_model import BlockState, seen
+from slot_model import BlockState, view_columns
 
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.view import KeepWeights, PolicyView, Task, keep_scores
@@ -18,7 +18,7 @@ BLOCK = Block("user:0#0", "s/0", Span(64, 128), Role.USER, 1, 0, "")
 
 
 def score(block: Block) -> float:
-    view = PolicyView(*seen((block,), (BlockState.RESIDENT,)), N_TOKENS, N_TOKENS - 1)
+    view = PolicyView(*view_columns((block,), (BlockState.RESIDENT,)), N_TOKENS, N_TOKENS - 1)
     return float(keep_scores(view, 16)[0])
 
 
@@ -75,14 +75,14 @@ def test_preferred_and_priority_raise_a_score_but_not_above_1() -> None:
 
 def test_scores_are_in_the_blocks_order() -> None:
     blocks = tuple(at(end) for end in (300, 9_000, 70_000))
-    view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
+    view = PolicyView(*view_columns(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
     assert keep_scores(view, 16).argsort().tolist() == [0, 1, 2]
-    assert keep_scores(PolicyView(*seen((), ()), 1, 0), 16).tolist() == []
+    assert keep_scores(PolicyView(*view_columns((), ()), 1, 0), 16).tolist() == []
 
 
 def placed(weights: KeepWeights, **seen_too: object) -> list[float]:
     blocks = tuple(replace(at(end, Role.TOOL), label=f"s/{end}") for end in (300, 9_000, 70_000))
-    view = PolicyView(*seen(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
+    view = PolicyView(*view_columns(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
     index = Index()
     index.relevance(Query(), view.blocks)
     index.add_vectors([("s/300", EAST[None]), ("s/9000", -EAST[None])])

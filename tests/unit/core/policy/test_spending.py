@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from policy_fixtures import FILLER, line
+from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.policy.planner import candidates_of
@@ -27,7 +27,7 @@ def in_messages(view: PolicyView, messages: list[int]) -> PolicyView:
 
 
 def test_a_message_is_taken_as_a_whole_or_skipped_for_a_shorter_one() -> None:
-    view = in_messages(line(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
+    view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
     scores = [2.0, 2.0, 2.0, 1.5, 0.1, 0.2]
     assert chosen(view, scores, [0, 1], 64 * 4) == [0, 1, 2, 5]
     # A part of the longer one takes what is left.
@@ -35,14 +35,14 @@ def test_a_message_is_taken_as_a_whole_or_skipped_for_a_shorter_one() -> None:
 
 
 def test_the_ranking_comes_before_what_is_worth_keeping_and_after_what_stays() -> None:
-    view = line(FILLER[:6], "ssssrr")
+    view = block_view(FILLER[:6], "ssssrr")
     scores = [1.5, 0.9, 4.0, 0.8, 0.7, 0.6]
     assert chosen(view, scores, [0], 64 * 3) == [0, 2, 5]
     assert chosen(view, scores, [0], 64 * 4) == [0, 1, 2, 5]
 
 
 def test_new_blocks_are_kept_by_the_same_rule() -> None:
-    view = in_messages(line(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
+    view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
     units = Units.of(view.blocks, 256)
     spending = Spending(units, np.array([0, 1], np.int64), 0.0)
     mask = kept(spending, view, np.zeros(6), 64 * 2)

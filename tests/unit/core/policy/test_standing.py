@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from policy_fixtures import FILLER, line
+from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Role
@@ -16,7 +16,7 @@ from evoke_proxy.core.policy.view import PolicyView
 def view_of(
     texts: list[str], roles: dict[int, Role], aliases: dict[int, tuple[str, ...]] | None = None
 ) -> PolicyView:
-    view = line(texts, "r" * len(texts))
+    view = block_view(texts, "r" * len(texts))
     named = aliases or {}
     blocks = (
         replace(block, message=i, role=roles.get(i, Role.USER), aliases=named.get(i, ()))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from slot_model import seen
+from slot_model import view_columns
 
 from evoke_proxy.core.model.blocks import Span, merged
 from evoke_proxy.core.policy.view import PolicyView
@@ -15,7 +15,7 @@ def rows_of(spans: tuple[Span, ...]) -> set[int]:
 @given(st.sets(st.integers(0, 40)), st.integers(0, 30))
 def test_rows_are_the_prompts_or_strange_except_the_last(rows: set[int], n_past: int) -> None:
     resident = merged(Span(row, row + 1) for row in rows)
-    view = PolicyView(*seen((), ()), n_tokens=31, n_past=n_past, resident=resident)
+    view = PolicyView(*view_columns((), ()), n_tokens=31, n_past=n_past, resident=resident)
     assert rows_of(view.reused_rows) == {row for row in rows if row < n_past}
     strange = {row for row in rows if row >= n_past}
     assert rows_of(view.foreign_rows) == strange - {max(rows, default=-1)}

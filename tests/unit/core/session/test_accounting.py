@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from slot_model import seen
+from slot_model import view_columns
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Evict, Load, Plan
@@ -66,7 +66,9 @@ def counts(books: TokenAccounting) -> tuple[int, int, int, int]:
 
 
 def test_a_forecast_counts_each_token_once() -> None:
-    view = PolicyView(*seen((), ()), n_tokens=100, n_past=80, resident=(Span(0, 30), Span(60, 95)))
+    view = PolicyView(
+        *view_columns((), ()), n_tokens=100, n_past=80, resident=(Span(0, 30), Span(60, 95))
+    )
     plan = Plan(
         evicts=(Evict(Span(0, 10), "a"), Evict(Span(85, 90))),
         loads=(Load("b", Span(30, 45)),),
@@ -79,6 +81,8 @@ def test_a_forecast_counts_each_token_once() -> None:
 
 
 def test_what_was_in_the_slot_before_an_adoption_does_not_count() -> None:
-    view = PolicyView(*seen((), ()), n_tokens=100, n_past=0, resident=(Span(0, 70),), adopt_to=64)
+    view = PolicyView(
+        *view_columns((), ()), n_tokens=100, n_past=0, resident=(Span(0, 70),), adopt_to=64
+    )
     plan = Plan(adopt=Adopt(64, ("a", "b"), (Span(0, 16), Span(40, 64))))
     assert counts(forecast(view, plan)) == (36, 40, 0, 24)

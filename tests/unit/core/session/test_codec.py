@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from session_fixtures import OVERRIDES, seated
+from session_fixtures import OVERRIDES, session_record
 
 from evoke_proxy.core.session.codec import (
     OperatorOverrides,
@@ -21,7 +21,7 @@ from evoke_proxy.core.session.identity import Hint
 
 @pytest.mark.parametrize("hint", [None, Hint("chat", "evoke_session"), Hint("me", "user", True)])
 def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
-    before = seated(hint, focus=hint is None)
+    before = session_record(hint, focus=hint is None)
     after = decode(encode(before))
     assert after.overrides == OVERRIDES
     assert (after.hint, after.edges, after.slot, after.epoch) == (hint, (9, 9, 1), 1, 2**52 - 1)
@@ -37,7 +37,7 @@ def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
 
 @pytest.mark.parametrize("overrides", [OperatorOverrides(), OperatorOverrides(False, True, None)])
 def test_orders_change_and_nothing_else(overrides: OperatorOverrides) -> None:
-    before = encode(seated())
+    before = encode(session_record())
     changed = with_operator_overrides(before, overrides)
     assert decode(changed).overrides == overrides
     assert with_operator_overrides(changed, OVERRIDES) == before
@@ -76,7 +76,7 @@ def test_records_of_version_1_are_read(server: list[str], overrides: OperatorOve
     record = decode(json.dumps(value).encode())
     assert record.overrides == overrides
     assert record.home == "".join(server)
-    expected = seated(Hint("me", "user", True))
+    expected = session_record(Hint("me", "user", True))
     assert encode(replace(record, home="", overrides=OVERRIDES)) == encode(expected)
 
 
@@ -89,7 +89,7 @@ def test_overrides_of_a_record_of_version_1_change() -> None:
     "change", [{"version": 3}, {"blocks": [[1]]}, {"slot": []}, {"tokens": 5}, {"task": None}]
 )
 def test_another_record_is_refused(change: dict[str, object]) -> None:
-    value = json.loads(encode(seated())) | change
+    value = json.loads(encode(session_record())) | change
     with pytest.raises(ValueError, match="record"):
         decode(json.dumps(value).encode())
     with pytest.raises(ValueError):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_model import Refused, SlotModel, seen, total
+from slot_model import Refused, SlotModel, total, view_columns
 
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
@@ -303,7 +303,11 @@ def test_a_row_under_a_checkpoint_keeps_itself_and_not_its_block() -> None:
 
 def test_strange_rows_under_a_checkpoint_are_left_alone() -> None:
     view = PolicyView(
-        *seen([], []), n_tokens=9, n_past=4, resident=(Span(0, 20),), non_evictable=(Span(9, 10),)
+        *view_columns([], []),
+        n_tokens=9,
+        n_past=4,
+        resident=(Span(0, 20),),
+        non_evictable=(Span(9, 10),),
     )
     assert view.foreign_rows == (Span(4, 9), Span(10, 19))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from repository_fixtures import TOKENS, whole_files, written
+from repository_fixtures import TOKENS, whole_files, write_state_file
 
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
@@ -48,7 +48,7 @@ def test_wiping_includes_files_being_written_and_reports_what_remains(
 
     async def sealed(tenant: str) -> None:
         part = vault.new_part()
-        n_bytes = written(tmp_path, part)
+        n_bytes = write_state_file(tmp_path, part)
         await asyncio.sleep(0.02)
         await vault.add(
             part, n_bytes, TOKENS, SnapshotLabel(tenant, "f", f"of {tenant}", STEP, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.config import Config
 from evoke_proxy.engine.admin.exposition import register_gauges
@@ -15,7 +15,7 @@ def test_gauges_sum_over_all_models() -> None:
     for number, name in enumerate(("small", "large"), 1):
         inner = build_server(outer.config, outer.shared, outer.upstream, model=name)
         outer._models._servers[name] = inner
-        inner.server.conversations.recall(seated())
+        inner.server.conversations.recall(session_record())
         for known in inner.server.conversations:
             known.budgeted.n_resident = 10 * number
     for name, value in (("sessions", 2), ("resident_tokens", 30), ("queue_depth", 0)):

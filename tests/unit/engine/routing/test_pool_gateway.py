@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.metrics import Metrics
@@ -78,7 +78,7 @@ def _set_healthy(gateway: PoolGateway, *healthy: int) -> None:
 
 def test_a_recorded_session_is_routed_to_its_server_by_name() -> None:
     gateway = _gateway()
-    conversation = replace(seated(), hint=Hint("mine", "X-Evoke-Session"))
+    conversation = replace(session_record(), hint=Hint("mine", "X-Evoke-Session"))
     gateway.servers[1].conversations.recall(conversation)
     tenant = conversation.session.tenant
     origin = replace(_origin("chat", BODY, NAMED), tenant=tenant)
@@ -106,7 +106,7 @@ def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
     async def moved() -> None:
         gateway = _gateway()
         source, target = gateway.servers[0], gateway.servers[1]
-        source.conversations.recall(seated())
+        source.conversations.recall(session_record())
         (conversation,) = source.conversations
         conversation.budgeted.epoch, conversation.budgeted.n_resident = 7, 100
         conversation.in_use, conversation.pinned = 1, True
@@ -141,7 +141,7 @@ def test_migration_saves_at_the_source_and_drops_its_copies(monkeypatch: Any) ->
         monkeypatch.setattr(source, "save_all", keep)
         monkeypatch.setattr(BlockApi, "run", run)
         source.monitor.server = ServerInfo("", "", can_adopt=True)
-        source.conversations.recall(seated())
+        source.conversations.recall(session_record())
         (conversation,) = source.conversations
         source.server.slots.pool.record_move(conversation.id, 0)
         labels = sorted(conversation.labels)
@@ -213,7 +213,7 @@ def test_a_record_written_during_migration_is_kept(tmp_path: Path) -> None:
         gateway = _gateway(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
         source, target = gateway.servers[0], gateway.servers[1]
         async with gateway.shared:
-            source.conversations.recall(seated())
+            source.conversations.recall(session_record())
             (conversation,) = source.conversations
             gateway.shared.repository.put_record(
                 Record(conversation.id, conversation.tenant, time.time(), b"record")

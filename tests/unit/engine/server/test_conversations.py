@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -14,7 +14,7 @@ POLICY = PolicyConfig()
 
 def _conversation() -> tuple[Conversations, Conversation]:
     conversations = Conversations(POLICY, 8)
-    return conversations, conversations.recall(seated())
+    return conversations, conversations.recall(session_record())
 
 
 def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:

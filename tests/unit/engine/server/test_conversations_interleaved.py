@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-from repository_fixtures import vault, written
+from repository_fixtures import open_repository, write_state_file
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
@@ -140,7 +140,7 @@ class _Blind(Conversations):
 
 def test_snapshots_of_one_are_never_found_for_the_other(tmp_path: Path) -> None:
     how = random.Random(5)
-    with vault(tmp_path / "slots", max_count=64) as kept:
+    with open_repository(tmp_path / "slots", max_count=64) as kept:
         for _ in range(60):
             tenant = how.choice(TENANTS)
             tokens = _history(tenant, how)
@@ -149,7 +149,9 @@ def test_snapshots_of_one_are_never_found_for_the_other(tmp_path: Path) -> None:
                 assert _owner_of(found.snapshot.tokens) <= {tenant}
                 assert found.snapshot.tenant == tenant
             part = kept.new_part()
-            n_bytes = written(kept.files.directory, part, tokens, tenant.encode() or b"nobody")
+            n_bytes = write_state_file(
+                kept.files.directory, part, tokens, tenant.encode() or b"nobody"
+            )
             label = SnapshotLabel(tenant, "f", "the same branch", USER, 1.0)
             asyncio.run(kept.add(part, n_bytes, tokens, label))
         assert {item.tenant for item in kept.snapshots} == set(TENANTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -15,7 +15,7 @@ from evoke_proxy.engine.assembly import build_router
 def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:
     engine = build_router(Config())
     for id, slot in (("first", 1), ("far", 7)):
-        was = seated()
+        was = session_record()
         engine.conversations.recall(replace(was, slot=slot, session=replace(was.session, id=id)))
 
     async def start() -> None:

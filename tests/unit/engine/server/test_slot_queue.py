@@ -16,7 +16,7 @@ import pytest
 import virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
@@ -569,7 +569,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
 
     async def work(engine: ModelRouter) -> None:
         engine.server.slots.restart(2)
-        engine.conversations.recall(seated())
+        engine.conversations.recall(session_record())
         (victim,) = engine.conversations
         (await engine.server.slots.acquire(victim.id, "")).release()
         victim.budgeted.epoch = 5
@@ -612,7 +612,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
 @pytest.mark.parametrize("has_slot", [True, False])
 def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
     async def work(engine: ModelRouter) -> None:
-        engine.conversations.recall(seated())
+        engine.conversations.recall(session_record())
         (known,) = engine.conversations
         known.budgeted.epoch = 5
         if has_slot:
@@ -650,7 +650,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
     """Its copies would be made after they were dropped, and stay for ever."""
 
     async def work(engine: ModelRouter) -> None:
-        engine.conversations.recall(seated())
+        engine.conversations.recall(session_record())
         (known,) = engine.conversations
         done: list[str] = []
 
@@ -678,7 +678,7 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
     monkeypatch: Any,
 ) -> None:
     async def work(engine: ModelRouter) -> None:
-        engine.conversations.recall(seated())
+        engine.conversations.recall(session_record())
         (known,) = engine.conversations
         done: list[str] = []
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from index_fixtures import kept, vault
+from index_fixtures import add_snapshot, open_repository
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
@@ -31,7 +31,7 @@ def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
     """Another process holds the index for seconds: requests go on."""
 
     async def changed(it: SnapshotRepository) -> float:
-        snapshot = await kept(it)
+        snapshot = await add_snapshot(it)
         other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         began, longest, last = time.monotonic(), 0.0, time.monotonic()
@@ -50,11 +50,11 @@ def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
         await it.wait_for_deletions()
         return longest
 
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         it.put_record(record("old"))
         assert asyncio.run(changed(it)) < BLOCKED_S / 2
         assert [found.id for found in it.records()] == ["new"]
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         (snapshot,) = it.snapshots
         assert snapshot.pinned and snapshot.hits > 0
 
@@ -107,7 +107,7 @@ def test_a_disk_that_takes_no_changes_is_counted_and_logged_once(
         it._index._db.execute("PRAGMA query_only = 0")
         await it.write_record(record("new"))
 
-    with vault(tmp_path, metrics) as it:
+    with open_repository(tmp_path, metrics) as it:
         it.put_record(record("old"))
         asyncio.run(refused(it))
         assert {found.id for found in it.records()} == {"old", "new"}

@@ -21,7 +21,7 @@ import pytest
 from damage import DAMAGES, damage, in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repository_fixtures import TOKENS, kept, vault, whole_files, written
+from repository_fixtures import TOKENS, add_snapshot, open_repository, whole_files, write_state_file
 
 from evoke_proxy.adapters.llama.stock_api import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
@@ -39,9 +39,9 @@ def test_snapshots_are_found_by_the_next_process_and_readable_by_the_owner_only(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "slots"
-    with vault(folder) as first:
-        new = kept(first)
-    with vault(folder) as second:
+    with open_repository(folder) as first:
+        new = add_snapshot(first)
+    with open_repository(folder) as second:
         (found,) = second.of("t", "f")
         assert found == new and (found.tokens == TOKENS).all()
         assert second.of("u", "f") == second.of("t", "g") == []
@@ -54,8 +54,8 @@ def test_snapshots_are_found_by_the_next_process_and_readable_by_the_owner_only(
 @pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "link"])
 def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
     metrics = Metrics()
-    with vault(tmp_path, metrics) as it:
-        new = kept(it)
+    with open_repository(tmp_path, metrics) as it:
+        new = add_snapshot(it)
         path = tmp_path / f"{new.id}.evoke-kv"
         data = bytearray(path.read_bytes())
         if harm == "flip":
@@ -87,9 +87,9 @@ def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: 
 def test_a_save_with_wrong_contents_leaves_no_file(
     tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
 ) -> None:
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         part = it.new_part()
-        size = written(tmp_path, part) + n_bytes
+        size = write_state_file(tmp_path, part) + n_bytes
         with pytest.raises(SnapshotUnusable) as caught:
             asyncio.run(it.add(part, size, tokens, SnapshotLabel("t", "f", "b", USER, 1.0)))
         assert caught.value.reason == reason
@@ -97,22 +97,22 @@ def test_a_save_with_wrong_contents_leaves_no_file(
 
 
 def test_a_save_into_another_directory_is_reported_as_missing(tmp_path: Path) -> None:
-    with vault(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
+    with open_repository(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
         asyncio.run(it.add(it.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)))
 
 
 def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
     metrics = Metrics()
-    with vault(tmp_path) as first:
-        good = kept(first, branch="good")
-        gone, cut, tried = (kept(first, branch=name) for name in ("gone", "cut", "tried"))
+    with open_repository(tmp_path) as first:
+        good = add_snapshot(first, branch="good")
+        gone, cut, tried = (add_snapshot(first, branch=name) for name in ("gone", "cut", "tried"))
         (tmp_path / f"{gone.id}.evoke-kv").unlink()
         with (tmp_path / f"{cut.id}.evoke-kv").open("r+b") as file:
             file.truncate(100)
         asyncio.run(first.begin_restore(tried))
-        written(tmp_path, "0123.evoke-part")
-        written(tmp_path, "4567.evoke-kv")
-    with vault(tmp_path, metrics) as second:
+        write_state_file(tmp_path, "0123.evoke-part")
+        write_state_file(tmp_path, "4567.evoke-kv")
+    with open_repository(tmp_path, metrics) as second:
         assert list(second.snapshots) == [good]
         assert whole_files(tmp_path) == [f"{good.id}.evoke-kv"]
     for reason in ("missing", "size", "suspect"):
@@ -123,8 +123,8 @@ def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
 def test_a_restore_that_did_not_end_is_never_tried_again(
     tmp_path: Path,
 ) -> None:
-    with vault(tmp_path) as it:
-        new = kept(it)
+    with open_repository(tmp_path) as it:
+        new = add_snapshot(it)
         asyncio.run(it.begin_restore(new))
         assert [item.suspect for item in it.snapshots] == [True]
         it.end_restore(new, useful=True)
@@ -133,26 +133,26 @@ def test_a_restore_that_did_not_end_is_never_tried_again(
 
 
 def test_a_branch_keeps_two_snapshots(tmp_path: Path) -> None:
-    with vault(tmp_path) as it:
-        kept(it, TOKENS[:100])
-        user, step = kept(it, TOKENS[:200]), kept(it, TOKENS[:300], kind=STEP)
+    with open_repository(tmp_path) as it:
+        add_snapshot(it, TOKENS[:100])
+        user, step = add_snapshot(it, TOKENS[:200]), add_snapshot(it, TOKENS[:300], kind=STEP)
         assert {item.id for item in it.snapshots} == {user.id, step.id}
         assert len(whole_files(tmp_path)) == 2
 
 
 def test_limits_hold_after_every_save(tmp_path: Path) -> None:
-    with vault(tmp_path, max_count=2) as it:
-        pinned = kept(it, branch="a")
+    with open_repository(tmp_path, max_count=2) as it:
+        pinned = add_snapshot(it, branch="a")
         it.pin(pinned, True)
         for name in "bcd":
-            last = kept(it, branch=name)
+            last = add_snapshot(it, branch=name)
         assert {item.id for item in it.snapshots} == {pinned.id, last.id}
         assert len(whole_files(tmp_path)) == 2
 
 
 def test_changes_of_another_process_are_read(tmp_path: Path) -> None:
-    with vault(tmp_path) as serving:
-        new = kept(serving)
+    with open_repository(tmp_path) as serving:
+        new = add_snapshot(serving)
         command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         command.open(claim=False)
         (seen,) = command.snapshots
@@ -167,8 +167,8 @@ def test_changes_of_another_process_are_read(tmp_path: Path) -> None:
 
 
 def test_pins_and_deletions_during_a_restore_are_not_undone(tmp_path: Path) -> None:
-    with vault(tmp_path) as serving:
-        pinned, deleted = kept(serving, branch="p"), kept(serving, branch="d")
+    with open_repository(tmp_path) as serving:
+        pinned, deleted = add_snapshot(serving, branch="p"), add_snapshot(serving, branch="d")
         command = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         command.open(claim=False)
         for snapshot in (pinned, deleted):
@@ -186,11 +186,11 @@ def test_pins_and_deletions_during_a_restore_are_not_undone(tmp_path: Path) -> N
 
 
 def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
-    with vault(tmp_path):
+    with open_repository(tmp_path):
         second = SnapshotRepository(SnapshotsConfig(directory=str(tmp_path)))
         with pytest.raises(ConfigError, match="another evoke-proxy"):
             second.open()
-    with vault(tmp_path):
+    with open_repository(tmp_path):
         pass
 
 
@@ -202,15 +202,15 @@ def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.Mo
         read.append(row[0])
         return whole(self, row)
 
-    with vault(tmp_path, shared=True) as first:
-        old = [kept(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
-        with vault(tmp_path, shared=True) as second:
+    with open_repository(tmp_path, shared=True) as first:
+        old = [add_snapshot(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
+        with open_repository(tmp_path, shared=True) as second:
             assert {item.id for item in second.snapshots} == {item.id for item in old}
             monkeypatch.setattr(SnapshotIndex, "_snapshot", counted)
-            new = kept(first, TOKENS + 9, branch="new")
+            new = add_snapshot(first, TOKENS + 9, branch="new")
             first.pin(old[1], True)
             first.delete(old[2], "test")
-            passing = kept(first, TOKENS + 11, branch="passing")
+            passing = add_snapshot(first, TOKENS + 11, branch="passing")
             first.delete(passing, "test")
             asyncio.run(first.wait_for_deletions())
             asyncio.run(second.refresh())
@@ -235,12 +235,15 @@ def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.Mo
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=14))
 def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, int, bool]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with vault(Path(folder), shared=True) as one, vault(Path(folder), shared=True) as two:
+        with (
+            open_repository(Path(folder), shared=True) as one,
+            open_repository(Path(folder), shared=True) as two,
+        ):
             proxies = one, two
             for what, which, second in steps:
                 proxy, there = proxies[second], list(proxies[second].snapshots)
                 if what < 2 or not there:
-                    kept(proxy, TOKENS + which, branch=f"{which}")
+                    add_snapshot(proxy, TOKENS + which, branch=f"{which}")
                 elif what == 2:
                     proxy.pin(there[which % len(there)], bool(which % 3))
                 elif what == 3:
@@ -264,33 +267,33 @@ def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
 def test_proxies_that_share_a_directory_do_not_delete_each_others_snapshots(
     tmp_path: Path,
 ) -> None:
-    with vault(tmp_path, shared=True) as first:
-        item = kept(first, branch="first")
+    with open_repository(tmp_path, shared=True) as first:
+        item = add_snapshot(first, branch="first")
         part = first.new_part()
-        written(tmp_path, part)  # llama-server is about to have saved it
-        with vault(tmp_path, shared=True) as second:
+        write_state_file(tmp_path, part)  # llama-server is about to have saved it
+        with open_repository(tmp_path, shared=True) as second:
             assert [found.id for found in second.snapshots] == [item.id]
             assert (tmp_path / part).exists()
-            other = kept(second, TOKENS + 500, branch="second")
+            other = add_snapshot(second, TOKENS + 500, branch="second")
             wait_for(first, {item.id, other.id})
             first.delete(item, "test")  # the index follows in a thread of its own
             wait_for(second, {other.id})
-            with pytest.raises(ConfigError, match="another evoke-proxy"), vault(tmp_path):
+            with pytest.raises(ConfigError, match="another evoke-proxy"), open_repository(tmp_path):
                 pass
         wait_for(first, {other.id})
-    with vault(tmp_path, shared=True) as third:
+    with open_repository(tmp_path, shared=True) as third:
         assert [found.id for found in third.snapshots] == [other.id]
         assert not (tmp_path / part).exists(), "alone again, it is put in order"
-    with vault(tmp_path):
+    with open_repository(tmp_path):
         pass
 
 
 def test_a_file_that_is_no_index_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
     metrics = Metrics()
-    with vault(tmp_path, metrics) as it:
+    with open_repository(tmp_path, metrics) as it:
         assert list(it.snapshots) == []
-        kept(it)
+        add_snapshot(it)
     aside = tmp_path / "quarantine/index.sqlite"
     assert aside.read_bytes().startswith(b"not a database")
     bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
@@ -299,13 +302,13 @@ def test_a_file_that_is_no_index_is_set_aside_and_not_overwritten(tmp_path: Path
 
 def test_an_index_with_invalid_text_is_set_aside(tmp_path: Path) -> None:
     """What the damage below hits too rarely: of a text one bit is enough to be no UTF-8."""
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         it.put_record(Record("a", "whose-it-is", time.time(), b"x"))
     path = tmp_path / "index.sqlite"
     data = path.read_bytes()
     path.write_bytes(data.replace(b"whose-it-is", b"\xf7hose-it-is"))
     assert path.read_bytes() != data
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         assert not it.records() and (tmp_path / "quarantine/index.sqlite").exists()
 
 
@@ -320,9 +323,9 @@ def test_a_damaged_index_never_returns_wrong_snapshots(name: str) -> None:
 def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
     """How many snapshots and records were found, each as it was kept."""
     how = random.Random(name)
-    with vault(folder) as it:
+    with open_repository(folder) as it:
         for number in range(4):
-            kept(it, TOKENS + 1000 * number, f"b{number}")
+            add_snapshot(it, TOKENS + 1000 * number, f"b{number}")
             it.put_record(Record(f"r{number}", "t", time.time(), bytes([number]) * 500))
         whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     there = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
@@ -334,7 +337,7 @@ def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
         for known, data in source.items():
             (folder / known).write_bytes(data)
         damage(folder / name, how)
-        with vault(folder) as it:
+        with open_repository(folder) as it:
             for item in it.snapshots:
                 start = 1000 * int(item.branch.removeprefix("b"))
                 assert np.array_equal(item.tokens, TOKENS + start)
@@ -346,14 +349,14 @@ def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
                 assert record.tenant == "t"
                 records += 1
             if number % 10 == 0:
-                kept(it, TOKENS + 9000, "new")
+                add_snapshot(it, TOKENS + 9000, "new")
     return found, records
 
 
 def test_a_failed_removal_of_a_record_raises_no_error(
     tmp_path: Path,
 ) -> None:
-    with vault(tmp_path, shared=True) as it:
+    with open_repository(tmp_path, shared=True) as it:
         it.put_record(Record("a", "t", time.time(), b"x"))
         other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -368,14 +371,14 @@ def test_a_failed_removal_of_a_record_raises_no_error(
 
 
 def test_files_of_saves_that_timed_out_are_deleted_repeatedly(tmp_path: Path) -> None:
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         parts = [it.new_part() for _ in range(20)]
         for part in parts:
             it.discard(part, may_be_written=True)
         it.discard(parts[10], may_be_written=True)
         asyncio.run(it.wait_for_deletions())
         for part in parts:  # written all the same
-            written(tmp_path, part)
+            write_state_file(tmp_path, part)
         it.trim()
         asyncio.run(it.wait_for_deletions())
         assert whole_files(tmp_path) == sorted(parts[:4])
@@ -416,9 +419,9 @@ def test_cancelled_work_resolves_its_future() -> None:
 
 
 def test_quarantine_keeps_a_few_files(tmp_path: Path) -> None:
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         for number in range(7):
-            it.set_aside(kept(it, branch=str(number)), "test")
+            it.set_aside(add_snapshot(it, branch=str(number)), "test")
     assert len(list((tmp_path / "quarantine").iterdir())) == 4
 
 
@@ -454,11 +457,11 @@ def test_a_full_file_system_loses_no_snapshot(
 
 def on_a_full_disk(where: str) -> None:
     folder = Path(where) / "slots"
-    with vault(folder) as opened:
-        first, second = kept(opened), kept(opened, branch="c")
+    with open_repository(folder) as opened:
+        first, second = add_snapshot(opened), add_snapshot(opened, branch="c")
         before = whole_files(folder)
         part = opened.new_part()
-        label, n_bytes = SnapshotLabel("t", "f", "d", USER, 1.0), written(folder, part)
+        label, n_bytes = SnapshotLabel("t", "f", "d", USER, 1.0), write_state_file(folder, part)
         with (folder / "another's").open("wb", buffering=0) as other:
             while shutil.disk_usage(folder).free:
                 other.write(bytes(4096))
@@ -479,8 +482,8 @@ def on_a_full_disk(where: str) -> None:
         assert [item.id for item in opened.snapshots] == [second.id]
         assert len(whole_files(folder)) == 1
         (folder / "another's").unlink()
-        third = kept(opened, branch="d")
-    with vault(folder) as opened:
+        third = add_snapshot(opened, branch="d")
+    with open_repository(folder) as opened:
         assert {item.id for item in opened.snapshots} == {second.id, third.id}
         asyncio.run(opened.verify(second))
 
@@ -497,8 +500,8 @@ def test_a_snapshot_is_set_aside_when_it_cannot_be_decrypted_and_not_for_lack_of
         async with it.decrypted_file(snapshot):
             pass
 
-    with vault(tmp_path) as it:
-        snapshot = kept(it)
+    with open_repository(tmp_path) as it:
+        snapshot = add_snapshot(it)
         monkeypatch.setattr(it.files, "decrypt", lend)
         with pytest.raises(SnapshotUnusable):
             asyncio.run(tried(it, snapshot))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.config import Config
 from evoke_proxy.core.model.blocks import Role, Span
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_while_copies_are_listed_does_not_lose_them() -> No
 def test_a_session_hears_of_a_restart_in_its_next_turn_and_keeps_the_copies_that_are_left() -> None:
     """While a turn runs, nothing else changes its session, which may be in use in a thread."""
     router = build_router(Config())
-    recorded = router.conversations.recall(seated())
+    recorded = router.conversations.recall(session_record())
     recorded.budgeted.server_restarted()  # the first start, which takes the slot of the record
     recorded.budgeted.copies_confirmed()
     strategy = router.server.strategies.budgeted
@@ -174,7 +174,7 @@ def test_a_session_hears_of_a_restart_in_its_next_turn_and_keeps_the_copies_that
 
 def test_a_restart_while_copies_are_listed_is_not_overlooked() -> None:
     router = build_router(Config())
-    recorded = router.conversations.recall(seated())
+    recorded = router.conversations.recall(session_record())
     strategy, server = router.server.strategies.budgeted, router.server
     assert isinstance(strategy, BudgetedStrategy)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import virtual_time
-from session_fixtures import seated
+from session_fixtures import session_record
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
@@ -42,7 +42,7 @@ def with_engine(
     async def run() -> None:
         router = build_router(Config())
         engine = router.server
-        engine.conversations.recall(seated())
+        engine.conversations.recall(session_record())
         (known,) = engine.conversations
         known.budgeted.epoch = 5
         engine.slots.restart(2)
@@ -200,7 +200,7 @@ def test_operator_changes_during_a_save_are_recorded(
         engine, records = router.server, router.server.strategies.budgeted._records
         snapshots = engine.strategies.snapshots
         async with router.shared, snapshots:
-            engine.conversations.recall(seated())
+            engine.conversations.recall(session_record())
             (known,) = engine.conversations
             known.pinned = False
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})

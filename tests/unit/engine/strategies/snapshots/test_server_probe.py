@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository_fixtures import vault
+from repository_fixtures import open_repository
 from state_file_fixtures import cache, file
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
@@ -85,7 +85,7 @@ def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
             assert await states.save(0, np.zeros(2, np.int32), LABEL, calls)
         return facts.behaviour
 
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         memory = asyncio.run(kept(it))
     assert (memory.is_dense, memory.has_windows, memory.can_restore_partly) == (
         dense,
@@ -111,7 +111,7 @@ def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
         calls.slow = False
         return await learnt(facts, False)
 
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         assert asyncio.run(asked_in_vain(probe_of(calls, it, SlotQueue(LimitsConfig()))))[
             1
         ].is_dense
@@ -140,7 +140,7 @@ def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) ->
             assert calls.saves == saves + 1
         assert slots.pool.idle() and not any(slots.pool.is_locked(name) for name in ("mine", ""))
 
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         asyncio.run(learnt(it))
 
 
@@ -161,5 +161,5 @@ def test_a_request_waits_while_a_slot_is_probed(tmp_path: Path) -> None:
             calls.go_on.set()
         assert request.result().waited
 
-    with vault(tmp_path) as it:
+    with open_repository(tmp_path) as it:
         asyncio.run(raced(it))
