@@ -1,4 +1,4 @@
-"""The advice of `evoke-proxy doctor`."""
+"""`evoke-proxy doctor`: its advice about snapshots."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_good_configuration_gets_no_advice() -> None:
         (replace(FINE, speeds=Speeds(1000, 0.1, 0.1, 0.1, 0.1, 10)), "as long as decoding"),
     ],
 )
-def test_each_finding_has_its_advice(findings: Findings, text: str) -> None:
+def test_a_finding_gets_the_advice_for_it(findings: Findings, text: str) -> None:
     assert text in advice(findings)[0]
 
 

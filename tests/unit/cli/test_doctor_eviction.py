@@ -1,4 +1,4 @@
-"""The advice of `evoke-proxy doctor` about eviction."""
+"""`evoke-proxy doctor`: its advice about eviction."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SHORT = replace(FINE, n_ctx=8192, budget=BudgetStatus(None))
 OFF = replace(FINE, store=None, reason="it is not patched", n_cells=None, n_slot_cells=None)
 
 
-def test_a_good_set_up_gets_no_advice() -> None:
+def test_a_good_configuration_gets_no_change_and_no_hint() -> None:
     assert changes(FINE, ENCODER) == hints(FINE) == []
 
 
 @pytest.mark.parametrize(
-    ("found", "advised"),
+    ("state", "expected"),
     [
         (replace(FINE, budget=BudgetStatus(None, "x", "too large", "lower it")), "lower it"),
         (SHORT, "--ctx-logical 32768"),
@@ -64,9 +64,9 @@ def test_a_good_set_up_gets_no_advice() -> None:
         (replace(FINE, template=Stability(boundary=False, ahead=True)), "--chat-template-file"),
     ],
 )
-def test_each_finding_says_what_to_type(found: Eviction, advised: str) -> None:
-    (text,) = changes(found, ENCODER)
-    assert advised in text
+def test_a_change_names_the_option_to_set(state: Eviction, expected: str) -> None:
+    (text,) = changes(state, ENCODER)
+    assert expected in text
 
 
 def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> None:
@@ -76,7 +76,7 @@ def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> No
 
 
 @pytest.mark.parametrize(
-    ("found", "hinted"),
+    ("state", "expected"),
     [
         (OFF, "start it with --evoke-ram 4096 --evoke-disk DIR:32768 --ctx-logical 131072"),
         (replace(OFF, is_patched=False), "evoke-proxy build-server"),
@@ -85,19 +85,19 @@ def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> No
         (replace(FINE, thoughts="removed"), "--reasoning-budget 0"),
     ],
 )
-def test_what_could_be_better_says_what_to_type(found: Eviction, hinted: str) -> None:
-    (text,) = hints(found)
-    assert hinted in text
+def test_a_hint_names_the_option_or_command_to_use(state: Eviction, expected: str) -> None:
+    (text,) = hints(state)
+    assert expected in text
 
 
 def test_the_built_in_vectors_are_only_a_hint() -> None:
-    found = replace(FINE, uses_word_vectors=True)
-    (text,) = hints(found)
+    state = replace(FINE, uses_word_vectors=True)
+    (text,) = hints(state)
     assert "evoke-proxy embedder fetch" in text
-    assert changes(found, Config()) == []
+    assert changes(state, Config()) == []
 
 
-def test_the_store_is_read_from_an_answer_about_a_slot() -> None:
+def test_the_store_state_is_parsed_from_the_reply_about_a_slot() -> None:
     ram = {"budget": 100, "used": 40, "n_dropped": 2}
     assert parse_store({"ram": ram, "disk": None, "row_bytes": 8}, 7) == StoreState(
         ram_budget=100, ram_used=40, ram_dropped=2, row_bytes=8, host_free=7
@@ -108,12 +108,12 @@ def test_the_store_is_read_from_an_answer_about_a_slot() -> None:
     assert parse_store({"disk": {"unusable": "not a folder"}}, None).disk_problem == "not a folder"
 
 
-def test_the_report_names_every_part() -> None:
+def test_the_report_has_a_line_for_every_part() -> None:
     heads = [line.split()[0] for line in report(FINE)]
     assert heads == ["eviction", "budget", "memory", "disk", "embedder", "thoughts"]
     assert "not possible: it is not patched" in report(OFF)[0]
 
 
-def test_this_machine_has_memory() -> None:
+def test_free_memory_is_none_or_more_than_a_mib() -> None:
     free = free_memory()
     assert free is None or free > MIB

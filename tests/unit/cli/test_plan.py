@@ -1,3 +1,5 @@
+"""`evoke-proxy plan` and `up`: sizes, options, the server command, the table."""
+
 from __future__ import annotations
 
 import argparse
@@ -24,7 +26,7 @@ def arguments(*words: str) -> argparse.Namespace:
     ("text", "number"),
     [("16GiB", 16 * GIB), ("512M", 512 << 20), ("4096", 4 * GIB), ("1.5g", 3 * GIB // 2)],
 )
-def test_sizes_have_units(text: str, number: int) -> None:
+def test_a_size_is_read_with_its_unit_and_in_mib_without(text: str, number: int) -> None:
     assert size(text) == number
 
 
@@ -33,9 +35,11 @@ def test_a_size_without_a_number_is_refused() -> None:
         size("much")
 
 
-def test_options_of_llama_server_override_wishes() -> None:
-    given = ServerOptions(("-c", "4096", "-np", "2", "--ctx-logical=65536", "-ctk", "q8_0"))
-    found = wishes(arguments("--sessions", "3", "--cells", "100", "--context", "9"), given)
+def test_options_of_llama_server_override_the_wishes_of_the_command_line() -> None:
+    server_options = ServerOptions(
+        ("-c", "4096", "-np", "2", "--ctx-logical=65536", "-ctk", "q8_0")
+    )
+    found = wishes(arguments("--sessions", "3", "--cells", "100", "--context", "9"), server_options)
     assert (found.sessions, found.cells, found.context) == (2, 2048, 65_536)
     assert (found.kv.k, found.kv.v) == ("q8_0", "f16")
     with pytest.raises(ConfigError, match="known: f32"):
@@ -44,8 +48,8 @@ def test_options_of_llama_server_override_wishes() -> None:
 
 def test_the_command_has_every_option_once() -> None:
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384, sessions=2))
-    given = ServerOptions(("--evoke-ram", "100", "-ngl", "20"))
-    command = server_command("server", ["-m", "x.gguf"], given, Path("/state"), plan)
+    server_options = ServerOptions(("--evoke-ram", "100", "-ngl", "20"))
+    command = server_command("server", ["-m", "x.gguf"], server_options, Path("/state"), plan)
     assert command[:3] == ["server", "-m", "x.gguf"]
     assert command.count("--evoke-ram") == 1
     assert command[command.index("--ctx-size") + 1] == "32768"
@@ -61,14 +65,14 @@ def test_a_recurrent_model_gets_no_block_options() -> None:
     assert "nothing is evicted" in "\n".join(table(plan))
 
 
-def test_a_model_that_is_not_here_yet_gets_its_trained_context() -> None:
+def test_a_model_that_is_not_downloaded_yet_gets_its_trained_context() -> None:
     command = server_command("server", ["-hf", "a/b"], ServerOptions(()), Path("/state"), None)
     assert command[1:3] == ["-hf", "a/b"]
-    # With --kv-eviction the logical context is what the model was trained for.
+    # With --kv-eviction the logical context defaults to the trained length.
     assert command[command.index("--kv-eviction") + 1] == "1"
 
 
-def test_the_table_tells_what_is_saved() -> None:
+def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384))
     text = "\n".join(table(plan))
     assert "16384 of each session (-c 16384)" in text

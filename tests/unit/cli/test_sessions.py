@@ -1,4 +1,4 @@
-"""`evoke-proxy sessions` on a directory of snapshots."""
+"""`evoke-proxy sessions`: list, show, pin, delete and export in a snapshot directory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from evoke_proxy.core.request.look_ahead import STEP
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two conversations, one with two snapshots."""
-    where = tmp_path / "slots"
-    with open_repository(where) as it:
-        add_snapshot(it, branch="aaaa1111")
-        add_snapshot(it, np.append(TOKENS, 5).astype(np.int32), branch="aaaa1111", kind=STEP)
-        add_snapshot(it, branch="bbbb2222")
-    return where
+    """A directory with two conversations, one of which has two snapshots."""
+    directory = tmp_path / "slots"
+    with open_repository(directory) as repository:
+        add_snapshot(repository, branch="aaaa1111")
+        add_snapshot(
+            repository, np.append(TOKENS, 5).astype(np.int32), branch="aaaa1111", kind=STEP
+        )
+        add_snapshot(repository, branch="bbbb2222")
+    return directory
 
 
 def _run(folder: Path, *words: str) -> int:
@@ -46,42 +48,44 @@ def test_list_and_show_print_sessions_without_tokens(
     listed = json.loads(capsys.readouterr().out)["sessions"]
     assert {row["id"]: row["snapshots"] for row in listed} == {"aaaa1111": 2, "bbbb2222": 1}
     assert _run(folder, "show", "aa", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)["snapshots"]
-    assert {item["kind"] for item in shown} == {"user", "step"}
-    assert all("tokens" not in item for item in shown)
+    snapshots = json.loads(capsys.readouterr().out)["snapshots"]
+    assert {item["kind"] for item in snapshots} == {"user", "step"}
+    assert all("tokens" not in item for item in snapshots)
     assert _run(folder, "show", "bbbb") == 0
     assert "user" in capsys.readouterr().out
 
 
-def test_budgeted_sessions_are_listed_and_deleted_too(
+def test_sessions_with_a_record_and_no_snapshot_are_listed_and_deleted(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open_repository(folder) as it:
-        it.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
-        it.put_record(Record("cccc3333#7", "me", time.time(), b"vectors"))
-        it.put_record(Record("bbbb2222", "t", time.time(), b"of one that has a snapshot"))
+    with open_repository(folder) as repository:
+        repository.put_record(Record("cccc3333", "me", time.time(), b"of another version"))
+        repository.put_record(Record("cccc3333#7", "me", time.time(), b"vectors"))
+        repository.put_record(Record("bbbb2222", "t", time.time(), b"of one that has a snapshot"))
     assert _run(folder, "list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)["sessions"]
     (row,) = [row for row in listed if row["id"] == "cccc3333"]
     assert (row["snapshots"], row["tenant"], row["bytes"]) == (0, "me", 25)
     assert len(listed) == 3
     assert _run(folder, "delete", "cccc") == 0
-    with open_repository(folder) as it:
-        assert [left.id for left in it.records()] == ["bbbb2222"] and len(it.snapshots) == 3
+    with open_repository(folder) as repository:
+        assert [record.id for record in repository.records()] == ["bbbb2222"] and len(
+            repository.snapshots
+        ) == 3
 
 
-def test_pin_and_delete_change_files_and_index(folder: Path) -> None:
+def test_pin_and_delete_change_the_index_and_the_files(folder: Path) -> None:
     assert _run(folder, "pin", "aaaa") == 0
     assert _run(folder, "delete", "bbbb") == 0
-    with open_repository(folder) as it:
-        assert {(item.branch, item.pinned) for item in it.snapshots} == {("aaaa1111", True)}
+    with open_repository(folder) as repository:
+        assert {(item.branch, item.pinned) for item in repository.snapshots} == {("aaaa1111", True)}
     assert len(list(folder.glob("*.evoke-kv"))) == 2
     assert _run(folder, "unpin", "aaaa") == 0
-    with open_repository(folder) as it:
-        assert not any(item.pinned for item in it.snapshots)
+    with open_repository(folder) as repository:
+        assert not any(item.pinned for item in repository.snapshots)
 
 
-def test_an_export_is_complete_and_readable_by_its_owner_only(folder: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_readable_only_by_its_owner(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "chat.tar"
     assert _run(folder, "export", "aaaa", str(out)) == 0
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
@@ -96,7 +100,7 @@ def test_an_export_is_complete_and_readable_by_its_owner_only(folder: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (["show", "x"], "no session"),
         (["show"], "no session"),
@@ -104,11 +108,11 @@ def test_an_export_is_complete_and_readable_by_its_owner_only(folder: Path, tmp_
         (["export", "aaaa"], "name the tar file"),
     ],
 )
-def test_an_impossible_action_prints_why(
-    folder: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_an_impossible_action_prints_the_reason(
+    folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(folder, *words) == 2
-    assert says in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_directory_without_snapshots_is_refused_and_unchanged(

@@ -1,4 +1,4 @@
-"""The configuration: strict, with a clear order of who wins."""
+"""Loading the configuration: precedence, validation, error messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(key: str, tmp_path: 
 
 
 @pytest.mark.parametrize("key", [key for key, item in all_fields().items() if item.is_tuning])
-def test_only_a_program_sets_tuning_values(key: str, tmp_path: Path) -> None:
+def test_tuning_values_can_be_set_only_by_an_override_in_code(key: str, tmp_path: Path) -> None:
     default = all_fields()[key].default
     assert load(None, {}, {key: default}) == Config()
     section, name = key.split(".")
@@ -80,23 +80,25 @@ def test_an_unknown_override_is_refused() -> None:
         load(None, {}, {"policy.nothing": 3})
 
 
-def test_no_file_is_the_defaults() -> None:
+def test_without_a_file_the_defaults_apply() -> None:
     assert load() == Config()
 
 
-def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+def test_with_an_empty_file_the_defaults_apply(tmp_path: Path) -> None:
     assert load(_file(tmp_path, "# nothing\n")) == Config()
     assert load(_file(tmp_path, "policy:\n")) == Config()
 
 
-def test_command_line_wins_over_environment_wins_over_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_environment_which_overrides_the_file(
+    tmp_path: Path,
+) -> None:
     path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, sink_tokens: 5}\n")
     env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "UNRELATED": "x"}
     policy = load(path, env, {"policy.budget": 203, "policy.block_tokens": None}).policy
     assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (203, 48, 5)
 
 
-def test_environment_reads_each_type() -> None:
+def test_a_variable_is_read_with_the_type_of_its_setting() -> None:
     env = {
         "EVOKE_LISTEN": "127.0.0.1:1, [::1]:2",
         "EVOKE_UPSTREAM_API_KEY": "0123",
@@ -172,51 +174,53 @@ def test_an_invalid_file_is_refused_with_the_key(tmp_path: Path, text: str, mess
     assert message in str(refused.value)
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path / "none.yaml")
 
 
-def test_override_below_a_scalar_is_refused(tmp_path: Path) -> None:
+def test_an_override_does_not_hide_an_invalid_section_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="policy: must be a mapping"):
         load(_file(tmp_path, "policy: 3"), {}, {"policy.budget": 3})
 
 
-def test_unreadable_environment_is_refused() -> None:
+def test_a_variable_that_is_not_valid_yaml_is_refused() -> None:
     with pytest.raises(ConfigError, match="EVOKE_POLICY_BUDGET"):
         load(None, {"EVOKE_POLICY_BUDGET": "["})
 
 
-def test_listen_forms() -> None:
+def test_a_listen_address_may_have_ipv6_brackets_or_no_host() -> None:
     assert parse_listen("[::1]:80") == ("::1", 80)
     assert parse_listen(":80") == ("0.0.0.0", 80)
     with pytest.raises(ConfigError):
         parse_listen("host:99999")
 
 
-def test_environment_names() -> None:
+def test_the_variable_of_a_setting_is_its_key_in_capitals() -> None:
     assert env_name("upstream.url") == "EVOKE_UPSTREAM_URL"
 
 
-@pytest.mark.parametrize(("key", "most"), [("header_bytes", 8000), ("headers", 90)])
-def test_limits_of_heads_cannot_exceed_what_llama_server_parses(key: str, most: int) -> None:
-    assert getattr(load(None, {}, {f"limits.{key}": most}).limits, key) == most
-    with pytest.raises(ConfigError, match=f"limits.{key}: must be at most {most}, not {most + 1}"):
-        load(None, {}, {f"limits.{key}": most + 1})
+@pytest.mark.parametrize(("key", "limit"), [("header_bytes", 8000), ("headers", 90)])
+def test_header_limits_cannot_exceed_those_of_llama_server(key: str, limit: int) -> None:
+    assert getattr(load(None, {}, {f"limits.{key}": limit}).limits, key) == limit
+    with pytest.raises(
+        ConfigError, match=f"limits.{key}: must be at most {limit}, not {limit + 1}"
+    ):
+        load(None, {}, {f"limits.{key}": limit + 1})
 
 
 @pytest.mark.parametrize(
     "address",
     ["127.evil.example:1", "127.0.0.1.evil.example:1", "0.0.0.0:1", ":1", "[::]:1", "evil:1"],
 )
-def test_the_admin_needs_a_token_at_every_address_but_loopback(address: str) -> None:
+def test_the_admin_api_needs_a_token_outside_loopback(address: str) -> None:
     with pytest.raises(ConfigError, match="needs security.admin_token_file"):
         load(None, {}, {"security.admin_listen": [address]})
     load(None, {}, {"security.admin_listen": [address], "security.admin_token_file": "token"})
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.1.2.3:1", "localhost:1", "[::1]:1"])
-def test_the_admin_needs_no_token_on_loopback(address: str) -> None:
+def test_the_admin_api_needs_no_token_on_loopback(address: str) -> None:
     assert load(None, {}, {"security.admin_listen": [address]}).security.admin_listen == (address,)
 
 
@@ -243,7 +247,7 @@ def test_a_budget_may_be_a_word(text: str, budget: str | None, tmp_path: Path) -
     assert load(None, {"EVOKE_POLICY_BUDGET": text}).policy.budget == budget
     assert load(_file(tmp_path, f"policy: {{budget: {text}}}\n")).policy.budget == budget
     word = text.strip('"')
-    if word != "null":  # an override of None is one that was not given
+    if word != "null":  # an override of None means that there is none
         assert load(None, {}, {"policy.budget": word}).policy.budget == budget
     assert load(None, {}, {}).policy.budget == "auto"
 
@@ -328,7 +332,7 @@ def test_a_secret_that_cannot_be_read_is_refused() -> None:
         read_secret(Path("/proc/self/mem"), "security.keys_file")
 
 
-def test_a_deeply_nested_or_recursive_file_is_refused(tmp_path: Path) -> None:
+def test_a_deeply_nested_recursive_or_exploding_file_is_refused(tmp_path: Path) -> None:
     for text in ("[" * 5000, "a: " + "{a: " * 3000, "listen: &a [*a]\n"):
         with pytest.raises(ConfigError):
             load(_file(tmp_path, text))

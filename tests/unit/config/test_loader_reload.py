@@ -1,4 +1,4 @@
-"""What a running proxy takes over of a changed file."""
+"""Reloading the configuration: which changes a running proxy applies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def test_reload_applies_reloadable_settings_and_lists_the_others() -> None:
         policy=PolicySettings(budget=512, name="discard"),
         log=LogConfig(level="debug"),
     )
-    found = reloaded(Config(), wanted)
-    assert found.applied == ("limits.queue", "policy.name", "policy.budget", "log.level")
-    assert found.waiting == ("listen", "upstream.url", "limits.body_bytes")
-    assert found.config == Config(
+    result = reloaded(Config(), wanted)
+    assert result.applied == ("limits.queue", "policy.name", "policy.budget", "log.level")
+    assert result.waiting == ("listen", "upstream.url", "limits.body_bytes")
+    assert result.config == Config(
         limits=LimitsConfig(queue=3), policy=wanted.policy, log=wanted.log
     )
 
 
 def test_reload_of_an_unchanged_file_applies_nothing() -> None:
-    found = reloaded(Config(), Config())
-    assert (found.config, found.applied, found.waiting) == (Config(), (), ())
+    result = reloaded(Config(), Config())
+    assert (result.config, result.applied, result.waiting) == (Config(), (), ())
 
 
 @pytest.mark.parametrize("key", [key for key in keys() if key.startswith(("upstream.", "embed"))])
-def test_settings_of_connections_and_models_are_not_reloadable(key: str) -> None:
+def test_settings_of_the_upstream_and_the_embedder_are_not_reloadable(key: str) -> None:
     section, name = key.split(".")
     part = replace(getattr(Config(), section), **{name: "other"})
-    found = reloaded(Config(), replace(Config(), **{section: part}))
-    assert (found.config, found.waiting) == (Config(), (key,))
+    result = reloaded(Config(), replace(Config(), **{section: part}))
+    assert (result.config, result.waiting) == (Config(), (key,))

@@ -1,4 +1,4 @@
-"""Pipes and sockets where files or directories should be: an error at once, never a wait."""
+"""Pipes and sockets in place of files or directories: an error, and never a wait."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def _fifo(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        here = os.getcwd()
-        os.chdir(path.parent)  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as server:
+        previous = os.getcwd()
+        os.chdir(path.parent)  # a socket's path has a small length limit
         try:
-            made.bind(path.name)
+            server.bind(path.name)
         finally:
-            os.chdir(here)
+            os.chdir(previous)
 
 
 KINDS = {"pipe": _fifo, "socket": _socket}
 
 
-def in_time(work: Callable[[], object]) -> BaseException | None:
-    """What is raised; an AssertionError when it does not end."""
+def error_in_time(work: Callable[[], object]) -> BaseException | None:
+    """Runs `work` in a thread; returns what it raises, or None. Fails if it does not end."""
     raised: list[BaseException | None] = []
 
     def run() -> None:
@@ -50,54 +50,54 @@ def in_time(work: Callable[[], object]) -> BaseException | None:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
-    assert raised, "it waits"
+    assert raised, "the call blocks"
     return raised[0]
 
 
-def opened(folder: Path) -> list[str]:
-    """Open the snapshots there; what is left in it."""
-    vault = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0))
-    vault.open()
-    assert not vault.snapshots
-    vault.close()
+def files_after_opening(folder: Path) -> list[str]:
+    """Opens and closes a repository in `folder`; returns the names of its files."""
+    repository = SnapshotRepository(SnapshotsConfig(directory=str(folder), min_free_mib=0))
+    repository.open()
+    assert not repository.snapshots
+    repository.close()
     return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["lock", "index.sqlite", "quarantine", ""])
-def test_start_refuses_paths_that_are_not_regular_files(
+def test_a_pipe_or_socket_in_place_of_a_repository_file_is_refused(
     kind: str, name: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "slots"
     if name:
         folder.mkdir()
     KINDS[kind](folder / name if name else folder)
-    error = in_time(lambda: opened(folder))
+    error = error_in_time(lambda: files_after_opening(folder))
     assert isinstance(error, ConfigError) and "slots" in str(error)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["probe.evoke-part", "left.evoke-part", "left.evoke-kv"])
-def test_other_files_in_the_snapshot_directory_are_renamed(
+def test_a_pipe_or_socket_with_a_snapshot_name_is_moved_away(
     kind: str, name: str, tmp_path: Path
 ) -> None:
     KINDS[kind](tmp_path / name)
-    left: list[str] = []
-    assert in_time(lambda: left.extend(opened(tmp_path))) is None
-    assert name not in left
+    remaining: list[str] = []
+    assert error_in_time(lambda: remaining.extend(files_after_opening(tmp_path))) is None
+    assert name not in remaining
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pipes_and_sockets_as_files_do_not_block(
+def test_reading_a_pipe_or_socket_does_not_block(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_PIPE_TIMEOUT_S", 0.1)
     path = tmp_path / "odd"
     KINDS[kind](path)
     path.chmod(0o600)
-    assert isinstance(in_time(lambda: load(path)), ConfigError)
-    assert isinstance(in_time(lambda: KeyFile(path)), ConfigError)
-    assert in_time(lambda: ModelFiles().identify(str(path))) is None
+    assert isinstance(error_in_time(lambda: load(path)), ConfigError)
+    assert isinstance(error_in_time(lambda: KeyFile(path)), ConfigError)
+    assert error_in_time(lambda: ModelFiles().identify(str(path))) is None
 
 
 def test_settings_are_read_from_a_pipe_with_a_writer() -> None:

@@ -1,4 +1,4 @@
-"""The demo's client and its processes, against small local stand-ins."""
+"""The demo's client and its processes, with small local servers."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 class FakeServer(Quiet):
     status, answer = 200, STREAM
-    seen: list[dict[str, Any]] = []
+    bodies: list[dict[str, Any]] = []
 
     def do_POST(self) -> None:
-        self.seen.append(json.loads(self.body()))
+        self.bodies.append(json.loads(self.body()))
         self.send_response(self.status)
         self.send_header("X-Evoke-Evicted", "blocks=3;tokens=180")
         self.end_headers()
@@ -57,7 +57,7 @@ class FakeServer(Quiet):
 
 @pytest.fixture
 def upstream() -> Iterator[tuple[int, type[FakeServer]]]:
-    handler = type("Fresh", (FakeServer,), {"seen": []})
+    handler = type("Fresh", (FakeServer,), {"bodies": []})
     with listening(handler) as port:
         yield port, handler
 
@@ -68,10 +68,12 @@ def test_chat_joins_a_streamed_answer(upstream: tuple[int, type[FakeServer]]) ->
     assert reply.text == "Your PIN is 1." and reply.timings == {"prompt_n": 7}
     assert reply.headers["x-evoke-evicted"] == "blocks=3;tokens=180"
     assert reply.ttft_ms > 0
-    assert handler.seen == [{"messages": [], "stream": True}]
+    assert handler.bodies == [{"messages": [], "stream": True}]
 
 
-def test_a_refusal_quotes_the_server(upstream: tuple[int, type[FakeServer]]) -> None:
+def test_the_error_of_a_refused_chat_quotes_the_server(
+    upstream: tuple[int, type[FakeServer]],
+) -> None:
     port, handler = upstream
     handler.status, handler.answer = 503, b'{"error":"no free cells"}'
     with pytest.raises(DemoError, match="503.*no free cells"):
@@ -90,7 +92,7 @@ def test_a_refused_connection_raises_demo_error() -> None:
         chat(free_port(), {}, {})
 
 
-def test_events_skips_comments_and_the_done_mark() -> None:
+def test_events_skip_comments_and_the_done_marker() -> None:
     assert len(list(events(iter(STREAM.splitlines(keepends=True))))) == 4
     assert content({"choices": []}) == "" == content({"usage": {}})
 
@@ -100,23 +102,23 @@ def test_a_free_port_lies_outside_the_ephemeral_range(
 ) -> None:
     ephemeral = tmp_path / "range"
     monkeypatch.setattr(processes, "_EPHEMERAL_RANGE", ephemeral)
-    for content_, most in (("32768 60999", 32767), ("20050 60999", 20049), ("1024 65535", 65535)):
-        ephemeral.write_text(content_)
-        assert all(1024 <= free_port() <= most for _ in range(50)), content_
+    for text, largest in (("32768 60999", 32767), ("20050 60999", 20049), ("1024 65535", 65535)):
+        ephemeral.write_text(text)
+        assert all(1024 <= free_port() <= largest for _ in range(50)), text
     ephemeral.unlink()
     assert free_port() > 1024
-    with socket.socket() as other:  # the only port below the range is in use: take any
+    with socket.socket() as other:  # the only port below the range is in use
         other.bind(("127.0.0.1", 0))
-        taken = other.getsockname()[1]
-        monkeypatch.setattr(processes, "_LOWEST_PORT", taken)
-        ephemeral.write_text(f"{taken + 1} 65535")
-        assert free_port() != taken
+        used_port = other.getsockname()[1]
+        monkeypatch.setattr(processes, "_LOWEST_PORT", used_port)
+        ephemeral.write_text(f"{used_port + 1} 65535")
+        assert free_port() != used_port
 
 
-def test_a_process_answers_inside_the_block_and_is_stopped_after_it(tmp_path: Path) -> None:
+def test_a_process_runs_inside_the_block_and_is_stopped_after_it(tmp_path: Path) -> None:
     port, log = free_port(), tmp_path / "logs" / "server.log"
-    with serving([sys.executable, "-c", HEALTH, str(port)], port, log) as reached:
-        assert reached == port and healthy(port)
+    with serving([sys.executable, "-c", HEALTH, str(port)], port, log) as served_port:
+        assert served_port == port and healthy(port)
     assert not healthy(port)
     assert "serving" in log.read_text()
 
@@ -173,9 +175,9 @@ def test_processes_do_not_inherit_settings_of_the_user(monkeypatch: pytest.Monke
     monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://elsewhere")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     monkeypatch.setenv("KEPT", "1")
-    kept = plain_environment()
-    assert "EVOKE_UPSTREAM_URL" not in kept and "LLAMA_ARG_CTX_SIZE" not in kept
-    assert kept["KEPT"] == "1"
+    environment = plain_environment()
+    assert "EVOKE_UPSTREAM_URL" not in environment and "LLAMA_ARG_CTX_SIZE" not in environment
+    assert environment["KEPT"] == "1"
 
 
 def test_the_bundled_model_is_a_gguf_file() -> None:

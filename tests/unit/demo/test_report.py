@@ -1,4 +1,4 @@
-"""The HTML page of a demo run."""
+"""The demo's report page, and the token ranges that it draws."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def turn(
     prompt: int, decoded: int, resident: list[list[int]] | None, **more: Any
 ) -> dict[str, Any]:
     counts = {"recovered": 0, "resident_before": 0, "omitted": 0, "resident_peak": 9}
-    rest = {"resident_end": 9, "evicted": 0, "ttft_ms": 1.5, "from_engine": True}
+    defaults = {"resident_end": 9, "evicted": 0, "ttft_ms": 1.5, "from_engine": True}
     fields = {"prompt": prompt, "decoded": decoded, "resident": resident}
-    return {**counts, **rest, **fields, **more}
+    return {**counts, **defaults, **fields, **more}
 
 
 def demo_report(*turns: dict[str, Any], **changed: Any) -> dict[str, Any]:
     arm = {"recalled": True, "answer": "It is <b>7</b>.", "expected": "7", "peak_resident": 512}
     arm |= {"evictions": 3, "recoveries": 2, "wall_s": 1.25, "turns": list(turns)}
-    made = {"seed": 5, "budget": 512, "logical_tokens": 2300, "passed": True, "failures": []}
-    return {**made, "arms": {"evoke": arm}, **changed}
+    base = {"seed": 5, "budget": 512, "logical_tokens": 2300, "passed": True, "failures": []}
+    return {**base, "arms": {"evoke": arm}, **changed}
 
 
 SESSION = (
@@ -43,7 +43,7 @@ SESSION = (
 )
 
 
-def test_each_range_has_the_kind_that_tells_its_history() -> None:
+def test_each_range_of_a_prompt_has_the_kind_of_its_history() -> None:
     first, second, third = cache_ranges(SESSION)
     assert first == [(Span(0, 100), "decoded")]
     assert second == [
@@ -73,31 +73,31 @@ def test_a_turn_without_reported_ranges_is_empty_and_resets_the_history() -> Non
 
 
 class Balanced(HTMLParser):
-    """Every element that is opened is closed, in order."""
+    """Checks that every element is closed in the right order, and collects the tags."""
 
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.tags: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
+        self.tags.add(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def test_the_page_loads_nothing_from_elsewhere() -> None:
+def test_the_page_is_well_formed_and_loads_nothing() -> None:
     text = page(demo_report(*SESSION))
     parser = Balanced()
     parser.feed(text)
-    assert parser.open == [] and {"svg", "rect", "table", "details"} <= parser.seen
-    assert not {"script", "link", "img", "iframe"} & parser.seen
+    assert parser.open == [] and {"svg", "rect", "table", "details"} <= parser.tags
+    assert not {"script", "link", "img", "iframe"} & parser.tags
     assert not re.search(r"https?:|url\(|@import|src=", text)
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
@@ -107,7 +107,7 @@ def test_the_models_answer_is_escaped() -> None:
     assert "It is &lt;b&gt;7&lt;/b&gt;." in text and "<b>" not in text
 
 
-def test_the_page_has_verdict_and_accounting() -> None:
+def test_the_page_has_the_verdict_and_the_token_accounting() -> None:
     text = page(demo_report(*SESSION))
     assert "PASSED" in text and "2300 tokens on a budget of 512" in text
     assert "<td>300</td><td>95</td>" in text
@@ -115,19 +115,19 @@ def test_the_page_has_verdict_and_accounting() -> None:
     assert "PASSED" not in failed and "<li>evoke: peak &lt;600&gt;</li>" in failed
 
 
-def test_missing_counts_are_dashes_and_missing_ranges_a_sentence() -> None:
+def test_missing_counts_are_dashes_and_missing_ranges_are_explained() -> None:
     text = page(demo_report(turn(100, 100, None, from_engine=False)))
     assert "did not report which tokens were in the cache" in text and "<svg" not in text
     assert "<td>100</td><td>100</td><td>-</td><td>0</td><td>-</td>" in text
 
 
-def test_the_fact_has_no_line_when_messages_were_dropped() -> None:
+def test_the_fact_is_not_drawn_when_messages_were_dropped() -> None:
     assert "M100 0V3" in page(demo_report(*SESSION))
     shorter = page(demo_report(turn(100, 100, [[0, 99]]), turn(80, 60, [[0, 79]])))
     assert 'class="fact"' not in shorter
 
 
-def test_reports_of_an_earlier_run_are_replaced(tmp_path: Path) -> None:
+def test_a_report_replaces_that_of_an_earlier_run(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     write(folder, demo_report(*SESSION))
     write(folder, demo_report(*SESSION, seed=77))

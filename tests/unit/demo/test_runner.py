@@ -1,4 +1,4 @@
-"""The demo without a server: requests, accounting, redraws, tables, report, exit status."""
+"""The demo with a simulated model: requests, accounting, redraws, tables, report, exit status."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADERS = {"x-evoke-evicted": "blocks=3;tokens=180", "x-evoke-recovered": "block
 
 
 class Model:
-    """Answers like the bundled model; arms in `forgetful` lose the fact."""
+    """Answers like the bundled model; arms in `forgetful` do not know the fact."""
 
     def __init__(self, forgetful: tuple[str, ...] = ("discard", "truncate")) -> None:
         self.forgetful = forgetful
@@ -51,15 +51,15 @@ class Model:
 
 
 @contextmanager
-def nowhere(seed: int, arm: str) -> Iterator[int]:
+def fake_stack(seed: int, arm: str) -> Iterator[int]:
     yield 1
 
 
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    made = Model()
-    monkeypatch.setattr(runner, "chat", lambda *arguments: made.chat(*arguments))
-    return made
+    fake = Model()
+    monkeypatch.setattr(runner, "chat", lambda *arguments: fake.chat(*arguments))
+    return fake
 
 
 def test_a_turn_has_the_accounting_of_the_server() -> None:
@@ -93,7 +93,7 @@ def test_a_plan_header_is_read_leniently(header: str, blocks: int, tokens: int) 
     assert read_count(header) == {"blocks": blocks, "tokens": tokens}
 
 
-def test_every_turn_resends_the_history_with_the_real_answers(model: Model) -> None:
+def test_every_turn_sends_the_history_with_the_answers_received(model: Model) -> None:
     script = draw(3)
     run = run_arm(script, "evoke", 1, RunObserver())
     assert [len(body["messages"]) for body in model.bodies] == [
@@ -108,7 +108,7 @@ def test_every_turn_resends_the_history_with_the_real_answers(model: Model) -> N
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_policy_and_budget_travel_with_every_request(model: Model, arm: str) -> None:
+def test_every_request_has_the_policy_and_the_budget(model: Model, arm: str) -> None:
     run_arm(draw(3), arm, 1, RunObserver())
     for body in model.bodies:
         assert body["evoke_policy"] == arm and body["temperature"] == 0
@@ -117,7 +117,7 @@ def test_policy_and_budget_travel_with_every_request(model: Model, arm: str) -> 
 
 
 def test_all_arms_run_in_order_on_one_session(model: Model) -> None:
-    script, runs = run_session(5, ARMS, nowhere, RunObserver())
+    script, runs = run_session(5, ARMS, fake_stack, RunObserver())
     assert script.seed == 5 and tuple(runs) == ARMS
     assert [run.recalled for run in runs.values()] == [True, False, True, False]
 
@@ -130,19 +130,21 @@ class Redraws(RunObserver):
         self.seeds.append(seed)
 
 
-def test_a_fact_lost_with_everything_resident_is_drawn_three_times(model: Model) -> None:
+def test_a_session_is_redrawn_at_most_three_times_if_the_model_fails_without_eviction(
+    model: Model,
+) -> None:
     model.forgetful = ARMS
-    seen = Redraws()
-    script, runs = run_session(5, ARMS, nowhere, seen)
-    assert seen.seeds == [5, 6, 7] and script.seed == 7
+    redraws = Redraws()
+    script, runs = run_session(5, ARMS, fake_stack, redraws)
+    assert redraws.seeds == [5, 6, 7] and script.seed == 7
     assert tuple(runs) == ("evoke", "discard", "no_eviction")
 
 
 def test_a_fact_lost_only_by_evoke_causes_no_redraw(model: Model) -> None:
     model.forgetful = ("evoke", "discard", "truncate")
-    seen = Redraws()
-    _, runs = run_session(5, ARMS, nowhere, seen)
-    assert seen.seeds == [] and not runs["evoke"].recalled
+    redraws = Redraws()
+    _, runs = run_session(5, ARMS, fake_stack, redraws)
+    assert redraws.seeds == [] and not runs["evoke"].recalled
 
 
 class Terminal(io.StringIO):
@@ -219,16 +221,16 @@ def test_missing_counts_are_dashes() -> None:
 
 
 def test_the_report_has_the_promised_fields(model: Model) -> None:
-    script, runs = run_session(5, ARMS, nowhere, RunObserver())
-    made = json.loads(json.dumps(report.build(script, runs, [])))
-    assert {"seed", "budget", "logical_tokens", "arms"} <= set(made)
-    assert made["seed"] == 5 and made["logical_tokens"] == 2300
-    assert list(made["arms"]) == list(ARMS)
+    script, runs = run_session(5, ARMS, fake_stack, RunObserver())
+    fake = json.loads(json.dumps(report.build(script, runs, [])))
+    assert {"seed", "budget", "logical_tokens", "arms"} <= set(fake)
+    assert fake["seed"] == 5 and fake["logical_tokens"] == 2300
+    assert list(fake["arms"]) == list(ARMS)
     arm = {"recalled", "answer", "expected", "peak_resident", "evictions", "recoveries"}
-    assert arm | {"wall_s", "turns"} <= set(made["arms"]["evoke"])
+    assert arm | {"wall_s", "turns"} <= set(fake["arms"]["evoke"])
     turn = {"prompt", "decoded", "recovered", "resident_before", "omitted"}
     turn |= {"resident_peak", "resident_end", "evicted", "ttft_ms"}
-    assert turn <= set(made["arms"]["evoke"]["turns"][0])
+    assert turn <= set(fake["arms"]["evoke"]["turns"][0])
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -239,7 +241,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(cli, "ensure_server", lambda **_: Path("llama-server"))
-    monkeypatch.setattr(cli, "stack", lambda *_: nowhere(0, ""))
+    monkeypatch.setattr(cli, "stack", lambda *_: fake_stack(0, ""))
     return cli.run(parsed(*arguments))
 
 
@@ -275,7 +277,7 @@ def test_without_a_seed_each_run_draws_another_session(
     assert len(seeds) == 2
 
 
-def test_a_demo_that_cannot_run_prints_why_and_deletes_the_old_report(
+def test_a_demo_that_cannot_run_prints_the_reason_and_deletes_the_old_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(**_: object) -> Path:
@@ -294,5 +296,5 @@ def test_an_unknown_arm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown arm: oracle" in capsys.readouterr().err
 
 
-def test_the_scripts_of_a_redraw_are_those_of_the_next_seeds() -> None:
+def test_a_drawn_script_has_its_seed() -> None:
     assert isinstance(draw(6), Script) and draw(6).seed == 6

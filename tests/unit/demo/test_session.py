@@ -1,4 +1,4 @@
-"""The demo's session: drawn from a seed, checked strictly."""
+"""The demo's session: how it is drawn, and when a run passes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_value_cannot_be_guessed(seed: int) -> None:
         assert color in COLORS and animal in ANIMALS
 
 
-def test_each_session_has_another_value() -> None:
+def test_sessions_have_different_values() -> None:
     assert len({draw(seed).fact.value for seed in range(100)}) > 90
 
 
@@ -82,13 +82,13 @@ def test_each_session_has_another_value() -> None:
         ("I don't know.", False),
     ],
 )
-def test_an_answer_counts_only_when_it_ends_with_exactly_the_value(
+def test_an_answer_is_right_only_if_it_ends_with_exactly_the_value(
     answer: str, right: bool
 ) -> None:
     assert recalled(answer, "12345") is right
 
 
-def test_a_word_pair_counts_only_complete() -> None:
+def test_a_word_pair_must_be_complete() -> None:
     assert recalled("Your nickname is red fox.", "red fox")
     assert not recalled("Your nickname is infrared fox.", "red fox")
 
@@ -121,7 +121,7 @@ def test_a_turn_over_the_budget_fails_with_its_number() -> None:
     assert failures(runs, BUDGET) == ["evoke: turn 4: peak resident 513 is over the budget of 512"]
 
 
-def test_exactly_the_budget_is_within_it() -> None:
+def test_a_peak_of_exactly_the_budget_passes() -> None:
     runs = {**passing(), "evoke": arm("evoke", True, turn(4, resident_peak=BUDGET))}
     assert failures(runs, BUDGET) == []
 
@@ -149,12 +149,12 @@ def test_a_session_shorter_than_four_budgets_fails() -> None:
     assert failure == "the session has 2200 tokens, less than 4 budgets"
 
 
-def test_the_logical_length_is_that_of_an_arm_that_sends_all_messages() -> None:
+def test_the_logical_length_is_that_of_the_arms_that_send_all_messages() -> None:
     assert logical_tokens(passing()) == 2200
     assert logical_tokens({"truncate": passing()["truncate"]}) == 0
 
 
-def test_a_model_failure_is_a_miss_without_eviction_or_an_early_repetition() -> None:
+def test_a_model_failure_is_a_miss_without_eviction_or_an_early_repetition_of_the_value() -> None:
     assert model_failure(arm("evoke", False, turn())) is None
     assert "everything in the cache" in (model_failure(arm("no_eviction", False, turn())) or "")
     early = arm("evoke", True, turn(3, "I noted 12345."))

@@ -1,4 +1,4 @@
-"""The systemd units: what they name exists, and they shut what they can."""
+"""The systemd units and deploy/README.md: names exist, settings are valid, units are sandboxed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EACH = pytest.mark.parametrize("name", [PROXY, SERVER])
 
 
 def unit(name: str) -> dict[str, list[str]]:
-    """`Section.Key` -> its values in order; a key may be given more than once."""
+    """The values of each `Section.Key` in order; a key may be repeated."""
     found: dict[str, list[str]] = {}
     section = ""
     for line in UNITS[name].read_text("utf-8").splitlines():
@@ -60,14 +60,14 @@ def test_the_unit_runs_the_program_that_the_readme_installs(name: str) -> None:
         assert f'install -m 0755 "$server" {program}\n' in README
 
 
-def test_build_command_of_the_readme_exists() -> None:
+def test_the_build_command_of_the_readme_is_valid() -> None:
     line = re.search(r"\$\((?:\w+=\S+ )?\S+/evoke-proxy (build-server .*?)\)", README)
     assert line is not None
     arguments = line[1].split()
     assert build_parser(arguments).parse_args(arguments).print_path
 
 
-def test_everything_the_readme_installs_exists() -> None:
+def test_every_file_that_the_readme_installs_exists_and_is_installed() -> None:
     sources = re.findall(r"(?<![\w/])(?:deploy|config|docker)/[\w.-]*\w", README)
     assert "deploy/evoke-proxy.env" in sources
     assert [source for source in sources if not (ROOT / source).exists()] == []
@@ -76,35 +76,35 @@ def test_everything_the_readme_installs_exists() -> None:
 
 
 @EACH
-def test_environment_file_is_installed_where_the_unit_reads_it(name: str) -> None:
+def test_the_environment_file_is_installed_where_the_unit_reads_it(name: str) -> None:
     path = Path(_one(name, "Service.EnvironmentFile").lstrip("-"))
     assert (DEPLOY / path.name).is_file()
     line = next(line for line in README.splitlines() if f"deploy/{path.name}" in line)
     assert "-m 0600" in line and line.endswith(f" {path.parent}/")
 
 
-def test_settings_of_the_proxy_exist() -> None:
+def test_the_environment_file_of_the_proxy_has_valid_settings() -> None:
     text = (DEPLOY / "evoke-proxy.env").read_text("utf-8")
-    given = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", text, re.M))
-    assert given and set(given) <= {env_name(key) for key in keys()}
-    assert load(env=given).policy.budget
+    settings = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", text, re.M))
+    assert settings and set(settings) <= {env_name(key) for key in keys()}
+    assert load(env=settings).policy.budget
 
 
 def test_the_server_listens_only_at_the_default_upstream() -> None:
-    given = dict(
+    settings = dict(
         pair.split("=", 1) for pair in " ".join(unit(SERVER)["Service.Environment"]).split()
     )
-    host, port = given["LLAMA_ARG_HOST"], given["LLAMA_ARG_PORT"]
+    host, port = settings["LLAMA_ARG_HOST"], settings["LLAMA_ARG_PORT"]
     assert host == "127.0.0.1"
     assert Config().upstream.url == f"http://{host}:{port}"
     # Without memory for blocks the server refuses every block call.
-    assert int(given["LLAMA_ARG_EVOKE_RAM"]) > 0
-    # A conversation may be longer than its cells; blocks survive restarts on disk.
-    assert given["LLAMA_ARG_KV_EVICTION"] == "1"
-    assert given["LLAMA_ARG_EVOKE_DISK"].startswith("%S/llama-server/")
+    assert int(settings["LLAMA_ARG_EVOKE_RAM"]) > 0
+    # Conversations may be longer than the cells, and blocks on disk survive restarts.
+    assert settings["LLAMA_ARG_KV_EVICTION"] == "1"
+    assert settings["LLAMA_ARG_EVOKE_DISK"].startswith("%S/llama-server/")
 
 
-def test_both_programs_use_the_same_slot_files() -> None:
+def test_both_programs_use_the_same_slot_directory() -> None:
     server = shlex.split(_one(SERVER, "Service.ExecStart"))
     folder = server[server.index("--slot-save-path") + 1]
     assert f"EVOKE_SNAPSHOTS_DIRECTORY={folder}" in unit(PROXY)["Service.Environment"]
@@ -112,15 +112,15 @@ def test_both_programs_use_the_same_slot_files() -> None:
         assert Path(folder).name in _one(name, "Service.StateDirectory").split()
 
 
-def test_order_and_restarts() -> None:
+def test_the_units_start_in_order_and_restart_on_failure() -> None:
     assert SERVER in _one(PROXY, "Unit.After").split()
     assert _one(PROXY, "Unit.Wants") == SERVER
-    assert f"chown {_one(PROXY, 'Service.User')} " in OPERATE, "its keys are its own"
-    assert "Unit.Requires" not in unit(PROXY), "the proxy outlives a server that fails"
+    assert f"chown {_one(PROXY, 'Service.User')} " in OPERATE, "the proxy's user must own its keys"
+    assert "Unit.Requires" not in unit(PROXY), "the proxy must keep running when the server fails"
     for name in UNITS:
         assert _one(name, "Service.Restart") == "on-failure"
         assert _one(name, "Install.WantedBy") == "multi-user.target"
-    # 2 is what a wrong configuration exits with.
+    # 2 is the exit status of an invalid configuration.
     assert _one(PROXY, "Service.RestartPreventExitStatus") == "2"
     drain = Config().limits.drain_timeout_s
     assert int(_one(PROXY, "Service.TimeoutStopSec")) > drain
@@ -128,24 +128,24 @@ def test_order_and_restarts() -> None:
 
 @EACH
 def test_the_unit_is_sandboxed(name: str) -> None:
-    wanted = {
+    expected = {
         "DynamicUser": "yes",
         "NoNewPrivileges": "yes",
         "ProtectSystem": "strict",
         "ProtectHome": "yes",
         "PrivateTmp": "yes",
         "CapabilityBoundingSet": "",
-        # The second is of both: slot files, which one program writes and the other reads.
+        # Both units share the second directory: the server writes slot files, the proxy reads them.
         "StateDirectory": f"{name.removesuffix('.service')} evoke-slots",
         "User": "evoke-proxy",
         "StateDirectoryMode": "0700",
         "UMask": "0077",
     }
-    found = {key: unit(name).get(f"Service.{key}") for key in wanted}
-    assert found == {key: [value] for key, value in wanted.items()}
+    found = {key: unit(name).get(f"Service.{key}") for key in expected}
+    assert found == {key: [value] for key, value in expected.items()}
 
 
-def test_only_the_server_sees_a_gpu() -> None:
+def test_only_the_server_has_access_to_a_gpu() -> None:
     assert _one(PROXY, "Service.PrivateDevices") == "yes"
     assert _one(SERVER, "Service.DevicePolicy") == "closed"
     assert all(rule.startswith("char-nvidia") for rule in unit(SERVER)["Service.DeviceAllow"])
@@ -161,7 +161,7 @@ def _analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 @EACH
 def test_systemd_accepts_the_unit(name: str, tmp_path: Path) -> None:
     text = UNITS[name].read_text("utf-8")
-    # Verifying insists on an installed program and on the other unit.
+    # `verify` fails without an installed program and the other unit.
     text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", text, flags=re.M)
     text = re.sub(rf"^Wants={SERVER}\n", "", text, flags=re.M)
     copy = tmp_path / name

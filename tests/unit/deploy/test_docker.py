@@ -1,4 +1,4 @@
-"""What docker/ promises, read from its files: no container engine is needed, or asked."""
+"""The Dockerfiles and Compose stacks, checked on their text: no container engine is needed."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ EVOKE_NAMES = {env_name(key) for key in keys()}
 
 
 class _Compose(yaml.SafeLoader):
-    """YAML as Compose reads it: `!reset` takes away what the file below said."""
+    """YAML as Compose reads it: `!reset` removes a value of the base file."""
 
 
 RESET = object()
 _Compose.add_constructor("!reset", lambda loader, node: RESET)
 
 
-def merged(below: Any, above: Any) -> Any:
-    """One compose file laid over another: mappings by key, everything else replaced."""
-    if not isinstance(below, dict) or not isinstance(above, dict):
-        return above
-    both = below | {key: merged(below.get(key), value) for key, value in above.items()}
+def merged(base: Any, override: Any) -> Any:
+    """A compose file with an override: mappings are merged by key, other values replaced."""
+    if not isinstance(base, dict) or not isinstance(override, dict):
+        return override
+    both = base | {key: merged(base.get(key), value) for key, value in override.items()}
     return {key: value for key, value in both.items() if value is not RESET}
 
 
@@ -60,7 +60,7 @@ BUILT = ("llama-server", "proxy")
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """A Dockerfile as (instruction, arguments), comments gone and lines joined."""
+    """A Dockerfile as pairs (instruction, arguments), without comments, with lines joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     found = [line.partition(" ") for line in joined.splitlines() if line.strip()]
@@ -73,42 +73,42 @@ def _dockerfile(service: dict[str, Any]) -> Path:
     return ROOT / str(build["dockerfile"])
 
 
-def _of(path: Path, name: str) -> list[str]:
+def _arguments_of(path: Path, name: str) -> list[str]:
     return [rest for found, rest in instructions(path.read_text("utf-8")) if found == name]
 
 
 def _copied(path: Path) -> Iterator[tuple[list[str], str]]:
-    """Sources and target of every COPY from the build context."""
-    for rest in _of(path, "COPY"):
+    """The sources and the target of every COPY from the build context."""
+    for rest in _arguments_of(path, "COPY"):
         if not rest.startswith("--from="):
             *sources, target = rest.split()
             yield sources, target
 
 
 def _context(scratch: Path, dockerfile: Path) -> Path:
-    """What `dockerfile` copies, laid out as it would be in the image's working directory."""
+    """Copies what `dockerfile` copies into `scratch`, as in the image's working directory."""
     for sources, target in _copied(dockerfile):
         for source in (path for pattern in sources for path in ROOT.glob(pattern)):
-            into = scratch / target.lstrip("/")
+            destination = scratch / target.lstrip("/")
             if source.is_dir():
-                shutil.copytree(source, into, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, destination, ignore=shutil.ignore_patterns("__pycache__"))
             else:
-                into = into / source.name if target.endswith("/") else into
-                into.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source, into)
+                destination = destination / source.name if target.endswith("/") else destination
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, destination)
     return scratch
 
 
 # --- Dockerfiles
 
 
-def test_parser_joins_lines_and_drops_comments() -> None:
+def test_the_dockerfile_parser_joins_lines_and_drops_comments() -> None:
     text = "FROM a\n# no\nRUN x \\\n    # no\n    && y\n"
     assert instructions(text) == [("FROM", "a"), ("RUN", "x && y")]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_everything_copied_exists_and_is_not_ignored(path: Path) -> None:
+def test_every_copied_file_exists_and_is_not_ignored(path: Path) -> None:
     allowed = [
         line[1:]
         for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines()
@@ -122,7 +122,7 @@ def test_everything_copied_exists_and_is_not_ignored(path: Path) -> None:
         assert any(plain == name or plain.startswith(f"{name}/") for name in allowed), pattern
 
 
-def test_the_build_context_contains_nothing_else() -> None:
+def test_the_build_context_has_only_what_is_copied() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     rules = [line for line in lines if not line.startswith("#")]
     assert rules[0] == "*"
@@ -133,53 +133,55 @@ def test_the_build_context_contains_nothing_else() -> None:
     assert unused == set()
 
 
-def test_server_image_runs_our_build_step_from_what_it_copies(tmp_path: Path) -> None:
-    """The very module that `make build` runs; without site-packages, as in the image."""
+def test_the_server_image_can_run_the_build_module_from_what_it_copies(tmp_path: Path) -> None:
+    """The module is the one that `make build` runs; -S hides site-packages, as in the image."""
     dockerfile = _dockerfile(GPU["services"]["llama-server"])
-    (run,) = [rest for rest in _of(dockerfile, "RUN") if "apt-get" not in rest]
+    (run,) = [rest for rest in _arguments_of(dockerfile, "RUN") if "apt-get" not in rest]
     module = "evoke_proxy.server_build"
     assert f"python3 -m {module} ${{CUDA:+--cuda}} --print-path" in run
     assert f"python -m {module}" in (ROOT / "Makefile").read_text("utf-8")
     for word in ("cmake -", "cmake --build", "git apply", "nvcc"):
-        assert word not in run, "build logic has one home"
-    here = _context(tmp_path, dockerfile)
+        assert word not in run, "the build steps must be in the module only"
+    context = _context(tmp_path, dockerfile)
     command = [sys.executable, "-S", "-m", module]
-    done = subprocess.run([*command, "--help"], cwd=here, capture_output=True, text=True)
+    done = subprocess.run([*command, "--help"], cwd=context, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--cuda" in done.stdout and "--print-path" in done.stdout
     pin = "from evoke_proxy.server_build.build import *;print(read_pin(patches_dir()).commit)"
     pin += ";print(len(read_series(patches_dir()).patches))"
     done = subprocess.run(
-        [sys.executable, "-S", "-c", pin], cwd=here, capture_output=True, text=True
+        [sys.executable, "-S", "-c", pin], cwd=context, capture_output=True, text=True
     )
     count = len(list((ROOT / "patches").glob("0*.patch")))
     assert done.stdout.split()[1:] == [str(count)], done.stderr
 
 
-def test_build_tools_of_the_server_are_installed() -> None:
-    install = _of(_dockerfile(GPU["services"]["llama-server"]), "RUN")[0]
+def test_the_server_image_installs_the_build_tools_of_the_makefile() -> None:
+    install = _arguments_of(_dockerfile(GPU["services"]["llama-server"]), "RUN")[0]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     needs = re.search(r"apt-get install -y (.+)", makefile)
     assert needs is not None
-    # A container's own python3 will do: nothing is installed into it.
-    wanted = set(needs[1].split()) - {"python3-venv"}
-    assert {"git", "cmake", "g++"} <= wanted, "the Makefile was read wrongly"
-    assert wanted <= set(install.split())
+    # The container needs no virtual environment, because nothing is installed into its Python.
+    required = set(needs[1].split()) - {"python3-venv"}
+    assert {"git", "cmake", "g++"} <= required, "the Makefile was read wrongly"
+    assert required <= set(install.split())
 
 
-def test_proxy_image_copies_what_the_wheel_is_made_of() -> None:
+def test_the_proxy_image_copies_the_contents_of_the_wheel() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
     dockerfile = _dockerfile(GPU["services"]["proxy"])
     copied = [pattern for sources, _ in _copied(dockerfile) for pattern in sources]
-    wanted = [path.lstrip("/") for path in wheel] + ["pyproject.toml", "LICENSE"]
-    wanted += [project["project"][key] for key in ("readme",) if key in project["project"]]
-    for path in wanted:
+    required = [path.lstrip("/") for path in wheel] + ["pyproject.toml", "LICENSE"]
+    required += [project["project"][key] for key in ("readme",) if key in project["project"]]
+    for path in required:
         assert any(fnmatch.fnmatch(path, pattern) for pattern in copied), path
 
 
 def _install_line() -> str:
-    lines = [rest for rest in _of(DOCKER / "proxy.Dockerfile", "RUN") if "pip install" in rest]
+    lines = [
+        rest for rest in _arguments_of(DOCKER / "proxy.Dockerfile", "RUN") if "pip install" in rest
+    ]
     assert len(lines) == 1
     return lines[0]
 
@@ -222,7 +224,7 @@ def test_every_final_stage_runs_as_another_user(path: Path) -> None:
 
 
 def _linter(name: str) -> str:
-    """A program of the extra `docker`."""
+    """The path of a linter of the extra `docker`; skips the test if it is not installed."""
     found = shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         pytest.skip(f"{name} is not installed: pip install -e '.[docker]'")
@@ -238,17 +240,17 @@ def _hadolint(path: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_hadolint_accepts_the_dockerfiles(path: Path, tmp_path: Path) -> None:
     assert _hadolint(path).stdout == ""
-    # It reads the shell of RUN lines too.
+    # hadolint also checks the shell code of RUN lines.
     worse = tmp_path / "Dockerfile"
     worse.write_text(path.read_text("utf-8") + "RUN cd $SOMEWHERE && sudo ls\n")
-    said = _hadolint(worse).stdout
-    assert "SC2086" in said and "DL3004" in said
+    findings = _hadolint(worse).stdout
+    assert "SC2086" in findings and "DL3004" in findings
 
 
 # --- the stacks
 
 
-def _fits_the_specification(stack: Any, folder: Path) -> bool:
+def _is_valid_compose(stack: Any, folder: Path) -> bool:
     file = folder / "compose.json"
     plain = re.sub(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", json.dumps(stack))
     file.write_text(plain)
@@ -260,14 +262,14 @@ def _fits_the_specification(stack: Any, folder: Path) -> bool:
 
 @STACKS
 def test_the_stacks_match_the_compose_schema(stack: Any, tmp_path: Path) -> None:
-    assert _fits_the_specification(stack, tmp_path)
+    assert _is_valid_compose(stack, tmp_path)
     for name in stack["services"]:
         misspelled = merged(stack, {"services": {name: {"depend_on": []}}})
-        assert not _fits_the_specification(misspelled, tmp_path), name
+        assert not _is_valid_compose(misspelled, tmp_path), name
 
 
 @STACKS
-def test_nothing_runs_as_root_or_gains_rights(stack: Any) -> None:
+def test_no_service_runs_as_root_or_gains_privileges(stack: Any) -> None:
     for name, service in stack["services"].items():
         user, _, group = service["user"].partition(":")
         assert int(user) > 0 and int(group) > 0, name
@@ -289,13 +291,13 @@ def test_health_checks_allow_time_to_start(stack: Any) -> None:
 
 
 @STACKS
-def test_health_checks_ask_paths_and_ports_that_exist(stack: Any) -> None:
+def test_health_checks_use_existing_paths_and_ports(stack: Any) -> None:
     services = stack["services"]
     served = {route.path for route in admin.routes(None)}  # type: ignore[arg-type]
     _, port = parse_listen(services["proxy"]["environment"]["EVOKE_LISTEN"])
     command = services["proxy"]["healthcheck"]["test"][-1]
-    asked = re.search(r'http://127\.0\.0\.1:(\d+)(/[^"]*)"', command)
-    assert asked is not None and int(asked[1]) == port and asked[2] in served
+    url = re.search(r'http://127\.0\.0\.1:(\d+)(/[^"]*)"', command)
+    assert url is not None and int(url[1]) == port and url[2] in served
     llama = services["llama-server"]
     port_of_llama = llama["environment"]["LLAMA_ARG_PORT"]
     assert llama["healthcheck"]["test"][-1] == f"http://127.0.0.1:{port_of_llama}/health"
@@ -315,7 +317,7 @@ def test_the_health_command_of_the_proxy_reports_readiness(tmp_path: Path) -> No
 
 
 @STACKS
-def test_only_loopback_ports_are_published_and_none_of_the_server(stack: Any) -> None:
+def test_ports_are_published_on_loopback_only_and_none_of_the_server(stack: Any) -> None:
     services = stack["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(published) == {"proxy", "prometheus", "grafana"}
@@ -332,7 +334,7 @@ def test_only_loopback_ports_are_published_and_none_of_the_server(stack: Any) ->
 
 
 @STACKS
-def test_proxy_reaches_the_server_and_waits_for_it(stack: Any) -> None:
+def test_the_proxy_has_the_address_of_the_server_and_waits_for_it(stack: Any) -> None:
     services = stack["services"]
     environment = services["proxy"]["environment"]
     config = load(env=environment)
@@ -348,7 +350,7 @@ def test_the_stop_timeout_exceeds_the_drain_timeout() -> None:
     assert grace.endswith("s") and int(grace[:-1]) > Config().limits.drain_timeout_s
 
 
-def test_gpu_by_default_cpu_by_override() -> None:
+def test_the_stack_uses_the_gpu_and_the_cpu_override_does_not() -> None:
     for name in BUILT:
         devices = GPU["services"][name]["deploy"]["resources"]["reservations"]["devices"]
         assert devices == [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]
@@ -361,19 +363,21 @@ def test_gpu_by_default_cpu_by_override() -> None:
 
 
 def _declared(service: str) -> set[str]:
-    return {rest.split("=")[0] for rest in _of(_dockerfile(GPU["services"][service]), "ARG")}
+    return {
+        rest.split("=")[0] for rest in _arguments_of(_dockerfile(GPU["services"][service]), "ARG")
+    }
 
 
 @STACKS
-def test_build_and_run_images_are_of_the_same_distribution(stack: Any) -> None:
-    """A server linked against another libc or CUDA does not start."""
+def test_build_and_run_images_have_the_same_distribution(stack: Any) -> None:
+    """A server linked with another libc or CUDA version does not start."""
     args = stack["services"]["llama-server"]["build"]["args"]
     strip = re.compile("-(devel|runtime)-")
     assert strip.sub("-", args["BUILD_IMAGE"]) == strip.sub("-", args["RUN_IMAGE"])
     cuda = "nvidia/cuda:" in args["BUILD_IMAGE"]
     assert cuda == bool(args["CUDA"])
     base = stack["services"]["proxy"]["build"]["args"]["BASE_IMAGE"]
-    assert ("-cudnn-" in base) == cuda, "onnxruntime-gpu wants cuDNN"
+    assert ("-cudnn-" in base) == cuda, "onnxruntime-gpu needs cuDNN"
     for image in (args["BUILD_IMAGE"], base, GPU["services"]["prometheus"]["image"]):
         assert re.search(r":v?\d", image), f"{image} is not pinned to a version"
 
@@ -404,41 +408,41 @@ def test_the_env_example_has_every_variable_with_its_default() -> None:
 def test_other_variables_of_the_env_example_are_settings() -> None:
     used = set(re.findall(r"\$\{([A-Z_]+):-", "\n".join(_texts(GPU))))
     others = {name: value for name, value in _example().items() if name not in used}
-    ours = {name: value for name, value in others.items() if name.startswith("EVOKE_")}
-    assert "EVOKE_POLICY_BUDGET" in ours
-    assert set(ours) <= EVOKE_NAMES
-    assert load(env=ours) == Config(), "the values shown are the defaults"
+    of_proxy = {name: value for name, value in others.items() if name.startswith("EVOKE_")}
+    assert "EVOKE_POLICY_BUDGET" in of_proxy
+    assert set(of_proxy) <= EVOKE_NAMES
+    assert load(env=of_proxy) == Config(), "the example must show the defaults"
     assert {name.split("_")[0] for name in others} <= {"EVOKE", "LLAMA"}
     assert [line for line in (DOCKER / ".gitignore").read_text().splitlines() if line == ".env"]
 
 
-def test_settings_of_the_env_file_reach_both_programs() -> None:
+def test_both_services_read_the_env_file() -> None:
     for name in BUILT:
         assert GPU["services"][name]["env_file"] == [{"path": ".env", "required": False}]
 
 
 def _built_server() -> Path | None:
-    """The patched server if there is one; a unit test does not compile for minutes."""
+    """The patched server if it is built; a unit test does not build it."""
     named = os.environ.get("EVOKE_PATCHED_SERVER")
     cache = cache_dir()
-    order = build_spec(True, find_toolchain(), None, patches_dir(), cache)
-    return Path(named) if named else finished_server(cache, order.key)
+    spec = build_spec(True, find_toolchain(), None, patches_dir(), cache)
+    return Path(named) if named else finished_server(cache, spec.key)
 
 
-def test_server_settings_are_those_of_the_patched_server() -> None:
-    """Names of LLAMA_* variables, held against what the built server says it reads."""
+def test_llama_variables_are_options_of_the_patched_server() -> None:
+    """The LLAMA_* variables of all files are compared with the help of the built server."""
     server = _built_server()
     if server is None:
         pytest.skip("no patched server was built yet: make build")
-    said = subprocess.run([server, "--help"], capture_output=True, text=True).stdout
-    known = set(re.findall(r"LLAMA_[A-Z_]+", said))
-    image = _of(_dockerfile(GPU["services"]["llama-server"]), "ENV")[0]
+    help_text = subprocess.run([server, "--help"], capture_output=True, text=True).stdout
+    documented = set(re.findall(r"LLAMA_[A-Z_]+", help_text))
+    image = _arguments_of(_dockerfile(GPU["services"]["llama-server"]), "ENV")[0]
     files = [*DOCKER.glob(".env.example"), *(ROOT / "deploy").glob("llama-server.*")]
     used = set(GPU["services"]["llama-server"]["environment"])
     used |= set(re.findall(r"LLAMA_[A-Z_]+(?==)", image))
     for path in files:
         used |= set(re.findall(r"LLAMA_[A-Z_]+(?==)", path.read_text("utf-8")))
-    assert {"LLAMA_ARG_EVOKE_RAM", "LLAMA_ARG_MODEL", "LLAMA_API_KEY"} <= used <= known
+    assert {"LLAMA_ARG_EVOKE_RAM", "LLAMA_ARG_MODEL", "LLAMA_API_KEY"} <= used <= documented
 
 
 def test_the_default_model_exists() -> None:
@@ -453,7 +457,7 @@ def test_the_default_model_exists() -> None:
 def test_prometheus_scrapes_the_proxy() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text("utf-8"))
     (job,) = config["scrape_configs"]
-    # There it needs no token, with and without client keys.
+    # At the admin address no token is needed for metrics, with or without client keys.
     environment = GPU["services"]["proxy"]["environment"]
     _, port = parse_listen(environment["EVOKE_SECURITY_ADMIN_LISTEN"])
     assert job["static_configs"] == [{"targets": [f"proxy:{port}"]}]
@@ -481,13 +485,15 @@ def test_mounted_files_exist_and_are_read_only(stack: Any) -> None:
 
 def test_grafana_is_provisioned_with_the_dashboard() -> None:
     service = GPU["services"]["grafana"]
-    at = {Path(volume.split(":")[0]).name: volume.split(":")[1] for volume in service["volumes"]}
+    target_of = {
+        Path(volume.split(":")[0]).name: volume.split(":")[1] for volume in service["volumes"]
+    }
     grafana = ROOT / "deploy/grafana"
     (provider,) = yaml.safe_load((grafana / "dashboards.yml").read_text())["providers"]
-    assert str(Path(at["dashboard.json"]).parent) == provider["options"]["path"]
+    assert str(Path(target_of["dashboard.json"]).parent) == provider["options"]["path"]
     assert service["environment"]["GF_AUTH_BASIC_ENABLED"] == "false"
-    shown = service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert shown == at["dashboard.json"]
+    home = service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == target_of["dashboard.json"]
     (source,) = yaml.safe_load((grafana / "datasource.yml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     used = set(re.findall(r'"uid": "(prometheus[^"]*)"', (grafana / "dashboard.json").read_text()))
@@ -495,8 +501,8 @@ def test_grafana_is_provisioned_with_the_dashboard() -> None:
 
 
 @STACKS
-def test_volumes_belong_to_the_user_of_their_services(stack: Any) -> None:
-    """A new volume gets the owner of the directory of the image that it is mounted on."""
+def test_volumes_are_owned_by_the_user_of_their_services(stack: Any) -> None:
+    """A new volume gets the owner of the image's directory at its mount point."""
     server, proxy = (stack["services"][name] for name in BUILT)
     for service, names in ((server, ("blocks", "slots")), (proxy, ("slots", "state"))):
         made = next(
@@ -507,7 +513,7 @@ def test_volumes_belong_to_the_user_of_their_services(stack: Any) -> None:
         mounted = [item.split(":") for item in service["volumes"] if isinstance(item, str)]
         for name in names:
             assert name in stack["volumes"]
-            (target,) = [at for source, at, *_ in mounted if source == name]
+            (target,) = [target_of for source, target_of, *_ in mounted if source == name]
             assert target in made.split()
     assert server["environment"]["LLAMA_ARG_EVOKE_DISK"].count("/blocks/") == 1
     assert server["command"] == ["--slot-save-path", "/slots"]
@@ -515,21 +521,21 @@ def test_volumes_belong_to_the_user_of_their_services(stack: Any) -> None:
 
 
 @STACKS
-def test_the_token_of_the_page_is_made_before_the_proxy_starts(stack: Any) -> None:
-    making, proxy = stack["services"]["admin-token"], stack["services"]["proxy"]
-    assert making["build"] == proxy["build"] and making["restart"] == "no"
+def test_the_admin_token_is_created_before_the_proxy_starts(stack: Any) -> None:
+    creating, proxy = stack["services"]["admin-token"], stack["services"]["proxy"]
+    assert creating["build"] == proxy["build"] and creating["restart"] == "no"
     assert proxy["depends_on"]["admin-token"]["condition"] == "service_completed_successfully"
-    arguments = build_parser(making["command"]).parse_args(making["command"])
+    arguments = build_parser(creating["command"]).parse_args(creating["command"])
     assert arguments.action == "token" and arguments.keep
     named = proxy["environment"]["EVOKE_SECURITY_ADMIN_TOKEN_FILE"]
     assert named == str(arguments.file)
-    assert "state:/state" in making["volumes"] and "state:/state:ro" in proxy["volumes"]
+    assert "state:/state" in creating["volumes"] and "state:/state:ro" in proxy["volumes"]
 
 
 @STACKS
-def test_the_encoder_is_fetched_before_the_proxy_starts(stack: Any) -> None:
+def test_the_encoder_is_fetched_before_the_proxy_service_starts(stack: Any) -> None:
     fetching, proxy = stack["services"]["fetch-embedder"], stack["services"]["proxy"]
-    assert fetching["build"] == proxy["build"], "one image, with the runtime that it needs"
+    assert fetching["build"] == proxy["build"], "both services must use one image"
     assert fetching["restart"] == "no" and "profiles" not in fetching
     assert proxy["depends_on"]["fetch-embedder"]["condition"] == "service_completed_successfully"
     (volume,) = fetching["volumes"]
@@ -545,10 +551,10 @@ def test_the_encoder_is_fetched_before_the_proxy_starts(stack: Any) -> None:
 
 
 @pytest.mark.parametrize("network", [True, False])
-def test_the_command_of_compose_ends_well_with_and_without_a_network(
+def test_the_fetch_command_exits_with_0_even_if_nothing_can_be_fetched(
     network: bool, tmp_path: Path
 ) -> None:
-    """The same command with the same environment; the files of this mirror are not the pinned."""
+    """With a mirror whose files differ from the pins, and without a network."""
     encoder = catalogue.ENCODERS[0]
     files = {file.path: b"not it" for file in encoder.files}
     with serving(Hub(encoder, files)) as hub:

@@ -1,4 +1,4 @@
-"""The manifests: valid by the schemas of Kubernetes, true to our programs. Never run for real."""
+"""The Kubernetes manifests: valid against the schemas and our settings. No cluster is used."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def test_the_settings_of_the_manifest_are_valid(tmp_path: Path) -> None:
     assert config.security.admin_listen == (f"0.0.0.0:{ports['admin']}",)
     env = {item["name"]: item["value"] for item in CONTAINERS["llama-server"]["env"]}
     assert config.upstream.url == f"http://127.0.0.1:{env['LLAMA_ARG_PORT']}"
-    assert env["LLAMA_ARG_HOST"] == "127.0.0.1", "nobody goes past the proxy"
+    assert env["LLAMA_ARG_HOST"] == "127.0.0.1", "only the proxy may reach the server"
     assert config.security.keys_file == POD["initContainers"][0]["command"][-1]
     assert config.security.keys_file.startswith(mounts["run"] + "/")
     inits = {item["name"]: item for item in POD["initContainers"]}
     assert config.security.admin_token_file == inits["token-copy"]["command"][-1]
-    made = build_parser(inits["token"]["args"]).parse_args(inits["token"]["args"])
-    assert made.keep and str(made.file) == inits["token-copy"]["command"][-2]
-    # Blocks, slot files, encoder and token are on the volume.
+    token_arguments = build_parser(inits["token"]["args"]).parse_args(inits["token"]["args"])
+    assert token_arguments.keep and str(token_arguments.file) == inits["token-copy"]["command"][-2]
+    # Blocks, slot files and the token are on the volume.
     assert config.snapshots.directory == inits["folders"]["command"][-1]
     assert CONTAINERS["llama-server"]["args"] == ["--slot-save-path", config.snapshots.directory]
-    kept = [env["LLAMA_ARG_EVOKE_DISK"], config.snapshots.directory, str(made.file)]
-    assert all(path.startswith(mounts["data"] + "/") for path in kept)
+    on_volume = [env["LLAMA_ARG_EVOKE_DISK"], config.snapshots.directory, str(token_arguments.file)]
+    assert all(path.startswith(mounts["data"] + "/") for path in on_volume)
     assert env["LLAMA_ARG_KV_EVICTION"] == "1" and config.policy.budget == "auto"
 
 
-def test_probes_ask_existing_paths_and_stopping_allows_draining(tmp_path: Path) -> None:
+def test_probes_use_existing_paths_and_stopping_leaves_time_to_drain(tmp_path: Path) -> None:
     served = {route.path for route in admin.routes(None)}  # type: ignore[arg-type]
     proxy = CONTAINERS["proxy"]
     assert proxy["readinessProbe"]["httpGet"]["path"] == "/evoke/ready"
@@ -83,9 +83,9 @@ def test_probes_ask_existing_paths_and_stopping_allows_draining(tmp_path: Path) 
 def test_containers_run_without_root_on_read_only_file_systems() -> None:
     assert POD["securityContext"]["runAsNonRoot"] and POD["securityContext"]["runAsUser"] > 0
     for container in (*POD["containers"], *POD["initContainers"]):
-        shut = container["securityContext"]
-        assert shut["readOnlyRootFilesystem"] and not shut["allowPrivilegeEscalation"]
-        assert shut["capabilities"] == {"drop": ["ALL"]}
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+        assert context["capabilities"] == {"drop": ["ALL"]}
     named = {volume["name"] for volume in POD["volumes"]} | {"data"}
     used = {mount["name"] for item in CONTAINERS.values() for mount in item["volumeMounts"]}
     assert used <= named

@@ -1,4 +1,4 @@
-"""Tables that share what they begin with are what tables of their own would be."""
+"""The block table: a table that shares a prefix with another equals one built from scratch."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ def block(at: int, flavour: int) -> Block:
 
 
 def check(table: BlockTable, blocks: list[Block], copied: list[bool]) -> None:
-    whole = BlockTable(blocks)
-    assert list(table) == blocks and len(table) == len(blocks) and table == whole
+    rebuilt = BlockTable(blocks)
+    assert list(table) == blocks and len(table) == len(blocks) and table == rebuilt
     assert list(table.labels) == [block.label for block in blocks]
     assert table.copied.tolist() == copied
     for name in COLUMNS:
-        assert getattr(table, name).tolist() == getattr(whole, name).tolist()
-    labels = frozenset(block.label for block in blocks[::2]) | {"nobody's"}
-    assert table.labelled(labels).tolist() == whole.labelled(labels).tolist()
-    assert not table.has("nobody's") and all(table.has(block.label) for block in blocks)
+        assert getattr(table, name).tolist() == getattr(rebuilt, name).tolist()
+    labels = frozenset(block.label for block in blocks[::2]) | {"unknown"}
+    assert table.labelled(labels).tolist() == rebuilt.labelled(labels).tolist()
+    assert not table.has("unknown") and all(table.has(block.label) for block in blocks)
 
 
 @settings(max_examples=60)
 @given(st.lists(STEP, max_size=12))
-def test_every_table_is_what_it_was_made_as(steps: list[tuple[int, int, int, int]]) -> None:
-    made: list[tuple[BlockTable, list[Block], list[bool]]] = [(BlockTable(), [], [])]
+def test_a_table_equals_the_blocks_it_was_built_from(
+    steps: list[tuple[int, int, int, int]],
+) -> None:
+    tables: list[tuple[BlockTable, list[Block], list[bool]]] = [(BlockTable(), [], [])]
     for which, where, count, flavour in steps:
-        table, blocks, copied = made[which % len(made)]
+        table, blocks, copied = tables[which % len(tables)]
         n = where % (len(blocks) + 1)
         more = [block(n + i, flavour) for i in range(count)]
         marks = [bool(i % 2) for i in range(count)]
@@ -49,14 +51,18 @@ def test_every_table_is_what_it_was_made_as(steps: list[tuple[int, int, int, int
                 added.relabelled({0: f"n/{n}"}),
                 [replace(more[0], label=f"n/{n}"), *more[1:]],
             )
-        made.append((table[:n] + added, blocks[:n] + more, copied[:n] + marks))
-    for table, blocks, copied in made:
+        tables.append((table[:n] + added, blocks[:n] + more, copied[:n] + marks))
+    for table, blocks, copied in tables:
         check(table, blocks, copied)
         check(table[1:], blocks[1:], copied[1:])
-        for other, its, _ in made:
-            pairs = zip(blocks, its, strict=False)
-            alike = next((i for i, (a, b) in enumerate(pairs) if a.label != b.label), None)
-            least = min(len(blocks), len(its))
-            assert shared_labels(table, other) == (least if alike is None else alike)
+        for other, other_blocks, _ in tables:
+            pairs = zip(blocks, other_blocks, strict=False)
+            first_difference = next(
+                (i for i, (a, b) in enumerate(pairs) if a.label != b.label), None
+            )
+            shorter = min(len(blocks), len(other_blocks))
+            assert shared_labels(table, other) == (
+                shorter if first_difference is None else first_difference
+            )
             if table.same_blocks(other):
-                assert blocks == its
+                assert blocks == other_blocks

@@ -1,3 +1,5 @@
+"""Plans and the ops that they become on the wire."""
+
 from __future__ import annotations
 
 import json
@@ -19,17 +21,17 @@ FULL = Plan(
 )
 
 
-def test_the_empty_plan_asks_for_nothing() -> None:
+def test_the_empty_plan_has_no_ops() -> None:
     assert Plan.EMPTY.ops() == []
     assert Plan.EMPTY.moves_nothing
     assert Plan() == Plan.EMPTY
 
 
-def test_ops_go_saves_evicts_loads_drops_with_the_stream_before_the_loads() -> None:
+def test_ops_are_ordered_saves_evicts_stream_loads_drops() -> None:
     assert [op["op"] for op in FULL.ops()] == ["save", "evict", "evict", "stream", "load", "drop"]
 
 
-def test_ops_are_json_of_the_wire_shape() -> None:
+def test_ops_have_the_json_form_of_the_wire() -> None:
     save, evict, rows, stream, load, drop = json.loads(json.dumps(FULL.ops()))
     assert save == {"op": "save", "name": "a", "p0": 0, "p1": 64}
     assert evict == {"op": "evict", "p0": 0, "p1": 64}
@@ -47,7 +49,7 @@ def test_ops_are_json_of_the_wire_shape() -> None:
     }
 
 
-def test_what_is_gone_on_from_is_said_before_anything_moves() -> None:
+def test_the_reuse_op_comes_first() -> None:
     assert Plan(reuse=0).ops() == [{"op": "reuse", "n_tokens": 0}]
     assert replace(FULL, reuse=64).ops()[0] == {"op": "reuse", "n_tokens": 64}
 
@@ -58,7 +60,7 @@ def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
     assert not Plan(adopt=Adopt(64, ("a",))).moves_nothing
 
 
-def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
+def test_the_smallest_budget_holds_the_protected_tokens_and_one_block() -> None:
     assert FULL.stream is not None
     assert FULL.stream.min_budget == 4 + 32 + 6 + 64
 
@@ -66,12 +68,14 @@ def test_a_stream_holds_what_it_may_not_evict_and_one_block() -> None:
 @pytest.mark.parametrize(
     ("budget", "sent"), [(0, 0), (2**30, 2**30), (2**30 + 1, 2**30), (2**64, 2**30)]
 )
-def test_a_budget_is_at_most_the_largest_that_llama_server_accepts(budget: int, sent: int) -> None:
+def test_a_budget_is_capped_at_the_largest_that_llama_server_accepts(
+    budget: int, sent: int
+) -> None:
     (op,) = Plan(stream=DecodeBudget(budget)).ops()
     assert op["budget"] == sent
 
 
-def test_one_call_has_no_more_than_llama_server_takes() -> None:
+def test_lists_in_a_call_are_limited_to_what_llama_server_accepts() -> None:
     spans = tuple(Span(2 * i, 2 * i + 1) for i in range(20_000))
     blocks = tuple(replace(VICTIM, span=span) for span in spans)
     (op,) = Plan(stream=DecodeBudget(50_000, protect=spans, order=blocks)).ops()
