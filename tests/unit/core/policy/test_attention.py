@@ -1,4 +1,4 @@
-"""What the model looked at: what is captured for whom, and what it says of blocks."""
+"""Captured attention: what is captured for which policy, and the shares of blocks."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ from evoke_proxy.core.policy.registry import capture_of
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 
-LOOKING = {"h2o", "snapkv", "tova", "scored", "arkvale"}
-LOOKED = (0.1, 0.9, 0.2, 0.8, 0.3, 0.4, 0.5, 0.6)
+WITH_CAPTURE = {"h2o", "snapkv", "tova", "scored", "arkvale"}
+SHARES = (0.1, 0.9, 0.2, 0.8, 0.3, 0.4, 0.5, 0.6)
 
 
-def view(attention: tuple[float, ...] | None = LOOKED, **facts: object) -> PolicyView:
-    """Eight resident blocks of 64 tokens, of which six fit beside the tail."""
+def view(attention: tuple[float, ...] | None = SHARES, **facts: object) -> PolicyView:
+    """A view of eight resident blocks of 64 tokens; six of them fit with the tail."""
     plain = block_view(FILLER[:8], "rrrrrrrr", tail=64)
-    looked = None if attention is None else np.array(attention)
-    return replace(plain, attention=looked, **facts)  # type: ignore[arg-type]
+    shares = None if attention is None else np.array(attention)
+    return replace(plain, attention=shares, **facts)  # type: ignore[arg-type]
 
 
-def kept(name: str, given: PolicyView, **settings: int) -> str:
+def resident_with(name: str, state: PolicyView, **settings: int) -> str:
     config = replace(CONFIG, name=name, **settings)  # type: ignore[arg-type]
-    return resident_after(given, registry.decide(given, Query.of("anything"), config))
+    return resident_after(state, registry.decide(state, Query.of("anything"), config))
 
 
-# Block 0 has sinks, block 7 is the one that decoding goes on from.
+# Block 0 has the sinks; decoding continues after block 7.
 @pytest.mark.parametrize(
-    ("name", "left"),
+    ("name", "expected"),
     [
-        ("h2o", "0 3 4 5 6 7"),  # half of the room for the newest
+        ("h2o", "0 3 4 5 6 7"),  # half of the budget for the newest
         ("snapkv", "0 2 3 4 6 7"),  # a window of one block
         ("tova", "0 1 2 3 4 7"),
     ],
 )
-def test_what_was_looked_at_stays_beside_a_window(name: str, left: str) -> None:
-    given = view((0.0, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.0))
-    assert kept(name, given, recent_tokens=64) == left
+def test_a_policy_keeps_attended_blocks_and_its_window(name: str, expected: str) -> None:
+    state = view((0.0, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.0))
+    assert resident_with(name, state, recent_tokens=64) == expected
 
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "tova", "scored"])
-def test_age_decides_until_something_was_captured(name: str) -> None:
-    given = view(None)
-    assert kept(name, given) == "0 3 4 5 6 7"
+def test_without_captured_attention_the_newest_blocks_are_kept(name: str) -> None:
+    state = view(None)
+    assert resident_with(name, state) == "0 3 4 5 6 7"
     config = replace(CONFIG, name=name)
-    plan = registry.decide(given, Query.of("anything"), config)
+    plan = registry.decide(state, Query.of("anything"), config)
     assert not plan.saves and not plan.loads
 
 
-def test_scored_keeps_what_was_looked_at_last() -> None:
+def test_scored_keeps_the_blocks_attended_last() -> None:
     turns = np.array([1.0, 9.0, 3.0, 8.0, 2.0, 4.0, 5.0, 6.0])
-    assert kept("scored", view(last_attended=turns)) == "0 1 3 5 6 7"
+    assert resident_with("scored", view(last_attended=turns)) == "0 1 3 5 6 7"
 
 
-def test_only_policies_that_look_at_attention_have_it_captured() -> None:
-    wanted = {name for name in policy_names() if capture_of(replace(CONFIG, name=name))}
-    assert wanted == LOOKING | {"evoke_attention"}
+def test_attention_is_captured_only_for_policies_that_use_it() -> None:
+    capturing = {name for name in policy_names() if capture_of(replace(CONFIG, name=name))}
+    assert capturing == WITH_CAPTURE | {"evoke_attention"}
     assert capture_of(replace(CONFIG, name="h2o", budget=None)) is None
 
 
-def test_the_op_says_what_and_of_which_layers() -> None:
+def test_the_capture_op_has_the_mode_and_the_layers() -> None:
     assert Capture("sum").op((1, 2)) == {
         **{"op": "attn-capture", "layers": [1, 2], "mode": "sum"},
         **{"decay": 0.95, "window": 32},
@@ -80,7 +80,7 @@ def test_the_op_says_what_and_of_which_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("possible", "count", "taken"),
+    ("possible", "count", "chosen"),
     [
         (range(28), 4, (3, 10, 17, 24)),
         (range(4), 4, (0, 1, 2, 3)),
@@ -89,15 +89,17 @@ def test_the_op_says_what_and_of_which_layers() -> None:
         ((), 4, ()),
     ],
 )
-def test_layers_are_spread(possible: range, count: int, taken: tuple[int, ...]) -> None:
-    assert captured_layers(possible, count) == taken
+def test_captured_layers_are_spread_over_the_model(
+    possible: range, count: int, chosen: tuple[int, ...]
+) -> None:
+    assert captured_layers(possible, count) == chosen
 
 
 ANSWERS: list[dict[str, object]] = [{}, {"mass": [1] * 7, "n_obs": 3}, {"mass": [0] * 8}]
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_says_nothing_changes_nothing(answer: dict[str, object]) -> None:
+def test_an_unusable_answer_changes_nothing(answer: dict[str, object]) -> None:
     plain = view(None)
     assert AttentionTracker().updated(plain, answer, 1, 16) is plain
 
@@ -105,32 +107,32 @@ def test_an_answer_that_says_nothing_changes_nothing(answer: dict[str, object]) 
 def test_shares_compare_tokens_with_the_mean_without_sinks() -> None:
     blocks = view().blocks
     mass = np.array([900.0, 64.0, 192.0, 0.0, 128.0, 0.0, 0.0, 0.0])
-    known = np.array([True] * 5 + [False] * 3)
-    found = attention_shares(mass, blocks, known, sink_tokens=16)
-    # the mean of 1, 3, 0, 2 a token is 1.5
-    assert found[:5] == pytest.approx([14.0625 / 15.5625, 0.4, 2 / 3, 0.0, 2 / 3.5])
-    nothing = attention_shares(np.zeros(8), blocks, known, sink_tokens=16)
+    in_cache = np.array([True] * 5 + [False] * 3)
+    shares_found = attention_shares(mass, blocks, in_cache, sink_tokens=16)
+    # the mean of 1, 3, 0 and 2 per token is 1.5
+    assert shares_found[:5] == pytest.approx([14.0625 / 15.5625, 0.4, 2 / 3, 0.0, 2 / 3.5])
+    nothing = attention_shares(np.zeros(8), blocks, in_cache, sink_tokens=16)
     assert nothing.tolist() == [0.5] * 8
 
 
-def test_a_block_that_is_out_keeps_what_it_had() -> None:
+def test_an_evicted_block_keeps_its_share() -> None:
     memory, plain = AttentionTracker(), view(None)
     assert memory.annotated(plain) is plain
-    # shares: 0.5 for the mean of 2 a token, 0 for none; block 0 has the sinks
+    # the share is 0.5 for the mean of 2 per token, 0 for none; block 0 has the sinks
     first = {"mass": [0, 256, 0, 256, 0, 128, 128, 128], "n_obs": 3}
-    shown = memory.updated(plain, first, 4, 16)
-    assert shown.attention is not None and shown.last_attended is not None
-    assert shown.attention == pytest.approx([0, 2 / 3, 0, 2 / 3, 0, 0.5, 0.5, 0.5], abs=1e-9)
-    # made in turn 1; in turn 4 these had the mean or more
-    assert shown.last_attended.tolist() == [1, 4, 1, 4, 1, 4, 4, 4]
-    known = plain.in_cache.copy()
-    known[1] = False
+    updated = memory.updated(plain, first, 4, 16)
+    assert updated.attention is not None and updated.last_attended is not None
+    assert updated.attention == pytest.approx([0, 2 / 3, 0, 2 / 3, 0, 0.5, 0.5, 0.5], abs=1e-9)
+    # the blocks are of turn 1; in turn 4 some had the mean or more
+    assert updated.last_attended.tolist() == [1, 4, 1, 4, 1, 4, 4, 4]
+    in_cache = plain.in_cache.copy()
+    in_cache[1] = False
     second = {"mass": [0, 0, 64, 0, 0, 0, 0, 0], "n_obs": 4}
-    shown = memory.updated(replace(plain, in_cache=known), second, 5, 16)
-    assert shown.attention is not None and shown.last_attended is not None
-    assert shown.attention == pytest.approx([0, 2 / 3, 6 / 7, 0, 0, 0, 0, 0], abs=1e-9)
-    assert shown.last_attended.tolist() == [1, 4, 5, 4, 1, 4, 4, 4]
-    fewer = replace(plain, blocks=plain.blocks[:1], in_cache=known[:1])
+    updated = memory.updated(replace(plain, in_cache=in_cache), second, 5, 16)
+    assert updated.attention is not None and updated.last_attended is not None
+    assert updated.attention == pytest.approx([0, 2 / 3, 6 / 7, 0, 0, 0, 0, 0], abs=1e-9)
+    assert updated.last_attended.tolist() == [1, 4, 5, 4, 1, 4, 4, 4]
+    fewer = replace(plain, blocks=plain.blocks[:1], in_cache=in_cache[:1])
     memory.updated(fewer, {"mass": [64], "n_obs": 5}, 6, 0)
-    again = memory.annotated(plain)
-    assert again.attention is not None and again.attention.tolist() == [0.5] + [0.5] * 7
+    later = memory.annotated(plain)
+    assert later.attention is not None and later.attention.tolist() == [0.5] + [0.5] * 7

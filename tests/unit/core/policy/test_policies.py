@@ -1,4 +1,4 @@
-"""The contract of a plan, on random layouts, and its intent, on small ones."""
+"""Policies: properties of every plan on random layouts, and decisions on small ones."""
 
 from __future__ import annotations
 
@@ -30,48 +30,48 @@ WORDS = ["vault", "code", "oslo", "river", "bridge", "config", "port", "8080"]
 
 
 def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
-    """With two of the blocks for the oracle, and some that the client names now and then."""
-    named = ("user:0", "tool:3#0") if "port" in query else ()
+    """Decides with two gold blocks for the oracle, and for some words with requested blocks."""
+    requested = ("user:0", "tool:3#0") if "port" in query else ()
     files = ("src/a.py", "src/b.py") if "config" in query else ()
-    question = replace(Query.of(query), requested=named, gold=(1, 2), files=files)
+    question = replace(Query.of(query), requested=requested, gold=(1, 2), files=files)
     return registry.decide(view, question, config)
 
 
 @st.composite
 def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
-    """Blocks that tile a prompt, in any states that their places allow, and a slot around them."""
+    """Views with blocks that tile a prompt, in any possible states, and any slot."""
     lengths = draw(st.lists(st.integers(1, 64), min_size=1, max_size=24))
-    n_known = draw(st.integers(0, len(lengths)))
+    n_cached = draw(st.integers(0, len(lengths)))
     pins_in_10 = draw(st.sampled_from([0, 1, 7]))
     blocks, states, at = [], [], 0
     for i, length in enumerate(lengths):
-        known = i < n_known
-        state = draw(st.sampled_from(BlockState)) if known else _tail_state(draw)
+        before_end = i < n_cached
+        state = draw(st.sampled_from(BlockState)) if before_end else _tail_state(draw)
         blocks.append(_block(draw, i, Span(at, at + length), pins_in_10))
-        states.append(BlockState.SAVED if adopts and known else state)
+        states.append(BlockState.SAVED if adopts and before_end else state)
         at += length
-    known_end = sum(lengths[:n_known])
-    if n_known and not adopts:
-        states[n_known - 1] = draw(
+    cached_end = sum(lengths[:n_cached])
+    if n_cached and not adopts:
+        states[n_cached - 1] = draw(
             st.sampled_from([BlockState.RESIDENT, BlockState.RESIDENT_SAVED])
         )
-    loose = draw(st.integers(0, 150)) if n_known == len(lengths) and not adopts else 0
+    unaligned = draw(st.integers(0, 150)) if n_cached == len(lengths) and not adopts else 0
     rows = [b.span for b, s in zip(blocks, states, strict=True) if s.resident]
-    rows += [Span(known_end, known_end + loose)]
-    strange_at = known_end + loose + draw(st.integers(0, 3))
-    strange = draw(st.integers(0, 200))
-    rows += [Span(strange_at, strange_at + strange)]
-    looked = draw(st.none() | st.just(np.linspace(0.9, 0.1, len(blocks))))
+    rows += [Span(cached_end, cached_end + unaligned)]
+    foreign_at = cached_end + unaligned + draw(st.integers(0, 3))
+    foreign = draw(st.integers(0, 200))
+    rows += [Span(foreign_at, foreign_at + foreign)]
+    shares = draw(st.none() | st.just(np.linspace(0.9, 0.1, len(blocks))))
     return PolicyView(
         *view_columns(blocks, states),
-        attention=looked,
-        last_attended=None if looked is None else (10 * looked).round(),
-        n_tokens=at + loose + draw(st.integers(1, 4)),
-        n_past=0 if adopts else known_end + loose,
+        attention=shares,
+        last_attended=None if shares is None else (10 * shares).round(),
+        n_tokens=at + unaligned + draw(st.integers(1, 4)),
+        n_past=0 if adopts else cached_end + unaligned,
         resident=merged(rows),
         n_free=draw(st.integers(0, 400) | st.just(1 << 20)),
         max_tokens=draw(st.none() | st.integers(0, 2000)),
-        adopt_to=known_end if adopts else 0,
+        adopt_to=cached_end if adopts else 0,
         stale=tuple(draw(st.sets(st.sampled_from(["old/1", "old/2"])))),
         index=Index(),
     )
@@ -97,9 +97,9 @@ def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
     )
 
 
-# Those that evict: each holds the same contract.
-NAMES = [name for name in policy_names() if "_" not in name]  # no variants, not no_eviction
-each = pytest.mark.parametrize("name", NAMES)
+# Every policy that evicts has the same properties; variants and no_eviction are left out.
+NAMES = [name for name in policy_names() if "_" not in name]
+each_policy = pytest.mark.parametrize("name", NAMES)
 CONFIGS = st.builds(
     PolicyConfig,
     budget=st.integers(150, 1200) | st.sampled_from([None, 512]),
@@ -113,7 +113,7 @@ QUERIES = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
 
 
 def model_of(view: PolicyView) -> SlotModel:
-    """A slot in the state a view shows. Its tokens are the prompt's below n_past, then others."""
+    """A slot in the state of a view: its tokens are those of the prompt only before n_past."""
     rows = {row for span in view.resident for row in range(span.start, span.end)}
     n = max([view.n_past, *(row + 1 for row in rows)])
     tokens = [p if p < view.n_past else -p - 1 for p in range(n)]
@@ -125,7 +125,7 @@ def model_of(view: PolicyView) -> SlotModel:
 
 
 def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
-    """What a view looks like once its plan was run; Refused when the plan cannot be run."""
+    """The view and the slot after the plan was run; Refused if it cannot be run."""
     model = model_of(view)
     prompt = list(range(view.n_tokens))
     model.run(plan, prompt)
@@ -136,9 +136,9 @@ def after(view: PolicyView, plan: Plan) -> tuple[PolicyView, SlotModel]:
         BlockState.of(total(common(resident, [b.span])) == len(b.span), b.label in model.store)
         for b in view.blocks
     )
-    _, here, copied = view_columns(view.blocks, states)
+    _, in_cache, in_pool = view_columns(view.blocks, states)
     later = replace(
-        view, in_cache=here, in_pool=copied, n_past=cursor, resident=slot.resident,
+        view, in_cache=in_cache, in_pool=in_pool, n_past=cursor, resident=slot.resident,
         n_free=slot.n_free, adopt_to=0, stale=(),
     )  # fmt: skip
     return later, model
@@ -149,13 +149,13 @@ def resident_tokens(view: PolicyView) -> int:
 
 
 def reserve(view: PolicyView, config: PolicyConfig) -> int:
-    wanted = config.reserve_tokens if view.max_tokens is None else view.max_tokens
+    requested_reserve = config.reserve_tokens if view.max_tokens is None else view.max_tokens
     assert config.budget is not None
-    return min(wanted, config.budget // 4)
+    return min(requested_reserve, config.budget // 4)
 
 
 def must_stay(view: PolicyView, config: PolicyConfig) -> list[Block]:
-    """Of the resident blocks: sinks, pins, and the one that decoding goes on from."""
+    """The resident blocks with sinks or pins, and the one that decoding continues from."""
     return [
         block
         for block, state in zip(view.blocks, states_of(view), strict=True)
@@ -168,32 +168,32 @@ def sinks(config: PolicyConfig) -> int:
     return 0 if config.name == "recency" else config.sink_tokens
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_a_plan_can_be_run_and_keeps_the_budget(
+def test_a_plan_can_be_run_and_stays_within_the_budget(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
     plan = decide(view, query, config)
-    then, model = after(view, plan)
+    later, model = after(view, plan)
     assert (
-        then.n_past == view.n_past == model.view(list(range(view.n_tokens))).n_past(view.n_tokens)
+        later.n_past == view.n_past == model.view(list(range(view.n_tokens))).n_past(view.n_tokens)
     )
     if config.budget is None:
         assert not plan.evicts and not plan.infeasible
         assert plan.stream == DecodeBudget(0)
         return
-    needed = resident_tokens(then) + view.n_to_decode + reserve(view, config)
+    needed = resident_tokens(later) + view.n_to_decode + reserve(view, config)
     if plan.over_capacity:
         least = (config.budget - config.least_budget) // 2
-        stays = total(block.span for block in must_stay(then, config))
-        loose = resident_tokens(then) - total(
+        stays = total(block.span for block in must_stay(later, config))
+        unaligned = resident_tokens(later) - total(
             block.span
-            for block, state in zip(then.blocks, states_of(then), strict=True)
+            for block, state in zip(later.blocks, states_of(later), strict=True)
             if state.resident
         )
-        assert resident_tokens(then) <= max(least, stays + loose)
+        assert resident_tokens(later) <= max(least, stays + unaligned)
         assert plan.stream is not None and plan.stream.min_budget <= config.budget
     elif not plan.infeasible:
         assert needed <= config.budget
@@ -201,23 +201,25 @@ def test_a_plan_can_be_run_and_keeps_the_budget(
             config.budget, total(view.resident)
         )
     else:
-        stays = must_stay(then, config)
-        loose = resident_tokens(then) - sum(len(b.span) for b in stays)
+        stays = must_stay(later, config)
+        unaligned = resident_tokens(later) - sum(len(b.span) for b in stays)
         uncovered = max(0, view.n_past - (view.blocks[-1].span.end))
-        assert loose == min(uncovered, loose), "an infeasible plan kept what it need not"
+        assert unaligned == min(uncovered, unaligned), (
+            "an infeasible plan kept rows that could be evicted"
+        )
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_infeasible_means_that_what_must_stay_does_not_fit(
+def test_a_plan_is_infeasible_exactly_if_the_blocks_that_must_stay_do_not_fit(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
     plan = decide(view, query, config)
     if config.budget is None:
         return
-    held = [
+    staying = [
         block
         for block, state in zip(view.blocks, states_of(view), strict=True)
         if (
@@ -226,14 +228,14 @@ def test_infeasible_means_that_what_must_stay_does_not_fit(
         )
         and (block.pinned or block.span.start < sinks(config) or view.n_past - 1 in block.span)
     ]
-    loose = resident_tokens(view) - sum(
+    unaligned = resident_tokens(view) - sum(
         len(b.span) for b, s in zip(view.blocks, states_of(view), strict=True) if s.resident
     )
-    needed = sum(len(block.span) for block in held) + loose
+    needed = sum(len(block.span) for block in staying) + unaligned
     assert plan.infeasible == (needed + view.n_to_decode + reserve(view, config) > config.budget)
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
 def test_sinks_pins_and_the_topmost_block_are_never_evicted(
@@ -247,51 +249,51 @@ def test_sinks_pins_and_the_topmost_block_are_never_evicted(
     assert not common(loaded, [evict.span for evict in plan.evicts])
     assert all(span.end <= view.n_past for span in loaded)
     if plan.stream is not None and plan.stream.budget:
-        spared = [*plan.stream.protect, Span(0, sinks(config))]
-        assert not common((victim.span for victim in plan.stream.order), spared)
+        protected = [*plan.stream.protect, Span(0, sinks(config))]
+        assert not common((victim.span for victim in plan.stream.order), protected)
         assert plan.stream.min_budget <= max(
             plan.stream.budget, config.sink_tokens + config.recent_tokens + config.block_tokens
         )
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_deciding_on_the_result_moves_nothing(
+def test_a_second_decision_after_the_plan_moves_nothing(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
-    then, _ = after(view, decide(view, query, config))
-    again = decide(then, query, config)
-    assert again.moves_nothing
-    assert again.drops == ()
+    later, _ = after(view, decide(view, query, config))
+    repeated = decide(later, query, config)
+    assert repeated.moves_nothing
+    assert repeated.drops == ()
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_evicting_saves_first_once_or_not_at_all(
+def test_evicted_blocks_are_saved_once_if_the_policy_saves_them(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
     plan = decide(view, query, config)
     saved = {save.label for save in plan.saves}
-    had = {b.label for b, s in zip(view.blocks, states_of(view), strict=True) if s.saved}
+    already_saved = {b.label for b, s in zip(view.blocks, states_of(view), strict=True) if s.saved}
     evicted = {evict.label for evict in plan.evicts if evict.label is not None}
     if saves_evicted(config):
-        assert saved == evicted - had
+        assert saved == evicted - already_saved
     else:
         assert not saved and not plan.loads
-        assert had <= {drop.label for drop in plan.drops}
+        assert already_saved <= {drop.label for drop in plan.drops}
     assert set(view.stale) <= {drop.label for drop in plan.drops}
     if saves_evicted(config):
         assert {drop.label for drop in plan.drops} == set(view.stale)
 
 
-@each
+@each_policy
 @given(views(), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
+def test_a_plan_does_not_depend_on_earlier_contents_of_the_index(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
@@ -302,48 +304,55 @@ def test_the_same_view_gives_the_same_plan_whatever_the_index_held(
     assert decide(view, query, config) == decide(view, query, config)
 
 
-@each
+@each_policy
 @given(views() | views(adopts=True), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_every_prompt_position_is_in_one_book(
+def test_every_prompt_token_is_counted_exactly_once_in_the_forecast(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name)
     if view.adopt_to and not saves_evicted(config):
-        return  # a session never offers what its policy cannot do
+        return  # no session adopts blocks with a policy that does not save
     plan = decide(view, query, config)
-    books = forecast(view, plan)
-    then, _ = after(view, plan)
-    cursor = then.n_past
-    here = {p for span in then.reused_rows for p in range(span.start, span.end)}
+    accounting = forecast(view, plan)
+    later, _ = after(view, plan)
+    cursor = later.n_past
+    in_cache = {p for span in later.reused_rows for p in range(span.start, span.end)}
     moves_of = plan.adopt.spans if plan.adopt else tuple(load.span for load in plan.loads)
     recovered = {p for span in moves_of for p in range(span.start, span.end)}
-    assert recovered <= here
-    assert books.recovered == len(recovered)
-    assert books.resident_before == len(here - recovered)
-    assert books.omitted == cursor - len(here)
-    assert books.decoded == view.n_tokens - cursor
-    assert min(books.recovered, books.resident_before, books.omitted, books.decoded) >= 0
-    parts = books.recovered + books.resident_before + books.omitted + books.decoded
-    assert parts == books.n_prompt == view.n_tokens
+    assert recovered <= in_cache
+    assert accounting.recovered == len(recovered)
+    assert accounting.resident_before == len(in_cache - recovered)
+    assert accounting.omitted == cursor - len(in_cache)
+    assert accounting.decoded == view.n_tokens - cursor
+    assert (
+        min(
+            accounting.recovered, accounting.resident_before, accounting.omitted, accounting.decoded
+        )
+        >= 0
+    )
+    parts = (
+        accounting.recovered + accounting.resident_before + accounting.omitted + accounting.decoded
+    )
+    assert parts == accounting.n_prompt == view.n_tokens
 
 
 @pytest.mark.parametrize("name", ["evoke", "infllm", "oracle"])
 @given(views(adopts=True), QUERIES, CONFIGS)
 @settings(max_examples=50)
-def test_a_session_comes_back_under_its_budget(
+def test_an_adopted_session_stays_within_its_budget(
     name: str, view: PolicyView, query: str, config: PolicyConfig
 ) -> None:
     config = replace(config, name=name, recovery="kv_restore")
     plan = decide(view, query, config)
-    then, _ = after(view, plan)
+    later, _ = after(view, plan)
     assert not (plan.saves or plan.evicts or plan.loads)
     if plan.adopt is None:
         return
     assert plan.adopt.n_tokens == view.adopt_to
     assert plan.adopt.spans[-1].end == view.adopt_to
     assert list(plan.adopt.spans) == sorted(plan.adopt.spans)
-    assert decide(then, query, config).moves_nothing
+    assert decide(later, query, config).moves_nothing
     if config.budget is not None and plan.over_capacity:
         assert total(plan.adopt.spans) <= config.budget
     elif config.budget is not None and not plan.infeasible:
@@ -351,26 +360,26 @@ def test_a_session_comes_back_under_its_budget(
         assert total(plan.adopt.spans) + tail + reserve(view, config) <= config.budget
 
 
-def test_the_block_with_the_answer_comes_back_for_the_oldest_filler() -> None:
+def test_the_block_with_the_answer_replaces_the_oldest_filler() -> None:
     texts = [FILLER[0], "the oslo vault code is 48213", *FILLER[2:8]]
     view = block_view(texts, "rsrrrrrr")
     plan = decide(view, "what is the oslo vault code?", CONFIG)
-    assert moves_of(plan) == "-s/3 -s/4 +s/1"  # the neighbour of the answer stays
+    assert moves_of(plan) == "-s/3 -s/4 +s/1"  # the neighbour of the answer is kept
     assert [save.label for save in plan.saves] == ["s/3", "s/4"]
     assert plan.stream is not None and Span(64, 128) in plan.stream.protect
 
 
-def test_nothing_moves_while_there_is_room() -> None:
+def test_nothing_moves_within_the_budget() -> None:
     plan = decide(block_view(FILLER[:6], "rrrrrr"), "anything", CONFIG)
     assert plan.moves_nothing and not plan.infeasible
 
 
-def test_everything_saved_comes_back_when_there_is_room() -> None:
+def test_all_saved_blocks_are_loaded_if_the_budget_allows() -> None:
     plan = decide(block_view(FILLER[:5], "rssbr"), "anything", CONFIG)
     assert moves_of(plan) == "+s/1 +s/2"
 
 
-def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
+def test_without_a_budget_saved_blocks_are_loaded_into_the_free_cells() -> None:
     view = block_view(FILLER[:5], "rssbr")
     unlimited = replace(CONFIG, budget=None)
     assert moves_of(decide(view, "number2", unlimited)) == "+s/1 +s/2"
@@ -379,12 +388,12 @@ def test_without_a_budget_saved_blocks_come_back_as_cells_allow() -> None:
 
 
 def file_session() -> PolicyView:
-    """A file read in three blocks, edited, then talked past; another file read in two."""
+    """A file read in several blocks and edited, another file, and later turns about neither."""
     view = block_view([*FILLER[:2], *["a line of it"] * 6, *FILLER[:6]], "rrsssssbrrrrrr")
-    tool, said = Role.TOOL, Role.ASSISTANT
-    # which block is of which message, whose it is and what it goes by
+    tool, assistant = Role.TOOL, Role.ASSISTANT
+    # message, role and alias by block number
     shapes = {2: (2, tool, "src/a.py"), 3: (2, tool, "src/a.py"), 4: (4, tool, "src/a.py")}
-    shapes |= {5: (4, tool, "src/a.py"), 6: (5, said, "src/a.py"), 7: (6, tool, "src/b.py")}
+    shapes |= {5: (4, tool, "src/a.py"), 6: (5, assistant, "src/a.py"), 7: (6, tool, "src/b.py")}
     blocks = list(view.blocks)
     for i, (message, role, path) in shapes.items():
         blocks[i] = replace(blocks[i], message=message, role=role, aliases=(path,))
@@ -392,23 +401,25 @@ def file_session() -> PolicyView:
 
 
 @pytest.mark.parametrize(
-    ("budget", "back"),
+    ("budget", "loaded"),
     [
-        pytest.param(704, "s/4 s/5 s/6", id="latest reading and the edit since"),
-        pytest.param(384, "s/4 s/5", id="the reading, where half of the room has not both"),
-        pytest.param(300, "s/6", id="the edit, where half of the room has not the reading"),
+        pytest.param(704, "s/4 s/5 s/6", id="the latest reading and the edit after it"),
+        pytest.param(384, "s/4 s/5", id="the reading, if half of the room cannot hold both"),
+        pytest.param(300, "s/6", id="the edit, if half of the room cannot hold the reading"),
     ],
 )
-def test_a_file_that_a_tool_is_called_with_comes_back_whole(budget: int, back: str) -> None:
+def test_the_blocks_of_a_file_that_a_tool_is_called_with_are_loaded(
+    budget: int, loaded: str
+) -> None:
     view, config = file_session(), replace(CONFIG, budget=budget)
     question = replace(Query.of("48213: return nothing"), files=("src/a.py", "src/c.py"))
     plan = registry.decide(view, question, config)
-    assert " ".join(load.label for load in plan.loads) == back
+    assert " ".join(load.label for load in plan.loads) == loaded
     without = registry.decide(view, replace(question, files=()), config)
     assert not {"s/4", "s/5"} & {load.label for load in without.loads}
 
 
-def test_a_small_difference_is_not_worth_a_move() -> None:
+def test_a_difference_below_the_margin_moves_nothing() -> None:
     view = block_view(FILLER[:8], "rsrrrrrr")
     first, second, *others = view.blocks
     view = replace(view, blocks=BlockTable([first, replace(second, preferred=True), *others]))
@@ -416,74 +427,73 @@ def test_a_small_difference_is_not_worth_a_move() -> None:
     assert moves_of(decide(view, "", replace(CONFIG, name="evoke_margin_0.5"))) == "-s/2"
 
 
-def test_what_has_just_come_back_stays_twice_as_long_but_not_for_a_question_about_another() -> None:
-    """Two blocks worth half a point more than one that came back: more than the margin, less than
-    twice that."""
+def test_the_margin_is_doubled_for_recovered_blocks_unless_the_question_ranks_another() -> None:
+    """The other block is worth more by more than the margin and less than twice the margin."""
     view = block_view(FILLER[:8], "rsrrrrrr")
     blocks = [replace(block, priority=0.3) for block in view.blocks]
     blocks[1] = replace(blocks[1], priority=0.8)
     view = replace(view, blocks=BlockTable(blocks))
     config = replace(CONFIG, name="evoke_margin_0.2")
-    lately = replace(view, recovered=np.array([i > 1 for i in range(8)]))
+    recovered = replace(view, recovered=np.array([i > 1 for i in range(8)]))
     assert "+s/1" in moves_of(decide(view, "", config))
-    assert "+s/1" not in moves_of(decide(lately, "", config))
-    assert "+s/1" in moves_of(decide(lately, "number1", config))
+    assert "+s/1" not in moves_of(decide(recovered, "", config))
+    assert "+s/1" in moves_of(decide(recovered, "number1", config))
 
 
-def test_equal_blocks_are_told_apart_by_key() -> None:
+def test_blocks_of_equal_worth_are_ordered_by_display_name() -> None:
     view = block_view(["x"] * 10, "r" * 10)
-    keys = [f"key{(i * 7) % 10}" for i in range(10)]
-    flat = [
-        replace(b, display_name=k, preferred=True) for b, k in zip(view.blocks, keys, strict=True)
+    names = [f"key{(i * 7) % 10}" for i in range(10)]
+    blocks = [
+        replace(b, display_name=k, preferred=True) for b, k in zip(view.blocks, names, strict=True)
     ]
-    plan = decide(replace(view, blocks=BlockTable(flat)), "", CONFIG)
-    left = {b.display_name for b in flat} - {
-        flat[int((e.label or "")[2:])].display_name for e in plan.evicts
+    plan = decide(replace(view, blocks=BlockTable(blocks)), "", CONFIG)
+    kept = {b.display_name for b in blocks} - {
+        blocks[int((e.label or "")[2:])].display_name for e in plan.evicts
     }
-    assert left - {keys[0], keys[9]} == {"key1", "key2", "key4", "key5"}
+    assert kept - {names[0], names[9]} == {"key1", "key2", "key4", "key5"}
     assert plan.stream is not None
-    assert [flat[int(v.label[2:])].display_name for v in plan.stream.order] == sorted(
-        left - {keys[0]}
+    assert [blocks[int(v.label[2:])].display_name for v in plan.stream.order] == sorted(
+        kept - {names[0]}
     )
 
 
 class NoisyIndex(Index):
-    """Sums words up in the opposite order for odd blocks: 0.3 and 0.1 + 0.2 are not the same."""
+    """Adds in another order for odd blocks: 0.3 and 0.1 + 0.2 differ in floating point."""
 
     def relevance(self, question: Query, blocks: BlockTable, *_: object) -> FloatArray:
         return np.array([0.3 if i % 2 else 0.1 + 0.2 for i in range(len(blocks))])
 
 
-def test_the_order_of_a_sum_decides_nothing() -> None:
+def test_rounding_of_a_sum_does_not_change_the_decision() -> None:
     view = block_view(["x"] * 10, "r" * 10)
-    flat = BlockTable(replace(block, preferred=True) for block in view.blocks)
-    plan = decide(replace(view, blocks=flat, index=NoisyIndex()), "", CONFIG)
+    blocks = BlockTable(replace(block, preferred=True) for block in view.blocks)
+    plan = decide(replace(view, blocks=blocks, index=NoisyIndex()), "", CONFIG)
     assert moves_of(plan) == "-s/5 -s/6 -s/7 -s/8"
 
 
-def test_rows_behind_the_last_block_count_too() -> None:
+def test_rows_after_the_last_block_count_against_the_budget() -> None:
     view = block_view(FILLER[:6], "rrrrrr", tail=40)
-    behind = replace(view, n_past=384 + 60, resident=(Span(0, 384 + 60),), n_tokens=384 + 100)
+    with_rows = replace(view, n_past=384 + 60, resident=(Span(0, 384 + 60),), n_tokens=384 + 100)
     assert decide(view, "", CONFIG).moves_nothing
-    assert moves_of(decide(behind, "", CONFIG)) == "-s/1"
+    assert moves_of(decide(with_rows, "", CONFIG)) == "-s/1"
 
 
-def test_a_pin_that_is_out_comes_back_first() -> None:
+def test_an_evicted_pinned_block_is_loaded() -> None:
     view = block_view(FILLER[:8], "rsrrrrrr", pins="1")
     assert "+s/1" in moves_of(decide(view, "number5 number6", CONFIG))
 
 
-def test_a_tail_over_the_budget_frees_all_but_what_must_stay() -> None:
+def test_a_tail_over_the_budget_evicts_all_blocks_that_may_be_evicted() -> None:
     view = block_view(FILLER[:8], "rrrrrrrr", tail=5000, pins="3")
     plan = decide(view, "number5", CONFIG)
     assert plan.infeasible and "5000" in plan.reason
-    # what must stay takes the half of the budget that is kept for earlier blocks
+    # the blocks that must stay take the half of the budget reserved for earlier blocks
     assert moves_of(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
     assert plan.stream is not None
     assert plan.stream.protect == (Span(0, 64), Span(192, 256), Span(448, 512))
 
 
-def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
+def test_with_a_tail_over_the_budget_the_best_earlier_blocks_are_kept() -> None:
     view = block_view(FILLER[:12], "rrrrrrrrssss", tail=5000)
     plan = decide(view, "number9", replace(CONFIG, budget=1024))
     assert plan.over_capacity and "+s/9" in moves_of(plan)
@@ -494,16 +504,16 @@ def test_the_best_earlier_blocks_stay_beside_a_tail_over_the_budget() -> None:
     assert recency.infeasible and not recency.over_capacity
 
 
-def test_the_engine_evicts_the_old_before_the_new_and_the_useless_first() -> None:
+def test_the_server_evicts_irrelevant_blocks_first_and_old_before_new_ones() -> None:
     view = block_view([*FILLER[:4], "new text", "other text"], "rrrrdd")
     view = replace(view, n_past=256, resident=(Span(0, 256),), n_tokens=6 * 64 + 10)
     plan = decide(view, "number1", CONFIG)
     assert plan.stream is not None
-    # s/2 is older than s/3, but it is next to what the question is about.
+    # s/2 is older than s/3, but next to the block that the question is about.
     assert [victim.label for victim in plan.stream.order] == ["s/3", "s/2", "s/1", "s/4", "s/5"]
 
 
-def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
+def test_in_a_long_turn_the_block_its_question_is_about_is_evicted_last() -> None:
     texts = [*FILLER[:2], "the oslo vault code is 48213", *FILLER[3:8]]
     document = replace(block_view(texts, "dddddddd"), n_past=0, resident=())
     query = " ".join(texts) + " filler" * 200 + " so what is the oslo vault code?"
@@ -513,7 +523,7 @@ def test_of_a_long_turn_what_its_question_is_about_goes_last() -> None:
     assert order[-1] == "s/2"
 
 
-def test_of_a_very_long_turn_both_ends_are_looked_up() -> None:
+def test_both_ends_of_a_very_long_turn_are_used_as_the_query() -> None:
     view = block_view(FILLER[:8], "rssrrrrr")
     padding = "x " * 5000
     assert "+s/1" in moves_of(decide(view, f"number1 {padding}", CONFIG))
@@ -521,7 +531,7 @@ def test_of_a_very_long_turn_both_ends_are_looked_up() -> None:
     assert "+" not in moves_of(decide(view, f"{padding} number1 {padding}", CONFIG))
 
 
-def test_strange_rows_make_room_for_what_comes_back() -> None:
+def test_rows_of_another_text_are_evicted_for_blocks_to_load() -> None:
     view = block_view(FILLER[:3], "rsr", tail=40)
     view = replace(view, resident=(*view.resident, Span(300, 700)), n_free=0)
     plan = decide(view, "number1", CONFIG)
@@ -529,7 +539,7 @@ def test_strange_rows_make_room_for_what_comes_back() -> None:
     assert moves_of(plan).endswith("+s/1")
 
 
-def test_the_reserve_is_the_answers_limit_but_not_most_of_the_budget() -> None:
+def test_the_reserve_is_the_answers_limit_but_at_most_a_quarter_of_the_budget() -> None:
     def kept(max_tokens: int | None) -> int:
         view = replace(block_view(FILLER[:8], "rrrrrrrr", tail=40), max_tokens=max_tokens)
         return 8 - len(decide(view, "", CONFIG).evicts)
@@ -537,7 +547,7 @@ def test_the_reserve_is_the_answers_limit_but_not_most_of_the_budget() -> None:
     assert [kept(limit) for limit in (0, None, 64, 100, 128, 100_000)] == [7, 6, 6, 5, 5, 5]
 
 
-def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
+def test_no_eviction_switches_the_budget_of_the_server_off() -> None:
     view = replace(block_view(FILLER[:9], "rssrrrrrr"), stale=("old",))
     plan = decide(view, "number1", replace(CONFIG, name="no_eviction"))
     assert plan.moves_nothing
@@ -545,7 +555,7 @@ def test_the_policy_that_moves_nothing_turns_the_stream_off() -> None:
     assert [drop.label for drop in plan.drops] == ["old"]
 
 
-def test_what_is_left_of_a_truncated_prompt_is_held_in_the_budget_too() -> None:
+def test_the_truncate_policy_keeps_the_remaining_prompt_within_the_budget() -> None:
     config = replace(CONFIG, name="truncate")
     plan = decide(block_view(FILLER[:9], "rrrrrrrrr", tail=40), "number1", config)
     assert plan.evicts and not plan.saves and not plan.loads
@@ -557,7 +567,7 @@ def test_an_unknown_policy_is_a_configuration_error() -> None:
         decide(block_view(FILLER[:1], "r"), "", replace(CONFIG, name="lru"))
 
 
-def test_coming_back_without_cells_means_decoding_again() -> None:
+def test_without_free_cells_a_session_is_not_adopted() -> None:
     view = replace(block_view(FILLER[:3], "sss"), n_past=0, adopt_to=192, resident=(), n_free=10)
     plan = decide(view, "", CONFIG)
     assert plan.adopt is None and plan.moves_nothing
@@ -567,7 +577,7 @@ def test_coming_back_without_cells_means_decoding_again() -> None:
 
 @example(0)
 @given(st.integers(0, 11))
-def test_a_session_comes_back_with_what_the_question_is_about(number: int) -> None:
+def test_a_session_is_adopted_with_the_block_the_question_is_about(number: int) -> None:
     view = replace(block_view(FILLER, "s" * 12), n_past=0, adopt_to=768, resident=())
     plan = decide(view, f"number{number}", CONFIG)
     assert plan.adopt is not None
@@ -579,7 +589,7 @@ def test_a_session_comes_back_with_what_the_question_is_about(number: int) -> No
     room=st.integers(0, 1500),
     values=st.data(),
 )
-def test_sorting_only_what_may_fit_takes_the_same(
+def test_sorting_in_parts_chooses_the_same_blocks(
     lengths: list[int], room: int, values: st.DataObject
 ) -> None:
     starts = np.cumsum([0, *lengths]).tolist()
@@ -588,15 +598,17 @@ def test_sorting_only_what_may_fit_takes_the_same(
         for i, (a, b) in enumerate(zip(starts, starts[1:], strict=False))
     )
     worth = np.array([values.draw(st.integers(0, 5)) for _ in lengths], np.float64)
-    wanted = np.array([values.draw(st.booleans()) for _ in lengths])
-    whole = planner.first_fit(planner.by_score(wanted, worth, table), table.lengths, room)
+    requested_reserve = np.array([values.draw(st.booleans()) for _ in lengths])
+    whole = planner.first_fit(
+        planner.by_score(requested_reserve, worth, table), table.lengths, room
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "_SORTED_AT_ONCE", 4)
-        found = planner.best_fit(wanted, worth, table, room)
+        found = planner.best_fit(requested_reserve, worth, table, room)
     assert found.tolist() == whole.tolist()
 
 
-def test_a_file_that_a_tool_is_called_with_comes_before_other_results_of_the_task() -> None:
+def test_a_file_that_a_tool_is_called_with_is_preferred_to_other_tool_results() -> None:
     system, user, answer, tool = Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.TOOL
     roles = [system, system, system, user, tool, tool, tool, answer, tool, answer, tool]
     messages = [0, 0, 0, 1, 2, 2, 2, 3, 4, 5, 6]
@@ -612,8 +624,8 @@ def test_a_file_that_a_tool_is_called_with_comes_before_other_results_of_the_tas
     assert not any(f"-s/{rule}" in moves_of(plan).split() for rule in (0, 1))
 
 
-def test_a_file_is_reread_after_a_restart_too() -> None:
-    """A slot that adopts saved blocks decodes only what follows them, not the whole prompt."""
+def test_a_file_is_found_as_reread_after_a_restart() -> None:
+    """After a restart the session is adopted, so that only the end of the prompt is decoded."""
     roles = [Role.SYSTEM, *[Role.USER] * 6, Role.TOOL, Role.USER]
     blocks = [
         Block(f"b{i}", f"s/{i}", Span(100 * i, 100 * i + 100), role, 1, i, "x", ("src/a.py",))

@@ -1,4 +1,4 @@
-"""Whether a turn is probed, and what a probe says of blocks."""
+"""Probes: which turns are probed, and the relevance that a probe gives to blocks."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ LAYERS, ROWS, HEADS, SIZE = 2, 3, 4, 16
 
 
 def answer(products: Floats, known: list[bool], pos: list[int]) -> dict[str, object]:
-    """`key_products` as llama-server tells them: [block, layer, row, head]"""
+    """`key_products` of a reply of llama-server; `products` has shape [block, layer, row, head]."""
     data = base64.b64encode(products.astype("<f4").tobytes()).decode()
     shape = {"n_head": HEADS, "n_embd": SIZE, "layers": list(range(LAYERS))}
     return {**shape, "pos": pos, "known": known, "data": data}
 
 
-def test_only_what_the_configuration_asks_for_is_captured() -> None:
+def test_the_capture_follows_from_the_configuration() -> None:
     assert capture_of(CONFIG) is None
     assert capture_of(FUSED) == Capture("ewma", queries=12, read="")
-    keeping = replace(FUSED, name="evoke_attention")
-    assert capture_of(keeping) == Capture("ewma", queries=12, read="masses")
+    with_masses = replace(FUSED, name="evoke_attention")
+    assert capture_of(with_masses) == Capture("ewma", queries=12, read="masses")
     assert capture_of(replace(FUSED, recovery="discard")) is None
     assert capture_of(replace(FUSED, budget=None)) is None
-    # What the queries of a probe are is not what those of arkvale are: the masses are read.
+    # For a probe the products are read later; arkvale reads the queries with the masses.
     assert "with_queries" not in AttentionTracker().request(VIEW, Capture("ewma", queries=12))
 
 
@@ -65,13 +65,13 @@ def test_only_what_the_configuration_asks_for_is_captured() -> None:
         ("model", 2.1, 0.0, "too_dear"),
     ],
 )
-def test_a_probe_pays_for_what_text_is_not_sure_of(
+def test_a_probe_is_skipped_if_it_takes_too_long_for_the_confidence_of_the_text(
     recall: str, seconds: float, confidence: float, reason: str
 ) -> None:
     assert reason_to_skip(VIEW, replace(CONFIG, recall=recall), seconds, confidence) == reason
 
 
-def test_a_probe_needs_something_that_is_out_and_room_for_it() -> None:
+def test_a_probe_is_skipped_without_an_evicted_copy_or_with_a_long_tail() -> None:
     assert evicted_with_copy(VIEW).tolist() == [1, 2]
     assert blocks_with_rows(VIEW).tolist() == list(range(8))
     assert reason_to_skip(block_view(FILLER[:8], "rrrrbbrr"), FUSED, 0.0, 0.0) == "nothing_out"
@@ -81,29 +81,29 @@ def test_a_probe_needs_something_that_is_out_and_room_for_it() -> None:
     )
 
 
-def test_what_the_heads_of_a_layer_look_for_at_any_word_of_the_answer_is_sought() -> None:
+def test_relevance_is_the_highest_mean_over_heads_of_any_layer_and_answer_token() -> None:
     random = np.random.default_rng(3)
     products = random.standard_normal((8, LAYERS, ROWS, HEADS), dtype=np.float32)
-    products[2, 1, 2] = 40.0  # all heads of a layer, at one word
+    products[2, 1, 2] = 40.0  # all heads of a layer, at one token
     products[3, 0, 1, 2] = 80.0  # one head
-    products[5, 0, 0] = 90.0  # before the answer begins
+    products[5, 0, 0] = 90.0  # a token before the answer
     at = np.arange(8)
     n_tokens = 100
-    told = answer(products, [True] * 8, [98, 99, 100])
-    found = model_relevance(told, at, len(VIEW.blocks), n_tokens)
-    assert found is not None
-    assert found.argmax() == 2 and found[2] > 0.99
-    assert np.all((found >= 0) & (found <= 1)) and found[3] < 0.6 and found[5] < 0.6
+    reply = answer(products, [True] * 8, [98, 99, 100])
+    relevance = model_relevance(reply, at, len(VIEW.blocks), n_tokens)
+    assert relevance is not None
+    assert relevance.argmax() == 2 and relevance[2] > 0.99
+    assert np.all((relevance >= 0) & (relevance <= 1)) and relevance[3] < 0.6 and relevance[5] < 0.6
     logits = products[:, 1, 2] / np.sqrt(SIZE)
     share = np.exp(logits[2]) / np.exp(logits).sum(axis=0)
-    assert found[2] == pytest.approx(share.mean(), rel=1e-6)
+    assert relevance[2] == pytest.approx(share.mean(), rel=1e-6)
 
 
-def test_what_is_not_known_is_not_sought_and_no_products_say_nothing() -> None:
+def test_blocks_without_products_have_no_relevance() -> None:
     products = np.ones((2, LAYERS, ROWS, HEADS), np.float32)
-    told = answer(products, [True, False, True], [9, 10, 11])
-    found = model_relevance(told, np.array([1, 4, 6]), 8, 10)
-    assert found is not None and np.flatnonzero(found).tolist() == [1, 6]
+    reply = answer(products, [True, False, True], [9, 10, 11])
+    relevance = model_relevance(reply, np.array([1, 4, 6]), 8, 10)
+    assert relevance is not None and np.flatnonzero(relevance).tolist() == [1, 6]
     assert model_relevance(None, np.array([1]), 8, 10) is None
     assert model_relevance(answer(products[:0], [False], []), np.array([1]), 8, 10) is None
     assert (
@@ -111,105 +111,111 @@ def test_what_is_not_known_is_not_sought_and_no_products_say_nothing() -> None:
     )
 
 
-def test_of_many_blocks_bounds_say_which_are_held_against_their_keys() -> None:
+def test_the_most_likely_blocks_are_those_with_the_highest_or_no_bounds() -> None:
     bounds, keys = KeyBounds(), np.zeros((8, LAYERS, 2, 2, SIZE), np.float32)
     keys[:, :, 0], keys[:, :, 1] = -0.1, 0.1
     keys[6, 1, 1, 0, 3] = 5.0
     data = base64.b64encode(np.delete(keys, 4, axis=0).astype("<f4").tobytes()).decode()
     known = [i != 4 for i in range(8)]
-    told = {"layers": [0, 1], "n_key": [2 * SIZE] * 2, "known": known, "data": data}
-    bounds.add(told, VIEW.blocks.labels)
+    reply = {"layers": [0, 1], "n_key": [2 * SIZE] * 2, "known": known, "data": data}
+    bounds.add(reply, VIEW.blocks.labels)
     rows = np.zeros((LAYERS, 1, HEADS, SIZE), np.float32)
     rows[1, 0, 1, 3] = 9.0
-    # What looks best by its bounds, and what has none: it could be anything.
+    # Block 6 has the highest bound, and block 4 has none, so that it may match too.
     assert most_likely(VIEW, bounds, Queries(rows), 2).tolist() == [4, 6]
     assert most_likely(VIEW, bounds, Queries(rows), 8).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("recall", ["model", "fused"])
-def test_what_is_sought_comes_back_though_no_word_of_it_is_asked(recall: str) -> None:
+def test_a_block_that_the_model_attends_to_is_loaded_without_a_common_word(recall: str) -> None:
     config = replace(CONFIG, recall=recall, name="evoke_margin_0")
     texts = [FILLER[0], "my residence is amber falcon", *FILLER[2:8]]
     view = block_view(texts, "rsrrrrrr", tail=64)
     question = Query.of("where do I live?")
     assert registry.decide(view, question, config).loads == ()
-    found = np.zeros(8)
-    found[1] = 0.9
-    plan = registry.decide(replace(view, model_relevance=found), question, config)
+    relevance = np.zeros(8)
+    relevance[1] = 0.9
+    plan = registry.decide(replace(view, model_relevance=relevance), question, config)
     assert [load.label for load in plan.loads] == ["s/1"]
     text_only = replace(config, recall="text")
-    assert registry.decide(replace(view, model_relevance=found), question, text_only).loads == ()
+    assert (
+        registry.decide(replace(view, model_relevance=relevance), question, text_only).loads == ()
+    )
 
 
-def test_fused_what_words_find_and_what_is_sought_both_come_back() -> None:
+def test_fused_recall_loads_the_matches_of_the_text_and_of_the_model() -> None:
     texts = [FILLER[0], "my residence is amber falcon", "the oslo vault code is 48213"]
     view = block_view([*texts, *FILLER[3:8]], "rssrrrrr", tail=64)
-    found = np.zeros(8)
-    found[1] = 0.9
+    relevance = np.zeros(8)
+    relevance[1] = 0.9
     question = Query.of("what is the oslo vault code?")
     config = replace(FUSED, name="evoke_margin_0")
-    plan = registry.decide(replace(view, model_relevance=found), question, config)
+    plan = registry.decide(replace(view, model_relevance=relevance), question, config)
     assert {load.label for load in plan.loads} == {"s/1", "s/2"}
     for recall, label in (("text", "s/2"), ("model", "s/1")):
         alone = replace(config, recall=recall)
-        plan = registry.decide(replace(view, model_relevance=found), question, alone)
+        plan = registry.decide(replace(view, model_relevance=relevance), question, alone)
         assert label in {load.label for load in plan.loads}
     nothing = registry.decide(
-        replace(view, model_relevance=found), question, replace(config, recall="none")
+        replace(view, model_relevance=relevance), question, replace(config, recall="none")
     )
     assert nothing.loads == ()
 
 
-def test_text_is_as_sure_as_of_the_clause_it_finds_least_for() -> None:
+def test_the_confidence_is_that_of_the_least_certain_clause() -> None:
     texts = ["the oslo vault code is 48213", *FILLER[1:8]]
     view = block_view(texts, "ssrrrrrr")
 
-    def sure(text: str) -> float:
+    def confidence(text: str) -> float:
         return view.index.confidence(Query.of(text), view.blocks, view.first_new_block)
 
-    assert sure("what is the oslo vault code?") > 0.9
-    assert sure("what is the oslo vault code, and where do I live?") < 0.2
-    assert sure("where do I live?") < 0.2
+    assert confidence("what is the oslo vault code?") > 0.9
+    assert confidence("what is the oslo vault code, and where do I live?") < 0.2
+    assert confidence("where do I live?") < 0.2
     assert view.index.confidence(Query(), view.blocks, view.first_new_block) == 0.0
 
 
-def test_text_is_not_sure_of_a_word_that_many_blocks_have() -> None:
+def test_the_confidence_is_low_for_a_word_in_many_blocks() -> None:
     texts = [f"some heavy filler number{i}" for i in range(11)] + ["my weight is 19605"]
     view = block_view(texts, "s" * 11 + "r")
-    sure = view.index.confidence(Query.of("how heavy am I?"), view.blocks, view.first_new_block)
-    assert 0 < sure < 0.6
+    confidence = view.index.confidence(
+        Query.of("how heavy am I?"), view.blocks, view.first_new_block
+    )
+    assert 0 < confidence < 0.6
     rare = block_view(["some heavy filler", *FILLER[1:12]], "s" * 11 + "r")
     assert (
         rare.index.confidence(Query.of("how heavy am I?"), rare.blocks, rare.first_new_block) > 0.9
     )
 
 
-def test_text_is_never_sure_of_what_it_finds_by_meaning_alone() -> None:
+def test_the_confidence_of_a_match_by_vectors_alone_is_limited() -> None:
     view = block_view(
         [f"some filler number{i}" for i in range(31)] + ["my weight is 19605"], "s" * 32
     )
-    near = [np.eye(2, dtype=np.float32)[:1], np.eye(2, dtype=np.float32)[1:]]
+    vectors = [np.eye(2, dtype=np.float32)[:1], np.eye(2, dtype=np.float32)[1:]]
     view.index.relevance(Query(), view.blocks)
-    view.index.add_vectors((block.label, near[int(i == 31)]) for i, block in enumerate(view.blocks))
+    view.index.add_vectors(
+        (block.label, vectors[int(i == 31)]) for i, block in enumerate(view.blocks)
+    )
 
-    def sure(text: str) -> float:
-        question = Query.of(text).embedded([near[1][0]])
+    def confidence(text: str) -> float:
+        question = Query.of(text).embedded([vectors[1][0]])
         assert view.index.relevance(question, view.blocks).argmax() == 31
         return view.index.confidence(question, view.blocks, view.first_new_block)
 
-    assert 0.6 < sure("how heavy am I?") <= 0.8
-    assert sure("what is my weight?") > 0.9
+    assert 0.6 < confidence("how heavy am I?") <= 0.8
+    assert confidence("what is my weight?") > 0.9
 
 
-def test_the_pace_is_that_of_the_replies() -> None:
-    pace = DecodeSpeed()
-    assert pace.seconds(1000, 12) == 0.0
-    pace.note(None)
-    pace.note({"prompt_n": 200, "prompt_ms": 100.0, "predicted_n": 10, "predicted_ms": 200.0})
-    assert pace.seconds(1000, 12) == pytest.approx(0.5 + 0.24)
+def test_the_decode_speed_is_measured_from_the_replies() -> None:
+    speed = DecodeSpeed()
+    assert speed.seconds(1000, 12) == 0.0
+    speed.note(None)
+    speed.note({"prompt_n": 200, "prompt_ms": 100.0, "predicted_n": 10, "predicted_ms": 200.0})
+    assert speed.seconds(1000, 12) == pytest.approx(0.5 + 0.24)
 
 
-def test_what_a_probe_brought_back_before_is_told_as_far_as_it_stayed() -> None:
+def test_spans_that_a_probe_loaded_are_reported_unless_evicted_again() -> None:
     spans = [Span(0, 64), Span(64, 128), Span(128, 192)]
     first = Plan(loads=tuple(Load(f"s/{i}", span) for i, span in enumerate(spans[:2])))
     later = Plan(evicts=(Evict(spans[1], "s/1"),), loads=(Load("s/2", spans[2]),))

@@ -1,3 +1,5 @@
+"""Keep-scores of blocks: recency, role, priority, task, attention."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -41,12 +43,12 @@ def test_a_score_is_between_0_and_1(
 
 
 @pytest.mark.parametrize("role", Role)
-def test_newer_is_worth_more_however_far_back(role: Role) -> None:
+def test_a_newer_block_always_scores_higher(role: Role) -> None:
     scores = [score(at(end, role)) for end in range(128, N_TOKENS, 997)]
     assert all(a < b for a, b in zip(scores, scores[1:], strict=False))
 
 
-def test_far_back_a_role_is_worth_its_floor() -> None:
+def test_the_score_of_an_old_block_is_the_floor_of_its_role() -> None:
     far = {role: score(at(128, role)) for role in Role}
     assert far[Role.USER] == pytest.approx(0.6, abs=0.01)
     assert far[Role.ASSISTANT] == pytest.approx(0.5, abs=0.01)
@@ -55,18 +57,18 @@ def test_far_back_a_role_is_worth_its_floor() -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_the_newest_is_worth_everything(role: Role) -> None:
+def test_the_newest_block_scores_1(role: Role) -> None:
     assert score(at(N_TOKENS, role)) == 1.0
 
 
-def test_sinks_and_pins_are_worth_everything_whatever_their_priority() -> None:
+def test_sinks_and_pinned_blocks_score_1_whatever_their_priority() -> None:
     worthless = replace(BLOCK, role=Role.TOOL, priority=0.0)
     assert score(replace(worthless, span=Span(15, 79))) == 1.0
     assert score(replace(worthless, span=Span(16, 80))) == 0.0
     assert score(replace(worthless, pinned=True)) == 1.0
 
 
-def test_preferred_and_priority_raise_a_score_but_not_above_1() -> None:
+def test_preference_and_priority_multiply_a_score_up_to_1() -> None:
     tool = at(N_TOKENS - 2000, Role.TOOL)
     assert score(replace(tool, preferred=True)) == pytest.approx(2 * score(tool))
     assert score(replace(tool, priority=0.5)) == pytest.approx(score(tool) / 2)
@@ -80,36 +82,39 @@ def test_scores_are_in_the_blocks_order() -> None:
     assert keep_scores(PolicyView(*view_columns((), ()), 1, 0), 16).tolist() == []
 
 
-def placed(weights: KeepWeights, **seen_too: object) -> list[float]:
+def scores_with(weights: KeepWeights, **fields: object) -> list[float]:
+    """The scores of three tool results; the first two have opposite vectors, the last has none."""
     blocks = tuple(replace(at(end, Role.TOOL), label=f"s/{end}") for end in (300, 9_000, 70_000))
     view = PolicyView(*view_columns(blocks, (BlockState.RESIDENT,) * 3), N_TOKENS, 99_999)
     index = Index()
     index.relevance(Query(), view.blocks)
     index.add_vectors([("s/300", EAST[None]), ("s/9000", -EAST[None])])
-    return keep_scores(replace(view, index=index, **seen_too), 16, weights).tolist()  # type: ignore[arg-type]
+    return keep_scores(replace(view, index=index, **fields), 16, weights).tolist()  # type: ignore[arg-type]
 
 
 EAST = np.array([1.0, 0.0], np.float32)
 
 
-def test_a_block_of_the_task_is_worth_more_and_one_without_a_vector_half() -> None:
+def test_with_a_task_focus_similar_blocks_score_high_and_those_without_a_vector_half() -> None:
     focus = KeepWeights(recency=0.0, focus=1.0)
-    assert placed(focus, task=Task(EAST)) == pytest.approx([1.0, 0.0, 0.5])
-    assert placed(focus) == [0.0, 0.0, 0.0]
-    assert placed(KeepWeights(0.0, 0.0), task=Task(EAST)) == [0.0, 0.0, 0.0]
+    assert scores_with(focus, task=Task(EAST)) == pytest.approx([1.0, 0.0, 0.5])
+    assert scores_with(focus) == [0.0, 0.0, 0.0]
+    assert scores_with(KeepWeights(0.0, 0.0), task=Task(EAST)) == [0.0, 0.0, 0.0]
 
 
-def test_attention_counts_once_it_is_there_and_as_much_as_configured() -> None:
+def test_attention_counts_with_its_weight_if_it_was_captured() -> None:
     weights = KeepWeights(recency=0.0, focus=3.0, attention=1.0)
-    looked = np.array([0.0, 1.0, 0.5])
-    assert placed(weights, attention=looked, task=Task(EAST)) == pytest.approx([0.75, 0.25, 0.5])
-    assert placed(replace(weights, focus=0.0), attention=looked) == looked.tolist()
+    attention = np.array([0.0, 1.0, 0.5])
+    assert scores_with(weights, attention=attention, task=Task(EAST)) == pytest.approx(
+        [0.75, 0.25, 0.5]
+    )
+    assert scores_with(replace(weights, focus=0.0), attention=attention) == attention.tolist()
 
 
-def test_what_came_before_a_boundary_is_old_at_once_and_keeps_its_order() -> None:
+def test_blocks_before_a_task_boundary_score_as_old_in_the_same_order() -> None:
     weights = KeepWeights(recency=1.0, focus=0.0)
-    before, after = placed(weights), placed(weights, task=Task(start=69_000))
+    before, after = scores_with(weights), scores_with(weights, task=Task(start=69_000))
     assert after[2] == before[2]
     assert 0 < after[0] < before[0] and 0 < after[1] < before[1] and after[0] < after[1]
-    near = placed(weights, task=Task(start=N_TOKENS))
+    near = scores_with(weights, task=Task(start=N_TOKENS))
     assert near[2] <= 512 / (9 * 512)

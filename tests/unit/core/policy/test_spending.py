@@ -1,4 +1,4 @@
-"""Room is spent on what stays, on the ranking, then on what is worth keeping."""
+"""Spending the budget: on blocks that must stay, then the ranking, then by keep-score."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from evoke_proxy.core.retrieval.units import Units
 def chosen(view: PolicyView, scores: list[float], order: list[int], capacity: int) -> list[int]:
     units = Units.of(view.blocks, 256)
     spending = Spending(units, np.array(order, np.int64), 0.0)
-    found = spend(candidates_of(view, 0, True), np.array(scores), capacity, spending)
-    return np.flatnonzero(found.chosen).tolist()
+    result = spend(candidates_of(view, 0, True), np.array(scores), capacity, spending)
+    return np.flatnonzero(result.chosen).tolist()
 
 
 def in_messages(view: PolicyView, messages: list[int]) -> PolicyView:
@@ -26,15 +26,15 @@ def in_messages(view: PolicyView, messages: list[int]) -> PolicyView:
     return replace(view, blocks=BlockTable(replace(b, message=m) for b, m in pairs))
 
 
-def test_a_message_is_taken_as_a_whole_or_skipped_for_a_shorter_one() -> None:
+def test_a_message_that_does_not_fit_whole_is_skipped_for_a_shorter_one() -> None:
     view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
     scores = [2.0, 2.0, 2.0, 1.5, 0.1, 0.2]
     assert chosen(view, scores, [0, 1], 64 * 4) == [0, 1, 2, 5]
-    # A part of the longer one takes what is left.
+    # The rest of the budget holds a part of the longer message.
     assert chosen(view, scores, [0, 1], 64 * 3) == [0, 3, 5]
 
 
-def test_the_ranking_comes_before_what_is_worth_keeping_and_after_what_stays() -> None:
+def test_blocks_are_chosen_by_need_then_by_ranking_then_by_keep_score() -> None:
     view = block_view(FILLER[:6], "ssssrr")
     scores = [1.5, 0.9, 4.0, 0.8, 0.7, 0.6]
     assert chosen(view, scores, [0], 64 * 3) == [0, 2, 5]

@@ -1,4 +1,4 @@
-"""Instructions, rules and live work stay whatever the question is, each within a share."""
+"""Blocks kept for every question: system prompt, standing instructions, rules, live results."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ def view_of(
     texts: list[str], roles: dict[int, Role], aliases: dict[int, tuple[str, ...]] | None = None
 ) -> PolicyView:
     view = block_view(texts, "r" * len(texts))
-    named = aliases or {}
+    names = aliases or {}
     blocks = (
-        replace(block, message=i, role=roles.get(i, Role.USER), aliases=named.get(i, ()))
+        replace(block, message=i, role=roles.get(i, Role.USER), aliases=names.get(i, ()))
         for i, block in enumerate(view.blocks)
     )
     return replace(view, blocks=BlockTable(blocks))
 
 
-def staying(view: PolicyView, capacity: int) -> list[int]:
+def kept(view: PolicyView, capacity: int) -> list[int]:
     return np.flatnonzero(rule_blocks(view, capacity) | live_blocks(view, capacity)).tolist()
 
 
-def test_the_system_prompt_stays_within_half_of_the_room() -> None:
+def test_the_system_prompt_is_kept_within_half_of_the_budget() -> None:
     view = view_of(FILLER[:8], {0: Role.SYSTEM, 1: Role.SYSTEM, 2: Role.SYSTEM})
-    assert staying(view, 640) == [0, 1, 2, 6]
-    assert staying(view, 256) == [0, 1]
+    assert kept(view, 640) == [0, 1, 2, 6]
+    assert kept(view, 256) == [0, 1]
 
 
-def test_a_standing_instruction_stays_however_old() -> None:
+def test_an_old_standing_instruction_of_the_user_is_kept() -> None:
     texts = [FILLER[0], "From now on, always answer in French.", *FILLER[2:8]]
-    assert 1 in staying(view_of(texts, {}), 640)
-    assert 1 not in staying(view_of(texts, {1: Role.TOOL}), 640)
+    assert 1 in kept(view_of(texts, {}), 640)
+    assert 1 not in kept(view_of(texts, {1: Role.TOOL}), 640)
 
 
-def test_the_newest_rules_of_the_project_stay() -> None:
+def test_the_newest_rules_file_of_the_project_is_kept() -> None:
     roles = {2: Role.TOOL, 5: Role.TOOL}
     rules = {2: ("docs/AGENTS.md", "AGENTS.md"), 5: ("docs/AGENTS.md", "AGENTS.md")}
-    assert staying(view_of(FILLER[:9], roles, rules), 640) == [5, 7]
+    assert kept(view_of(FILLER[:9], roles, rules), 640) == [5, 7]
 
 
 def test_a_running_task_keeps_its_question_and_its_newest_results() -> None:
     roles = dict.fromkeys((3, 5, 7), Role.ASSISTANT) | dict.fromkeys((4, 6, 8), Role.TOOL)
     view = view_of([*FILLER[:9]], roles)
     assert question_start(view.blocks) == 8
-    assert staying(view, 640) == [2, 5, 6, 7]
+    assert kept(view, 640) == [2, 5, 6, 7]
 
 
-def test_results_of_several_calls_are_one_question() -> None:
+def test_the_question_starts_at_the_first_of_several_tool_results() -> None:
     roles = {3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.TOOL}
     assert question_start(view_of(FILLER[:6], roles).blocks) == 4
     assert question_start(BlockTable()) == 0
-    assert staying(view_of(FILLER[:1], {}), 640) == []
+    assert kept(view_of(FILLER[:1], {}), 640) == []

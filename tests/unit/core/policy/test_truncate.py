@@ -1,3 +1,5 @@
+"""Truncating a conversation: the oldest messages are removed, calls with their results."""
+
 from __future__ import annotations
 
 import json
@@ -19,7 +21,7 @@ Json = dict[str, Any]
 
 
 def truncate(dialect: str, body: Json, limit: int) -> tuple[Json, list[str]]:
-    """What is left of a body whose messages are 10 tokens each, and the texts of its messages."""
+    """The truncated body and the texts of its messages; each message has 10 tokens."""
     messages = parse_chat(dialect, body).messages
     spans = [
         MessageSpan(i, m.role, Span(i * COST, i * COST + COST)) for i, m in enumerate(messages)
@@ -29,13 +31,13 @@ def truncate(dialect: str, body: Json, limit: int) -> tuple[Json, list[str]]:
     raw = json.dumps(body).encode()
     edited, left = truncate_messages(raw, dialect, messages, rendered, limit)
     parsed: Json = json.loads(edited)
-    # What is said to be left is what a reader of the shorter request finds.
+    # The returned messages are those parsed from the truncated body.
     assert left == tuple(parse_chat(dialect, parsed).messages)
     return parsed, [message.printed for message in left]
 
 
 def truncated(roles: str, limit: int) -> str:
-    """The roles (s, u, a, t) left of a chat completions conversation."""
+    """Truncates a chat with these roles (s, u, a, t); returns the roles that remain."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
     left, texts = truncate("chat", {"messages": messages, "x": 1.0}, limit)
@@ -54,7 +56,7 @@ def truncated(roles: str, limit: int) -> str:
         ("suauau", 39, "su"),
         ("suauau", 1, "su"),
         ("uatatau", 60, "u"),
-        # of one long task only whole steps go, and never the last
+        # of one long task whole steps are removed, but not the last one
         ("suatatat", 60, "suatat"),
         ("suatatat", 1, "suat"),
         ("suattat", 60, "suat"),
@@ -68,11 +70,11 @@ def truncated(roles: str, limit: int) -> str:
         ("", 0, ""),
     ],
 )
-def test_the_oldest_go_first_in_wholes(roles: str, budget: int, left: str) -> None:
+def test_whole_turns_are_removed_from_the_oldest(roles: str, budget: int, left: str) -> None:
     assert truncated(roles, budget) == left
 
 
-def test_the_reserve_is_kept_free_but_not_most_of_the_budget() -> None:
+def test_the_reserve_is_subtracted_up_to_a_quarter_of_the_budget() -> None:
     assert [prompt_limit(100, reserve) for reserve in (0, 10, 25, 26, 9999)] == [
         100,
         90,
@@ -83,33 +85,33 @@ def test_the_reserve_is_kept_free_but_not_most_of_the_budget() -> None:
 
 
 @given(st.text("suat", max_size=12), st.integers(0, 130))
-def test_what_must_stay_stays_and_order_is_kept(roles: str, budget: int) -> None:
+def test_system_messages_and_a_user_message_remain_in_order(roles: str, budget: int) -> None:
     left = truncated(roles, budget)
     assert left.count("s") == roles.count("s")
     assert ("u" in left) == ("u" in roles)
-    # a step goes as a whole: no result loses the message before it
-    kept = iter(roles)
-    assert all(role in kept for role in left)
+    remaining = iter(roles)
+    assert all(role in remaining for role in left)
+    # a step is removed whole: no result remains without the message before it
     for i, role in enumerate(left):
         if role == "t" and "u" in roles:
             assert left[:i].strip("s") or roles.strip("s").startswith("t")
 
 
-def _responses(*items: str) -> Json:
-    """Items as words: `!id` is a call, `=id` its output, `~` reasoning, else the user speaks."""
-    made: list[Json] = []
-    for item in items:
-        if item == "~":
-            made.append({"type": "reasoning", "summary": [], "content": [{"text": "hm"}]})
-        elif item.startswith("!"):
-            named = {"name": f"call {item[1:]}", "arguments": "."}
-            made.append({"type": "function_call", "call_id": item[1:], **named})
-        elif item.startswith("="):
-            output = {"call_id": item[1:], "output": f"result {item[1:]}"}
-            made.append({"type": "function_call_output", **output})
+def _responses(*words: str) -> Json:
+    """A body from words: `!id` is a call, `=id` its output, `~` reasoning, else a user message."""
+    items: list[Json] = []
+    for word in words:
+        if word == "~":
+            items.append({"type": "reasoning", "summary": [], "content": [{"text": "hm"}]})
+        elif word.startswith("!"):
+            named = {"name": f"call {word[1:]}", "arguments": "."}
+            items.append({"type": "function_call", "call_id": word[1:], **named})
+        elif word.startswith("="):
+            output = {"call_id": word[1:], "output": f"result {word[1:]}"}
+            items.append({"type": "function_call_output", **output})
         else:
-            made.append({"role": "user", "content": [{"type": "input_text", "text": item}]})
-    return {"instructions": "brief", "input": made, "store": False}
+            items.append({"role": "user", "content": [{"type": "input_text", "text": word}]})
+    return {"instructions": "brief", "input": items, "store": False}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def _responses(*items: str) -> Json:
         (1, 1, ["brief", "three"]),
     ],
 )
-def test_of_responses_a_call_goes_with_its_output(
+def test_in_responses_a_call_is_removed_with_its_output(
     limit: int, n_items: int, left: list[str]
 ) -> None:
     body = _responses("one", "~", "!a", "=a", "two", "!b", "!c", "=b", "=c", "three")
@@ -131,7 +133,7 @@ def test_of_responses_a_call_goes_with_its_output(
     assert (parsed["instructions"], parsed["store"]) == ("brief", False)
 
 
-def test_of_one_long_task_in_responses_whole_steps_go() -> None:
+def test_in_responses_whole_steps_of_a_long_task_are_removed() -> None:
     body = _responses("do it", "~", "!a", "!b", "=a", "=b", "~", "!c", "=c", "!d", "=d")
     assert truncate("responses", body, 70)[1] == [
         *("brief", "do it", "call c .", "result c", "call d .", "result d")
@@ -139,19 +141,19 @@ def test_of_one_long_task_in_responses_whole_steps_go() -> None:
     assert truncate("responses", body, 1)[1] == ["brief", "do it", "call d .", "result d"]
 
 
-def test_an_output_that_comes_late_holds_its_call() -> None:
+def test_a_call_is_kept_until_its_late_output_is_removed() -> None:
     body = _responses("do it", "!a", "!b", "=b", "!c", "=a", "=c", "!d", "=d")
     assert truncate("responses", body, 1)[1] == ["brief", "do it", "call d .", "result d"]
     body = _responses("do it", "!a", "meanwhile", "=a", "!b", "=b")
     assert truncate("responses", body, 1)[1][1:4] == ["do it", "call a .", "meanwhile"]
 
 
-def test_responses_without_a_list_stay_as_they_are() -> None:
+def test_an_input_string_of_responses_is_unchanged() -> None:
     body = {"instructions": "brief", "input": "very long"}
     assert truncate("responses", body, 1) == (body, ["brief", "very long"])
 
 
-def _said(role: str, *parts: Json | str) -> Json:
+def _message(role: str, *parts: Json | str) -> Json:
     texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     return {"role": role, "content": texts}
 
@@ -166,14 +168,14 @@ def _result(id: str) -> Json:
 
 TASK = [
     {"role": "user", "content": "one"},
-    _said("assistant", "ok", _use("a")),
-    _said("user", _result("a"), "a reminder"),
-    _said("assistant", "done"),
-    _said("user", "two"),
-    _said("assistant", _use("b"), _use("c")),
-    _said("user", _result("b"), _result("c")),
-    _said("assistant", _use("d")),
-    _said("user", _result("d"), "go on"),
+    _message("assistant", "ok", _use("a")),
+    _message("user", _result("a"), "a reminder"),
+    _message("assistant", "done"),
+    _message("user", "two"),
+    _message("assistant", _use("b"), _use("c")),
+    _message("user", _result("b"), _result("c")),
+    _message("assistant", _use("d")),
+    _message("user", _result("d"), "go on"),
 ]
 
 
@@ -186,32 +188,34 @@ TASK = [
         (1, "brief, two, d, go on, result d"),
     ],
 )
-def test_of_messages_no_result_is_without_its_call(limit: int, left: str) -> None:
+def test_in_messages_no_result_remains_without_its_call(limit: int, left: str) -> None:
     body = {"system": "brief", "messages": TASK, "max_tokens": 9}
     parsed, texts = truncate("messages", body, limit)
-    short = [text.replace(" {}", "").replace("call ", "").replace("\n", "+") for text in texts]
-    assert ", ".join(short).startswith(left)
+    shortened = [text.replace(" {}", "").replace("call ", "").replace("\n", "+") for text in texts]
+    assert ", ".join(shortened).startswith(left)
     assert parsed["system"] == "brief"
     blocks = [b for m in parsed["messages"] for b in m["content"] if isinstance(b, dict)]
-    made = [block["id"] for block in blocks if block["type"] == "tool_use"]
-    assert made == [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
+    calls = [block["id"] for block in blocks if block["type"] == "tool_use"]
+    assert calls == [block["tool_use_id"] for block in blocks if block["type"] == "tool_result"]
 
 
-def test_what_is_pinned_stays() -> None:
-    said = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "a")]
-    said[0] |= {"evoke_keep": "pin"}
+def test_a_pinned_message_is_kept() -> None:
+    messages = [
+        {"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "a")
+    ]
+    messages[0] |= {"evoke_keep": "pin"}
     for dialect, key in (("chat", "messages"), ("messages", "messages"), ("responses", "input")):
-        texts = truncate(dialect, {key: said}, 1)[1]
+        texts = truncate(dialect, {key: messages}, 1)[1]
         assert texts[0] == "user 0" and texts[-2] == "user 2"
 
 
-def test_a_body_is_not_changed_when_it_fits() -> None:
+def test_a_body_that_fits_is_returned_unchanged() -> None:
     body = b'{"messages": [ {"role":"user"} ]}'
     rendered = Rendered(np.zeros(5, np.int32), 5, ())
     assert truncate_messages(body, "chat", (), rendered, 5)[0] is body
 
 
-def test_what_is_no_json_is_a_request_error() -> None:
+def test_a_body_that_is_not_json_is_a_request_error() -> None:
     rendered = Rendered(np.zeros(5, np.int32), 5, ())
     with pytest.raises(RequestError, match="not a JSON object"):
         truncate_messages(b"{", "chat", (), rendered, 0)

@@ -1,3 +1,5 @@
+"""Policy views: reused and foreign rows."""
+
 from __future__ import annotations
 
 from hypothesis import given
@@ -13,10 +15,12 @@ def rows_of(spans: tuple[Span, ...]) -> set[int]:
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(0, 30))
-def test_rows_are_the_prompts_or_strange_except_the_last(rows: set[int], n_past: int) -> None:
+def test_rows_before_n_past_are_reused_and_later_ones_foreign_except_the_last(
+    rows: set[int], n_past: int
+) -> None:
     resident = merged(Span(row, row + 1) for row in rows)
     view = PolicyView(*view_columns((), ()), n_tokens=31, n_past=n_past, resident=resident)
     assert rows_of(view.reused_rows) == {row for row in rows if row < n_past}
-    strange = {row for row in rows if row >= n_past}
-    assert rows_of(view.foreign_rows) == strange - {max(rows, default=-1)}
+    foreign = {row for row in rows if row >= n_past}
+    assert rows_of(view.foreign_rows) == foreign - {max(rows, default=-1)}
     assert view.n_to_decode == 31 - n_past
