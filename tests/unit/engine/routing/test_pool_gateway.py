@@ -165,7 +165,7 @@ def test_migration_waits_for_background_work_on_the_conversation(monkeypatch: An
         source, target = gateway.servers[0], gateway.servers[1]
         monkeypatch.setattr(BlockApi, "run", run)
         source.monitor.server = ServerInfo("", "", can_adopt=True)
-        conversation = source.conversations.recall(seated())
+        conversation = source.conversations.recall(session_record())
         lease = source.server.slots.background(0, conversation.id)
         assert lease is not None
         moving = migrate_conversation(conversation.id, source, target, source_answers=True)
