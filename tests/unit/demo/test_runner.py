@@ -154,7 +154,7 @@ class Terminal(io.StringIO):
 
 def terminal_output(out: io.StringIO, model: Model) -> str:
     terminal = console.Terminal(out)
-    script, runs = run_session(5, ARMS, nowhere, terminal)
+    script, runs = run_session(5, ARMS, fake_stack, terminal)
     terminal.verdict(report.build(script, runs, ["evoke: turn 3: peak"]))
     return out.getvalue()
 

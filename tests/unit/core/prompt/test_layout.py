@@ -1,10 +1,12 @@
+"""Layouts: how a prompt is cut into blocks, and which blocks and copies a new turn keeps."""
+
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import rendering, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
@@ -19,7 +21,7 @@ MESSAGES = [Message(role, f"text of {i} " * 20) for i, role in enumerate(ROLES)]
 
 
 def rendered(tokens: list[int], *ends: int, generation: int | None = None) -> Rendered:
-    """Messages that end at these positions; the last end is where the answer begins."""
+    """A rendering whose messages end at `ends`; by default the answer begins at the last end."""
     spans = tuple(
         MessageSpan(i, ROLES[i % len(ROLES)], Span(a, b))
         for i, (a, b) in enumerate(zip((0, *ends), ends, strict=False))
@@ -35,8 +37,8 @@ def slot(n_common: int, *resident: tuple[int, int], n_tokens: int = 10_000) -> S
 CONFIG = PolicyConfig(block_tokens=64, sink_tokens=16)
 
 
-def reconciled(layout: Layout, given: Rendered, view: SlotView, turn: int = 1) -> Layout:
-    return layout.reconcile(given, view, MESSAGES, turn, CONFIG)
+def reconciled(layout: Layout, rendering: Rendered, view: SlotView, turn: int = 1) -> Layout:
+    return layout.reconcile(rendering, view, MESSAGES, turn, CONFIG)
 
 
 FIRST = rendered(list(range(203)), 40, 200)
@@ -47,12 +49,12 @@ def spans(layout: Layout) -> list[tuple[int, int]]:
     return [(block.span.start, block.span.end) for block in layout.blocks]
 
 
-def copied(layout: Layout, *copies: Block | SavedRange) -> Layout:
+def with_copies(layout: Layout, *copies: Block | SavedRange) -> Layout:
     return layout.with_saved((item.label, item.span) for item in copies)
 
 
 def states(layout: Layout) -> str:
-    """r resident, s saved, b both, d dropped."""
+    """A letter per block: r resident, s saved, b both, d dropped."""
     letters = dict(zip(BlockState, "rsbd", strict=True))
     return "".join(letters[state] for state in states_of(layout))
 
@@ -68,7 +70,7 @@ def test_a_new_prompt_is_cut_at_the_sinks_and_along_its_messages() -> None:
     assert all(block.label.startswith("s/") for block in COLD.blocks)
 
 
-def test_history_that_goes_on_keeps_its_blocks() -> None:
+def test_a_continued_history_keeps_its_blocks() -> None:
     tokens = [*range(203), *range(900, 950)]
     longer = reconciled(COLD, rendered(tokens, 40, 200, 240, 250), slot(230, (0, 230)), turn=2)
     assert longer.blocks[:5] == COLD.blocks
@@ -78,8 +80,8 @@ def test_history_that_goes_on_keeps_its_blocks() -> None:
     assert (longer.n_past, longer.divergence) == (230, None)
 
 
-def test_history_that_changed_loses_what_comes_after() -> None:
-    saved = copied(COLD, *COLD.blocks)
+def test_a_changed_history_loses_the_blocks_after_the_change() -> None:
+    saved = with_copies(COLD, *COLD.blocks)
     tokens = [*range(110), *range(500, 593)]
     other = reconciled(saved, rendered(tokens, 40, 200), slot(110, (0, 203)), turn=2)
     assert other.blocks[:3] == COLD.blocks[:3]
@@ -91,33 +93,41 @@ def test_history_that_changed_loses_what_comes_after() -> None:
 
 
 def test_the_last_token_is_always_decoded() -> None:
-    again = reconciled(COLD, FIRST, slot(203, (0, 260)), turn=2)
-    assert (again.n_past, again.divergence) == (202, None)
-    assert spans(again) == spans(COLD)
+    repeated = reconciled(COLD, FIRST, slot(203, (0, 260)), turn=2)
+    assert (repeated.n_past, repeated.divergence) == (202, None)
+    assert spans(repeated) == spans(COLD)
     no_generation = rendered(list(range(200)), 40, 200)
-    again = reconciled(COLD, no_generation, slot(200, (0, 260)), turn=2)
-    assert again.n_past == 199
-    assert spans(again)[-2:] == [(168, 199), (199, 200)]
+    repeated = reconciled(COLD, no_generation, slot(200, (0, 260)), turn=2)
+    assert repeated.n_past == 199
+    assert spans(repeated)[-2:] == [(168, 199), (199, 200)]
 
 
-def test_a_block_that_is_half_resident_is_split() -> None:
-    saved = copied(COLD, COLD.blocks[2])
-    torn = reconciled(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
-    assert spans(torn) == [(0, 16), (16, 40), (40, 50), (50, 60), (60, 104), (104, 168), (168, 200)]
-    assert states(torn) == "rrrdrrr"
-    assert [block.display_name for block in torn.blocks[2:5]] == [
+def test_a_partly_resident_block_is_split() -> None:
+    saved = with_copies(COLD, COLD.blocks[2])
+    split = reconciled(saved, FIRST, slot(203, (0, 50), (60, 260)), turn=2)
+    assert spans(split) == [
+        (0, 16),
+        (16, 40),
+        (40, 50),
+        (50, 60),
+        (60, 104),
+        (104, 168),
+        (168, 200),
+    ]
+    assert states(split) == "rrrdrrr"
+    assert [block.display_name for block in split.blocks[2:5]] == [
         "user:1#0.0",
         "user:1#0.1",
         "user:1#0.2",
     ]
-    assert torn.stale == {COLD.blocks[2].label}
-    assert all(piece.text in COLD.blocks[2].text for piece in torn.blocks[2:5])
+    assert split.stale == {COLD.blocks[2].label}
+    assert all(piece.text in COLD.blocks[2].text for piece in split.blocks[2:5])
 
 
-def test_numbering_goes_on_behind_a_split_block() -> None:
-    torn = reconciled(COLD, FIRST, slot(203, (0, 170), (180, 260)), turn=2)
+def test_block_numbers_continue_after_a_split_block() -> None:
+    split = reconciled(COLD, FIRST, slot(203, (0, 170), (180, 260)), turn=2)
     tokens = [*range(203), *range(900, 950)]
-    longer = reconciled(torn, rendered(tokens, 40, 240), slot(203, (0, 170), (180, 203)), turn=3)
+    longer = reconciled(split, rendered(tokens, 40, 240), slot(203, (0, 170), (180, 203)), turn=3)
     assert [block.display_name for block in longer.blocks[4:]] == [
         "user:1#2.0", "user:1#2.1", "user:1#2.2", "user:1#3", "user:1#4",
     ]  # fmt: skip
@@ -126,95 +136,99 @@ def test_numbering_goes_on_behind_a_split_block() -> None:
 GENERATED = SavedRange("auto/1", Span(200, 264))
 
 
-def continued(ranges: tuple[SavedRange, ...], view: SlotView, known: Layout = COLD) -> Layout:
-    """Another turn, with the answer [200, 300) in its history."""
+def continued(ranges: tuple[SavedRange, ...], view: SlotView, earlier: Layout = COLD) -> Layout:
+    """The layout of the next turn, with the answer [200, 300) in its history."""
     tokens = [*range(203), *range(900, 1000)]
-    known = copied(known, *ranges)
-    return reconciled(known, rendered(tokens, 40, 200, 301, 303), view, turn=2)
+    earlier = with_copies(earlier, *ranges)
+    return reconciled(earlier, rendered(tokens, 40, 200, 301, 303), view, turn=2)
 
 
-def test_what_the_engine_saved_of_an_answer_becomes_a_saved_block() -> None:
-    next_one = continued((GENERATED,), slot(300, (0, 200), (264, 300)))
-    assert spans(next_one)[5:] == [(200, 264), (264, 300), (300, 301), (301, 303)]
-    assert states(next_one) == "rrrrrsrdd"
-    assert next_one.blocks[5].label == "auto/1"
-    assert next_one.ranges == ()
-    assert next_one.stale == frozenset()
+def test_a_range_of_the_answer_that_the_server_saved_becomes_a_saved_block() -> None:
+    next_layout = continued((GENERATED,), slot(300, (0, 200), (264, 300)))
+    assert spans(next_layout)[5:] == [(200, 264), (264, 300), (300, 301), (301, 303)]
+    assert states(next_layout) == "rrrrrsrdd"
+    assert next_layout.blocks[5].label == "auto/1"
+    assert next_layout.ranges == ()
+    assert next_layout.stale == frozenset()
 
 
-def test_an_answer_that_reads_differently_now_makes_its_copies_useless() -> None:
-    next_one = continued((GENERATED,), slot(250, (0, 200)))
-    assert "auto/1" not in {block.label for block in next_one.blocks}
-    assert next_one.stale == {"auto/1"}
+def test_copies_of_an_answer_are_stale_if_the_client_sends_another_answer() -> None:
+    next_layout = continued((GENERATED,), slot(250, (0, 200)))
+    assert "auto/1" not in {block.label for block in next_layout.blocks}
+    assert next_layout.stale == {"auto/1"}
 
 
-def test_copies_of_an_answer_are_believed_when_the_slot_is_lost() -> None:
-    next_one = continued((GENERATED,), slot(0))
-    assert next_one.blocks[5].label == "auto/1"
-    assert states(next_one) == "dddddsdd"
+def test_copies_of_an_answer_are_kept_when_the_slot_is_lost() -> None:
+    next_layout = continued((GENERATED,), slot(0))
+    assert next_layout.blocks[5].label == "auto/1"
+    assert states(next_layout) == "dddddsdd"
 
 
-def test_copies_of_an_answer_are_not_believed_when_its_question_changed() -> None:
+def test_copies_of_an_answer_are_stale_when_its_question_changed() -> None:
     tokens = [*range(190), *range(700, 713), *range(900, 1000)]
-    known = copied(COLD, GENERATED)
-    other = reconciled(known, rendered(tokens, 40, 200, 301, 303), slot(0), turn=2)
+    earlier = with_copies(COLD, GENERATED)
+    other = reconciled(earlier, rendered(tokens, 40, 200, 301, 303), slot(0), turn=2)
     assert other.stale == {"auto/1"}
 
 
-def test_a_range_that_fits_no_block_is_dropped() -> None:
+def test_a_saved_range_across_a_block_boundary_is_stale() -> None:
     across = SavedRange("auto/2", Span(190, 220))
-    next_one = continued((across,), slot(300, (0, 300)))
-    assert next_one.stale == {"auto/2"}
-    assert states(next_one) == "r" * (len(next_one.blocks) - 2) + "dd"
+    next_layout = continued((across,), slot(300, (0, 300)))
+    assert next_layout.stale == {"auto/2"}
+    assert states(next_layout) == "r" * (len(next_layout.blocks) - 2) + "dd"
 
 
-def test_a_second_copy_of_a_saved_block_is_dropped() -> None:
-    known = copied(COLD, COLD.blocks[2])
+def test_a_second_copy_of_a_saved_block_is_stale() -> None:
+    earlier = with_copies(COLD, COLD.blocks[2])
     copy = SavedRange("auto/3", COLD.blocks[2].span)
-    next_one = continued((copy,), slot(300, (0, 40), (104, 300)), known)
-    assert next_one.blocks[2].label == COLD.blocks[2].label
-    assert states(next_one)[2] == "s"
-    assert next_one.stale == {"auto/3"}
+    next_layout = continued((copy,), slot(300, (0, 40), (104, 300)), earlier)
+    assert next_layout.blocks[2].label == COLD.blocks[2].label
+    assert states(next_layout)[2] == "s"
+    assert next_layout.stale == {"auto/3"}
     unsaved = continued((copy,), slot(300, (0, 40), (104, 300)))
     assert (unsaved.blocks[2].label, states(unsaved)[2]) == ("auto/3", "s")
 
 
-def test_learning_and_losing_copies() -> None:
+def test_copies_are_added_to_and_removed_from_a_layout() -> None:
     label = COLD.blocks[1].label
-    known = copied(COLD, COLD.blocks[1], SavedRange(COLD.blocks[0].label, Span(1, 9)), GENERATED)
-    assert known.saved == {label}
-    assert known.ranges == (GENERATED,)
-    assert known.without_saved({label, "auto/1"}).saved == frozenset()
-    assert known.without_saved({label, "auto/1"}).ranges == ()
+    earlier = with_copies(
+        COLD, COLD.blocks[1], SavedRange(COLD.blocks[0].label, Span(1, 9)), GENERATED
+    )
+    assert earlier.saved == {label}
+    assert earlier.ranges == (GENERATED,)
+    assert earlier.without_saved({label, "auto/1"}).saved == frozenset()
+    assert earlier.without_saved({label, "auto/1"}).ranges == ()
     stale = replace(COLD, stale=frozenset({"auto/1", label}))
-    assert copied(stale, COLD.blocks[1], GENERATED).stale == frozenset()
+    assert with_copies(stale, COLD.blocks[1], GENERATED).stale == frozenset()
     assert stale.without_saved({"auto/1"}).stale == {label}
 
 
-def test_after_one_wrong_guess_all_later_ones_are_wrong() -> None:
-    more = (GENERATED, SavedRange("auto/4", Span(264, 300)))
-    guess = continued(more, slot(0))
+def test_without_one_unverified_copy_all_later_ones_are_stale() -> None:
+    ranges = (GENERATED, SavedRange("auto/4", Span(264, 300)))
+    guess = continued(ranges, slot(0))
     assert guess.unverified == {"auto/1", "auto/4"}
     assert guess.without_saved({"auto/4"}).saved == {"auto/1"}
     assert guess.without_saved({"auto/4"}).stale == {"auto/4"}
     assert guess.without_saved({"auto/1"}).saved == frozenset()
     assert guess.without_saved({"auto/1"}).stale == {"auto/1", "auto/4"}
     assert guess.without_saved({"other"}).saved == {"auto/1", "auto/4"}
-    assert continued(more, slot(300, (0, 200))).unverified == frozenset()
-    again = reconciled(guess, rendered(guess.tokens.tolist(), 40, 200, 301, 303), slot(0), turn=2)
-    assert again.unverified == {"auto/1", "auto/4"}
+    assert continued(ranges, slot(300, (0, 200))).unverified == frozenset()
+    repeated = reconciled(
+        guess, rendered(guess.tokens.tolist(), 40, 200, 301, 303), slot(0), turn=2
+    )
+    assert repeated.unverified == {"auto/1", "auto/4"}
 
 
-def test_where_the_copies_end() -> None:
+def test_the_saved_end_is_that_of_the_copies_without_a_gap() -> None:
     first = COLD.blocks
     assert COLD.saved_end(203) == 0
-    assert copied(COLD, *first[:3]).saved_end(203) == 104
-    assert copied(COLD, *first[1:]).saved_end(203) == 0
-    assert copied(COLD, *first).saved_end(203) == 200
-    assert copied(COLD, *first).saved_end(199) == 168
+    assert with_copies(COLD, *first[:3]).saved_end(203) == 104
+    assert with_copies(COLD, *first[1:]).saved_end(203) == 0
+    assert with_copies(COLD, *first).saved_end(203) == 200
+    assert with_copies(COLD, *first).saved_end(199) == 168
 
 
-def test_marks_are_those_of_now_and_of_the_turn() -> None:
+def test_marks_come_from_the_messages_and_from_the_turn() -> None:
     pinned = COLD.with_marks({1: "pin"}, {})
     assert [block.pinned for block in pinned.blocks] == [False, False, True, True, True]
     preferred = COLD.with_marks({1: "prefer"}, {1: (False, 3.0)})
@@ -222,29 +236,29 @@ def test_marks_are_those_of_now_and_of_the_turn() -> None:
     assert {block.priority for block in preferred.blocks} == {3.0}
     assert all(block.pinned for block in COLD.with_marks({}, {1: (True, 1.0)}).blocks)
     assert preferred.with_marks({}, {}).blocks == COLD.blocks
-    saved = copied(COLD, COLD.blocks[1], COLD.blocks[3])
+    saved = with_copies(COLD, COLD.blocks[1], COLD.blocks[3])
     assert states(saved.with_marks({1: "pin"}, {})) == states(saved) == "dsdsd"
 
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-@given(TOKENS, TOKENS, st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True))
+@rendering(TOKENS, TOKENS, st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True))
 def test_a_label_changes_with_any_token_up_to_its_end(
     one: list[int], other: list[int], edges: list[int]
 ) -> None:
     ends = sorted(edge for edge in edges if edge <= min(len(one), len(other)))
     cuts = [Span(a, b) for a, b in zip((0, *ends), ends, strict=False)]
-    mine = labels("s", np.array(one, np.int32), cuts)
-    theirs = labels("s", np.array(other, np.int32), cuts)
-    same = [a == b for a, b in zip(mine, theirs, strict=True)]
+    first = labels("s", np.array(one, np.int32), cuts)
+    second = labels("s", np.array(other, np.int32), cuts)
+    same = [a == b for a, b in zip(first, second, strict=True)]
     assert same == [one[: span.end] == other[: span.end] for span in cuts]
-    # and does not depend on what else is labelled
-    assert [labels("s", np.array(one, np.int32), [span])[0] for span in cuts] == mine
+    # a label does not depend on the other spans
+    assert [labels("s", np.array(one, np.int32), [span])[0] for span in cuts] == first
 
 
 @pytest.mark.parametrize("session", ["s", "ü" * 300, "x" * 256])
-def test_a_label_fits_the_wire(session: str) -> None:
+def test_a_label_has_at_most_200_bytes_and_depends_on_the_session(session: str) -> None:
     [label] = labels(session, np.zeros(10, np.int32), [Span(0, 10)])
     assert 1 <= len(label.encode()) <= 200
     assert label.split("/")[-1].startswith("0-10-")
@@ -259,39 +273,37 @@ def slots(draw: st.DrawFn, n_common_at_most: int) -> SlotView:
     return slot(n_common, *draw(st.lists(pairs, max_size=4)))
 
 
-@given(data=st.data(), keep=st.integers(0, 203), added=st.integers(0, 120))
+@rendering(data=st.data(), keep=st.integers(0, 203), added=st.integers(0, 120))
 @settings(max_examples=150)
-def test_every_layout_tiles_its_prompt_with_whole_blocks(
-    data: st.DataObject, keep: int, added: int
-) -> None:
-    layout = copied(COLD, *data.draw(st.sets(st.sampled_from(list(COLD.blocks)))))
+def test_the_blocks_of_a_layout_tile_its_prompt(data: st.DataObject, keep: int, added: int) -> None:
+    layout = with_copies(COLD, *data.draw(st.sets(st.sampled_from(list(COLD.blocks)))))
     for turn in (2, 3):
         tokens = [*layout.tokens.tolist()[:keep], *range(1000 * turn, 1000 * turn + added + 1)]
         ends = sorted({*data.draw(st.sets(st.integers(1, len(tokens)), max_size=4)), len(tokens)})
         view = data.draw(slots(len(tokens)))
-        given_ = rendered(tokens, *ends)
-        before, layout = layout, reconciled(layout, given_, view, turn)
-        _check(before, layout, given_, view)
+        rendering_ = rendered(tokens, *ends)
+        before, layout = layout, reconciled(layout, rendering_, view, turn)
+        _check(before, layout, rendering_, view)
 
 
-def _check(before: Layout, layout: Layout, given_: Rendered, view: SlotView) -> None:
+def _check(before: Layout, layout: Layout, rendering_: Rendered, view: SlotView) -> None:
     covered = [p for block in layout.blocks for p in range(block.span.start, block.span.end)]
-    assert covered == list(range(given_.generation))
+    assert covered == list(range(rendering_.generation))
     assert all(len(block.span) <= 64 for block in layout.blocks)
     assert len({block.display_name for block in layout.blocks}) == len(layout.blocks)
     assert len({block.label for block in layout.blocks}) == len(layout.blocks)
-    assert layout.n_past == view.n_past(len(given_.tokens))
+    assert layout.n_past == view.n_past(len(rendering_.tokens))
     for block, state in zip(layout.blocks, states_of(layout), strict=True):
         rows = total(common(layout.resident, [block.span]))
-        assert rows in (0, len(block.span)), "a block is resident as a whole or not at all"
+        assert rows in (0, len(block.span)), "a block must be resident as a whole or not at all"
         assert state.resident == (rows > 0)
         assert state.saved == (block.label in layout.saved)
     assert not layout.saved & layout.stale
     assert before.saved <= layout.saved | layout.stale
     # a block keeps its label exactly if its tokens are the same up to its end
     old = {block.span: block.label for block in before.blocks}
-    tokens, known = given_.tokens.tolist(), before.tokens.tolist()
+    tokens, earlier = rendering_.tokens.tolist(), before.tokens.tolist()
     for block in layout.blocks:
         if block.span in old:
-            same = tokens[: block.span.end] == known[: block.span.end]
+            same = tokens[: block.span.end] == earlier[: block.span.end]
             assert (old[block.span] == block.label) == same

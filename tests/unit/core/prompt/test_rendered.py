@@ -1,3 +1,5 @@
+"""Renderings and slot views, as parsed from replies of the server."""
+
 from __future__ import annotations
 
 import base64
@@ -48,7 +50,7 @@ def test_a_rendering_is_read_from_the_servers_answer() -> None:
     assert rendered.slot(2) is None
 
 
-def test_stops_are_positions_or_bits() -> None:
+def test_sentence_starts_are_parsed_from_positions_or_bits() -> None:
     assert Rendered.parse(ANSWER).sentence_starts.tolist() == []
     assert Rendered.parse({**ANSWER, "stops": [1, 3]}).sentence_starts.tolist() == [1, 3]
     bits = base64.b64encode(bytes([0b1010, 0b1])).decode()
@@ -57,12 +59,12 @@ def test_stops_are_positions_or_bits() -> None:
         Rendered.parse({**ANSWER, "stops_b64": "?"})
 
 
-def test_a_rendering_without_messages_is_one_prompt() -> None:
+def test_a_rendering_without_spans_is_parsed() -> None:
     rendered = Rendered.parse({"tokens": [1, 2]})
     assert (rendered.generation, rendered.spans, rendered.slots) == (2, (), ())
 
 
-def test_a_slots_own_answer_has_nothing_in_common() -> None:
+def test_a_slot_reply_without_n_common_has_no_common_prefix() -> None:
     own = {key: value for key, value in SLOT.items() if key != "n_common"}
     assert SlotView.parse(own).n_common == 0
 
@@ -83,7 +85,7 @@ def test_a_slots_own_answer_has_nothing_in_common() -> None:
         {"slots": [SLOT | {"resident": [4]}]},
     ],
 )
-def test_another_shape_is_a_protocol_error(change: dict[str, Any]) -> None:
+def test_a_malformed_reply_is_a_protocol_error(change: dict[str, Any]) -> None:
     with pytest.raises(UpstreamProtocolError):
         Rendered.parse(ANSWER | change)
 
@@ -94,7 +96,7 @@ def test_a_missing_token_list_is_a_protocol_error() -> None:
 
 
 def server_n_past(n_prompt: int, n_common: int, rows: set[int]) -> int:
-    """The rule, word by word: the common tokens, one less for a known prompt, down to a row."""
+    """The server's rule: the common tokens, one less for a whole prompt, down to a resident row."""
     n_past = n_common - 1 if n_common == n_prompt else n_common
     while n_past > 0 and n_past - 1 not in rows:
         n_past -= 1
@@ -102,7 +104,9 @@ def server_n_past(n_prompt: int, n_common: int, rows: set[int]) -> int:
 
 
 @given(st.integers(1, 30), st.integers(0, 30), st.sets(st.integers(0, 35)))
-def test_n_past_is_the_servers_rule(n_prompt: int, n_common: int, rows: set[int]) -> None:
+def test_n_past_follows_the_rule_of_the_server(
+    n_prompt: int, n_common: int, rows: set[int]
+) -> None:
     resident = [[row, row + 1] for row in sorted(rows)]
     n_common = min(n_common, n_prompt)
     slot = SlotView.parse(SLOT | {"resident": resident, "n_common": n_common})
@@ -110,7 +114,7 @@ def test_n_past_is_the_servers_rule(n_prompt: int, n_common: int, rows: set[int]
 
 
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
-def test_common_prefix_counts_equal_tokens_at_the_beginning(a: list[int], b: list[int]) -> None:
+def test_the_common_prefix_is_the_number_of_equal_first_tokens(a: list[int], b: list[int]) -> None:
     expected = 0
     while expected < min(len(a), len(b)) and a[expected] == b[expected]:
         expected += 1
@@ -128,12 +132,12 @@ def test_common_prefix_counts_equal_tokens_at_the_beginning(a: list[int], b: lis
         ("", Role.USER),
     ],
 )
-def test_roles_are_mapped_to_the_four_we_know(name: str, role: Role) -> None:
+def test_a_role_is_mapped_to_one_of_the_four(name: str, role: Role) -> None:
     assert parse_role(name) is role
 
 
 @pytest.mark.parametrize("n", [0, 511, 512, 70_000, 200_000])
-def test_long_prompts_are_compared_in_parts(n: int) -> None:
+def test_the_common_prefix_of_long_prompts_is_found(n: int) -> None:
     one = np.arange(200_001, dtype=np.int32)
     other = one.copy()
     other[n] = -1
@@ -141,7 +145,7 @@ def test_long_prompts_are_compared_in_parts(n: int) -> None:
     assert common_prefix(one, one[: n + 1]) == n + 1
 
 
-def test_the_users_messages_end_alike_however_they_are_told() -> None:
+def test_user_ends_are_equal_for_listed_and_compact_spans() -> None:
     listed = Rendered.parse(ANSWER)
     columns = {"index": [0, 2], "role": ["developer", "user"], "end": [1, 3]}
     assert list(listed.user_ends) == list(Rendered.parse({**ANSWER, "spans": columns}).user_ends)
@@ -156,13 +160,13 @@ def test_the_users_messages_end_alike_however_they_are_told() -> None:
         ([[0, 40], [60, 100]], 40, 100, 40),
         ([[0, 40], [60, 100]], None, 100, 40),
         ([[0, 40], [60, 100]], 40, 50, None),
-        ([[0, 100]], 30, 100, 30),  # decoded behind a hole that has been filled since
+        ([[0, 100]], 30, 100, 30),  # decoded after a hole that was filled later
         ([[0, 100]], 30, 30, None),
         ([[0, 100]], 0, 20, 0),
         ([[10, 100]], 0, 20, 0),
     ],
 )
-def test_another_conversation_goes_on_from_rows_that_saw_all_before_them(
+def test_another_conversation_may_use_only_rows_with_all_rows_before_them_visible(
     resident: list[list[int]], n_reusable: int | None, n_common: int, edge: int | None
 ) -> None:
     answer = {"id": 0, "epoch": 1, "n_tokens": 100, "n_common": n_common, "n_free": 5}

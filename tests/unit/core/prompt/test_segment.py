@@ -1,3 +1,5 @@
+"""Segmentation: how messages are cut into named blocks."""
+
 from __future__ import annotations
 
 import json
@@ -49,7 +51,7 @@ def spans_of(*lengths: int, role: Role = Role.USER) -> list[MessageSpan]:
     start=st.integers(0, 300),
     generation_tokens=st.integers(0, 9),
 )
-def test_blocks_tile_what_they_are_cut_from(
+def test_blocks_tile_the_prompt_and_end_at_every_boundary(
     lengths: list[int], block_tokens: int, cuts: list[int], start: int, generation_tokens: int
 ) -> None:
     end = sum(lengths)
@@ -58,8 +60,8 @@ def test_blocks_tile_what_they_are_cut_from(
     assert covered == list(range(min(start, end), end))
     assert all(0 < len(draft.span) <= block_tokens for draft in drafts)
     edges = {at for draft in drafts for at in (draft.span.start, draft.span.end)}
-    wanted = {*cuts, *(item.span.end for item in spans_of(*lengths))}
-    assert {at for at in wanted if start < at < end} <= edges
+    boundaries = {*cuts, *(item.span.end for item in spans_of(*lengths))}
+    assert {at for at in boundaries if start < at < end} <= edges
     assert len({draft.display_name for draft in drafts}) == len(drafts)
 
 
@@ -79,7 +81,7 @@ def test_without_spans_the_prompt_is_one_message() -> None:
     ]
 
 
-def test_nothing_is_cut_from_nothing() -> None:
+def test_an_empty_range_has_no_blocks() -> None:
     assert cut(0, [], [], 0) == []
     assert cut(10, spans_of(10), [], 10, start=10) == []
 
@@ -118,7 +120,7 @@ def named() -> list[Draft]:
     return cut(140, spans, MESSAGES, 140)
 
 
-def test_names_come_from_roles_calls_and_marks() -> None:
+def test_blocks_are_named_by_role_tool_file_or_the_clients_name() -> None:
     assert [draft.display_name for draft in named()] == [
         "system#0", "user:1#0", "assistant:2#0", "file:config.py#0", "tool:search#0", "tool:edit#0",
         "file:config.py#1", "file:lib#0", "tool:8#0", "tool:weather#0", "system:10#0", "notes#0",
@@ -126,17 +128,17 @@ def test_names_come_from_roles_calls_and_marks() -> None:
     ]  # fmt: skip
 
 
-def test_an_identity_holds_whatever_a_text_may_call_it() -> None:
-    identities = {draft.display_name: draft.aliases for draft in named()}
-    assert identities["file:config.py#0"] == ("/src/app/config.py", "config.py", "read", "c1")
-    assert identities["tool:search#0"] == ("search", "c2")
-    assert identities["tool:8#0"] == ("unknown",)
-    assert identities["tool:weather#0"] == ("weather",)
-    assert identities["notes#0"] == ("notes",)
-    assert set(identities["assistant:2#0"]) >= {"read", "search", "/src/lib/", "lib", "c5"}
+def test_aliases_have_every_name_that_a_text_may_use() -> None:
+    aliases = {draft.display_name: draft.aliases for draft in named()}
+    assert aliases["file:config.py#0"] == ("/src/app/config.py", "config.py", "read", "c1")
+    assert aliases["tool:search#0"] == ("search", "c2")
+    assert aliases["tool:8#0"] == ("unknown",)
+    assert aliases["tool:weather#0"] == ("weather",)
+    assert aliases["notes#0"] == ("notes",)
+    assert set(aliases["assistant:2#0"]) >= {"read", "search", "/src/lib/", "lib", "c5"}
 
 
-def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
+def test_block_numbers_continue_after_those_in_use() -> None:
     numbers = next_numbers(["user:0#0", "user:0#1", "user:0#2.1", "file:a#b#7"], {"tool:x": 2})
     assert numbers == {"user:0": 3, "file:a#b": 8, "tool:x": 2}
     drafts = cut(200, spans_of(200), [Message(Role.USER)], 200, 64, start=150, next_numbers=numbers)
@@ -147,14 +149,14 @@ def test_numbering_goes_on_after_the_keys_that_are_taken() -> None:
 
 
 @given(st.integers(1, 400), st.integers(0, 3000))
-def test_every_character_is_in_some_blocks_text(n_tokens: int, n_chars: int) -> None:
+def test_the_block_texts_cover_the_message(n_tokens: int, n_chars: int) -> None:
     text = "".join(chr(0x4E00 + i) for i in range(n_chars))
     drafts = cut(n_tokens, spans_of(n_tokens), [Message(Role.USER, text)], n_tokens, 64)
     assert all(draft.text in text for draft in drafts)
     assert set("".join(draft.text for draft in drafts)) == set(text)
 
 
-def test_a_blocks_text_is_its_share_with_overlap() -> None:
+def test_the_text_of_a_block_is_its_share_with_overlap() -> None:
     text = "".join(f"{i:04d}" for i in range(250))
     middle = cut(250, spans_of(250), [Message(Role.USER, text)], 250, 50)[2]
     assert middle.text == text[400 - 40 : 600 + 40]
@@ -163,8 +165,8 @@ def test_a_blocks_text_is_its_share_with_overlap() -> None:
 SENTENCES = [f"Sentence number {i} is about {'x' * (i % 7)}." for i in range(12)]
 
 
-def test_blocks_end_with_a_sentence_and_hold_its_text() -> None:
-    """Ten tokens a sentence behind four of the template, whatever its length in characters."""
+def test_blocks_end_at_sentence_ends() -> None:
+    """Each sentence has ten tokens, whatever its length, after four tokens of the template."""
     whole, stops = Span(0, 124), range(14, 124, 10)
     drafts = cut(
         124, [MessageSpan(0, Role.USER, whole)], [Message(Role.USER, " ".join(SENTENCES))], 124,
@@ -189,7 +191,7 @@ def test_a_sentence_longer_than_half_a_block_is_cut_in_two() -> None:
     cuts=st.lists(st.integers(0, 800), max_size=4),
     block_tokens=st.integers(1, 80),
 )
-def test_stops_change_where_blocks_end_and_nothing_else(
+def test_sentence_starts_change_only_where_blocks_end(
     lengths: list[int], stops: set[int], cuts: list[int], block_tokens: int
 ) -> None:
     end, spans = sum(lengths), spans_of(*lengths)
@@ -203,7 +205,7 @@ def test_stops_change_where_blocks_end_and_nothing_else(
             assert not stops & set(range(draft.span.start + block_tokens // 2 + 1, draft.span.end))
 
 
-def test_a_text_with_other_sentences_than_its_tokens_is_known_by_length() -> None:
+def test_a_text_whose_sentences_do_not_match_its_tokens_is_divided_by_length() -> None:
     text = " ".join(SENTENCES)
     spans, message = [MessageSpan(0, Role.USER, Span(0, 124))], Message(Role.USER, text)
     drafts = cut(124, spans, [message], 124, 64, sentence_starts=[14, 24])
@@ -211,20 +213,20 @@ def test_a_text_with_other_sentences_than_its_tokens_is_known_by_length() -> Non
     assert drafts[0].text == text[: 64 * len(text) // 124 + 40]
 
 
-def test_a_span_without_its_message_still_makes_blocks() -> None:
+def test_a_span_without_a_message_is_cut_into_blocks() -> None:
     [draft] = cut(10, [MessageSpan(7, Role.TOOL, Span(0, 10))], [], 10)
     assert (draft.display_name, draft.text, draft.aliases) == ("tool:7#0", "", ())
 
 
 @pytest.mark.parametrize("path", ["", "   ", 7, None])
-def test_an_argument_that_is_no_path_names_nothing(path: object) -> None:
+def test_an_invalid_path_argument_gives_no_name(path: object) -> None:
     call = ToolCall("c", "read", json.dumps({"path": path, "filename": "b.txt"}))
     messages = [Message(Role.TOOL, tool_call_id="c"), Message(Role.ASSISTANT, tool_calls=(call,))]
     [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
     assert draft.display_name == "file:b.txt#0"
 
 
-def test_a_very_long_name_is_cut() -> None:
+def test_a_long_name_is_truncated() -> None:
     messages = [Message(Role.TOOL, name="n" * 500)]
     [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
     assert draft.display_name == "tool:" + "n" * 95 + "#0"

@@ -1,3 +1,5 @@
+"""The error for a too long prompt: advice is added to its message."""
+
 from __future__ import annotations
 
 import json
@@ -12,7 +14,7 @@ ANTHROPIC = {"type": "error", "error": {"type": "invalid_request_error", "messag
 
 
 @pytest.mark.parametrize("error", [OPENAI, ANTHROPIC])
-def test_the_message_keeps_its_words_and_names_the_option(error: dict[str, object]) -> None:
+def test_advice_with_the_option_is_added_to_the_message(error: dict[str, object]) -> None:
     edited = json.loads(with_context_advice(json.dumps(error).encode()))
     message = edited["error"].pop("message")
     assert message.startswith(TEXT)
@@ -33,5 +35,5 @@ def test_the_message_keeps_its_words_and_names_the_option(error: dict[str, objec
         b'{"error":{"message":"exceeds the available context size"}',
     ],
 )
-def test_any_other_body_stays_as_it_is(body: bytes) -> None:
+def test_any_other_body_is_unchanged(body: bytes) -> None:
     assert with_context_advice(body) == body

@@ -1,3 +1,5 @@
+"""Observing replies: timings, usage and the finish reason, from streams and JSON bodies."""
+
 from __future__ import annotations
 
 import json
@@ -91,13 +93,13 @@ def observe(data: bytes, cuts: list[int] | None = None) -> ReplyObserver:
     return observer
 
 
-def seen(observer: ReplyObserver) -> tuple[object, ...]:
+def summary(observer: ReplyObserver) -> tuple[object, ...]:
     return observer.timings, observer.usage, observer.finish, observer.done, observer.error
 
 
 @pytest.mark.parametrize("finish", STREAMS)
 def test_streams_of_all_dialects_are_observed(finish: str) -> None:
-    assert seen(observe(STREAMS[finish])) == (TIMINGS, USAGE, finish, True, None)
+    assert summary(observe(STREAMS[finish])) == (TIMINGS, USAGE, finish, True, None)
 
 
 @given(
@@ -109,13 +111,13 @@ def test_chunk_boundaries_and_line_ends_make_no_difference(
     finish: str, line_end: str, cuts: list[int]
 ) -> None:
     data = STREAMS[finish].replace(b"\n", line_end.encode())
-    assert seen(observe(data, cuts)) == (TIMINGS, USAGE, finish, True, None)
+    assert summary(observe(data, cuts)) == (TIMINGS, USAGE, finish, True, None)
 
 
 @given(st.sampled_from(sorted(STREAMS)))
 def test_single_bytes_give_the_same_result(finish: str) -> None:
     data = STREAMS[finish].replace(b"\n", b"\r\n")
-    assert seen(observe(data, list(range(len(data))))) == (TIMINGS, USAGE, finish, True, None)
+    assert summary(observe(data, list(range(len(data))))) == (TIMINGS, USAGE, finish, True, None)
 
 
 def test_an_incomplete_stream_is_not_done() -> None:
@@ -128,7 +130,7 @@ def test_the_last_event_may_lack_its_blank_line() -> None:
     assert observe(CHAT.rstrip()).done
 
 
-def test_the_last_timings_win() -> None:
+def test_the_last_timings_are_used() -> None:
     data = event({"timings": {"n": 1}}) + event({"timings": {"n": 2}})
     assert observe(data).timings == {"n": 2}
 
@@ -137,17 +139,17 @@ def test_data_lines_of_one_event_are_joined() -> None:
     assert observe(b'data: {"usage":\ndata: {"n": 3}}\n\n').usage == {"n": 3}
 
 
-def test_an_error_in_mid_stream_is_kept() -> None:
+def test_an_error_within_a_stream_is_recorded() -> None:
     observer = observe(event(delta("a")) + event({"error": {"code": 500, "message": "boom"}}))
     assert observer.error == {"code": 500, "message": "boom"}
     assert not observer.done
 
 
 @given(st.lists(st.integers(0, 400), max_size=10))
-def test_a_json_body_is_read_at_its_end(cuts: list[int]) -> None:
+def test_a_json_body_in_pieces_is_observed_at_its_end(cuts: list[int]) -> None:
     body = end("length") | {"usage": USAGE, "timings": TIMINGS, "text": "grüße"}
     data = b"\n " + json.dumps(body, ensure_ascii=False).encode()
-    assert seen(observe(data, cuts)) == (TIMINGS, USAGE, "length", True, None)
+    assert summary(observe(data, cuts)) == (TIMINGS, USAGE, "length", True, None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +180,7 @@ def test_json_bodies_of_all_dialects_are_observed(body: object, finish: str) -> 
     ],
 )
 def test_invalid_data_is_ignored(data: bytes) -> None:
-    assert seen(observe(data)) == (None, None, None, False, None)
+    assert summary(observe(data)) == (None, None, None, False, None)
 
 
 @pytest.mark.parametrize("start", [b"data: ", b"{"])
@@ -217,9 +219,9 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_large_body_is_read_at_its_ends_without_being_parsed(kind: str) -> None:
-    lure = '"usage": {"a": 1}, "timings": {"evoke": {}}, "finish_reason": "stop" é'
-    text = json.dumps(lure * 60_000)[1:-1]
+def test_of_a_large_body_only_both_ends_are_read(kind: str) -> None:
+    misleading = '"usage": {"a": 1}, "timings": {"evoke": {}}, "finish_reason": "stop" é'
+    text = json.dumps(misleading * 60_000)[1:-1]
     body = LARGE[kind] | {"usage": USAGE, "timings": TIMINGS}
     data = json.dumps(body).replace("@", text).encode()
     assert len(data) > 3 * 2**20
@@ -232,9 +234,9 @@ def test_a_large_body_is_read_at_its_ends_without_being_parsed(kind: str) -> Non
     assert observer.finish in ("length", "max_tokens", "limit") and observer.done
 
 
-def test_a_large_event_is_read_at_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_event_only_both_ends_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: object) -> object:
-        raise AssertionError("it is parsed")
+        raise AssertionError("the event is parsed")
 
     event = {"content": "a" * 1_500_000, "timings": TIMINGS, "usage": USAGE}
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
@@ -256,9 +258,9 @@ def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
     observer = ReplyObserver()
     for piece in (b'{"content":"', *[b"status reason error stop " * 10_000] * 20, b'"}'):
         observer.feed(piece)
-    began = time.thread_time()
+    start = time.thread_time()
     observer.close()
-    assert time.thread_time() - began < 0.006
+    assert time.thread_time() - start < 0.006
 
 
 @given(
@@ -267,9 +269,7 @@ def test_the_end_of_a_large_answer_is_read_in_a_few_milliseconds() -> None:
 )
 @example(pieces=[b"b" * 12, b"data: a", b"\r", b"data: a"], step=1)
 @example(pieces=[b"b" * 12, b"data: a", b"\r\n", b"data: a"], step=1)
-def test_lines_keep_every_byte_of_a_stream_however_it_is_cut(
-    pieces: list[bytes], step: int
-) -> None:
+def test_the_lines_of_a_stream_contain_all_its_bytes(pieces: list[bytes], step: int) -> None:
     stream = b"".join(pieces)
     reader = LineReader(max_bytes=16)
     chunks = [stream[at : at + step] for at in range(0, len(stream), step)]

@@ -1,4 +1,4 @@
-"""Whatever an answer states as its usage is read without an error."""
+"""Malformed usage and timings in a reply raise no error and give valid counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _USAGE_KEYS = (
     "cache_read_input_tokens",
 )
 _TIMING_KEYS = ("cache_n", "prompt_n", "predicted_n", "prompt_ms", "evoke")
-_BOOK_KEYS = ("decoded", "n_prompt", "epoch", "marker", "auto_evicted", "n_resident_peak")
+_ACCOUNTING_KEYS = ("decoded", "n_prompt", "epoch", "marker", "auto_evicted", "n_resident_peak")
 
 
 def _objects(keys: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
@@ -46,24 +46,24 @@ def test_any_usage_gives_three_counts(timings: dict[str, Any], usage: dict[str, 
 @given(_objects(("prompt_n", "prompt_ms", "predicted_n", "predicted_ms")))
 @example({"prompt_n": 5, "prompt_ms": 10**400})
 @example({"prompt_n": 10**12, "prompt_ms": 1e-300})
-def test_any_timings_give_a_pace(timings: dict[str, Any]) -> None:
-    pace = DecodeSpeed()
-    pace.note(timings)
-    pace.note({"prompt_n": 5, "prompt_ms": 10.0, "predicted_n": 5, "predicted_ms": 10.0})
-    assert 0 <= pace.seconds(100, 10) < math.inf
+def test_any_timings_give_a_valid_decode_speed(timings: dict[str, Any]) -> None:
+    speed = DecodeSpeed()
+    speed.note(timings)
+    speed.note({"prompt_n": 5, "prompt_ms": 10.0, "predicted_n": 5, "predicted_ms": 10.0})
+    assert 0 <= speed.seconds(100, 10) < math.inf
 
 
-@given(_objects(_BOOK_KEYS))
+@given(_objects(_ACCOUNTING_KEYS))
 def test_any_token_accounting_is_parsed_or_refused(stated: dict[str, Any]) -> None:
-    books = TokenAccounting.parse({"evoke": stated})
-    if books is not None:
-        assert 0 <= books.decoded <= MAX_TOKENS
+    accounting = TokenAccounting.parse({"evoke": stated})
+    if accounting is not None:
+        assert 0 <= accounting.decoded <= MAX_TOKENS
 
 
 @pytest.mark.parametrize(
     "details", [[1], "many", 3, -1, {"cached_tokens": [1]}, {"cached_tokens": -5}, 10**400, True]
 )
-def test_odd_details_do_not_hide_the_other_counts(details: Any) -> None:
+def test_invalid_details_do_not_affect_the_other_counts(details: Any) -> None:
     usage = {"input_tokens_details": details, "input_tokens": 9, "output_tokens": 2}
     assert cost_of({}, usage) == (0, 9, 2)
     assert is_odd({}, usage)

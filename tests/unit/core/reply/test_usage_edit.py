@@ -1,3 +1,5 @@
+"""Adding the token accounting to the usage of a reply."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from evoke_proxy.core.reply import usage_edit
 from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting
 
-BOOKS = {
+ACCOUNTING = {
     "decoded": 3,
     "recovered": 64,
     "resident_before": 200,
@@ -19,11 +21,11 @@ BOOKS = {
     "n_resident_peak": 300,
     "budget": 320,
 }
-SHOWN = (
+ADDED = (
     b'"evoke":{"decoded":3,"recovered":64,"resident_before":200,"omitted":900,'
     b'"resident_peak":300,"budget":320}'
 )
-TIMINGS = json.dumps({"cache_n": 264, "evoke": BOOKS}).encode()
+TIMINGS = json.dumps({"cache_n": 264, "evoke": ACCOUNTING}).encode()
 
 DOCUMENTS = {
     "chat": b'{"choices":[], "usage" : {"total_tokens":1.50e1},"timings":%b}' % TIMINGS,
@@ -46,7 +48,7 @@ UNTOUCHED = [
 
 
 def expected(document: bytes) -> bytes:
-    return document.replace(b'"usage" : {', b'"usage" : {' + SHOWN + b",")
+    return document.replace(b'"usage" : {', b'"usage" : {' + ADDED + b",")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
@@ -61,8 +63,8 @@ def test_a_document_without_usage_or_accounting_is_unchanged(document: bytes) ->
     assert with_accounting(document, {}) == document
 
 
-def test_no_budget_is_null() -> None:
-    timings: dict[str, Any] = {"evoke": BOOKS | {"budget": 0}}
+def test_without_a_budget_its_field_is_null() -> None:
+    timings: dict[str, Any] = {"evoke": ACCOUNTING | {"budget": 0}}
     edited = json.loads(with_accounting(json.dumps({"usage": {}, "timings": timings}).encode(), {}))
     assert edited["usage"]["evoke"]["budget"] is None
 
@@ -74,14 +76,14 @@ OUT = b": ping\n\nevent: x\r\n" + b"\r\n\r\n".join(EDITED) + b'\n\nretry: 1\n\nd
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
-def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
+def test_a_stream_is_edited_the_same_however_it_is_divided(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(STREAM)]
     edit = UsageEditor({})
     out = [edit.feed(STREAM[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     assert b"".join(out) + edit.close() == OUT
 
 
-def test_whole_lines_do_not_wait() -> None:
+def test_complete_lines_are_passed_on_at_once() -> None:
     edit = UsageEditor({})
     assert edit.feed(b": ping\n\n") == b": ping\n\n"
     assert edit.feed(b"data: {}\n\nda") == b"data: {}\n\n"
@@ -99,16 +101,16 @@ def test_an_overlong_line_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS.values(), *UNTOUCHED[:6]])
-def test_a_large_document_is_edited_near_its_end_without_being_parsed(
+def test_a_large_document_is_edited_without_being_parsed(
     document: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = b'"text":"%b",' % (rb"\"usage\": {\"a\": 1} ".replace(b"\\", b"\\") * 70_000)
     large = document.replace(b"{", b"{" + text, 1) if document.startswith(b"{") else document
-    wanted = expected(large) if document in DOCUMENTS.values() else large
+    expected_document = expected(large) if document in DOCUMENTS.values() else large
 
     def refused(_: object) -> object:
-        raise AssertionError("it is parsed")
+        raise AssertionError("the document is parsed")
 
     if len(large) > 1_000_000:
         monkeypatch.setattr(usage_edit.json, "loads", refused)
-    assert with_accounting(large, {}) == wanted
+    assert with_accounting(large, {}) == expected_document

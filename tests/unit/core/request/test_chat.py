@@ -1,3 +1,5 @@
+"""Parsing chat requests: limits, bypass reasons, query, options and marks."""
+
 from __future__ import annotations
 
 import json
@@ -37,7 +39,7 @@ def test_a_plain_request_has_the_defaults() -> None:
     assert request.bypass == ""
 
 
-def test_every_dialect_is_read_by_its_own_rules() -> None:
+def test_each_dialect_has_its_own_field_for_the_answers_limit() -> None:
     assert parse_chat("responses", {"input": "hi", "max_output_tokens": 9}).max_tokens == 9
     assert parse_chat("messages", HELLO).max_tokens == 4096
     assert parse_chat("completions", {"prompt": "hi", "n_predict": 9}).max_tokens == 9
@@ -76,17 +78,19 @@ def test_the_answers_limit_follows_the_servers_precedence(
         ({"n": None}, ""),
     ],
 )
-def test_what_the_budget_cannot_manage_is_named(fields: dict[str, Any], reason: str) -> None:
+def test_a_request_that_cannot_be_budgeted_has_a_bypass_reason(
+    fields: dict[str, Any], reason: str
+) -> None:
     assert chat(**fields).bypass == reason
 
 
-def test_several_prompts_are_several_answers() -> None:
+def test_several_prompts_count_as_several_answers() -> None:
     assert parse_chat("completions", {"prompt": ["a", "b"]}).n == 2
     assert parse_chat("completions", {"prompt": [1, 2, 3]}).n == 1
     assert parse_chat("completions", {"prompt": ["a"]}).n == 1
 
 
-def test_the_query_is_what_was_said_since_the_last_answer() -> None:
+def test_the_query_is_the_text_since_the_last_answer() -> None:
     assert query(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d")) == "c\nd"
     assert query(("user", "a"), ("assistant", "b"), ("tool", "c"), ("system", "no")) == "c"
     assert query(("system", "s"), ("user", "a")) == "a"
@@ -96,7 +100,7 @@ def test_the_query_is_what_was_said_since_the_last_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "query_text"),
     [
         ('{"path":"src/a.py","line":7,"deep":{"x":["y"]},"dry":true}', "src/a.py\n7\ny\nlong"),
         ('"src/a.py"', "src/a.py\nlong"),
@@ -105,23 +109,25 @@ def test_the_query_is_what_was_said_since_the_last_answer() -> None:
         (json.dumps({"path": "a", "content": "x" * 5000}), "a\n" + "x" * 200 + "\nlong"),
     ],
 )
-def test_what_a_tool_was_called_with_is_asked_about_too(arguments: str, said: str) -> None:
+def test_the_arguments_of_an_answered_tool_call_are_in_the_query(
+    arguments: str, query_text: str
+) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "read", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "long"},
     ]
-    assert parse_chat("chat", {"messages": messages}).query == said
+    assert parse_chat("chat", {"messages": messages}).query == query_text
     path = json.loads(arguments).get("path", "") if arguments.startswith("{") else ""
     assert parse_chat("chat", {"messages": messages}).files == ((path,) if path else ())
-    # calls that nobody has answered ask for nothing yet
+    # a call without a result is not in the query
     assert parse_chat("chat", {"messages": messages[:2]}).query == "a"
     assert parse_chat("chat", {"messages": messages[:2]}).files == ()
 
 
-def test_tags_are_read() -> None:
-    tags = chat(
+def test_options_are_read_from_the_evoke_fields() -> None:
+    options = chat(
         evoke=True,
         evoke_budget=512,
         evoke_policy="discard",
@@ -131,19 +137,19 @@ def test_tags_are_read() -> None:
         evoke_task_boundary=True,
         evoke_session="a/b:1",
     ).options
-    assert tags == RequestOptions(
+    assert options == RequestOptions(
         True, 512, "discard", "discard", 2.0, True, True, "a/b:1", is_set=True
     )
 
 
 @pytest.mark.parametrize("field", TOP_LEVEL_FIELDS)
-def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
+def test_a_null_field_is_ignored_or_refused(field: str) -> None:
     try:
-        tags = chat(**{field: None}).options
+        options = chat(**{field: None}).options
     except RequestError as error:
         assert error.code == f"{field}_invalid"
     else:
-        assert tags == RequestOptions(is_set=True)
+        assert options == RequestOptions(is_set=True)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,7 @@ def test_a_null_tag_is_no_tag_or_an_error_but_never_a_value(field: str) -> None:
         ("evoke_session", 7),
     ],
 )
-def test_a_wrong_tag_is_a_request_error_with_its_own_code(field: str, value: Any) -> None:
+def test_an_invalid_field_is_a_request_error_with_its_own_code(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         chat(**{field: value})
     assert (caught.value.status, caught.value.code) == (400, f"{field}_invalid")
@@ -191,7 +197,9 @@ def test_a_wrong_tag_is_a_request_error_with_its_own_code(field: str, value: Any
     ],
 )
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-def test_a_wrong_mark_is_a_request_error(field: str, value: Any, dialect: str) -> None:
+def test_an_invalid_mark_on_a_message_is_a_request_error(
+    field: str, value: Any, dialect: str
+) -> None:
     item = {"role": "user", "content": "hi", field: value}
     key = "input" if dialect == "responses" else "messages"
     with pytest.raises(RequestError, match=field) as caught:
@@ -200,12 +208,12 @@ def test_a_wrong_mark_is_a_request_error(field: str, value: Any, dialect: str) -
 
 
 @pytest.mark.parametrize("field", MESSAGE_FIELDS)
-def test_a_mark_on_a_message_counts_as_a_tag(field: str) -> None:
+def test_a_mark_on_a_message_counts_as_a_set_option(field: str) -> None:
     item = {"role": "user", "content": "hi", field: "pin"}
     assert parse_chat("chat", {"messages": [item]}).options.is_set
     assert not chat().options.is_set
 
 
 @pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])
-def test_what_the_server_will_refuse_is_not_refused_here(messages: Any) -> None:
+def test_malformed_messages_are_left_for_the_server_to_refuse(messages: Any) -> None:
     assert isinstance(parse_chat("chat", {"messages": messages}), ChatRequest)

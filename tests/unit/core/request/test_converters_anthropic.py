@@ -1,4 +1,4 @@
-"""A messages body as the chat that llama-server makes of it."""
+"""Converting a messages (Anthropic) body to a chat body, as llama-server does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.converters import anthropic_to_chat
 
 
-def _said(**body: Any) -> list[Any]:
+def _converted(**body: Any) -> list[Any]:
     messages: list[Any] = anthropic_to_chat(body)["messages"]
     return messages
 
 
 @pytest.mark.parametrize(
-    ("line", "shown"),
+    ("line", "end"),
     [
         ("x-anthropic-billing-header: a=1; cch=a5145;You are", "cch=fffff;You are"),
         ("x-anthropic-billing-header: a=1; cch=a51;You are", "cch=a51;You are"),
@@ -25,14 +25,14 @@ def _said(**body: Any) -> list[Any]:
         ("You are cch=a5145;", "You are cch=a5145;"),
     ],
 )
-def test_the_stamp_of_a_billing_line_is_taken_out_as_the_server_does(line: str, shown: str) -> None:
+def test_the_hash_of_a_billing_header_is_masked_as_the_server_does(line: str, end: str) -> None:
     for system in (line, [{"type": "text", "text": line}]):
-        (message,) = _said(system=system, messages=[])
-        assert message["role"] == "system" and message["content"].endswith(shown)
+        (message,) = _converted(system=system, messages=[])
+        assert message["role"] == "system" and message["content"].endswith(end)
         assert len(message["content"]) == len(line)
 
 
-def test_blocks_become_one_message_and_results_one_each() -> None:
+def test_the_blocks_of_a_message_are_joined_and_each_result_is_a_message() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1, "b": "\u00e9"}}
     thought, text = {"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "so"}
     results = [
@@ -40,7 +40,7 @@ def test_blocks_become_one_message_and_results_one_each() -> None:
         {"type": "tool_result", "tool_use_id": "t2", "content": [text, text]},
         {"type": "tool_result", "tool_use_id": "t3"},
     ]
-    assistant, *rest = _said(
+    assistant, *rest = _converted(
         messages=[
             {"role": "assistant", "content": [thought, text, call]},
             {"role": "user", "content": [*results, text]},
@@ -59,7 +59,7 @@ def test_blocks_become_one_message_and_results_one_each() -> None:
     assert [item["content"] for item in rest[1:4]] == ["4", "soso", ""]
 
 
-def test_tools_and_what_is_passed_on() -> None:
+def test_tools_and_options_are_converted_and_metadata_is_dropped() -> None:
     body = {
         "messages": [],
         "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
@@ -75,7 +75,7 @@ def test_tools_and_what_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"messages": 3}, {"messages": [1, {}]}, {"system": 3}])
-def test_nonsense_makes_no_exception(body: dict[str, Any]) -> None:
+def test_a_malformed_anthropic_body_raises_no_exception(body: dict[str, Any]) -> None:
     assert isinstance(anthropic_to_chat(body)["messages"], list)
 
 
@@ -83,7 +83,7 @@ def _events(*events: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
 
 
-def test_its_answers_are_read_whole_or_from_a_stream() -> None:
+def test_anthropic_answers_are_read_from_a_body_or_a_stream() -> None:
     blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Yes"}]
     whole, streamed = AnswerReader(), AnswerReader()
     whole.feed(json.dumps({"type": "message", "content": blocks}).encode())
@@ -96,8 +96,8 @@ def test_its_answers_are_read_whole_or_from_a_stream() -> None:
             {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
         )
     )
-    wanted = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
-    assert whole.message(True) == streamed.message(True) == wanted
-    called = AnswerReader()
-    called.feed(_events({"content_block": {"type": "tool_use", "name": "f"}}))
-    assert called.message(False) is None
+    expected = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+    assert whole.message(True) == streamed.message(True) == expected
+    with_call = AnswerReader()
+    with_call.feed(_events({"content_block": {"type": "tool_use", "name": "f"}}))
+    assert with_call.message(False) is None

@@ -1,4 +1,4 @@
-"""A responses body as the chat that llama-server makes of it."""
+"""Converting a responses body to a chat body, as llama-server does."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from evoke_proxy.core.request.converters import responses_to_chat
 from evoke_proxy.core.snapshots.costs import cost_of
 
 
-def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:
-    said = {"type": "output_text", "text": "so"}
+def test_consecutive_assistant_items_become_one_message() -> None:
+    output_text = {"type": "output_text", "text": "so"}
     chat = responses_to_chat(
         {
             "instructions": "Help.",
             "input": [
                 {"role": "user", "content": "one", "type": "message", "status": "done"},
                 {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]},
-                {"type": "message", "role": "assistant", "content": [said]},
+                {"type": "message", "role": "assistant", "content": [output_text]},
                 {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "c", "output": "4"},
                 {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
@@ -58,13 +58,13 @@ def test_what_one_assistant_says_thinks_and_calls_is_one_message() -> None:
         ({"input": "hi"}, [{"role": "user", "content": "hi"}]),
     ],
 )
-def test_a_malformed_body_raises_no_exception(
+def test_a_malformed_responses_body_raises_no_exception(
     body: dict[str, Any], messages: list[dict[str, Any]]
 ) -> None:
     assert responses_to_chat(body)["messages"] == messages
 
 
-def test_its_answers_are_read_whole_or_from_the_last_event() -> None:
+def test_responses_answers_are_read_from_a_body_or_the_last_event() -> None:
     output = [
         {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
         {"type": "message", "content": [{"type": "output_text", "text": "Yes"}]},
@@ -75,11 +75,11 @@ def test_its_answers_are_read_whole_or_from_the_last_event() -> None:
     whole.feed(json.dumps({"object": "response", "output": output}).encode())
     for event in (delta, last):
         streamed.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
-    wanted = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
-    assert whole.message(True) == streamed.message(True) == wanted
-    called = AnswerReader()
-    called.feed(json.dumps({"output": [{"type": "function_call", "name": "f"}]}).encode())
-    assert called.message(False) is None
+    expected = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+    assert whole.message(True) == streamed.message(True) == expected
+    with_call = AnswerReader()
+    with_call.feed(json.dumps({"output": [{"type": "function_call", "name": "f"}]}).encode())
+    assert with_call.message(False) is None
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_its_answers_are_read_whole_or_from_the_last_event() -> None:
         ),
     ],
 )
-def test_every_dialect_tells_what_a_turn_cost(
+def test_the_cost_of_a_turn_is_read_in_every_dialect(
     timings: dict[str, int], usage: dict[str, Any]
 ) -> None:
     assert cost_of(timings, usage) == (5, 3, 2)

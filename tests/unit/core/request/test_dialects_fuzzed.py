@@ -1,4 +1,4 @@
-"""Parsers of requests raise RequestError and nothing else, whatever JSON they are given."""
+"""Fuzzing the request parsers: on any JSON they raise RequestError or nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BODIES = st.dictionaries(_KEYS, st.one_of(_VALUES, st.lists(_ITEMS, max_size=4)
 
 
 def _check_only_request_errors(body: dict[str, Any]) -> None:
-    """Parse a body in every dialect; fails with any exception that is no RequestError."""
+    """Parses a body in every dialect; any exception other than RequestError is a failure."""
     text = json.dumps(body).encode()
     try:
         check_body(text, "application/json", LimitsConfig())
@@ -100,7 +100,7 @@ def parse_chat_or_refuse(chat: dict[str, Any]) -> None:
 @example({"system": [5], "messages": [{"role": [], "content": [{"type": []}]}]})
 @example({"messages": [{"tool_calls": [{"id": [], "function": {"name": {}, "arguments": 5}}]}]})
 @example({"evoke_policy": [], "evoke_recovery": {}, "evoke_recall": [[]]})
-def test_parsers_raise_nothing_but_request_errors(body: dict[str, Any]) -> None:
+def test_parsers_raise_only_request_errors(body: dict[str, Any]) -> None:
     _check_only_request_errors(body)
 
 
@@ -110,7 +110,7 @@ def test_parsers_raise_nothing_but_request_errors(body: dict[str, Any]) -> None:
     | st.text(max_size=40).map(str.encode)
     | _BODIES.map(json.dumps).map(str.encode)
 )
-def test_bytes_of_any_kind_are_read_or_refused(body: bytes) -> None:
+def test_any_bytes_are_parsed_to_an_object_or_refused(body: bytes) -> None:
     for text in (body, b"\xef\xbb\xbf" + body, body[:-1], b'{"a":"\\ud800",' + body[1:]):
         try:
             check_body(text, "application/json", LimitsConfig())
@@ -122,7 +122,7 @@ def test_bytes_of_any_kind_are_read_or_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize("digits", (4300, 4301, 100_000))
 @pytest.mark.parametrize("mark", ("", "\ufeff", '{"x":"\\ud800"'))
-def test_numbers_of_any_length_are_read_or_refused(digits: int, mark: str) -> None:
+def test_a_number_of_any_length_is_parsed_or_refused(digits: int, mark: str) -> None:
     number = "1" * digits
     text = f'{mark},"a":{number}}}' if mark.startswith("{") else f'{mark}{{"a":{number}}}'
     try:
@@ -133,7 +133,7 @@ def test_numbers_of_any_length_are_read_or_refused(digits: int, mark: str) -> No
         check_body(text.encode(), "", LimitsConfig())
 
 
-def test_what_is_nested_deep_is_refused_in_every_spelling() -> None:
+def test_a_deeply_nested_body_is_refused_with_and_without_a_byte_order_mark() -> None:
     for mark in ("", "\ufeff"):
         for deep in ("[" * 2000 + "]" * 2000, '{"a":' * 2000 + "1" + "}" * 2000):
             with pytest.raises(RequestError):

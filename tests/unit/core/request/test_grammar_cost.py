@@ -1,4 +1,4 @@
-"""The estimate of a grammar's work separates grammars that hang llama-server from useful ones."""
+"""The estimated cost of a grammar: high for those that hang llama-server, low for useful ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_grammars_of_llama_cpp_are_far_below_the_limit() -> None:
     assert all(0 < cost < 100 for cost in costs.values()), costs
 
 
-def test_only_skipped_parts_multiply_the_paths() -> None:
+def test_optional_parts_multiply_the_cost_and_others_do_not() -> None:
     assert grammar_cost('root ::= "a" "b" "c"') == 1
     assert grammar_cost('root ::= "a" | "b" | "c"') == 3
     assert grammar_cost('root ::= "a"? "b"? "c"') == 9
@@ -57,7 +57,7 @@ def test_only_skipped_parts_multiply_the_paths() -> None:
 @pytest.mark.parametrize(
     ("pattern", "cost"), [("^abc$", 1), ("^a?b?$", 4), ("^(?:a|b)c$", 2), (r"^\(?[(]?a$", 9)]
 )
-def test_a_pattern_is_measured_like_a_grammar(pattern: str, cost: int) -> None:
+def test_a_pattern_has_the_cost_of_its_grammar(pattern: str, cost: int) -> None:
     assert pattern_cost(pattern) == cost
 
 

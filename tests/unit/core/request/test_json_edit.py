@@ -1,3 +1,5 @@
+"""Editing JSON texts in place: only the edited members change."""
+
 from __future__ import annotations
 
 import json
@@ -32,7 +34,7 @@ SPACE = st.sampled_from(["", " ", "\n\t ", "\r\n"])
 
 @st.composite
 def texts(draw: st.DrawFn, value: Any) -> str:
-    """A JSON text of `value` with arbitrary space, and keys and strings escaped either way."""
+    """A JSON text of `value` with any white space, with or without escapes."""
     space = draw(SPACE)
     if isinstance(value, dict):
         members = [
@@ -75,14 +77,14 @@ def dict_edit(
     st.sets(st.sampled_from(["role", "evoke_keep", "evoke_name", "a"]), max_size=3),
     SPACE,
 )
-def test_an_edit_is_what_a_dict_edit_would_be(
-    given_: tuple[dict[str, Any], str],
+def test_an_edit_equals_the_same_edit_of_the_parsed_object(
+    value_and_text: tuple[dict[str, Any], str],
     set_: dict[str, Any],
     remove: set[str],
     message_remove: set[str],
     space: str,
 ) -> None:
-    value, text = given_
+    value, text = value_and_text
     body = (space + text + space).encode()
     raw = {key: json.dumps(item).encode() for key, item in set_.items()}
     edited = edit_top_level(body, raw, remove, message_remove)
@@ -90,23 +92,25 @@ def test_an_edit_is_what_a_dict_edit_would_be(
 
 
 @given(with_text(OBJECTS), SPACE)
-def test_no_edit_is_no_change(given_: tuple[dict[str, Any], str], space: str) -> None:
-    body = (space + given_[1] + space).encode()
+def test_an_edit_without_changes_returns_the_same_bytes(
+    value_and_text: tuple[dict[str, Any], str], space: str
+) -> None:
+    body = (space + value_and_text[1] + space).encode()
     assert edit_top_level(body, {}, {"absent"}, {"absent"}) is body
 
 
 @given(with_text(OBJECTS), st.integers())
-def test_an_insertion_leaves_every_other_byte(
-    given_: tuple[dict[str, Any], str], number: int
+def test_an_insertion_keeps_every_other_byte(
+    value_and_text: tuple[dict[str, Any], str], number: int
 ) -> None:
-    value, text = given_
+    value, text = value_and_text
     edited = edit_top_level(text.encode(), {"new": str(number).encode()}, ())
     comma = "," if value else ""
     assert edited.decode() == "{" + f'"new":{number}{comma}' + text[1:]
 
 
 @given(with_text(OBJECTS), with_text(OBJECTS), SPACE)
-def test_setting_and_removing_a_member_gives_the_bytes_back(
+def test_removing_a_member_keeps_every_other_byte(
     first: tuple[dict[str, Any], str], other: tuple[dict[str, Any], str], space: str
 ) -> None:
     inner = first[1]
@@ -136,11 +140,11 @@ def test_numbers_and_escapes_keep_their_spelling() -> None:
         ('{"\\u0061":1,"b":2}', "a", '{"b":2}'),
     ],
 )
-def test_a_removed_member_takes_its_comma_along(body: str, remove: str, expected: str) -> None:
+def test_a_member_is_removed_with_its_comma(body: str, remove: str, expected: str) -> None:
     assert edit_top_level(body.encode(), {}, list(remove)).decode() == expected
 
 
-def test_a_set_key_that_is_there_twice_is_there_once() -> None:
+def test_setting_a_repeated_key_leaves_it_once() -> None:
     edited = edit_top_level(b'{"id":1,"b":2,"id":3}', {"id": b"7"}, ())
     assert edited == b'{"id":7,"b":2}'
 
@@ -150,7 +154,7 @@ def test_a_key_both_set_and_removed_is_set() -> None:
     assert edit_top_level(b'{"b":1}', {"a": b"2"}, ["a", "b"]) == b'{"a":2}'
 
 
-def test_marks_inside_messages_go_and_nothing_deeper() -> None:
+def test_marks_are_removed_from_messages_and_not_from_deeper_objects() -> None:
     first, last = (
         b'{"evoke_keep":"pin","content":{"evoke_keep":1}}',
         b'{"role":"x" , "evoke_keep":2}',
@@ -160,13 +164,13 @@ def test_marks_inside_messages_go_and_nothing_deeper() -> None:
     assert edited == b'{"messages":[{"content":{"evoke_keep":1}}, 3, {"role":"x"}]}'
 
 
-def test_messages_that_are_replaced_are_not_edited_too() -> None:
+def test_messages_that_are_replaced_are_not_edited() -> None:
     body = b'{"messages":[{"evoke_keep":1,"a":2}],"b":1}'
     assert edit_top_level(body, {"messages": b"[]"}, (), ["a"]) == b'{"messages":[],"b":1}'
     assert edit_top_level(body, {}, ["messages"], ["a"]) == b'{"b":1}'
 
 
-def test_a_byte_order_mark_stays() -> None:
+def test_a_byte_order_mark_is_kept() -> None:
     assert (
         edit_top_level('\ufeff{"a":1}'.encode(), {"b": b"2"}, ()) == '\ufeff{"b":2,"a":1}'.encode()
     )
@@ -200,7 +204,7 @@ def test_a_byte_order_mark_stays() -> None:
         b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
-def test_what_is_no_json_object_is_a_request_error(body: bytes) -> None:
+def test_a_text_that_is_not_a_json_object_is_a_request_error(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
         edit_top_level(body, {"a": b"1"}, (), ["a"])
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
@@ -209,7 +213,7 @@ def test_what_is_no_json_object_is_a_request_error(body: bytes) -> None:
 
 
 @given(st.lists(VALUES, max_size=6), st.sets(st.integers(0, 7)), SPACE)
-def test_removed_elements_take_their_comma_along(
+def test_list_elements_are_removed_with_their_commas(
     values: list[Any], indexes: set[int], space: str
 ) -> None:
     inner = f"{space},{space}".join(json.dumps(value) for value in values)
@@ -220,7 +224,7 @@ def test_removed_elements_take_their_comma_along(
     assert re.match(rb'\{"x":1\.0,"messages":\[', edited) and edited.endswith(b'],"y":[1,2]}')
 
 
-def test_elements_of_a_list_that_is_not_there_cannot_be_removed() -> None:
+def test_removing_elements_of_a_missing_list_changes_nothing() -> None:
     for body in (b'{"a":[1]}', b'{"messages":"text"}', b'{"messages":[]}'):
         assert remove_elements(body, "messages", [0]) == body
 
@@ -253,11 +257,11 @@ def test_a_member_of_a_nested_object_is_set(body: bytes, edited: bytes | None) -
     assert edit_nested(body, ("a", "b"), {"x": b"7"}) == expected
 
 
-def begun(value: Any, path: list[Any], text: str, part: dict[str, str]) -> Any:
-    """The same edit on a parsed value."""
+def prepended(value: Any, path: list[Any], text: str, part: dict[str, str]) -> Any:
+    """The same edit on the parsed value."""
     if path:
         copy = dict(value) if isinstance(value, dict) else list(value)
-        copy[path[0]] = begun(value[path[0]], path[1:], text, part)
+        copy[path[0]] = prepended(value[path[0]], path[1:], text, part)
         return copy
     if isinstance(value, str):
         return text + value
@@ -265,23 +269,23 @@ def begun(value: Any, path: list[Any], text: str, part: dict[str, str]) -> Any:
 
 
 @given(with_text(OBJECTS), st.data(), st.text(max_size=20))
-def test_a_text_goes_to_the_beginning_of_a_string_or_list(
-    given_: tuple[dict[str, Any], str], data: st.DataObject, text: str
+def test_a_text_is_prepended_to_a_string_or_list(
+    value_and_text: tuple[dict[str, Any], str], data: st.DataObject, text: str
 ) -> None:
-    value, body = given_
-    path, here = [], value
-    while isinstance(here, dict | list) and here and data.draw(st.integers(0, 3)):
-        steps = sorted(here) if isinstance(here, dict) else range(len(here))
+    value, body = value_and_text
+    path, target = [], value
+    while isinstance(target, dict | list) and target and data.draw(st.integers(0, 3)):
+        steps = sorted(target) if isinstance(target, dict) else range(len(target))
         path.append(data.draw(st.sampled_from(steps)))
-        here = here[path[-1]]
+        target = target[path[-1]]
     part = {"type": "text", "text": text}
     edited = prepend(body.encode(), path, text, part)
-    assert json.loads(edited) == begun(value, path, text, part)
-    if not isinstance(here, str | list):
+    assert json.loads(edited) == prepended(value, path, text, part)
+    if not isinstance(target, str | list):
         assert edited == body.encode()
 
 
-def test_a_path_that_leads_nowhere_changes_nothing() -> None:
+def test_a_path_that_does_not_exist_changes_nothing() -> None:
     body = b'{"messages": [{"content": "a"}, 7], "input": "b"}'
     for path in (["x"], ["messages", 2, "content"], ["messages", 1, "content"], ["input", 0], [],
                  ["messages", 0, "content", 0], ["messages", 0, "role"]):  # fmt: skip

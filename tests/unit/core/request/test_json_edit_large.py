@@ -1,4 +1,4 @@
-"""An edit of a large body lets other threads run between short steps."""
+"""Editing large bodies: other threads run between short steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from evoke_proxy.core.request.json_edit import edit_top_level
 
 _MIB = 1024 * 1024
 _MESSAGE = b'{"role":"user","content":"%s"}'
-# What a thread may do without giving the interpreter to another, in its processor time.
-_MOST_S = 0.02
+# The longest CPU time of a thread without releasing the interpreter.
+_LONGEST_S = 0.02
 BODIES: dict[str, Callable[[], bytes]] = {
     "one string": lambda: _MESSAGE % (b"a" * (63 * _MIB)),
     "4,000 strings": lambda: b",".join([_MESSAGE % (b"a" * (63 * _MIB // 4000))] * 4000),
@@ -23,7 +23,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def _short_interval() -> Iterator[None]:
-    """Threads take turns as often as in the proxy."""
+    """Sets the thread switch interval of the proxy."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(0.001)
     yield
@@ -31,7 +31,7 @@ def _short_interval() -> Iterator[None]:
 
 
 def longest_step(work: Callable[[], object]) -> float:
-    """The most processor time that `work` takes in a thread while this one cannot run."""
+    """The longest CPU time of `work` in another thread while this one cannot run, in seconds."""
     may_begin, over = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -64,6 +64,6 @@ def test_other_threads_run_during_an_edit(name: str) -> None:
     def edit() -> None:
         edited[:] = [edit_top_level(body, {"id_slot": b"1"}, ("evoke",), ("evoke_keep",))]
 
-    # The shortest of several: this thread may lack a processor in any single one.
-    assert min(longest_step(edit) for _ in range(5)) < _MOST_S
+    # The shortest of several runs: in any one of them this thread may lack a processor.
+    assert min(longest_step(edit) for _ in range(5)) < _LONGEST_S
     assert edited == [b'{"id_slot":1,"messages":[%s]}' % messages]

@@ -1,4 +1,4 @@
-"""Large JSON texts are parsed and written in steps that are all short, as a parser reads them."""
+"""Parsing and writing JSON in pieces: equal to a parser's result, and every step is short."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from evoke_proxy.engine.parsing.body_parsing import parse_object
 from evoke_proxy.errors import RequestError
 
 MIB = 1 << 20
-MOST_S = 0.02
+LONGEST_S = 0.02
 SCALARS = (1, 2.5, -3, None, True, "a", 'q"\\', "[,]{}:", "\\", "é€😀", "", "word " * 9)
 KEYS = ("a", "b", '"', "\\", 'c"\\"', "[,]{", "é")
 BREAKS = (b"", b",", b"]", b"}", b"[", b"{", b'"', b"\\", b":", b" " * 90, b"1", b"\\ud83d")
 
 
-def _value(how: random.Random, depth: int) -> Any:
-    kind = how.randrange(8)
+def _value(rng: random.Random, depth: int) -> Any:
+    kind = rng.randrange(8)
     if depth <= 0 or kind < 3:
-        return how.choice(SCALARS)
+        return rng.choice(SCALARS)
     if kind < 6:
-        return [_value(how, depth - 1) for _ in range(how.randrange(6))]
-    names = (how.choice((*KEYS, f"key {how.random()}")) for _ in range(how.randrange(6)))
-    return {name: _value(how, depth - 1) for name in names}
+        return [_value(rng, depth - 1) for _ in range(rng.randrange(6))]
+    names = (rng.choice((*KEYS, f"key {rng.random()}")) for _ in range(rng.randrange(6)))
+    return {name: _value(rng, depth - 1) for name in names}
 
 
-def _text(how: random.Random) -> bytes:
-    """A JSON text, with keys that are there twice, and broken in every other case."""
-    indent, plain = how.choice((None, None, 1)), how.random() < 0.5
-    text = json.dumps(_value(how, 6), indent=indent, ensure_ascii=plain).encode()
-    if how.random() < 0.3:
+def _text(rng: random.Random) -> bytes:
+    """A JSON text, with repeated keys in some cases, and invalid in about half of them."""
+    indent, plain = rng.choice((None, None, 1)), rng.random() < 0.5
+    text = json.dumps(_value(rng, 6), indent=indent, ensure_ascii=plain).encode()
+    if rng.random() < 0.3:
         text = text.replace(b'"b":', b'"a":')
-    if how.random() < 0.5:
-        for _ in range(how.randint(1, 2)):
-            at = how.randrange(len(text) + 1)
-            text = text[:at] + how.choice(BREAKS) + text[at + how.randrange(2) :]
+    if rng.random() < 0.5:
+        for _ in range(rng.randint(1, 2)):
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(BREAKS) + text[at + rng.randrange(2) :]
     return text
 
 
@@ -67,7 +67,7 @@ def _parse_whole(text: bytes) -> Any:
 
 
 @pytest.mark.parametrize("piece_bytes", [3, 7, 13, 40, 64])
-def test_pieces_say_what_the_whole_text_says(
+def test_parsing_in_pieces_equals_parsing_at_once(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(json_parsing, "PIECE_BYTES", piece_bytes)
@@ -80,7 +80,7 @@ def test_pieces_say_what_the_whole_text_says(
     assert 100 < refused < 1000
 
 
-def test_values_are_written_as_by_a_serialiser() -> None:
+def test_writing_in_pieces_equals_a_serialiser() -> None:
     for seed in range(300):
         value = _value(random.Random(seed), 6)
         assert json_parsing.write_in_pieces(value, orjson.dumps) == orjson.dumps(value)
@@ -92,7 +92,7 @@ def _list_of(item: bytes, n: int) -> bytes:
 
 @pytest.fixture
 def no_full_collections() -> Iterator[None]:
-    """As in the proxy, where full collections run only while no request does."""
+    """In the proxy full collections run only while there is no request."""
     gc.disable()
     yield
     gc.enable()
@@ -114,7 +114,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 def test_other_threads_run_while_many_short_strings_are_parsed(name: str) -> None:
     body = BODIES[name]()
     longest = min(_longest_step(lambda: parse_object(body)) for _ in range(3))
-    assert longest < MOST_S, longest
+    assert longest < LONGEST_S, longest
 
 
 @pytest.mark.usefixtures("no_full_collections")
@@ -123,12 +123,12 @@ def test_other_threads_run_while_a_body_of_many_strings_is_edited() -> None:
     longest = min(
         _longest_step(lambda: edit_top_level(body, {"id_slot": b"2"}, ())) for _ in range(2)
     )
-    # All of the text is decoded, joined and encoded, in one step each.
-    assert longest < 3 * MOST_S, longest
+    # Decoding, joining and encoding the whole text are one step each.
+    assert longest < 3 * LONGEST_S, longest
 
 
 def _longest_step(work: Callable[[], object]) -> float:
-    """Processor time that the working thread takes between two turns of this one, at most."""
+    """The longest CPU time of the working thread between two turns of this one, in seconds."""
     worker: list[int] = []
     ended: list[bool] = []
     last = threading.Event()

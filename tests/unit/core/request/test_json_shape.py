@@ -1,4 +1,4 @@
-"""The structure of bodies is measured exactly, in pieces of any size, and in linear time."""
+"""Measuring the structure of JSON bodies: exact, in pieces of any size, in linear time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _value(rng: random.Random, depth: int) -> Any:
 
 
 def _counted(value: Any) -> tuple[int, int, int, int]:
-    """Depth, most keys, values and commas, counted in the parsed value."""
+    """Depth, keys of the largest object, values and commas, counted in the parsed value."""
     if not isinstance(value, dict | list):
         return 0, 0, 0, 0
     inside = [_counted(item) for item in (value.values() if isinstance(value, dict) else value)]
@@ -49,7 +49,9 @@ def _counted(value: Any) -> tuple[int, int, int, int]:
     )
 
 
-def test_it_is_measured_as_a_parser_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_shape_equals_that_of_the_parsed_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = random.Random(7)
     for _ in range(250):
         value = {"top": _value(rng, 0)}
@@ -89,7 +91,9 @@ def test_each_limit_is_exact(
     assert "limits.json_" in str(refused.value)
 
 
-def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_white_space_and_long_strings_do_not_count_as_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for piece in (1, 3, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
         text = '{"a":' + " \n" * 400 + '"' + "1" * 900 + '"' + " " * 900 + "}" + "\t" * 900
@@ -100,7 +104,9 @@ def test_long_white_space_and_long_texts_are_no_numbers(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "text", ("", "}", "]]]]", '"', '"\\', "\\", "{]", ',,::"', "\xff\xfe", '{"a":1}}}}', "1" * 30)
 )
-def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_not_json_has_one_shape_for_any_piece_size(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes = set()
     for piece in (1, 2, 4096):
         monkeypatch.setattr(json_shape, "_PIECE_BYTES", piece)
@@ -111,9 +117,9 @@ def test_what_is_no_json_is_measured_too(text: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "unit", (b"{},", b"[", b"]", b'"', b"\\", b'\\"', b'""', b",", b":", b"1", b" ", b'"a":{', b"x")
 )
-def test_it_takes_linear_time(unit: bytes) -> None:
+def test_measuring_takes_linear_time(unit: bytes) -> None:
     def run(n: int) -> None:
-        with suppress(RequestError):  # too deep: then the rest is not read
+        with suppress(RequestError):  # too deep: the rest is not read
             measure(unit * n, _UNLIMITED)
 
     assert exponent(run, 512 * 1024) < 1.3

@@ -1,4 +1,4 @@
-"""Large JSON texts are read, and edited, as small ones are, in steps that are all short."""
+"""Large JSON texts: read and edited with the same result as small ones, in short steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PIECES = (
 )
 
 
-def _content(how: random.Random, n_chars: int) -> str:
-    pieces = [how.choice(PIECES) * how.choice((1, 1, 2, 50)) for _ in range(n_chars // 40)]
+def _content(rng: random.Random, n_chars: int) -> str:
+    pieces = [rng.choice(PIECES) * rng.choice((1, 1, 2, 50)) for _ in range(n_chars // 40)]
     return "".join(pieces)
 
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything counts as large, and every boundary is met."""
+    """Makes every text large and every boundary occur."""
     monkeypatch.setattr(large_json, "LARGE_BYTES", 64)
     monkeypatch.setattr("evoke_proxy.core.request.json_edit.LARGE_BYTES", 64)
     monkeypatch.setattr(large_json, "_LONG_BYTES", 40)
@@ -44,14 +44,14 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_texts_are_read_and_edited_as_by_a_parser(seed: int, small_steps: None) -> None:
-    how = random.Random(seed)
+def test_large_texts_are_read_and_edited_like_small_ones(seed: int, small_steps: None) -> None:
+    rng = random.Random(seed)
     text = ",".join(
-        f'{{"role":"user","content":"{_content(how, 600)}","evoke_name":"{_content(how, 90)}"}}'
-        for _ in range(how.randint(1, 6))
+        f'{{"role":"user","content":"{_content(rng, 600)}","evoke_name":"{_content(rng, 90)}"}}'
+        for _ in range(rng.randint(1, 6))
     )
-    key = _content(how, 200)
-    body = f'{{"messages":[{text}],"{key}":"{_content(how, 300)}","evoke":false}}'.encode()
+    key = _content(rng, 200)
+    body = f'{{"messages":[{text}],"{key}":"{_content(rng, 300)}","evoke":false}}'.encode()
     expected = orjson.loads(body)
     assert parse_object(body) == expected
     edited = edit_top_level(body, {"id_slot": b"3"}, {"evoke"}, {"evoke_name"})
@@ -63,18 +63,18 @@ def test_texts_are_read_and_edited_as_by_a_parser(seed: int, small_steps: None) 
 
 
 @pytest.mark.parametrize("broken", [b"\xff", b"\n", b"\\x", b"\\u12"])
-def test_a_long_string_that_is_none_is_refused(broken: bytes) -> None:
+def test_an_invalid_long_string_is_refused(broken: bytes) -> None:
     body = b'{"a":"' + b"a" * (2 * MIB) + broken + b'"}'
     with pytest.raises(RequestError):
         parse_object(body)
 
 
-def test_half_a_surrogate_pair_is_read_as_in_a_small_text() -> None:
+def test_a_lone_surrogate_is_read_as_in_a_small_text() -> None:
     text = "\\ud83d" * (MIB // 2) + "\\ud83d\\ude00"
     assert parse_object(f'{{"a":"{text}"}}'.encode()) == json.loads(f'{{"a":"{text}"}}')
 
 
-def test_of_a_huge_string_the_two_ends_are_read() -> None:
+def test_of_a_huge_string_only_both_ends_are_read() -> None:
     text = "begin " + "a" * (20 * MIB) + " end"
     found = parse_object(f'{{"a":"{text}","b":"{"b" * (4 * MIB)}"}}'.encode())
     assert found["b"] == "b" * (4 * MIB)
@@ -83,7 +83,7 @@ def test_of_a_huge_string_the_two_ends_are_read() -> None:
 
 
 @pytest.mark.parametrize("hidden", ["[" * 200 + "]" * 200, "[" * 50_000])
-def test_nothing_is_hidden_in_the_middle_of_huge_arguments(hidden: str) -> None:
+def test_deep_nesting_in_the_middle_of_huge_arguments_is_refused(hidden: str) -> None:
     arguments = json.dumps("a" * (10 * MIB) + hidden + "a" * (10 * MIB))
     call = f'{{"type":"function","function":{{"name":"f","arguments":{arguments}}}}}'
     body = f'{{"messages":[{{"role":"assistant","tool_calls":[{call}]}}]}}'.encode()
@@ -91,7 +91,7 @@ def test_nothing_is_hidden_in_the_middle_of_huge_arguments(hidden: str) -> None:
         check_body(body, "application/json", LimitsConfig())
 
 
-def test_a_mark_that_a_client_has_written_is_text() -> None:
+def test_the_internal_marker_in_a_clients_text_is_read_as_text() -> None:
     mark = large_json._MARKER + "00000000"
     body = orjson.dumps({"a": "x" * (2 * MIB), "b": mark, mark: 1})
     assert parse_object(body) == orjson.loads(body)
@@ -99,7 +99,7 @@ def test_a_mark_that_a_client_has_written_is_text() -> None:
     assert parse_object(escaped) == orjson.loads(escaped)
 
 
-def test_a_large_body_is_not_copied_when_members_are_put_into_it() -> None:
+def test_a_large_body_is_not_copied_when_members_are_inserted() -> None:
     body = b'{"messages":[{"role":"user","content":"' + b"a" * (2 * MIB) + b'"}]}'
     incoming = IncomingRequest(dialect="chat", body=body, headers={})
     request = ParsedRequest(incoming=incoming, tenant="", body=body)
@@ -128,7 +128,7 @@ def test_other_threads_run_while_a_text_of_64_mib_is_read(unit: str) -> None:
 
 
 def _longest_step(body: bytes) -> float:
-    """Processor time that the reading thread takes between two turns of this one, at most."""
+    """The longest CPU time of the reading thread between two turns of this one, in seconds."""
     reader: list[int] = []
     ended: list[bool] = []
     last = threading.Event()

@@ -1,4 +1,4 @@
-"""Bodies of turns that nobody has asked yet, and the answers they are made from."""
+"""Look-ahead: bodies of the expected next turn, made from the answer of the last one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import history
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -28,7 +28,7 @@ BODY = b'{ "messages" : [ {"role":"user","content":"h\\u0069"} ] , "n":1.0e0, "t
 ANSWER = {"role": "assistant", "content": 'Ye"s \u2603'}
 
 
-def test_a_history_is_continued_without_touching_a_byte_of_it() -> None:
+def test_continuing_a_history_changes_none_of_its_bytes() -> None:
     longer = continued(BODY, [ANSWER])
     assert json.loads(longer) == json.loads(BODY) | {
         "messages": [{"role": "user", "content": "hi"}, ANSWER],
@@ -42,29 +42,31 @@ def test_a_history_is_continued_without_touching_a_byte_of_it() -> None:
     assert json.loads(boundary(BODY))["add_generation_prompt"] is False
 
 
-@pytest.mark.parametrize("given", ["[]", "[ ]", "[\n]"])
-def test_an_empty_history_is_continued_too(given: str) -> None:
-    body = f'{{"messages":{given}}}'.encode()
+@pytest.mark.parametrize("history", ["[]", "[ ]", "[\n]"])
+def test_an_empty_history_is_continued_too(history: str) -> None:
+    body = f'{{"messages":{history}}}'.encode()
     assert json.loads(continued(body, [ANSWER, ANSWER]))["messages"] == [ANSWER, ANSWER]
     assert json.loads(continued(b'{"messages":3}', [ANSWER]))["messages"] == 3
     assert "messages" not in json.loads(continued(b"{}", [ANSWER]))
 
 
-@given(st.lists(st.text(), max_size=4), st.text())
-def test_next_turns_differ_only_in_what_is_asked(texts: list[str], answer: str) -> None:
-    said = [{"role": "user", "content": text} for text in texts]
-    body = json.dumps({"messages": said}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+@history(st.lists(st.text(), max_size=4), st.text())
+def test_the_expected_next_turns_differ_only_in_their_last_message(
+    texts: list[str], answer: str
+) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+    body = json.dumps({"messages": messages}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     reply = {"role": "assistant", "content": answer}
-    for made, text in zip(next_turns(body, reply), PLACEHOLDERS, strict=True):
-        wanted = [*said, reply, {"role": "user", "content": text}]
-        assert json.loads(made)["messages"] == wanted
+    for turn_body, text in zip(next_turns(body, reply), PLACEHOLDERS, strict=True):
+        expected = [*messages, reply, {"role": "user", "content": text}]
+        assert json.loads(turn_body)["messages"] == expected
 
 
 def _chat(**fields: Any) -> Any:
     return parse_chat("chat", {"messages": [{"role": "user", "content": "x"}]} | fields)
 
 
-def test_what_has_no_boundary_is_not_kept() -> None:
+def test_requests_without_a_canonical_boundary_get_no_snapshot() -> None:
     begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert snapshot_obstacle(_chat()) == ""
     assert snapshot_obstacle(_chat(messages=begun)) == "continues"
@@ -76,14 +78,14 @@ def test_what_has_no_boundary_is_not_kept() -> None:
     assert snapshot_obstacle(parse_chat("completions", {"prompt": "x"})) == "dialect"
 
 
-def test_a_boundary_behind_a_tool_is_a_step() -> None:
+def test_a_boundary_after_a_tool_result_is_a_step() -> None:
     result = {"role": "tool", "content": "4", "tool_call_id": "1"}
     assert kind_of(_chat()) == USER
     assert kind_of(_chat(messages=[{"role": "user", "content": "x"}, result])) == STEP
 
 
 def _rendered(body: bytes, strips: bool, tools_last: bool) -> str:
-    """A toy template: it may strip thoughts, and may show its tools before the last question."""
+    """A small template that may strip thoughts and may print tools before the last question."""
     value = json.loads(body)
     messages, text = value["messages"], ""
     last = max(i for i, item in enumerate(messages) if item["role"] == "user")
@@ -97,7 +99,7 @@ def _rendered(body: bytes, strips: bool, tools_last: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("strips", "tools_last", "tools", "wanted"),
+    ("strips", "tools_last", "tools", "expected"),
     [
         (False, False, True, (True, True)),
         (True, False, True, (True, True)),
@@ -105,11 +107,11 @@ def _rendered(body: bytes, strips: bool, tools_last: bool) -> str:
         (False, True, True, (False, False)),
     ],
 )
-def test_what_a_template_keeps_is_measured(
-    strips: bool, tools_last: bool, tools: bool, wanted: tuple[bool, bool]
+def test_the_stability_of_a_template_is_measured_from_its_renderings(
+    strips: bool, tools_last: bool, tools: bool, expected: tuple[bool, bool]
 ) -> None:
     found = stability([_rendered(body, strips, tools_last) for body in probe_bodies(tools)])
-    assert (found.boundary, found.ahead) == wanted
+    assert (found.boundary, found.ahead) == expected
 
 
 def _read(*parts: bytes) -> AnswerReader:
@@ -128,17 +130,17 @@ def _events(*deltas: dict[str, Any]) -> bytes:
     return "".join(f"data: {text}\n\n" for text in [*chunks, "[DONE]"]).encode()
 
 
-def test_an_answer_is_read_whole_or_from_a_stream_cut_anywhere() -> None:
-    wanted = {"role": "assistant", "content": "Hi \u2603"}
-    assert _read(_whole(content="Hi \u2603")).message(False) == wanted
+def test_an_answer_is_read_from_a_body_or_a_stream_in_any_pieces() -> None:
+    expected = {"role": "assistant", "content": "Hi \u2603"}
+    assert _read(_whole(content="Hi \u2603")).message(False) == expected
     stream = _events(
         {"role": "assistant", "content": None}, {"content": "Hi"}, {"content": " \u2603"}
     )
     for cut in range(0, len(stream), 7):
-        assert _read(b": waiting\n\n", stream[:cut], stream[cut:]).message(True) == wanted
+        assert _read(b": waiting\n\n", stream[:cut], stream[cut:]).message(True) == expected
 
 
-def test_thoughts_are_sent_back_only_by_clients_that_do() -> None:
+def test_the_thoughts_of_an_answer_are_in_the_message_only_on_request() -> None:
     reader = _read(_events({"reasoning_content": "hm"}, {"content": "Yes"}))
     assert reader.message(False) == {"role": "assistant", "content": "Yes"}
     assert reader.message(True) == {
@@ -146,7 +148,7 @@ def test_thoughts_are_sent_back_only_by_clients_that_do() -> None:
     }  # fmt: skip
 
 
-def test_calls_of_tools_and_what_is_no_answer_are_none() -> None:
+def test_an_answer_with_tool_calls_or_without_text_gives_no_message() -> None:
     call = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}
     assert _read(_events({"content": "so"}, call)).message(False) is None
     assert _read(_whole(content="", tool_calls=[{"id": "1"}])).message(False) is None
@@ -154,6 +156,6 @@ def test_calls_of_tools_and_what_is_no_answer_are_none() -> None:
         assert _read(data).message(False) is None
 
 
-def test_an_answer_too_long_to_be_of_use_is_dropped() -> None:
+def test_an_answer_that_is_too_long_gives_no_message() -> None:
     reader = _read(b'{"choices":[{"message":{"content":"', b"x" * (5 << 20), b'"}}]}')
     assert reader.message(False) is None

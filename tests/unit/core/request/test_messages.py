@@ -1,3 +1,5 @@
+"""Reading the messages of a body in each dialect."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from evoke_proxy.core.request.messages import (
 CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path":"a"}'}}
 
 
-def test_chat_messages_are_taken_one_for_one() -> None:
+def test_each_chat_message_is_one_message() -> None:
     found = from_chat(
         {
             "messages": [
@@ -53,7 +55,7 @@ def test_arguments_given_as_an_object_become_text() -> None:
     assert message.tool_calls == (ToolCall("", "read", '{"path":"ä"}'),)
 
 
-def test_what_a_message_shows_includes_its_calls() -> None:
+def test_the_printed_text_of_a_message_includes_its_calls() -> None:
     call = ToolCall("c", "read", "{}")
     assert Message(Role.ASSISTANT, "ok", tool_calls=(call, call)).printed == "ok\nread {}\nread {}"
     assert Message(Role.ASSISTANT, tool_calls=(call,)).printed == "read {}"
@@ -64,7 +66,7 @@ def test_a_raw_prompt_is_one_message() -> None:
     assert from_completion({"prompt": [1, 2]}) == [Message(Role.USER, "")]
 
 
-def test_responses_join_what_the_assistant_does_in_a_row() -> None:
+def test_consecutive_assistant_items_of_responses_are_joined() -> None:
     found = from_responses(
         {
             "instructions": "be brief",
@@ -109,13 +111,13 @@ def test_responses_join_what_the_assistant_does_in_a_row() -> None:
         (from_responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
     ],
 )
-def test_a_message_that_has_only_an_image_counts(
+def test_a_message_with_only_an_image_is_counted(
     read: Callable[[dict[str, object]], Sequence[Message]], body: dict[str, object]
 ) -> None:
     assert read(body) == [Message(Role.USER)]
 
 
-def test_an_item_that_is_no_object_counts_as_a_message_without_text() -> None:
+def test_an_item_that_is_not_an_object_is_a_message_without_text() -> None:
     assert from_responses({"input": [None, "a"]}) == [Message(Role.USER), Message(Role.USER)]
     assert from_anthropic({"messages": [None, "a"]}) == [Message(Role.USER), Message(Role.USER)]
 
@@ -137,7 +139,7 @@ def test_a_joined_message_keeps_the_marks_of_either_part() -> None:
         assert (message.keep, message.block_name, message.text) == ("pin", "plan", "b")
 
 
-def test_anthropic_tool_results_are_messages_of_their_own() -> None:
+def test_each_anthropic_tool_result_is_a_message() -> None:
     found = from_anthropic(
         {
             "system": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
@@ -180,7 +182,7 @@ def test_anthropic_tool_results_are_messages_of_their_own() -> None:
     ]
 
 
-def test_anthropic_messages_that_render_to_nothing_do_not_count() -> None:
+def test_anthropic_messages_that_render_to_nothing_are_left_out() -> None:
     def count(message: dict[str, object]) -> int:
         return len(from_anthropic({"messages": [message]}))
 
@@ -207,19 +209,19 @@ def test_media_is_found_wherever_a_dialect_puts_it(body: dict[str, object]) -> N
     assert has_media(body, {})
 
 
-def test_text_is_no_media() -> None:
+def test_text_is_not_found_as_media() -> None:
     assert not has_media({"messages": [{"content": "image"}, {"content": [{"type": "text"}]}]}, {})
     assert not has_media({"input": "image"}, {})
 
 
 @pytest.mark.parametrize("depth", [10, 5000])
-def test_arguments_of_a_call_may_be_of_any_depth(depth: int) -> None:
-    """What is too deep to be written again is llama-server's to refuse."""
-    given: list[object] = []
+def test_arguments_of_a_call_may_have_any_depth(depth: int) -> None:
+    """Arguments that are too deep are read as empty; llama-server refuses them."""
+    nested: list[object] = []
     for _ in range(depth):
-        given = [given]
-    call = {"id": "c1", "function": {"name": "read", "arguments": given}}
-    use = {"type": "tool_use", "id": "c1", "name": "read", "input": given}
+        nested = [nested]
+    call = {"id": "c1", "function": {"name": "read", "arguments": nested}}
+    use = {"type": "tool_use", "id": "c1", "name": "read", "input": nested}
     (one,) = from_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
     (other,) = from_anthropic({"messages": [{"role": "assistant", "content": [use]}]})
     for message in (one, other):

@@ -1,4 +1,4 @@
-"""Fronts of requests are made the same where that is asked for, and nothing else is touched."""
+"""Normalising system prompts and tools, so that requests share a prefix."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.86.d24; cc_entrypoint=cli; 
         (f"{HEADER}You help.", "You help."),
         (HEADER, ""),
         (f"You help.\n{HEADER}\nWell.", "You help.\nWell."),
-        (f"Never send {HEADER}", f"Never send {HEADER}"),  # not at the beginning of a line
+        (f"Never send {HEADER}", f"Never send {HEADER}"),  # not at the start of a line
         ("You help.", "You help."),
     ],
 )
-def test_a_billing_header_is_taken_out_of_the_beginning_of_a_line(text: str, left: str) -> None:
+def test_a_billing_header_is_removed_from_the_start_of_a_line(text: str, left: str) -> None:
     assert without_billing(text) == left
 
 
@@ -55,11 +55,11 @@ def test_a_billing_header_is_taken_out_of_the_beginning_of_a_line(text: str, lef
         ("Port 8080 is open.", False),
     ],
 )
-def test_lines_that_tell_a_date_or_a_time(line: str, dated: bool) -> None:
+def test_a_line_with_a_date_or_a_time_is_recognised(line: str, dated: bool) -> None:
     assert is_dated(line) == dated
 
 
-def test_a_clock_is_stopped_for_some_hours_for_everyone_with_that_system_prompt() -> None:
+def test_the_date_of_a_system_prompt_is_frozen_for_some_hours_per_tenant() -> None:
     clock = DateFreezer()
     at = "You help with 3 tools.\nToday is {}.".format
     first = at("Monday, 2026-11-23, 12:34")
@@ -88,7 +88,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_the_system_prompt_of_each_dialect_is_what_is_changed(dialect: str) -> None:
+def test_only_the_system_prompt_of_each_dialect_is_changed(dialect: str) -> None:
     body = BODIES[dialect]
     raw = json.dumps(body, separators=(",", ":"))
     found = dict(system_texts(body, dialect))
@@ -105,8 +105,8 @@ def test_bodies_of_other_shapes_have_no_system_prompt() -> None:
 
 
 def named(name: str, dialect: str) -> dict[str, object]:
-    shown = {"name": name, "x": [1.50, 2]}
-    return {"type": "function", "function": shown} if dialect == "chat" else shown
+    definition = {"name": name, "x": [1.50, 2]}
+    return {"type": "function", "function": definition} if dialect == "chat" else definition
 
 
 @given(
@@ -114,25 +114,25 @@ def named(name: str, dialect: str) -> dict[str, object]:
     st.randoms(),
     st.sampled_from(["chat", "messages"]),
 )
-def test_tools_in_any_order_are_the_same_bytes(
-    names: list[str], chance: random.Random, dialect: str
+def test_sorted_tools_give_the_same_bytes_for_any_order(
+    names: list[str], rng: random.Random, dialect: str
 ) -> None:
     tools = [named(name, dialect) for name in sorted(names)]
     body = {"a": 1.0, "tools": tools, "messages": []}
-    wanted = json.dumps(body).encode()
-    assert with_sorted_tools(wanted, tools) is wanted
-    chance.shuffle(tools)
+    expected = json.dumps(body).encode()
+    assert with_sorted_tools(expected, tools) is expected
+    rng.shuffle(tools)
     shuffled = json.dumps(body | {"tools": tools}).encode()
-    assert with_sorted_tools(shuffled, tools) == wanted
+    assert with_sorted_tools(shuffled, tools) == expected
 
 
-def test_what_is_no_list_of_tools_is_left() -> None:
+def test_tools_that_are_not_a_list_of_objects_are_unchanged() -> None:
     for tools in (None, 3, ["b", "a"], {"b": 1}):
         body = json.dumps({"tools": tools}).encode()
         assert with_sorted_tools(body, tools) is body
 
 
-def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
+def test_many_prompts_of_one_tenant_do_not_displace_the_dates_of_another() -> None:
     clock, dated = DateFreezer(), "You are {name}.\nToday is {date}."
     first = dated.format(name="a helper", date="2026-01-02")
     assert clock.freeze(first, "quiet", 0.0, 24.0) == first
@@ -143,7 +143,7 @@ def test_a_flood_of_one_tenant_leaves_the_dates_of_another() -> None:
 
 
 @pytest.mark.parametrize("break_every", [3, 60, 5000, 10**9])
-def test_a_text_is_divided_into_its_first_lines_its_last_and_the_rest(break_every: int) -> None:
+def test_a_text_is_divided_into_first_lines_middle_and_last_lines(break_every: int) -> None:
     for n_chars in (0, 1, 100, EDGE_CHARS, EDGE_CHARS + 1, 2 * EDGE_CHARS, 9 * EDGE_CHARS):
         text = "".join("\n" if at % break_every == 1 else "a" for at in range(n_chars))
         head, middle, tail = edges(text)
@@ -153,7 +153,7 @@ def test_a_text_is_divided_into_its_first_lines_its_last_and_the_rest(break_ever
         assert not middle or (head and tail)
 
 
-def test_dates_at_both_ends_of_a_long_system_prompt_are_stopped_and_no_others() -> None:
+def test_dates_are_frozen_only_at_both_ends_of_a_long_system_prompt() -> None:
     clock = DateFreezer()
     filler = "You help with 3 tools.\n" * 2000
 
@@ -180,17 +180,17 @@ PROMPTS = {
 
 @pytest.mark.parametrize("n_texts", [1, 400])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_no_system_prompt_takes_the_event_loop_for_long(name: str, n_texts: int) -> None:
-    """These bodies are so small that the event loop itself reads them."""
+def test_normalising_never_blocks_the_event_loop_for_long(name: str, n_texts: int) -> None:
+    """These bodies are small enough to be read on the event loop."""
     text = PROMPTS[name]
     parts = [text[at::n_texts] if n_texts > 1 else text for at in range(n_texts)]
     body = json.dumps({"messages": [{"role": "system", "content": part} for part in parts]})
     assert len(body) < 256 * 1024 + 40 * n_texts
-    took = []
+    seconds = []
     for _ in range(4):
         config = NormaliseConfig(billing=True, dates_h=1.0)
         normaliser = Normalizer(config, Metrics())
-        began = time.thread_time()
+        start = time.thread_time()
         normaliser.apply(body.encode(), "chat", "t")
-        took.append(time.thread_time() - began)
-    assert min(took) < 0.02, took
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.02, seconds

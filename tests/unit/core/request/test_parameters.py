@@ -1,4 +1,4 @@
-"""Parameters that size allocations, loops or recursion in llama-server are bounded."""
+"""Limits on parameters that determine allocations, loops or recursion in llama-server."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_llama_server_cannot_bear_is_refused(name: str) -> None:
+def test_a_parameter_that_would_harm_llama_server_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as refused:
         _check(REFUSED[name])
     assert refused.value.status == 400
@@ -118,11 +118,11 @@ def test_what_llama_server_cannot_bear_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_clients_send_is_allowed(name: str) -> None:
+def test_usual_parameters_are_allowed(name: str) -> None:
     _check(ALLOWED[name])
 
 
-def test_no_bytes_of_grammar_means_no_grammars() -> None:
+def test_a_limit_of_0_grammar_bytes_refuses_all_grammars() -> None:
     closed = replace(LIMITS, grammar_bytes=0)
     _check({"grammar": ""}, closed)
     with pytest.raises(RequestError):
@@ -132,7 +132,7 @@ def test_no_bytes_of_grammar_means_no_grammars() -> None:
 @pytest.mark.parametrize(
     "escaped", ('{"repeat\\u005flast_n": 2147483647}', '\ufeff{"repeat_last_n": 2147483647}')
 )
-def test_no_spelling_hides_a_parameter(escaped: str) -> None:
+def test_an_escaped_key_or_a_byte_order_mark_does_not_hide_a_parameter(escaped: str) -> None:
     with pytest.raises(RequestError, match="limits.last_n"):
         check_body(escaped.encode(), "", LIMITS)
 
@@ -142,7 +142,7 @@ def test_nesting_takes_linear_time(unit: str) -> None:
     assert exponent(lambda n: nesting(unit.encode() * n), 100_000) < 1.3
 
 
-def test_a_form_cannot_hide_a_grammar() -> None:
+def test_a_grammar_in_a_form_is_checked() -> None:
     form, kind = _form(("grammar", b'root ::= ("a"? "b"?){0,125} "b"'))
     with pytest.raises(RequestError, match="limits.grammar_paths"):
         check_body(form, kind, LIMITS)
@@ -156,7 +156,7 @@ def _form(*parts: tuple[str, bytes]) -> tuple[bytes, str]:
     return lines + b"--xyz--\r\n", 'multipart/form-data; boundary="xyz"'
 
 
-def test_the_fields_of_a_form_are_bounded_and_its_files_are_not() -> None:
+def test_the_fields_of_a_form_are_limited_and_its_files_are_not() -> None:
     audio = ('file"; filename="a.wav', b"(" * 100_000)
     check_body(*_form(("prompt", b"hello"), audio), LIMITS)
     deep = ("grammar", b"root ::= " + b"(" * 400)

@@ -1,4 +1,4 @@
-"""Side requests are told from the first turns of conversations."""
+"""Side requests (titles, autocomplete, tags) are distinguished from first turns."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from evoke_proxy.core.request.chat import (
 )
 
 
-def side(
-    *said: tuple[str, str],
+def is_side(
+    *turns: tuple[str, str],
     n_tokens: int = 100,
     beside: bool = True,
     family: bool = False,
     **more: Any,
 ) -> bool:
-    messages = [{"role": role, "content": text} for role, text in said]
+    messages = [{"role": role, "content": text} for role, text in turns]
     return is_side_request(
         parse_chat("chat", {"messages": messages, **more}), n_tokens, beside, family
     )
@@ -41,35 +41,37 @@ TASKS = [
 ]
 
 
-@pytest.mark.parametrize("said", TASKS)
+@pytest.mark.parametrize("turns", TASKS)
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("n_tokens", [30, 30_000])
-def test_a_task_of_the_client_is_one(
-    said: list[tuple[str, str]], beside: bool, n_tokens: int
+def test_a_request_with_a_clients_task_prompt_is_a_side_request(
+    turns: list[tuple[str, str]], beside: bool, n_tokens: int
 ) -> None:
-    assert side(*said, beside=beside, n_tokens=n_tokens)
+    assert is_side(*turns, beside=beside, n_tokens=n_tokens)
 
 
-def test_a_first_turn_is_a_conversation() -> None:
-    assert not side(HELLO)
-    assert not side(("system", "You are a helpful assistant."), HELLO, max_tokens=4096)
-    assert not side(("user", "The title of the book is Dune. Who wrote it?"))
+def test_a_first_turn_is_not_a_side_request() -> None:
+    assert not is_side(HELLO)
+    assert not is_side(("system", "You are a helpful assistant."), HELLO, max_tokens=4096)
+    assert not is_side(("user", "The title of the book is Dune. Who wrote it?"))
 
 
-def test_a_tiny_answer_beside_a_conversation_is_one() -> None:
-    assert side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS)
-    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS + 1)
-    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, beside=False)
-    assert not side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
+def test_a_short_prompt_with_a_tiny_answer_beside_a_conversation_is_a_side_request() -> None:
+    assert is_side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS)
+    assert not is_side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS + 1)
+    assert not is_side(HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, beside=False)
+    assert not is_side(
+        HELLO, max_tokens=MAX_SIDE_ANSWER_TOKENS, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1
+    )
 
 
-def test_what_bears_the_id_of_a_conversation_is_one() -> None:
-    assert side(HELLO, family=True)
-    assert not side(HELLO, family=True, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
+def test_a_short_prompt_with_the_id_of_a_conversation_is_a_side_request() -> None:
+    assert is_side(HELLO, family=True)
+    assert not is_side(HELLO, family=True, n_tokens=MAX_SIDE_PROMPT_TOKENS + 1)
 
 
-def test_agents_and_answered_conversations_are_none() -> None:
+def test_requests_with_tools_or_earlier_answers_are_not_side_requests() -> None:
     tools = [{"type": "function", "function": {"name": "ls"}}]
-    assert not side(HELLO, family=True, max_tokens=5, tools=tools)
-    assert not side(HELLO, ("assistant", "Use sorted()."), HELLO, family=True, max_tokens=5)
-    assert not side(*TASKS[0], ("assistant", "Sorting"), HELLO)
+    assert not is_side(HELLO, family=True, max_tokens=5, tools=tools)
+    assert not is_side(HELLO, ("assistant", "Use sorted()."), HELLO, family=True, max_tokens=5)
+    assert not is_side(*TASKS[0], ("assistant", "Sorting"), HELLO)

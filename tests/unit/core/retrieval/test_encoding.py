@@ -1,4 +1,4 @@
-"""What an encoder's directory says, what the configuration overrides, and pooling."""
+"""The recipe of an encoder, from its directory and the configuration; and pooling."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _prompts(**prompts: str) -> dict[str, Any]:
         (CLS | _prompts(query="q: ", passage="p: "), {}, "cls", "q: ", "p: "),
         (MEAN | _prompts(query="q: ", document="d: "), {}, "mean", "q: ", "d: "),
         (CLS | _prompts(document="d: "), {}, "cls", "", "d: "),
-        # What sentence-transformers writes for a model that has none.
+        # sentence-transformers writes this for a model without prompts.
         (CLS | _prompts(query="", document=""), {}, "cls", BGE_QUERY, ""),
         (CLS | {PROMPTS: {"__version__": {}}}, {}, "cls", BGE_QUERY, ""),
         (MEAN, {"pooling": "cls"}, "cls", BGE_QUERY, ""),
@@ -45,7 +45,7 @@ def _prompts(**prompts: str) -> dict[str, Any]:
         (CLS, {"query_instruction": ""}, "cls", "", ""),
     ],
 )  # fmt: skip
-def test_recipe(
+def test_pooling_and_instructions_come_from_the_files_unless_configured(
     files: dict[str, Any], settings: dict[str, Any], pooling: str, query: str, document: str
 ) -> None:
     found = recipe(files, EmbedderConfig(**settings))
@@ -53,7 +53,7 @@ def test_recipe(
     assert (found.query_instruction, found.document_instruction) == (query, document)
 
 
-def test_bge_small_as_fetched_has_one_file_to_go_by_and_needs_no_setting() -> None:
+def test_bge_small_needs_only_its_config_file() -> None:
     config = {"config.json": {"model_type": "bert", "max_position_embeddings": 512}}
     assert recipe(config, EmbedderConfig()) == Recipe("cls", 512, BGE_QUERY, "")
 
@@ -74,7 +74,9 @@ def test_bge_small_as_fetched_has_one_file_to_go_by_and_needs_no_setting() -> No
         ({"config.json": "not a mapping"}, None, 512),
     ],
 )  # fmt: skip
-def test_length(files: dict[str, Any], configured: int | None, tokens: int) -> None:
+def test_the_maximum_length_is_the_smallest_stated_unless_configured(
+    files: dict[str, Any], configured: int | None, tokens: int
+) -> None:
     assert recipe(files, EmbedderConfig(max_tokens=configured)).max_tokens == tokens
 
 
@@ -91,24 +93,24 @@ def test_length(files: dict[str, Any], configured: int | None, tokens: int) -> N
         ({"modules.json": ["?"]}, "modules.json needs"),
     ],
 )  # fmt: skip
-def test_what_would_give_wrong_vectors_is_refused(files: dict[str, Any], message: str) -> None:
+def test_an_unsupported_pooling_or_module_is_refused(files: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         recipe(files, EmbedderConfig())
     assert message in str(refused.value)
 
 
-def test_the_configuration_overrides_a_pooling_we_do_not_have() -> None:
+def test_the_configuration_overrides_an_unsupported_pooling() -> None:
     files = {POOLING: {"pooling_mode_max_tokens": True}}
     assert recipe(files, EmbedderConfig(pooling="mean")).pooling == "mean"
 
 
-def test_usual_modules_pass() -> None:
+def test_the_usual_modules_are_accepted() -> None:
     names = ("models.Transformer", "models.Pooling", "models.Normalize")
     modules = [{"type": f"sentence_transformers.{name}"} for name in names]
     assert recipe({"modules.json": modules}, EmbedderConfig()).pooling == "cls"
 
 
-def test_pooling_by_hand() -> None:
+def test_pooled_vectors_equal_those_computed_by_hand() -> None:
     rows = np.array([[[3.0, 4.0], [0.0, 5.0], [100.0, 100.0]]], np.float16)
     mask = np.array([[1, 1, 0]])
     assert np.allclose(pooled(rows, mask, "cls"), [[0.6, 0.8]])
@@ -122,7 +124,7 @@ def test_pooling_by_hand() -> None:
     st.integers(1, 5), st.integers(1, 7), st.integers(1, 6), st.sampled_from(["cls", "mean"]),
     st.integers(0, 2**32 - 1),
 )  # fmt: skip
-def test_padding_changes_nothing_and_length_is_one(
+def test_padding_does_not_change_a_pooled_vector_and_its_length_is_1(
     n: int, t: int, d: int, pooling: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Scores of several signals become comparable; rankings of several questions share the room."""
+"""Fusing scores of several signals, and rankings of several questions."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def test_a_unit_gets_a_share_of_its_neighbours() -> None:
     assert with_neighbours(np.ones(1), [0.5, 0.25]).tolist() == [1.0]
 
 
-def test_rankings_of_equal_weight_alternate_and_each_unit_comes_once() -> None:
+def test_rankings_of_equal_weight_alternate_without_repeating_a_unit() -> None:
     found = interleaved([ranking(1, 2, 3), ranking(3, 4)], LENGTHS)
     assert found.tolist() == [1, 3, 2, 4]
 
 
-def test_a_ranking_of_half_the_weight_gets_half_as_many() -> None:
+def test_a_ranking_of_half_the_weight_gets_half_as_many_units() -> None:
     found = interleaved([ranking(1, 2, 3, 4), ranking(7, 8, weight=0.5)], LENGTHS)
     assert found.tolist() == [1, 2, 7, 3, 4, 8]
 
 
-def test_rankings_share_tokens_and_not_units() -> None:
+def test_rankings_alternate_by_tokens_and_not_by_units() -> None:
     lengths = np.array([100, 100, 100, 10, 10, 10])
     assert interleaved([ranking(0, 1, 2), ranking(3, 4, 5)], lengths).tolist() == [3, 4, 5, 0, 1, 2]
 
 
-def test_nothing_ranked_is_an_empty_order() -> None:
+def test_empty_rankings_give_an_empty_order() -> None:
     assert interleaved([], LENGTHS).tolist() == []
     assert interleaved([ranking(), ranking(5)], LENGTHS).tolist() == [5]

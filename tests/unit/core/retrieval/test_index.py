@@ -1,4 +1,4 @@
-"""Recover-scores: the block with the answer comes first."""
+"""The index: relevance scores of blocks by words, names and vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, chunks_of
 
 
-def block(number: int, text: str, message: int | None = None, *identity: str) -> Block:
+def block(number: int, text: str, message: int | None = None, *aliases: str) -> Block:
     return Block(
         display_name=f"user:{number}#0",
         label=f"s/{number}",
@@ -30,7 +30,7 @@ def block(number: int, text: str, message: int | None = None, *identity: str) ->
         turn=number,
         message=number if message is None else message,
         text=text,
-        aliases=identity,
+        aliases=aliases,
     )
 
 
@@ -41,13 +41,13 @@ def relevance(text: str, blocks: list[Block]) -> FloatArray:
 FILLER = "The old river follows the machine under the bridge near the code of the market."
 
 
-def test_terms_keep_identifiers_whole_and_in_parts() -> None:
+def test_the_terms_of_an_identifier_are_the_whole_and_its_parts() -> None:
     assert terms_of("Set API_PORT=8080 in src/config.py!") == [
         "set", "api_port", "api", "port", "8080", "in", "src/config.py", "src", "config", "py",
     ]  # fmt: skip
 
 
-def test_the_block_with_the_rare_words_wins() -> None:
+def test_the_block_with_the_rare_words_of_the_question_scores_highest() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[3] = block(3, "The access code for the Oslo vault is 48213.")
     scores = relevance("What is the access code for the Oslo vault?", blocks)
@@ -55,64 +55,67 @@ def test_the_block_with_the_rare_words_wins() -> None:
     assert sorted(scores)[-2] < 0.3
 
 
-def test_nothing_in_common_is_all_zero() -> None:
+def test_without_a_common_word_all_scores_are_0() -> None:
     scores = Index().relevance(Query.of("zebra"), BlockTable([block(i, FILLER) for i in range(3)]))
     assert scores.tolist() == [0.0, 0.0, 0.0]
     assert relevance("anything", ([])).tolist() == []
 
 
-def test_a_name_beats_words() -> None:
+def test_a_named_file_scores_higher_than_common_words() -> None:
     blocks = [block(i, f"port timeout retries {i}") for i in range(5)]
     blocks.append(block(5, "x = 1", None, "src/config.py", "config.py"))
     for query in ("read src/config.py port timeout", "what is port in `config.py`?"):
         assert relevance(query, (blocks)).argmax() == 5
 
 
-def test_a_neighbour_of_one_message_has_the_rest_of_what_was_cut() -> None:
+def test_a_neighbour_in_the_same_message_gets_a_share_of_the_score() -> None:
     blocks = [block(0, FILLER, 0), block(1, "Oslo vault 48213", 0), block(2, FILLER, 1)]
     assert relevance("Oslo vault", blocks).tolist() == [0.75, 1.0, 0.0]
 
 
-def test_a_whole_sentence_needs_no_neighbour() -> None:
-    told = f"{FILLER} {FILLER} The Oslo vault has 48213. {FILLER} {FILLER}"
-    blocks = [block(0, "first part", 0), block(1, told, 0), block(2, "last part", 0)]
+def test_a_match_inside_a_block_gives_its_neighbours_no_score() -> None:
+    fact = f"{FILLER} {FILLER} The Oslo vault has 48213. {FILLER} {FILLER}"
+    blocks = [block(0, "first part", 0), block(1, fact, 0), block(2, "last part", 0)]
     assert relevance("Oslo vault", blocks).tolist() == [0.0, 1.0, 0.0]
     at_its_end = f"{FILLER} {FILLER} {FILLER} The code of the Oslo vault"
     blocks[1] = block(1, at_its_end, 0)
     assert relevance("Oslo vault", blocks).tolist() == [0.0, 1.0, 0.75]
 
 
-def test_a_sentence_that_ends_with_its_block_needs_no_neighbour() -> None:
-    told = "My vault is in Oslo and its code is 48213. "
-    for before, worth in (("A first sentence. ", 0.0), ("A line\n", 0.0), ("A first sen", 0.75)):
-        blocks = [block(0, before, 0), block(1, told, 0), block(2, "The last part.", 0)]
-        assert relevance("Oslo vault", blocks).tolist() == [worth, 1.0, 0.0]
-    blocks = [block(0, "A first sentence. ", 0), block(1, told[:20], 0), block(2, told[20:], 0)]
+def test_a_neighbour_gets_a_score_only_if_a_sentence_crosses_the_boundary() -> None:
+    fact = "My vault is in Oslo and its code is 48213. "
+    for before, score in (("A first sentence. ", 0.0), ("A line\n", 0.0), ("A first sen", 0.75)):
+        blocks = [block(0, before, 0), block(1, fact, 0), block(2, "The last part.", 0)]
+        assert relevance("Oslo vault", blocks).tolist() == [score, 1.0, 0.0]
+    blocks = [block(0, "A first sentence. ", 0), block(1, fact[:20], 0), block(2, fact[20:], 0)]
     assert relevance("the vault", blocks).tolist() == [0.0, 1.0, 0.75]
 
 
-def test_words_that_stand_together_in_the_question_do_so_in_the_answer() -> None:
+def test_a_phrase_of_the_question_scores_higher_than_its_single_words() -> None:
     blocks = [block(i, f"{i}. The street is near the long street.") for i in range(12)]
     blocks[2] = block(2, "All is quiet, and my\n  street is teal heron, near the river and bridge.")
     scores = relevance("What is my street?", blocks)
     assert scores.argmax() == 2
     assert sorted(scores)[-2] < 0.75 * scores[2]
-    # Where none has them together, none is worth less for it.
+    # If no block has the phrase, the words alone count in full.
     assert relevance("Which street?", blocks).max() == pytest.approx(1.0)
 
 
-def test_the_questions_own_blocks_take_no_place() -> None:
+def test_blocks_of_the_question_do_not_lower_the_scores_of_others() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[3] = block(3, "The Oslo vault has 48213.")
-    asking = [block(20 + i, "What has the Oslo vault?") for i in range(6)]
-    question, held = Query.of("What has the Oslo vault?"), BlockTable([*blocks, *asking])
-    beside = Index().relevance(question, held)
-    apart = Index().relevance(question, held, first_new=20)
+    question_blocks = [block(20 + i, "What has the Oslo vault?") for i in range(6)]
+    question, all_blocks = (
+        Query.of("What has the Oslo vault?"),
+        BlockTable([*blocks, *question_blocks]),
+    )
+    beside = Index().relevance(question, all_blocks)
+    apart = Index().relevance(question, all_blocks, first_new=20)
     assert apart[3] > 0.85 > beside[3]
     assert apart[20:].max() > 0.95 and apart[20:].argmax() == beside[20:].argmax()
 
 
-def test_the_turn_before_counts_half() -> None:
+def test_a_match_of_the_previous_turn_scores_half() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[3] = block(3, "The seniority is 12.")
     blocks[15] = block(15, "The favorite animal is an otter.")
@@ -127,38 +130,38 @@ def test_the_turn_before_counts_half() -> None:
     assert scores[15] == pytest.approx(0.5, abs=0.03)
 
 
-def test_other_forms_and_typing_errors_are_found() -> None:
+def test_other_word_forms_and_typing_errors_are_matched() -> None:
     blocks = [block(i, FILLER) for i in range(20)]
     blocks[4] = block(4, "The committee configured requestTimeoutMs for the generators.")
     for text in ("configuration", "comitee", "generator", "genreators", "timeout", "committees"):
         assert relevance(text, blocks).argmax() == 4, text
 
 
-def test_a_number_that_is_nearly_the_same_is_another_one() -> None:
+def test_similar_numbers_and_codes_do_not_match() -> None:
     blocks = [block(0, "order 48213 is lost"), block(1, "A7K2B9 is lost")]
     assert relevance("48214", blocks).tolist() == [0.0, 0.0]
     assert relevance("A7K2B8", blocks).tolist() == [0.0, 0.0]
     assert relevance("a7k2b9", blocks).argmax() == 1
 
 
-def test_text_without_spaces_is_found() -> None:
+def test_text_without_spaces_is_matched() -> None:
     blocks = [block(0, "\u91d1\u5eab\u306e\u6697\u8a3c\u756a\u53f7\u306f42"), block(1, FILLER)]
     assert relevance("\u6697\u8a3c\u756a\u53f7", blocks).argmax() == 0
 
 
-def test_each_clause_gets_its_block_before_any_gets_a_second() -> None:
+def test_each_clause_of_a_question_has_its_block_among_the_highest_scores() -> None:
     blocks = [block(i, f"{FILLER} oslo vault number{i}") for i in range(8)]
     blocks += [block(8, "The residence is amber falcon."), block(9, "PORT = 8080")]
     scores = relevance("What is the oslo vault, what is the residence and what is PORT?", blocks)
     assert {8, 9} < set(np.argsort(-scores)[:4].tolist())
 
 
-def test_of_equal_blocks_the_latest_comes_first() -> None:
+def test_of_equal_blocks_the_latest_scores_highest() -> None:
     blocks = [block(i, "My badge is new.") for i in range(5)]
     assert relevance("badge", blocks).argmax() == 4
 
 
-def test_a_tool_that_everybody_uses_is_no_name() -> None:
+def test_an_alias_of_most_blocks_is_not_used_as_a_name() -> None:
     blocks = [block(i, FILLER, None, "read") for i in range(20)]
     blocks += [block(20 + i, "x = 1", None, "read", "config.py") for i in range(2)]
     scores = relevance("read config.py", blocks)
@@ -170,8 +173,8 @@ def unit(*values: float) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
-def embedded(blocks: list[Block], about: int) -> Index:
-    """An index in which one block's second piece points along the first axis, the rest nowhere."""
+def index_with_match(blocks: list[Block], about: int) -> Index:
+    """An index of random vectors; only the second one of block `about` is near the first axis."""
     rng = np.random.default_rng(1)
     index = Index()
     index.relevance(Query.of(""), BlockTable(blocks))
@@ -184,23 +187,23 @@ def embedded(blocks: list[Block], about: int) -> Index:
     return index
 
 
-def test_a_vector_finds_what_no_word_does() -> None:
+def test_a_vector_matches_without_a_common_word() -> None:
     blocks = [block(i, FILLER) for i in range(200)]
     question = Query("zebra", ("zebra",), (unit(1.0, *[0.0] * 15),))
-    assert embedded(blocks, 7).relevance(question, BlockTable(blocks)).argmax() == 7
+    assert index_with_match(blocks, 7).relevance(question, BlockTable(blocks)).argmax() == 7
     missing = Query("zebra", ("zebra",), (None,))
-    assert not embedded(blocks, 7).relevance(missing, BlockTable(blocks)).any()
+    assert not index_with_match(blocks, 7).relevance(missing, BlockTable(blocks)).any()
 
 
-def test_words_that_are_sure_outweigh_a_vector_that_is_not() -> None:
+def test_a_strong_word_match_outweighs_a_vector() -> None:
     blocks = [block(i, FILLER) for i in range(200)]
     blocks[3] = block(3, "The Oslo vault has 48213.")
     question = Query("Oslo vault", ("Oslo vault",), (unit(1.0, *[0.0] * 15),))
-    scores = embedded(blocks, 7).relevance(question, BlockTable(blocks))
+    scores = index_with_match(blocks, 7).relevance(question, BlockTable(blocks))
     assert np.argsort(-scores)[:2].tolist() == [3, 7]
 
 
-def test_vectors_survive_that_the_index_forgets() -> None:
+def test_vectors_are_kept_when_the_index_removes_dead_blocks() -> None:
     index, dim = Index(), 4
     table = BlockTable([block(0, "kept text")])
     index.relevance(Query.of("x"), table)
@@ -216,7 +219,7 @@ def test_vectors_survive_that_the_index_forgets() -> None:
     assert close is not None and close[0] == pytest.approx(1.0) and close[1] == 0.5
 
 
-def test_what_lacks_vectors_is_told_latest_first() -> None:
+def test_blocks_without_vectors_are_listed_latest_first() -> None:
     blocks = [block(i, FILLER) for i in range(5)]
     index = Index()
     index.relevance(Query.of("x"), BlockTable(blocks))
@@ -224,7 +227,7 @@ def test_what_lacks_vectors_is_told_latest_first() -> None:
     assert [item.label for item in index.without_vectors(3)] == ["s/4", "s/2", "s/1"]
 
 
-def test_vectors_of_another_encoder_replace_the_old() -> None:
+def test_vectors_of_another_size_replace_all_others() -> None:
     rows = DocumentVectors()
     rows.put(0, np.stack([unit(1.0, 0.0)]))
     rows.put(1, np.stack([unit(1.0, 0.0, 0.0)]))
@@ -232,21 +235,21 @@ def test_vectors_of_another_encoder_replace_the_old() -> None:
     assert rows.cosines([unit(1.0, 0.0)], 2) is None
 
 
-def test_many_vectors_are_looked_through_coarsely_and_the_best_closely() -> None:
+def test_the_best_of_many_vectors_is_found_by_the_coarse_search() -> None:
     rng = np.random.default_rng(3)
     rows, count = DocumentVectors(), 8000
     drawn = rng.standard_normal((count, 4, 64)).astype(np.float32)
     drawn /= np.linalg.norm(drawn, axis=2, keepdims=True)
     for number in range(count):
         rows.put(number, drawn[number])
-    asked = drawn[777, 0]
-    found = rows.cosines([asked], count)
+    query = drawn[777, 0]
+    found = rows.cosines([query], count)
     assert found is not None and int(found[0].argmax()) == 777
     assert found[0, 777] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_the_sentence_is_found_among_so_many_that_blocks_are_looked_through_coarsely() -> None:
-    """Through texts and clauses, with one sentence of three close to what is asked."""
+def test_the_coarse_search_finds_a_block_with_one_matching_sentence() -> None:
+    """One sentence of three is close to a clause of the question."""
     rng = np.random.default_rng(3)
     count, size = 9000, 64
     blocks = [block(i, f"{FILLER} A second one. A third one.") for i in range(count)]
@@ -254,24 +257,24 @@ def test_the_sentence_is_found_among_so_many_that_blocks_are_looked_through_coar
     index.relevance(Query.of("hold"), BlockTable(blocks))
     drawn = rng.standard_normal((count, 3, size), dtype=np.float32)
     drawn /= np.linalg.norm(drawn, axis=2, keepdims=True)
-    asked_for = {777: unit(*rng.standard_normal(size)), 4321: unit(*rng.standard_normal(size))}
-    for number, vector in asked_for.items():
+    matching = {777: unit(*rng.standard_normal(size)), 4321: unit(*rng.standard_normal(size))}
+    for number, vector in matching.items():
         drawn[number, 1] = unit(*(vector + 0.5 * drawn[number, 1]))
     index.add_vectors((item.label, rows) for item, rows in zip(blocks, drawn, strict=True))
     parts = ("zebra", "gnu")
-    question = Query("zebra, gnu", parts, tuple(asked_for.values()))
+    question = Query("zebra, gnu", parts, tuple(matching.values()))
     scores = index.relevance(question, BlockTable(blocks))
-    assert set(np.argsort(-scores)[:2].tolist()) == set(asked_for)
+    assert set(np.argsort(-scores)[:2].tolist()) == set(matching)
 
 
 @given(st.text(max_size=400))
-def test_pieces_are_few_and_lose_nothing(text: str) -> None:
+def test_a_text_is_divided_into_at_most_four_chunks_without_loss(text: str) -> None:
     parts = chunks_of(text)
     assert len(parts) <= 4
     assert "".join("".join(parts).split()) == "".join(text.split())
 
 
-def test_blocks_that_are_gone_no_longer_count() -> None:
+def test_removed_blocks_do_not_count_in_the_index() -> None:
     index = Index()
     blocks = [block(i, FILLER) for i in range(5)] + [block(9, "Oslo vault")]
     assert index.relevance(Query.of("vault"), BlockTable(blocks))[5] == 1.0
@@ -280,7 +283,7 @@ def test_blocks_that_are_gone_no_longer_count() -> None:
     assert index.relevance(Query.of("vault"), BlockTable(blocks)).argmax() == 5
 
 
-def test_the_index_forgets_dead_blocks_for_good() -> None:
+def test_the_index_frees_the_terms_of_removed_blocks() -> None:
     index = Index()
     for generation in range(40):
         blocks = [block(generation * 100 + i, f"word{i}") for i in range(100)]
@@ -290,7 +293,7 @@ def test_the_index_forgets_dead_blocks_for_good() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_looking_up_starts_no_threads_that_wait_for_each_other() -> None:
+def test_importing_the_retrieval_package_limits_blas_to_one_thread() -> None:
     script = (
         "import os, evoke_proxy.core.retrieval, numpy as np\n"
         "np.ones((2000, 2000), np.float32) @ np.ones((2000, 2000), np.float32)\n"
@@ -302,18 +305,18 @@ def test_looking_up_starts_no_threads_that_wait_for_each_other() -> None:
     assert run.stdout.strip() == "1"
 
 
-def test_ten_thousand_blocks_take_milliseconds() -> None:
+def test_scoring_ten_thousand_blocks_is_fast() -> None:
     blocks = [block(i, f"{FILLER} fact{i} is {i * 7919 % 100003}") for i in range(10_000)]
     index = Index()
     index.relevance(Query.of("warm"), BlockTable(blocks))
-    began = time.process_time()
+    start = time.process_time()
     scores = index.relevance(Query.of("what is fact777 under the bridge?"), BlockTable(blocks))
-    # a tripwire against something quadratic; the bench measures the real figure
-    assert time.process_time() - began < 0.5
+    # a limit that a quadratic algorithm exceeds; the bench measures the real time
+    assert time.process_time() - start < 0.5
     assert scores.argmax() == 777
 
 
-def test_of_what_has_a_name_the_latest_message_comes_first() -> None:
+def test_of_blocks_with_the_named_alias_later_messages_score_higher() -> None:
     path = "src/server.py"
     blocks = [block(i, f"def run_{i}(): pass", i // 2, path) for i in range(6)]
     blocks += [block(i, FILLER) for i in range(6, 40)]

@@ -1,4 +1,4 @@
-"""What holds for every later answer is told from what a user merely says."""
+"""Recognising standing instructions, restrictions and requests for advice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from evoke_proxy.core.retrieval.instructions import (
         "Don't use any bullet points.",
     ],
 )
-def test_a_standing_instruction_is_recognized(text: str) -> None:
+def test_a_standing_instruction_is_recognised(text: str) -> None:
     assert is_standing_instruction(text)
 
 
@@ -41,7 +41,7 @@ def test_a_standing_instruction_is_recognized(text: str) -> None:
         "always " * 400,
     ],
 )
-def test_a_remark_is_no_instruction(text: str) -> None:
+def test_a_remark_is_not_an_instruction(text: str) -> None:
     assert not is_standing_instruction(text)
 
 
@@ -49,16 +49,16 @@ def test_a_remark_is_no_instruction(text: str) -> None:
     "text",
     ["Our lease forbids dogs.", "I can't swim.", "My visa has expired.", "We only eat fish."],
 )
-def test_a_restriction_says_what_is_not_possible(text: str) -> None:
+def test_a_short_statement_of_what_is_not_possible_is_a_restriction(text: str) -> None:
     assert is_restriction(text)
     assert not is_restriction(text + " And so on." * 30)
 
 
-def test_a_plain_statement_restricts_nothing() -> None:
+def test_a_plain_statement_is_not_a_restriction() -> None:
     assert not is_restriction("We went to the lake with my sister.")
 
 
-def test_advice_is_asked_for_with_a_modal_verb() -> None:
+def test_a_question_with_a_modal_verb_asks_for_advice() -> None:
     assert asks_for_advice("Could I adopt a kitten?")
     assert asks_for_advice("Which cake should we bake?")
     assert not asks_for_advice("Where does my sister live?")

@@ -1,4 +1,4 @@
-"""A question, its clauses, and what of the turns before belongs to it."""
+"""Queries: the clauses of a question and the context from earlier turns."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from evoke_proxy.core.retrieval.query import Query, query_of, split_clauses
         ("...", []),
     ],
 )  # fmt: skip
-def test_clauses(text: str, parts: list[str]) -> None:
+def test_a_text_is_split_into_its_clauses(text: str, parts: list[str]) -> None:
     assert split_clauses(text) == parts
 
 
-def test_of_many_sentences_those_that_ask_are_taken() -> None:
-    told = " ".join(f"Fact number {i} is told." for i in range(30))
-    found = split_clauses(f"What is first? {told}")
+def test_of_many_sentences_questions_are_preferred() -> None:
+    statements = " ".join(f"Fact number {i} is told." for i in range(30))
+    found = split_clauses(f"What is first? {statements}")
     assert len(found) == 16 and found[0] == "What is first?" and "29" in found[-1]
 
 
 @given(st.text(max_size=9000))
-def test_parts_are_few_and_short_for_any_text(text: str) -> None:
+def test_the_number_and_length_of_clauses_are_limited(text: str) -> None:
     question = Query.of(text)
     assert len(question.clauses) <= 17
     assert all(len(clause) <= 2 * 256 + 2 for clause in question.clauses)
 
 
-def request(*said: tuple[str, str]) -> Query:
-    messages = [{"role": role, "content": text} for role, text in said]
+def request(*turns: tuple[str, str]) -> Query:
+    messages = [{"role": role, "content": text} for role, text in turns]
     return query_of(parse_chat("chat", {"messages": messages}))
 
 
-def test_few_words_lean_on_the_turn_before() -> None:
+def test_a_short_question_gets_the_previous_question_as_context() -> None:
     first = ("user", "What is the code of the Oslo vault, please?")
     question = request(first, ("assistant", "48213"), ("user", "And Rome?"))
     assert question.text == "And Rome?"
@@ -55,14 +55,14 @@ def test_few_words_lean_on_the_turn_before() -> None:
     assert not any("Oslo" in clause for clause in long.clauses)
 
 
-def test_when_only_tools_have_spoken_the_user_is_still_heard() -> None:
+def test_after_tool_results_the_query_includes_the_users_question() -> None:
     question = request(
         ("user", "Find the Oslo code for me now."), ("assistant", ""), ("tool", "nothing here")
     )
     assert question.clauses[0] == "nothing here" and "Oslo" in question.clauses[-1]
 
 
-def test_a_topic_needs_every_part() -> None:
+def test_a_topic_requires_a_vector_for_each_clause() -> None:
     east = np.array([1.0, 0.0], np.float32)
     question = Query("a. b.", ("a.", "b."))
     assert question.topic is None

@@ -1,4 +1,4 @@
-"""The order in which room is spent on messages."""
+"""Ranking messages: the order in which the budget is spent on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILLER = [f"The weather of day {n} was calm and the market opened late." for n i
 
 
 def order(query: Query, texts: list[str], model: dict[int, float] | None = None) -> list[int]:
-    """The ranked messages, each of which is one block."""
+    """The numbers of the ranked messages; each message is one block."""
     blocks = BlockTable(
         Block(f"user:{i}#0", f"s/{i}", Span(i * 20, i * 20 + 20), Role.USER, 1, i, text)
         for i, text in enumerate(texts)
@@ -28,12 +28,12 @@ def order(query: Query, texts: list[str], model: dict[int, float] | None = None)
     return Index().unit_order(query, blocks, units, len(blocks), relevance).tolist()
 
 
-def test_the_message_with_other_forms_of_the_words_comes_first() -> None:
+def test_a_message_with_other_word_forms_is_ranked_first() -> None:
     texts = [*FILLER[:9], "Researching adoption agencies took Mira a week.", *FILLER[9:]]
     assert order(Query.of("Which agency did Mira research?"), texts)[0] == 9
 
 
-def test_the_latest_version_of_a_message_comes_first() -> None:
+def test_the_latest_version_of_a_message_is_ranked_before_earlier_ones() -> None:
     versions = {
         3: "build.yaml: WORKERS = 52232, TIMEOUT = 149288, HEIGHT = 23099",
         4: "Read build.yaml.",
@@ -45,7 +45,7 @@ def test_the_latest_version_of_a_message_comes_first() -> None:
     assert found.index(15) < found.index(3) < found.index(17)
 
 
-def test_an_answer_comes_with_the_question_before_it() -> None:
+def test_an_answer_is_ranked_with_the_question_before_it() -> None:
     texts = [*FILLER[:9], "What is your landlord's rule?", "No pets at all.", *FILLER[9:]]
     assert {9, 10} <= set(order(Query.of("What is the landlord's rule?"), texts)[:3])
 
@@ -55,14 +55,14 @@ def test_a_misspelt_word_is_corrected() -> None:
     assert order(Query.of("comittee?"), texts)[0] == 4
 
 
-def test_each_question_of_a_turn_gets_its_message_before_any_gets_a_third() -> None:
+def test_the_messages_for_each_question_of_a_turn_are_ranked_early() -> None:
     facts = {3: "The vault code is 48213.", 8: "My sister lives in Bergen.", 14: "The boat is red."}
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     query = Query.of("What is the vault code? Where does my sister live? Which color is the boat?")
     assert set(facts) <= set(order(query, texts)[:9])
 
 
-def test_several_messages_in_a_row_are_several_questions() -> None:
+def test_consecutive_user_messages_are_ranked_as_several_questions() -> None:
     facts = {3: "The vault code is 48213.", 8: "My sister lives in Bergen."}
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     query = Query.of("Where does my sister live?", earlier=["What is the vault code?"])
@@ -70,39 +70,39 @@ def test_several_messages_in_a_row_are_several_questions() -> None:
     assert found[0] == 8 and 3 in found[:4]
 
 
-def test_a_pronoun_takes_the_person_of_the_turn_before() -> None:
+def test_a_pronoun_refers_to_the_person_in_the_previous_turn() -> None:
     facts = {3: "Mira works as a pilot for a living.", 8: "Jonas works as a baker for a living."}
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     query = Query.of("And what does she do for a living?", ["Where did I meet Mira?"])
     assert order(query, texts)[0] == 3
 
 
-def test_what_the_best_message_names_is_looked_up_again() -> None:
+def test_names_in_the_best_message_are_looked_up_too() -> None:
     facts = {3: "The red report was written by Mira Kolt.", 15: "Downtown, Kolt has a flat."}
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     assert 15 in order(Query.of("Who wrote the red report?"), texts)[:6]
 
 
-def test_a_value_is_followed_from_name_to_name() -> None:
+def test_a_chain_of_names_is_followed_from_a_value() -> None:
     chain = {2: "VAR XA = 48213", 6: "VAR XB = XA", 11: "VAR XC = XB", 17: "VAR XD = XC"}
     texts = [chain.get(i, text) for i, text in enumerate(FILLER)]
     found = order(Query.of("Which variables have the value 48213?"), texts)
     assert set(chain) <= set(found[:12])
 
 
-def test_advice_needs_what_is_not_possible() -> None:
+def test_for_advice_restrictions_are_ranked_early() -> None:
     texts = [*FILLER[:9], "Our lease forbids animals.", *FILLER[9:]]
     assert 9 in order(Query.of("Could I adopt a kitten?"), texts)[:3]
     assert 9 not in order(Query.of("Who adopted the kitten?"), texts)[:3]
 
 
-def test_what_the_model_attends_to_comes_first() -> None:
+def test_messages_that_the_model_attends_to_are_ranked_first() -> None:
     query = Query.of("What was the weather of day 3?")
     assert set(order(query, FILLER, {7: 0.9})[:2]) == {3, 7}  # fused with the words
     assert order(Query(), FILLER, {7: 0.9, 2: 0.8})[:2] == [7, 2]
 
 
-def test_what_only_the_model_attends_to_is_found_beside_what_the_text_finds() -> None:
+def test_a_message_that_only_the_model_attends_to_is_ranked_early() -> None:
     query = Query.of("What was the weather of that day when the market opened late?")
     texts = [*FILLER[:9], "Mira lives here.", *FILLER[9:]]
     assert 9 in order(query, texts, {9: 1.0, 12: 0.5})[:4]
@@ -114,7 +114,7 @@ def test_without_a_match_nothing_is_ranked() -> None:
     assert order(Query.of("weather"), []) == []
 
 
-def test_names_are_capitalized_inside_a_sentence_or_have_odd_characters() -> None:
+def test_names_are_capitalised_within_a_sentence_or_have_unusual_characters() -> None:
     text = "The boat of Mira Kolt costs 48213. It is api_port or maxRetry, not NASA."
     certain = {"mira", "kolt", "48213", "api_port", "maxretry", "nasa"}
     assert {name for name, certainty in names_in(text).items() if certainty == 1.0} == certain

@@ -1,4 +1,4 @@
-"""Forms of one word have one stem."""
+"""Stemming: forms of one word have one stem."""
 
 from __future__ import annotations
 

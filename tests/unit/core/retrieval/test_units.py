@@ -1,4 +1,4 @@
-"""Blocks of one message are one unit, unless the message is too long."""
+"""Units: the blocks of a message, or single blocks of a message that is too long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def table(messages: list[int]) -> BlockTable:
     )
 
 
-def test_a_message_is_one_unit_and_the_blocks_of_a_long_one_are_single() -> None:
+def test_a_short_message_is_one_unit_and_each_block_of_a_long_one_is_a_unit() -> None:
     units = Units.of(table([0, 0, 1, 2, 2, 2, 3]), max_tokens=20)
     assert units.of_block.tolist() == [0, 0, 1, 2, 3, 4, 5]
     assert units.lengths.tolist() == [20, 10, 10, 10, 10, 10]
@@ -31,7 +31,7 @@ def test_values_of_blocks_are_summed_or_maximized_over_units() -> None:
     assert units.any(np.array([False, True, False])).tolist() == [True, False]
 
 
-def test_no_blocks_are_no_units() -> None:
+def test_without_blocks_there_are_no_units() -> None:
     units = Units.of(table([]), max_tokens=64)
     assert len(units) == 0 == len(units.sums(np.zeros(0))) == len(units.any(np.zeros(0, np.bool_)))
     assert len(units.maxima(np.zeros(0))) == 0

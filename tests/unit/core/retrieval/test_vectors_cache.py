@@ -1,4 +1,4 @@
-"""Vectors stay within their bytes, the longest unused going first."""
+"""The cache of vectors: it stays within its size and drops the least recently used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COST = VectorCache(1 << 20)
 COST.put(b"", ONE)
 
 
-def test_one_vector_costs_more_than_its_numbers() -> None:
+def test_the_size_of_a_vector_includes_overhead() -> None:
     assert COST.size > ONE.nbytes
 
 
-def test_the_longest_unused_goes_first() -> None:
+def test_the_least_recently_used_vector_is_dropped_first() -> None:
     cache = VectorCache(3 * COST.size)
     for key in (b"a", b"b", b"c"):
         cache.put(key, ONE)
@@ -28,7 +28,7 @@ def test_the_longest_unused_goes_first() -> None:
     assert cache.get(b"b") is None
 
 
-def test_looking_whether_it_is_there_does_not_use_it() -> None:
+def test_a_membership_test_does_not_count_as_use() -> None:
     cache = VectorCache(2 * COST.size)
     cache.put(b"a", ONE)
     cache.put(b"b", ONE)
@@ -37,19 +37,19 @@ def test_looking_whether_it_is_there_does_not_use_it() -> None:
     assert b"a" not in cache
 
 
-def test_what_is_kept_is_a_copy_nobody_can_write_to() -> None:
+def test_a_cached_vector_is_a_read_only_copy() -> None:
     cache = VectorCache(1 << 20)
     batch = np.arange(8, dtype=np.float32).reshape(2, 4)
     cache.put(b"a", batch[1])
     batch[:] = 0
-    kept = cache.get(b"a")
-    assert kept is not None and kept.tolist() == [4, 5, 6, 7] and kept.base is None
+    cached = cache.get(b"a")
+    assert cached is not None and cached.tolist() == [4, 5, 6, 7] and cached.base is None
     with pytest.raises(ValueError, match="read-only"):
-        kept[0] = 1
+        cached[0] = 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40), st.booleans())), st.integers(1, 6))
-def test_size_is_the_sum_and_never_over_the_limit(
+def test_the_size_is_the_sum_of_the_vectors_and_within_the_limit(
     steps: list[tuple[int, int, bool]], room: int
 ) -> None:
     limit = room * COST.size

@@ -1,4 +1,4 @@
-"""Vectors that are written down are read as they were."""
+"""Encoding vectors for records: they are decoded bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VECTORS = [
 ]
 
 
-def test_vectors_come_back_to_the_bit_of_the_same_encoder_only() -> None:
+def test_vectors_are_decoded_bit_for_bit_and_only_for_the_same_encoder() -> None:
     data = encode_vectors(b"\n1", VECTORS)
     found = decode_vectors(data, b"\n1")
     assert list(found) == [label for label, _ in VECTORS]
@@ -25,6 +25,6 @@ def test_vectors_come_back_to_the_bit_of_the_same_encoder_only() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"[]", b"[1, 2", b'["", [["a", 2, 3]]]\n1234', b'["", [1]]\n', b"5\n", b"\xff\n"]
 )
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_malformed_data_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         decode_vectors(data, b"")

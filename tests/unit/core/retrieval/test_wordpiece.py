@@ -1,4 +1,4 @@
-"""What a text is cut into; tests/embedder compares the pieces with the package tokenizers."""
+"""Word pieces of a text; tests/embedder compares them with the tokenizers library."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_words_have_no_case_accents_or_punctuation(text: str, words: list[str]) 
         ("ab ba", ["a", "##b"]),  # there is no ##a
         ("a unknown b", ["a", "b"]),  # not "un": the rest of the word has no piece
         ("##", []),
-        ("a##b", ["a", "b"]),  # marks in the text are punctuation, not continuations
+        ("a##b", ["a", "b"]),  # "##" in the text is punctuation, not a continuation
         ("a" + 99 * "b", ["a"] + 99 * ["##b"]),
         ("a" + 100 * "b", []),  # longer than a word may be
         ("\ud800a", []),
     ],
 )
-def test_a_word_is_cut_into_its_longest_pieces(text: str, found: list[str]) -> None:
+def test_a_word_is_split_into_the_longest_pieces(text: str, found: list[str]) -> None:
     assert pieces(text) == found
 
 
@@ -58,7 +58,7 @@ def test_a_vocabulary_may_be_empty() -> None:
     assert WordPieces(()).ids("some text") == []
 
 
-def test_remembered_characters_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_cached_characters_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     table = wordpiece._CharTable(str.lower)
     monkeypatch.setattr(wordpiece, "_MAX_REMEMBERED", 3)
     text = "ABCDEFG" + chr(sys.maxunicode)

@@ -1,3 +1,5 @@
+"""The status of the budget: whether it is in force, and why not."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -44,12 +46,12 @@ def test_a_budget_that_is_not_in_force_has_a_code_and_a_fix(
     assert status.warning == f"{status.problem}: {status.fix}"
 
 
-def test_a_server_of_an_earlier_version_does_not_say_its_cells() -> None:
+def test_a_budget_is_in_force_if_the_server_does_not_report_its_cells() -> None:
     server = replace(PATCHED, n_cells=None, n_ctx=None)
     assert budget_status(policy(10**6), server).tokens == 10**6
 
 
-def test_no_budget_is_a_problem_only_where_llama_server_evicts_by_itself() -> None:
+def test_a_missing_budget_is_a_problem_only_if_llama_server_evicts_by_itself() -> None:
     for server in (STOCK, UNKNOWN_SERVER, replace(PATCHED, n_ctx=8192)):
         status = budget_status(policy(None), server)
         assert (status.tokens, status.warning, status.is_degraded) == (None, "", False)
@@ -70,11 +72,11 @@ def server_with(**limits: int) -> ServerInfo:
     ("limits", "tokens"),
     [
         ({"n_ctx_logical": 65536, "n_cells": 16384, "n_slot_cells": 16384}, 16384 - 256),
-        # A quarter of the cells at most is left for the answer.
+        # At most a quarter of the cells is reserved for the answer.
         ({"n_ctx_logical": 6144, "n_cells": 768, "n_slot_cells": 768}, 768 - 192),
-        # Four slots that share their cells: the share of one.
+        # Four slots share their cells; the budget is the share of one.
         ({"n_ctx_logical": 65536, "n_cells": 16384, "n_slot_cells": 4096}, 4096 - 256),
-        # A server that does not tell the share.
+        # The server does not report the share of a slot.
         ({"n_ctx_logical": 65536, "n_cells": 16384}, 16384 - 256),
         # One slot may fill all cells, so that its context fits although its share does not.
         ({"n_ctx_logical": 16384, "n_cells": 16384, "n_slot_cells": 4096}, None),
@@ -84,13 +86,15 @@ def server_with(**limits: int) -> ServerInfo:
         ({}, None),
     ],
 )
-def test_auto_is_what_the_cells_of_a_slot_hold(limits: dict[str, int], tokens: int | None) -> None:
+def test_an_automatic_budget_follows_from_the_cells_of_a_slot(
+    limits: dict[str, int], tokens: int | None
+) -> None:
     settings = PolicySettings()
     assert budget_status(settings, server_with(**limits)).tokens == tokens
     assert effective_policy(settings, server_with(**limits)).budget == tokens
 
 
-def test_the_text_of_auto_names_what_would_change_it() -> None:
+def test_the_text_of_an_automatic_budget_names_the_options_that_change_it() -> None:
     cells = {"n_cells": 8192, "n_slot_cells": 8192}
     fits = budget_status(PolicySettings(), server_with(n_ctx_logical=8192, **cells))
     assert "--ctx-logical 32768" in fits.text and not fits.problem
@@ -103,13 +107,13 @@ def test_the_text_of_auto_names_what_would_change_it() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 512])
-def test_sessions_have_a_configured_budget_at_every_server(budget: int | None) -> None:
+def test_a_configured_budget_is_the_policys_at_every_server(budget: int | None) -> None:
     settings = PolicySettings(budget=budget)
     for server in (PATCHED, STOCK, UNKNOWN_SERVER):
         assert effective_policy(settings, server).budget == budget
 
 
-def test_the_policy_has_every_option_of_the_settings() -> None:
+def test_the_policy_is_made_with_all_options_of_the_settings() -> None:
     settings = PolicySettings(name="discard", block_tokens=32, writeback=False, budget=700)
     found = settings.with_budget(300)
     assert (found.name, found.block_tokens, found.writeback) == ("discard", 32, False)

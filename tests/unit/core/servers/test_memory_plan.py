@@ -1,3 +1,5 @@
+"""Planning memory: cells, host memory and disk for a model and a machine."""
+
 from __future__ import annotations
 
 import pytest
@@ -19,7 +21,7 @@ ROW = 28 * 1024 * 2
 ROOMY = Machine(device=12 * GIB, ram=64 * GIB, disk=500 * GIB)
 
 
-def test_as_many_cells_as_the_device_holds_beside_the_weights() -> None:
+def test_the_cells_fill_the_device_memory_left_by_the_weights() -> None:
     plan = make_plan(DENSE, ROOMY, Wishes())
     free = 0.9 * 12 * GIB - 5 * GIB - 768 * MIB
     assert plan.cells % 256 == 0
@@ -43,7 +45,7 @@ def test_the_budget_leaves_room_for_the_answer() -> None:
     assert make_plan(DENSE, ROOMY, Wishes(cells=512)).budget(256) == 512 - 128
 
 
-def test_a_context_beyond_the_training_is_cut_and_said() -> None:
+def test_a_context_beyond_the_trained_length_is_reduced_with_a_note() -> None:
     plan = make_plan(DENSE, ROOMY, Wishes(context=200_000))
     assert plan.context == 131_072
     assert any("RoPE scaling" in note for note in plan.notes)
@@ -58,11 +60,11 @@ def test_host_memory_and_disk_hold_the_blocks_of_all_sessions() -> None:
     plan = make_plan(DENSE, small, Wishes(cells=16_384, context=65_536, sessions=2))
     assert (plan.ram_mib, plan.disk_mib) == (2048, 1536)
     assert any("Host memory" in note for note in plan.notes)
-    asked = make_plan(DENSE, small, Wishes(cells=16_384, ram_mib=700, disk_mib=0))
-    assert (asked.ram_mib, asked.disk_mib) == (700, 0)
+    explicit = make_plan(DENSE, small, Wishes(cells=16_384, ram_mib=700, disk_mib=0))
+    assert (explicit.ram_mib, explicit.disk_mib) == (700, 0)
 
 
-def test_a_device_without_room_is_said() -> None:
+def test_a_device_that_is_too_small_gives_a_note() -> None:
     plan = make_plan(DENSE, Machine(4 * GIB, 64 * GIB, GIB), Wishes())
     assert plan.cells == 2048
     assert any("llama-server may not start" in note for note in plan.notes)
@@ -86,7 +88,7 @@ def test_a_recurrent_model_has_no_cells_to_evict() -> None:
     ("kv", "factor"),
     [(KvTypes(), 1.0), (KvTypes("q8_0", "q8_0"), 34 / 64), (KvTypes("f16", "q4_0"), 41 / 64)],
 )
-def test_types_of_the_cache_change_its_size(kv: KvTypes, factor: float) -> None:
+def test_the_size_of_a_session_depends_on_the_kv_types(kv: KvTypes, factor: float) -> None:
     assert session_bytes(DENSE, 4096, kv) == pytest.approx(factor * 4096 * ROW)
 
 

@@ -1,3 +1,5 @@
+"""What is known of a server from its /props reply."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -21,20 +23,22 @@ FEATURES = ["blocks", "plan", "render", "reuse", "stream", "something-new"]
         ({"evoke": {"features": FEATURES}}, "", ""),
     ],
 )
-def test_what_a_server_lacks_is_named(props: dict[str, Any], obstacle: str, reason: str) -> None:
+def test_the_reason_names_the_missing_features(
+    props: dict[str, Any], obstacle: str, reason: str
+) -> None:
     info = ServerInfo.parse(props)
     assert (info.obstacle, info.patched) == (obstacle, not obstacle)
     assert reason in info.reason
     assert bool(info.reason) == bool(reason)
 
 
-def test_a_server_may_hold_budgets_and_not_adopt() -> None:
+def test_a_server_without_the_adopt_feature_is_still_patched() -> None:
     for features, adopts in ((FEATURES, False), ([*FEATURES, "adopt"], True)):
         info = ServerInfo.parse({"evoke": {"features": features}})
         assert (info.patched, info.can_adopt) == (True, adopts)
 
 
-def test_the_rest_has_defaults() -> None:
+def test_other_fields_have_defaults() -> None:
     info = ServerInfo.parse({"total_slots": 4, "is_sleeping": True, "build_info": "b1"})
     assert (info.n_slots, info.sleeping, info.build) == (4, True, "b1")
     info = ServerInfo.parse({"total_slots": None})
@@ -51,7 +55,7 @@ def test_the_rest_has_defaults() -> None:
         (None, ()),
     ],
 )
-def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> None:
+def test_the_capturable_layers_are_parsed(evoke: object, layers: tuple[int, ...]) -> None:
     assert ServerInfo.parse({"evoke": evoke}).capturable == layers
 
 
@@ -66,11 +70,13 @@ def test_the_layers_it_can_capture(evoke: object, layers: tuple[int, ...]) -> No
         (None, None),
     ],
 )
-def test_the_context_of_a_slot_is_what_the_server_says(evoke: object, n_ctx: int | None) -> None:
+def test_the_context_of_a_slot_is_the_reported_logical_context(
+    evoke: object, n_ctx: int | None
+) -> None:
     assert ServerInfo.parse({"evoke": evoke}).n_ctx == n_ctx
 
 
-def test_slots_that_share_cells_have_a_share_of_them() -> None:
+def test_the_cells_of_a_slot_default_to_all_cells() -> None:
     limits = {"n_cells": 8192, "n_slot_cells": 2048}
     info = ServerInfo.parse({"evoke": {"limits": limits}})
     assert (info.n_cells, info.n_slot_cells) == (8192, 2048)
@@ -79,6 +85,6 @@ def test_slots_that_share_cells_have_a_share_of_them() -> None:
     assert ServerInfo.parse({}).n_slot_cells is None
 
 
-def test_a_server_may_name_the_sessions_that_it_has() -> None:
+def test_a_server_with_the_find_feature_can_find_sessions() -> None:
     for features, can_find in ((FEATURES, False), ([*FEATURES, "find"], True)):
         assert ServerInfo.parse({"evoke": {"features": features}}).can_find is can_find

@@ -1,4 +1,4 @@
-"""Which of several servers takes a request, and when none does."""
+"""The server pool: which server gets a request, health checks and circuit breakers."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from evoke_proxy.core.servers.server_pool import CLOSED, HALF_OPEN, OPEN, Server
 RULES = PoolConfig(failures=3, backoff_s=1.0, backoff_max_s=6.0, health_interval_s=2.0)
 
 
-def _well(n: int = 2, n_slots: int = 1) -> ServerPool:
-    """All of them have answered at time 0."""
+def _healthy_pool(n: int = 2, n_slots: int = 1) -> ServerPool:
+    """A pool whose servers have all passed a check at time 0."""
     pool = ServerPool([f"s{i}" for i in range(n)], RULES)
     for at in pool.due_checks(0.0):
         assert pool.check_passed(at, 0.0, n_slots, "model")
     return pool
 
 
-def _missed(pool: ServerPool, at: int, now: float) -> bool:
-    """A check that fails; whether it opens the breaker."""
+def _fail_check(pool: ServerPool, at: int, now: float) -> bool:
+    """Fails a check of a server; returns whether that opens its breaker."""
     pool.members[at].breaker.is_checking = True
     return pool.check_failed(at, now)
 
 
-def test_nobody_is_asked_anything_before_a_check_was_answered() -> None:
+def test_no_server_is_chosen_before_it_has_passed_a_check() -> None:
     pool = ServerPool(["a", "b"], RULES)
     assert pool.choose(None, [0, 0]) is None
     assert pool.due_checks(0.0) == [0, 1] and pool.due_checks(0.0) == []
     pool.check_passed(1, 0.0, 1, "")
     assert pool.choose(None, [0, 0]) == 1
-    assert pool.choose(0, [0, 0]) == 1, "a home that is not there"
+    assert pool.choose(0, [0, 0]) == 1, "the home server is not healthy"
 
 
-def test_home_first_then_least_to_do_for_each_slot_then_fewest_conversations() -> None:
-    pool = _well(3)
+def test_the_home_is_chosen_first_then_the_lowest_load_per_slot_then_fewest_conversations() -> None:
+    pool = _healthy_pool(3)
     pool.members[2].n_slots = 4
     for at in (0, 1, 2, 2):
         pool.request_started(at)
     assert pool.choose(0, [0, 0, 0]) == 0
-    assert pool.choose(None, [0, 0, 0]) == 2, "two in four slots are less than one in one"
+    assert pool.choose(None, [0, 0, 0]) == 2, (
+        "two requests for four slots are less load than one for one slot"
+    )
     assert pool.choose(None, [0, 0, 0], {2: 0}) == 0
     pool.request_ended(1)
     assert pool.choose(None, [0, 0, 0]) == 1
@@ -49,26 +51,28 @@ def test_home_first_then_least_to_do_for_each_slot_then_fewest_conversations() -
     assert pool.choose(None, [2, 1, 1]) == 1
 
 
-def test_failures_in_a_row_open_it_and_one_trial_after_a_back_off_closes_it() -> None:
-    pool = _well()
-    assert not _missed(pool, 0, 0.1) and not _missed(pool, 0, 0.2)
+def test_consecutive_failures_open_the_breaker_and_a_trial_after_the_back_off_closes_it() -> None:
+    pool = _healthy_pool()
+    assert not _fail_check(pool, 0, 0.1) and not _fail_check(pool, 0, 0.2)
     pool.request_served(0)
-    assert not _missed(pool, 0, 0.3) and not _missed(pool, 0, 0.4)
-    assert _missed(pool, 0, 0.5) and pool.members[0].breaker.state == OPEN
+    assert not _fail_check(pool, 0, 0.3) and not _fail_check(pool, 0, 0.4)
+    assert _fail_check(pool, 0, 0.5) and pool.members[0].breaker.state == OPEN
     pool.request_failed(0, 0.6)
-    assert pool.members[0].breaker.check_at == 1.5, "one that began before says nothing"
+    assert pool.members[0].breaker.check_at == 1.5, (
+        "a request that started earlier must not change the back-off"
+    )
     assert pool.choose(0, [0, 0]) == 1
     assert pool.due_checks(1.4) == []
     assert pool.due_checks(1.5) == [0] and pool.members[0].breaker.state == HALF_OPEN
-    assert pool.due_checks(1.6) == [], "one trial at a time"
-    assert pool.choose(0, [0, 0]) == 1, "no client's request is the trial"
+    assert pool.due_checks(1.6) == [], "only one trial may run at a time"
+    assert pool.choose(0, [0, 0]) == 1, "a client's request must not be the trial"
     assert pool.check_passed(0, 1.7, 1, "model") and pool.members[0].breaker.state == CLOSED
     assert pool.choose(0, [0, 0]) == 0
     assert pool.members[0].breaker.openings == 1
 
 
-def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
-    pool, now, waits = _well(1), 2.0, []
+def test_the_back_off_doubles_up_to_a_limit_and_starts_again_after_success() -> None:
+    pool, now, waits = _healthy_pool(1), 2.0, []
     while len(waits) < 6:
         if pool.due_checks(now) == [0]:
             opened = pool.check_failed(0, now)
@@ -78,65 +82,67 @@ def test_the_back_off_doubles_up_to_a_bound_and_begins_anew() -> None:
     assert waits == [1.0, 2.0, 4.0, 6.0, 6.0, 6.0]
     assert pool.due_checks(now) == [0] and pool.check_passed(0, now, 1, "model")
     for _ in range(3):
-        _missed(pool, 0, now)
+        _fail_check(pool, 0, now)
     assert pool.members[0].breaker.check_at - now == 1.0
 
 
-def test_requests_that_fail_open_no_breaker_of_a_server_that_answers_a_check() -> None:
-    pool = _well()
+def test_failed_requests_do_not_open_the_breaker_while_checks_pass() -> None:
+    pool = _healthy_pool()
     for now in range(1, 50):
         for _ in range(7):
             pool.request_failed(0, now)
-        assert 0 in pool.due_checks(now), "it is checked at once"
+        assert 0 in pool.due_checks(now), "a failed request must cause a check"
         pool.request_failed(0, now)
         assert not pool.check_passed(0, now, 1, "model") and pool.accepts_requests(0)
-        assert 0 in pool.due_checks(now), "one that failed after the check began asks for another"
+        assert 0 in pool.due_checks(now), "a failure during the check must cause another check"
         pool.check_passed(0, now, 1, "model")
         if pool.members[1].breaker.is_checking:
             pool.check_passed(1, now, 1, "model")
     assert pool.members[0].breaker.openings == 0
 
 
-def test_requests_that_fail_count_when_the_check_fails_too() -> None:
-    pool = _well()
+def test_failed_requests_count_if_the_check_fails_too() -> None:
+    pool = _healthy_pool()
     pool.request_failed(0, 0.5)
     assert pool.due_checks(0.5) == [0] and not pool.check_failed(0, 0.6)
     pool.request_failed(0, 0.7)
-    assert pool.due_checks(0.7) == [0] and pool.check_failed(0, 0.8), "two requests and two checks"
+    assert pool.due_checks(0.7) == [0] and pool.check_failed(0, 0.8), (
+        "two requests and two checks have failed"
+    )
 
 
-def test_one_that_was_tried_may_be_again_once_it_is_back() -> None:
-    pool = _well()
+def test_a_tried_server_may_be_chosen_again_after_it_recovered() -> None:
+    pool = _healthy_pool()
     tried = {0: 0, 1: 0}
     assert pool.choose(0, [0, 0], tried) is None
     for _ in range(3):
-        _missed(pool, 0, 1.0)
+        _fail_check(pool, 0, 1.0)
     assert pool.choose(0, [0, 0], tried) is None
     assert 0 in pool.due_checks(2.0)
     pool.check_passed(0, 2.0, 1, "model")
     assert pool.choose(1, [0, 0], tried) == 0
 
 
-def test_one_that_drains_gets_nothing_and_comes_back() -> None:
-    pool = _well()
+def test_a_draining_server_is_not_chosen_until_draining_ends() -> None:
+    pool = _healthy_pool()
     pool.drain(0, True)
     assert pool.choose(0, [0, 0]) == 1
     pool.drain(1, True)
     assert pool.choose(0, [0, 0]) is None
-    assert pool.due_checks(2.0) == [0, 1], "it is still looked after"
+    assert pool.due_checks(2.0) == [0, 1], "a draining server must still be checked"
     pool.drain(0, False)
     assert pool.choose(None, [9, 0]) == 0
 
 
-def test_what_all_serve_is_what_the_first_served_as_long_as_anybody_does() -> None:
+def test_the_reference_model_is_the_first_servers_while_any_server_has_it() -> None:
     pool = ServerPool(["a", "b", "c"], RULES)
     assert pool.due_checks(0.0) == [0, 1, 2]
     pool.check_passed(2, 0.0, 1, "")
     pool.check_passed(0, 0.0, 1, "large")
-    assert not pool.is_foreign(0), "not before all were asked"
+    assert not pool.is_foreign(0), "the reference is not known before all were checked"
     pool.check_passed(1, 0.0, 1, "small")
     assert [pool.is_foreign(at) for at in range(3)] == [False, True, False]
-    # The first was away at the start: what it serves is not what all do.
+    # The first server is down at the start: its model is not the reference.
     pool = ServerPool(["a", "b", "c"], RULES)
     assert pool.due_checks(0.0) == [0, 1, 2]
     pool.check_passed(2, 0.0, 1, "")
@@ -147,22 +153,22 @@ def test_what_all_serve_is_what_the_first_served_as_long_as_anybody_does() -> No
     assert [pool.is_foreign(at) for at in range(3)] == [True, False, False]
     assert pool.choose(0, [0, 0, 0]) == 1
     for _ in range(3):
-        _missed(pool, 1, 1.0)
-    assert pool.choose(0, [0, 0, 0]) == 2, "one that is down keeps what all serve"
+        _fail_check(pool, 1, 1.0)
+    assert pool.choose(0, [0, 0, 0]) == 2, "a server that is down keeps the reference"
     pool.drain(2, True)
-    assert pool.choose(0, [0, 0, 0]) is None, "rather nothing than another model"
-    # The second comes back with what the first has had: an upgrade, one after the other.
+    assert pool.choose(0, [0, 0, 0]) is None, "no server is better than another model"
+    # The second server returns with the first one's model, as in a rolling upgrade.
     assert 1 in pool.due_checks(5.0)
     pool.check_passed(1, 5.0, 1, "large")
     assert not pool.is_foreign(0) and not pool.is_foreign(1)
 
 
-def test_it_says_when_to_ask_again() -> None:
-    pool = _well()
+def test_retry_after_is_the_time_to_the_next_trial() -> None:
+    pool = _healthy_pool()
     for at, when in ((0, 10.0), (1, 13.0)):
         for _ in range(3):
-            _missed(pool, at, when)
-    assert pool.retry_after(10.2) == 1.0  # never sooner than a second
+            _fail_check(pool, at, when)
+    assert pool.retry_after(10.2) == 1.0  # at least one second
     pool.members[0].breaker.check_at = 15.5
     pool.members[1].breaker.check_at = 14.5
     assert pool.retry_after(11.0) == 3.5
@@ -179,14 +185,14 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_whatever_happens_only_those_that_are_well_are_chosen(
+def test_only_healthy_servers_that_do_not_drain_are_chosen(
     events: list[tuple[str, int, float]],
 ) -> None:
     pool, now, checking = ServerPool(["a", "b", "c"], RULES), 0.0, set[int]()
     for kind, at, later in events:
         now += later
         member = pool.members[at]
-        was = member.breaker.state
+        previous = member.breaker.state
         match kind:
             case "fail":
                 pool.request_failed(at, now)
@@ -204,24 +210,24 @@ def test_whatever_happens_only_those_that_are_well_are_chosen(
                 checking.update(due)
             case "answer" if at in checking:
                 checking.remove(at)
-                assert pool.check_passed(at, now, 2, "m") == (was == HALF_OPEN)
+                assert pool.check_passed(at, now, 2, "m") == (previous == HALF_OPEN)
             case "miss" if at in checking:
                 checking.remove(at)
                 pool.check_failed(at, now)
             case "drain":
                 pool.drain(at, not member.draining)
-        # An open one is left only by a trial, and a trial that fails waits longer.
-        if was == OPEN:
+        # An open breaker changes only by a trial.
+        if previous == OPEN:
             assert member.breaker.state == OPEN or kind == "check"
-        if was == CLOSED and member.breaker.state == OPEN:
+        if previous == CLOSED and member.breaker.state == OPEN:
             assert kind == "miss" and member.breaker.check_at == now + RULES.backoff_s
         assert 0.0 <= member.breaker.backoff_s <= RULES.backoff_max_s
         assert all(m.in_flight >= 0 for m in pool.members)
         assert 1.0 <= pool.retry_after(now) <= max(RULES.backoff_max_s, 1.0)
         chosen = pool.choose(at, [0, 0, 0])
-        able = [m for m in pool.members if m.breaker.state == CLOSED and not m.draining]
-        assert (chosen is None) == (not able)
+        available = [m for m in pool.members if m.breaker.state == CLOSED and not m.draining]
+        assert (chosen is None) == (not available)
         if chosen is not None:
-            assert pool.members[chosen] in able
-            least = min(m.load for m in able)
-            assert chosen == at or pool.members[chosen].load == least
+            assert pool.members[chosen] in available
+            lowest = min(m.load for m in available)
+            assert chosen == at or pool.members[chosen].load == lowest

@@ -1,4 +1,4 @@
-"""Slots: who gets which, who waits, in what order."""
+"""The slot pool: which request gets which slot, which waits, and in what order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_session_gets_its_own_slot_back() -> None:
     assert repr(pool) == "<SlotPool [a b*] queued=0>"
 
 
-def test_the_slot_idle_for_longest_is_taken_and_its_holder_named() -> None:
+def test_the_slot_idle_for_longest_is_granted_with_its_holder_as_victim() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.request("b", "", 1)
@@ -52,7 +52,7 @@ def test_tenants_take_turns() -> None:
     assert pool.release(0, 9) == []
 
 
-def test_a_full_queue_refuses_and_a_cancelled_place_is_free() -> None:
+def test_a_full_queue_refuses_until_a_waiter_cancels() -> None:
     pool = SlotPool(1, 1)
     pool.request("a", "", 0)
     assert pool.request("b", "", 0) == Wait(1)
@@ -61,7 +61,7 @@ def test_a_full_queue_refuses_and_a_cancelled_place_is_free() -> None:
     assert pool.request("c", "", 2) == Wait(2)
 
 
-def test_forgotten_sessions_hold_nothing() -> None:
+def test_a_forgotten_session_holds_no_slot() -> None:
     pool = SlotPool(1, 1)
     pool.request("a", "", 0)
     pool.release(0, 1)
@@ -74,14 +74,14 @@ _TENANTS = ("a", "b", "c")
 
 @dataclass
 class CheckedPool:
-    """A pool and what must hold of it, checked after each of its answers."""
+    """A pool whose invariants are checked after each answer."""
 
     pool: SlotPool
     running: dict[int, str] = field(default_factory=dict)
     waiting: dict[int, tuple[str, str]] = field(default_factory=dict)
 
-    def ask(self, session: str, tenant: str, now: float, guest: bool, slot: int | None) -> None:
-        answer = self.pool.request(session, tenant, now, guest, slot)
+    def ask(self, session: str, tenant: str, now: float, ephemeral: bool, slot: int | None) -> None:
+        answer = self.pool.request(session, tenant, now, ephemeral, slot)
         counts = Counter(of for _, of in self.waiting.values())
         if isinstance(answer, Grant):
             assert slot in (None, answer.slot)
@@ -89,13 +89,17 @@ class CheckedPool:
         elif isinstance(answer, Wait):
             self.waiting[answer.ticket] = session, tenant
             if answer.displaced is not None:
-                _, loser = self.waiting.pop(answer.displaced)
-                assert counts[loser] == max(counts.values()) > counts[tenant] + 1
+                _, displaced_tenant = self.waiting.pop(answer.displaced)
+                assert counts[displaced_tenant] == max(counts.values()) > counts[tenant] + 1
                 later = [ticket for ticket in self.waiting if ticket > answer.displaced]
-                assert all(self.waiting[ticket][1] != loser for ticket in later), "not the newest"
+                assert all(self.waiting[ticket][1] != displaced_tenant for ticket in later), (
+                    "the displaced waiter was not the newest"
+                )
         else:
             assert len(self.waiting) >= self.pool.max_queue
-            assert counts[tenant] + 1 >= max(counts.values()), "it had less than another"
+            assert counts[tenant] + 1 >= max(counts.values()), (
+                "the refused tenant had fewer waiters than another"
+            )
         self.check()
 
     def served(self, granted: list[tuple[int, Grant]]) -> None:
@@ -106,8 +110,8 @@ class CheckedPool:
 
     def _run(self, grant: Grant, session: str) -> None:
         assert grant.slot not in self.running
-        ours = [name for name in self.running.values() if not name.startswith("g")]
-        assert session not in ours, "two requests of a session"
+        sessions = [name for name in self.running.values() if not name.startswith("g")]
+        assert session not in sessions, "two requests of a session run at once"
         self.running[grant.slot] = session
 
     def check(self) -> None:
@@ -124,47 +128,51 @@ _STEPS = st.lists(st.tuples(st.sampled_from("rgnfcvbh"), st.integers(0, 8)), max
 
 
 @given(_STEPS)
-def test_no_slot_or_session_is_given_twice_and_nobody_is_lost(
+def test_no_slot_or_session_is_granted_twice_and_every_waiter_is_served(
     steps: list[tuple[str, int]],
 ) -> None:
     pool = SlotPool(2, 3)
-    it = CheckedPool(pool)
-    works: list[tuple[tuple[int, ...], str | None]] = []
-    held: list[str] = []
-    for now, (kind, who) in enumerate(steps):
+    checked = CheckedPool(pool)
+    background: list[tuple[tuple[int, ...], str | None]] = []
+    locked: list[str] = []
+    for now, (kind, number) in enumerate(steps):
         if kind in "rgn":
-            named = who % 2 if kind == "n" else None
-            it.ask(f"{kind}{who}", _TENANTS[who % 3], now, kind == "g", named)
-        elif kind == "f" and it.running:
-            slot = sorted(it.running)[who % len(it.running)]
-            del it.running[slot]
-            it.served(pool.release(slot, now))
-        elif kind == "v" and it.running:
-            it.served(pool.vacated(sorted(it.running)[who % len(it.running)], now))
-        elif kind == "c" and it.waiting:
-            ticket = sorted(it.waiting)[who % len(it.waiting)]
-            del it.waiting[ticket]
-            it.served(pool.cancel(ticket, now))
-        elif kind == "b" and pool.begin_background((who % 2,), f"r{who}", alone=who > 4):
-            assert who % 2 not in it.running and f"r{who}" not in it.running.values()
-            works.append(((who % 2,), f"r{who}"))
-        elif kind == "b" and works:
-            slots, session = works.pop()
-            it.served(pool.end_background(slots, session, now))
-        elif kind == "h" and pool.lock(f"r{who}"):
-            assert f"r{who}" not in it.running.values()
-            held.append(f"r{who}")
-        elif kind == "h" and held:
-            it.served(pool.unlock(held.pop(), now))
-    for slots, session in works:
-        it.served(pool.end_background(slots, session, 999))
-    for session in held:
-        it.served(pool.unlock(session, 999))
-    while it.running:
-        slot, _ = it.running.popitem()
-        it.served(pool.release(slot, 1000))
-    assert not it.waiting and pool.idle()
-    assert not any(pool.is_locked(f"{kind}{who}") for kind in "rgn" for who in range(9))
+            named = number % 2 if kind == "n" else None
+            checked.ask(f"{kind}{number}", _TENANTS[number % 3], now, kind == "g", named)
+        elif kind == "f" and checked.running:
+            slot = sorted(checked.running)[number % len(checked.running)]
+            del checked.running[slot]
+            checked.served(pool.release(slot, now))
+        elif kind == "v" and checked.running:
+            checked.served(
+                pool.vacated(sorted(checked.running)[number % len(checked.running)], now)
+            )
+        elif kind == "c" and checked.waiting:
+            ticket = sorted(checked.waiting)[number % len(checked.waiting)]
+            del checked.waiting[ticket]
+            checked.served(pool.cancel(ticket, now))
+        elif kind == "b" and pool.begin_background((number % 2,), f"r{number}", alone=number > 4):
+            assert (
+                number % 2 not in checked.running and f"r{number}" not in checked.running.values()
+            )
+            background.append(((number % 2,), f"r{number}"))
+        elif kind == "b" and background:
+            slots, session = background.pop()
+            checked.served(pool.end_background(slots, session, now))
+        elif kind == "h" and pool.lock(f"r{number}"):
+            assert f"r{number}" not in checked.running.values()
+            locked.append(f"r{number}")
+        elif kind == "h" and locked:
+            checked.served(pool.unlock(locked.pop(), now))
+    for slots, session in background:
+        checked.served(pool.end_background(slots, session, 999))
+    for session in locked:
+        checked.served(pool.unlock(session, 999))
+    while checked.running:
+        slot, _ = checked.running.popitem()
+        checked.served(pool.release(slot, 1000))
+    assert not checked.waiting and pool.idle()
+    assert not any(pool.is_locked(f"{kind}{number}") for kind in "rgn" for number in range(9))
 
 
 @given(
@@ -172,36 +180,38 @@ def test_no_slot_or_session_is_given_twice_and_nobody_is_lost(
     st.integers(1, 12),
     st.lists(st.integers(0, 3), min_size=1, max_size=60),
 )
-def test_a_tenant_that_asks_for_less_than_its_share_is_never_refused(
+def test_a_tenant_below_its_share_of_the_queue_is_never_refused(
     flood: int, max_queue: int, arrivals: list[int]
 ) -> None:
-    """However many connections of another retry, and whatever comes between."""
+    """Another tenant fills the queue and retries at any time."""
     pool = SlotPool(1, max_queue)
     assert isinstance(pool.request("first", "loud", 0), Grant)
     waiting: dict[int, str] = {}
     for number, quiet in enumerate(arrivals):
         for retry in range(flood):
             answer = pool.request(f"loud{number}.{retry}", "loud", number)
-            _noted(waiting, answer, "loud")
+            _record_answer(waiting, answer, "loud")
         share = max_queue // 2
         if quiet == 0 and list(waiting.values()).count("quiet") < share:
             answer = pool.request(f"quiet{number}", "quiet", number)
             assert not isinstance(answer, Refuse)
-            _noted(waiting, answer, "quiet")
+            _record_answer(waiting, answer, "quiet")
         if quiet == 1:
             for ticket, _ in pool.release(0, number):
                 del waiting[ticket]
     assert pool.queued_of("quiet") == list(waiting.values()).count("quiet")
 
 
-def _noted(waiting: dict[int, str], answer: Grant | Wait | Refuse, tenant: str) -> None:
+def _record_answer(waiting: dict[int, str], answer: Grant | Wait | Refuse, tenant: str) -> None:
     if isinstance(answer, Wait):
         waiting[answer.ticket] = tenant
         if answer.displaced is not None:
-            assert waiting.pop(answer.displaced) == "loud", "the quiet one lost its place"
+            assert waiting.pop(answer.displaced) == "loud", (
+                "the tenant below its share was displaced"
+            )
 
 
-def test_a_full_queue_displaces_the_newest_waiter_of_the_tenant_that_has_most() -> None:
+def test_a_full_queue_displaces_the_newest_waiter_of_the_largest_tenant() -> None:
     pool = SlotPool(1, 4)
     pool.request("x", "loud", 0)
     for ticket in range(1, 5):
@@ -209,11 +219,11 @@ def test_a_full_queue_displaces_the_newest_waiter_of_the_tenant_that_has_most() 
     assert pool.request("x5", "loud", 0) == Refuse(4)
     assert pool.request("y1", "quiet", 0) == Wait(5, displaced=4)
     assert pool.request("y2", "quiet", 0) == Wait(6, displaced=3)
-    assert pool.request("y3", "quiet", 0) == Refuse(4), "it has its half"
+    assert pool.request("y3", "quiet", 0) == Refuse(4), "the tenant has its half of the queue"
     assert pool.request("x6", "loud", 0) == Refuse(4)
 
 
-def test_a_tenant_has_a_queue_of_its_own_where_one_is_set() -> None:
+def test_the_waiters_of_a_tenant_are_limited_by_tenant_queue() -> None:
     pool = SlotPool(1, 9, tenant_queue=2)
     pool.request("x", "loud", 0)
     assert pool.request("x1", "loud", 0) == Wait(1)
@@ -222,13 +232,13 @@ def test_a_tenant_has_a_queue_of_its_own_where_one_is_set() -> None:
     assert pool.request("y1", "quiet", 0) == Wait(3)
 
 
-def test_a_guest_may_have_several_slots() -> None:
+def test_an_ephemeral_session_may_have_several_slots() -> None:
     pool = SlotPool(2, 4)
     assert pool.request("guest", "", 0, ephemeral=True, slot=0) == Grant(0)
     assert pool.request("guest", "", 0, ephemeral=True, slot=1) == Grant(1)
 
 
-def test_a_session_that_waits_for_itself_keeps_nobody_from_an_idle_slot() -> None:
+def test_a_session_waiting_for_its_own_slot_does_not_block_an_idle_slot() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("a", "", 1) == Wait(1)
@@ -236,7 +246,7 @@ def test_a_session_that_waits_for_itself_keeps_nobody_from_an_idle_slot() -> Non
     assert pool.release(0, 3) == [(1, Grant(0))]
 
 
-def test_a_session_whose_rows_are_being_saved_waits_until_they_are() -> None:
+def test_a_session_whose_rows_are_being_saved_waits_for_the_save() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.request("c", "", 0)
@@ -248,7 +258,7 @@ def test_a_session_whose_rows_are_being_saved_waits_until_they_are() -> None:
     assert pool.vacated(0, 4) == [(1, Grant(1, victim="c"))]
 
 
-def test_the_slot_that_a_session_moves_from_is_nobodys_until_its_rows_are_saved() -> None:
+def test_the_slot_a_session_moves_from_is_free_only_after_its_rows_are_saved() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.release(0, 1)
@@ -257,7 +267,7 @@ def test_the_slot_that_a_session_moves_from_is_nobodys_until_its_rows_are_saved(
     assert pool.vacated(1, 4) == [(1, Grant(0))]
 
 
-def test_short_work_of_ours_makes_no_queue_full() -> None:
+def test_a_request_may_wait_for_background_work_even_without_a_queue() -> None:
     pool = SlotPool(1, 0)
     assert pool.begin_background((0,), "a")
     assert pool.request("b", "", 0) == Wait(1)
@@ -265,7 +275,7 @@ def test_short_work_of_ours_makes_no_queue_full() -> None:
     assert pool.request("c", "", 2) == Refuse(0)
 
 
-def test_a_guest_takes_the_spare_slot_and_leaves_no_trace() -> None:
+def test_an_ephemeral_request_gets_an_unheld_slot_and_does_not_become_its_holder() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.release(0, 1)
@@ -275,7 +285,7 @@ def test_a_guest_takes_the_spare_slot_and_leaves_no_trace() -> None:
     assert pool.request("tags", "", 7, ephemeral=True) == Grant(1)
 
 
-def test_a_guest_without_a_spare_slot_names_whose_it_is_and_hands_it_back() -> None:
+def test_an_ephemeral_request_in_a_held_slot_returns_it_to_its_holder() -> None:
     pool = SlotPool(2, 4)
     for now, name in enumerate("ab"):
         pool.request(name, "", now)
@@ -284,24 +294,24 @@ def test_a_guest_without_a_spare_slot_names_whose_it_is_and_hands_it_back() -> N
     assert pool.request("title", "", 9, ephemeral=True) == Grant(0, victim="a")
     pool.release(0, 10)
     assert (pool.holder(0), pool.holder(1)) == ("a", "b")
-    # "a" is still the one idle for longest.
+    # "a" is still the session idle for longest.
     assert pool.request("c", "", 11) == Grant(0, victim="a")
 
 
-def test_a_session_waits_for_a_guest_in_its_slot_only_when_every_slot_is_busy() -> None:
+def test_a_session_whose_slot_has_an_ephemeral_request_takes_the_next_free_slot() -> None:
     pool = SlotPool(2, 4)
     for now, name in enumerate("ab"):
         pool.request(name, "", now)
     pool.release(0, 2)
     assert pool.request("title", "", 3, ephemeral=True) == Grant(0, victim="a")
-    assert pool.vacated(0, 3) == []  # what "a" had there is saved
+    assert pool.vacated(0, 3) == []  # the rows of "a" are saved
     assert pool.request("a", "", 4) == Wait(1)
     assert pool.release(1, 5) == [(1, Grant(1, victim="b"))]
     assert pool.slot_of("a") == 1
     assert pool.release(0, 6) == [] and pool.holder(0) is None
 
 
-def test_a_guest_waits_its_turn() -> None:
+def test_an_ephemeral_request_waits_in_the_queue_like_others() -> None:
     pool = SlotPool(1, 4)
     pool.request("a", "", 0)
     assert pool.request("title", "", 1, ephemeral=True) == Wait(1)
@@ -310,11 +320,11 @@ def test_a_guest_waits_its_turn() -> None:
     assert pool.release(0, 4) == [(2, Grant(0, victim="a"))]
 
 
-def test_a_named_slot_is_waited_for_while_others_are_idle() -> None:
+def test_a_request_for_a_certain_slot_waits_for_it_while_others_are_idle() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("b", "", 1, slot=0) == Wait(1)
-    # It stands in nobody's way but of those who want the same.
+    # It delays only requests for the same slot.
     assert pool.request("c", "", 2) == Grant(1)
     assert pool.release(1, 3) == []
     assert pool.request("d", "", 4, slot=0) == Wait(2)
@@ -323,7 +333,7 @@ def test_a_named_slot_is_waited_for_while_others_are_idle() -> None:
     assert pool.release(0, 7) == [(2, Grant(0, victim="b"))]
 
 
-def test_who_takes_any_slot_is_not_overtaken_for_good() -> None:
+def test_a_request_for_any_slot_is_served_before_later_ones_for_a_certain_slot() -> None:
     pool = SlotPool(1, 9)
     pool.request("a", "", 0)
     assert pool.request("b", "", 1, slot=0) == Wait(1)
@@ -333,7 +343,7 @@ def test_who_takes_any_slot_is_not_overtaken_for_good() -> None:
     assert order == [1, 2, 3]
 
 
-def test_a_session_that_names_a_slot_moves_there() -> None:
+def test_a_session_that_requests_another_slot_moves_there() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("a", "", 1, slot=1) == Wait(1)  # its own request runs
@@ -341,11 +351,11 @@ def test_a_session_that_names_a_slot_moves_there() -> None:
     assert (pool.slot_of("a"), pool.holder(0)) == (1, None)
 
 
-def test_a_session_moved_to_a_busy_slot_does_not_free_the_session_that_runs_there() -> None:
+def test_a_session_still_runs_after_another_was_moved_to_its_slot() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     pool.request("b", "", 1)
-    pool.record_move("a", 1)  # llama-server has put it there
+    pool.record_move("a", 1)  # llama-server has chosen that slot
     assert pool.request("b", "", 2) == Wait(1), "its first request still runs"
     assert pool.release(0, 3) == []
     assert pool.release(1, 4) == [(1, Grant(0))]
@@ -353,7 +363,7 @@ def test_a_session_moved_to_a_busy_slot_does_not_free_the_session_that_runs_ther
 
 @given(st.lists(st.tuples(st.sampled_from("rfsm"), st.integers(0, 5)), max_size=80))
 def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) -> None:
-    """Whatever restarts, with whatever number of slots, and wherever sessions are moved."""
+    """Servers restart with another number of slots, and sessions are moved between slots."""
     pool = SlotPool(2, 9)
     running: dict[int, str] = {}
     waiting: dict[int, str] = {}
@@ -366,22 +376,22 @@ def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) 
         for ticket, grant in tickets:
             granted(grant.slot, waiting.pop(ticket))
 
-    for now, (kind, who) in enumerate(steps):
-        session = f"s{who % 3}"
+    for now, (kind, number) in enumerate(steps):
+        session = f"s{number % 3}"
         if kind == "r":
-            answer = pool.request(session, f"t{who // 3}", now)
+            answer = pool.request(session, f"t{number // 3}", now)
             if isinstance(answer, Grant):
                 granted(answer.slot, session)
             elif isinstance(answer, Wait):
                 waiting[answer.ticket] = session
         elif kind == "f" and running:
-            slot = sorted(running)[who % len(running)]
+            slot = sorted(running)[number % len(running)]
             del running[slot]
             served(pool.release(slot, now))
         elif kind == "s":
-            served(pool.restart(who % 3 + 1, now))
+            served(pool.restart(number % 3 + 1, now))
         elif kind == "m":
-            pool.record_move(session, who % len(pool))
+            pool.record_move(session, number % len(pool))
     for step in range(200):
         if not running:
             break
@@ -390,7 +400,7 @@ def test_no_two_requests_of_a_session_run_at_once(steps: list[tuple[str, int]]) 
     assert not waiting and not running
 
 
-def test_a_request_changes_its_slot_without_a_moment_in_which_it_has_none() -> None:
+def test_a_running_request_exchanges_its_slot_for_an_idle_one() -> None:
     pool = SlotPool(3, 4)
     for now, name in enumerate("abc"):
         pool.request(name, "", now)
@@ -404,7 +414,7 @@ def test_a_request_changes_its_slot_without_a_moment_in_which_it_has_none() -> N
     assert pool.release(1, 8) == [(1, Grant(1))]
 
 
-def test_the_slot_that_is_left_goes_to_who_waits_for_it() -> None:
+def test_the_slot_freed_by_an_exchange_is_granted_to_its_waiter() -> None:
     pool = SlotPool(2, 4)
     pool.request("a", "", 0)
     assert pool.request("b", "", 1, slot=0) == Wait(1)

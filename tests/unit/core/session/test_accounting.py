@@ -1,3 +1,5 @@
+"""Token accounting: parsing it from a reply, and the forecast of a plan."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +12,7 @@ from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Evict, Load, Plan
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 
-GIVEN: dict[str, Any] = {
+REPORTED: dict[str, Any] = {
     "epoch": 7,
     "n_prompt": 100,
     "resident_before": 50,
@@ -27,8 +29,8 @@ GIVEN: dict[str, Any] = {
 }
 
 
-def test_books_are_read_from_timings() -> None:
-    assert TokenAccounting.parse({"cache_n": 70, "evoke": GIVEN}) == TokenAccounting(
+def test_the_accounting_is_parsed_from_timings() -> None:
+    assert TokenAccounting.parse({"cache_n": 70, "evoke": REPORTED}) == TokenAccounting(
         decoded=25,
         recovered=20,
         resident_before=50,
@@ -50,19 +52,19 @@ def test_books_are_read_from_timings() -> None:
         None,
         {},
         {"evoke": 3},
-        {"evoke": GIVEN | {"decoded": "many"}},
-        {"evoke": GIVEN | {"decoded": None}},
-        {"evoke": GIVEN | {"auto_evicted": [[1, 2]]}},
-        {"evoke": GIVEN | {"auto_evicted": [[2, 1, "x"]]}},
-        {"evoke": GIVEN | {"auto_evicted": 3}},
+        {"evoke": REPORTED | {"decoded": "many"}},
+        {"evoke": REPORTED | {"decoded": None}},
+        {"evoke": REPORTED | {"auto_evicted": [[1, 2]]}},
+        {"evoke": REPORTED | {"auto_evicted": [[2, 1, "x"]]}},
+        {"evoke": REPORTED | {"auto_evicted": 3}},
     ],
 )
-def test_timings_without_books_have_none(timings: Any) -> None:
+def test_timings_without_valid_accounting_are_parsed_as_none(timings: Any) -> None:
     assert TokenAccounting.parse(timings) is None
 
 
-def counts(books: TokenAccounting) -> tuple[int, int, int, int]:
-    return books.decoded, books.recovered, books.resident_before, books.omitted
+def counts(accounting: TokenAccounting) -> tuple[int, int, int, int]:
+    return accounting.decoded, accounting.recovered, accounting.resident_before, accounting.omitted
 
 
 def test_a_forecast_counts_each_token_once() -> None:
@@ -74,13 +76,13 @@ def test_a_forecast_counts_each_token_once() -> None:
         loads=(Load("b", Span(30, 45)),),
         stream=DecodeBudget(96),
     )
-    books = forecast(view, plan)
-    assert counts(books) == (20, 15, 40, 25)
-    assert (books.n_prompt, books.n_resident, books.budget) == (100, 75, 96)
+    accounting = forecast(view, plan)
+    assert counts(accounting) == (20, 15, 40, 25)
+    assert (accounting.n_prompt, accounting.n_resident, accounting.budget) == (100, 75, 96)
     assert counts(forecast(view, Plan.EMPTY)) == (20, 0, 50, 30)
 
 
-def test_what_was_in_the_slot_before_an_adoption_does_not_count() -> None:
+def test_rows_in_the_slot_before_an_adoption_do_not_count() -> None:
     view = PolicyView(
         *view_columns((), ()), n_tokens=100, n_past=0, resident=(Span(0, 70),), adopt_to=64
     )

@@ -1,4 +1,4 @@
-"""Where blocks are, as an operator is shown it."""
+"""The block map for operators: where each block is; and the pins of operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.session.block_map import RowLocations, block_map, totals
 from evoke_proxy.errors import PinBudgetExceeded
 
-SECRET = "what was said"
+SECRET = "text of the conversation"
 ROLES = (Role.SYSTEM, Role.USER, Role.TOOL, Role.ASSISTANT)
 
 
@@ -35,35 +35,35 @@ def _copy(name: str, start: int, end: int, tier: str = "ram", stale: bool = Fals
     return {"name": name, "p0": start, "p1": end, "tier": tier, "stale": stale}
 
 
-def test_each_block_is_where_the_furthest_part_of_it_is() -> None:
+def test_the_state_of_a_block_is_that_of_its_least_available_part() -> None:
     copies = [
         *(_copy("a", 10, 15), _copy("b", 15, 20, "disk"), _copy("c", 20, 30)),
         *(_copy("d", 30, 35), _copy("other", 35, 40), _copy("a", 35, 40, stale=True)),
     ]
     resident = (Span(0, 12), Span(40, 46))
-    where = RowLocations.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
-    shown = block_map(_layout(), where, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False)
-    assert [(b["state"], b["resident"]) for b in shown] == [
+    locations = RowLocations.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
+    rows = block_map(_layout(), locations, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False)
+    assert [(b["state"], b["resident"]) for b in rows] == [
         *(("resident", 10), ("saved_disk", 2), ("saved_ram", 0), ("omitted", 0)),
         ("resident", 6),
     ]
-    assert [b["pinned"] for b in shown] == [False, False, True, False, False]
-    assert [b["score"] for b in shown] == [1.0, 0.5, 0.25, 0.0, None]
-    assert [b["role"] for b in shown] == ["system", "user", "tool", "assistant", "answer"]
-    assert totals(shown) == {"resident": 16, "saved_ram": 10, "saved_disk": 10, "omitted": 10}
+    assert [b["pinned"] for b in rows] == [False, False, True, False, False]
+    assert [b["score"] for b in rows] == [1.0, 0.5, 0.25, 0.0, None]
+    assert [b["role"] for b in rows] == ["system", "user", "tool", "assistant", "answer"]
+    assert totals(rows) == {"resident": 16, "saved_ram": 10, "saved_disk": 10, "omitted": 10}
 
 
 @pytest.mark.parametrize("names", [False, True])
-def test_nothing_that_was_said_is_told(names: bool) -> None:
-    shown = block_map(_layout(), RowLocations(), None, (), names)
-    assert (SECRET in repr(shown)) is names
-    assert all(b["score"] is None and b["state"] == "omitted" for b in shown)
-    assert len(shown) == 4
+def test_the_map_contains_no_text_and_names_only_if_allowed(names: bool) -> None:
+    rows = block_map(_layout(), RowLocations(), None, (), names)
+    assert (SECRET in repr(rows)) is names
+    assert all(b["score"] is None and b["state"] == "omitted" for b in rows)
+    assert len(rows) == 4
 
 
-def test_scores_of_other_blocks_are_none() -> None:
-    shown = block_map(_layout(), RowLocations(), np.array([1.0]), (), False)
-    assert {b["score"] for b in shown} == {None}
+def test_scores_of_another_number_of_blocks_are_left_out() -> None:
+    rows = block_map(_layout(), RowLocations(), np.array([1.0]), (), False)
+    assert {b["score"] for b in rows} == {None}
 
 
 CONFIG = PolicyConfig(budget=200, sink_tokens=10, recent_tokens=10, block_tokens=10)
@@ -71,31 +71,31 @@ CONFIG = PolicyConfig(budget=200, sink_tokens=10, recent_tokens=10, block_tokens
 
 def test_an_operator_pins_whole_blocks_within_the_budget() -> None:
     layout = _layout(30)
-    mine = pins.change_pins((), layout, Span(30, 60), True, CONFIG)
-    mine = pins.change_pins(mine, layout, Span(60, 90), True, CONFIG)
-    assert mine == (Span(30, 90),)
-    shown = pins.with_pins(layout, mine, CONFIG)
-    assert shown.blocks.pinned.tolist() == [False, True, True, False]
-    assert [b.pinned for b in shown.blocks] == [False, True, True, False]
-    assert pins.change_pins(mine, layout, Span(60, 90), False, CONFIG) == (Span(30, 60),)
+    pinned_spans = pins.change_pins((), layout, Span(30, 60), True, CONFIG)
+    pinned_spans = pins.change_pins(pinned_spans, layout, Span(60, 90), True, CONFIG)
+    assert pinned_spans == (Span(30, 90),)
+    rows = pins.with_pins(layout, pinned_spans, CONFIG)
+    assert rows.blocks.pinned.tolist() == [False, True, True, False]
+    assert [b.pinned for b in rows.blocks] == [False, True, True, False]
+    assert pins.change_pins(pinned_spans, layout, Span(60, 90), False, CONFIG) == (Span(30, 60),)
     with pytest.raises(PinBudgetExceeded):
-        pins.change_pins(mine, layout, Span(0, 120), True, CONFIG)
+        pins.change_pins(pinned_spans, layout, Span(0, 120), True, CONFIG)
 
 
-def test_no_request_fails_of_pins_its_client_has_not_made() -> None:
-    mine = (Span(40, 120),)
-    layout = _layout(40, pinned=(3,))  # 40 tokens of the client's own, 80 more are too many
-    assert pins.with_pins(layout, mine, CONFIG).blocks.pinned.tolist() == [
+def test_operator_pins_over_the_budget_are_ignored_and_client_pins_are_refused() -> None:
+    pinned_spans = (Span(40, 120),)
+    layout = _layout(40, pinned=(3,))  # the client pins 40 tokens; 80 more exceed the limit
+    assert pins.with_pins(layout, pinned_spans, CONFIG).blocks.pinned.tolist() == [
         False,
         False,
         False,
         True,
     ]
     with pytest.raises(PinBudgetExceeded):
-        pins.with_pins(_layout(60, pinned=(1, 2, 3)), mine, CONFIG)
+        pins.with_pins(_layout(60, pinned=(1, 2, 3)), pinned_spans, CONFIG)
 
 
-def test_pins_end_where_a_conversation_goes_another_way() -> None:
+def test_pins_are_cut_at_a_divergence() -> None:
     layout = replace(_layout(), divergence=25)
     assert pins.valid_pins((Span(0, 10), Span(20, 40)), layout) == (Span(0, 10), Span(20, 25))
     assert pins.valid_pins((Span(0, 10),), _layout()) == (Span(0, 10),)

@@ -1,4 +1,4 @@
-"""What is written down of a session is what is read again."""
+"""Encoding session records: decoding returns the same session; old versions are read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from evoke_proxy.core.session.identity import Hint
 
 
 @pytest.mark.parametrize("hint", [None, Hint("chat", "evoke_session"), Hint("me", "user", True)])
-def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
+def test_a_decoded_record_equals_the_encoded_one(hint: Hint | None) -> None:
     before = session_record(hint, focus=hint is None)
     after = decode(encode(before))
     assert after.overrides == OVERRIDES
@@ -36,7 +36,9 @@ def test_a_session_is_read_as_it_was_written(hint: Hint | None) -> None:
 
 
 @pytest.mark.parametrize("overrides", [OperatorOverrides(), OperatorOverrides(False, True, None)])
-def test_orders_change_and_nothing_else(overrides: OperatorOverrides) -> None:
+def test_operator_overrides_of_a_record_are_changed_and_nothing_else(
+    overrides: OperatorOverrides,
+) -> None:
     before = encode(session_record())
     changed = with_operator_overrides(before, overrides)
     assert decode(changed).overrides == overrides
@@ -88,7 +90,7 @@ def test_overrides_of_a_record_of_version_1_change() -> None:
 @pytest.mark.parametrize(
     "change", [{"version": 3}, {"blocks": [[1]]}, {"slot": []}, {"tokens": 5}, {"task": None}]
 )
-def test_another_record_is_refused(change: dict[str, object]) -> None:
+def test_a_malformed_record_is_refused(change: dict[str, object]) -> None:
     value = json.loads(encode(session_record())) | change
     with pytest.raises(ValueError, match="record"):
         decode(json.dumps(value).encode())

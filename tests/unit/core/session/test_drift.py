@@ -1,4 +1,4 @@
-"""Which message of a request is another than before, which characters of it, and why."""
+"""Drift: the first message that changed between two requests, where, and its likely cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.session.drift import CAUSES, Drift, drift, opening
 
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "You help.\nToday is Monday, 12:00.\nBe brief."},
     {"role": "user", "content": "one"},
     {"role": "assistant", "content": "1", "reasoning_content": "hm"},
@@ -22,18 +22,20 @@ TOOLS = [{"function": {"name": "a"}}, {"function": {"name": "b"}}]
 
 
 def changed(at: int, **fields: Any) -> list[dict[str, Any]]:
-    """The talk, a turn later, with one of its messages changed."""
-    later = [dict(item) for item in TALK]
+    """The conversation a turn later, with one message changed."""
+    later = [dict(item) for item in CONVERSATION]
     later[at] |= fields
     return [*later, {"role": "assistant", "content": "3"}, {"role": "user", "content": "four"}]
 
 
 def between(new: list[dict[str, Any]], **more: Any) -> Drift | None:
-    return drift({"messages": TALK, "tools": TOOLS}, {"messages": new, "tools": TOOLS} | more)
+    return drift(
+        {"messages": CONVERSATION, "tools": TOOLS}, {"messages": new, "tools": TOOLS} | more
+    )
 
 
-def test_what_goes_on_does_not_drift() -> None:
-    assert between(TALK) is None
+def test_a_continued_conversation_has_no_drift() -> None:
+    assert between(CONVERSATION) is None
     assert between(changed(0)) is None
 
 
@@ -55,7 +57,7 @@ def test_a_changed_message_is_named_with_its_likely_cause(
     assert found is not None and (found.cause, found.message) == (cause, at)
 
 
-def test_the_characters_are_those_that_differ() -> None:
+def test_the_reported_characters_are_those_that_differ() -> None:
     found = between(changed(0, content="You help.\nToday is Monday, 12:01.\nBe brief."))
     assert found is not None
     text = "You help.\nToday is Monday, 12:01.\nBe brief."
@@ -65,32 +67,34 @@ def test_the_characters_are_those_that_differ() -> None:
     }  # fmt: skip
 
 
-def test_a_billing_line_is_one_whatever_else_is_in_it() -> None:
-    before, now = (
-        [{"role": "system", "content": f"x-anthropic-billing-header: cch={stamp};You are"}]
-        for stamp in ("a5145", "b6256")
+def test_a_changed_billing_header_is_reported_as_billing_line() -> None:
+    before, after = (
+        [{"role": "system", "content": f"x-anthropic-billing-header: cch={hash_};You are"}]
+        for hash_ in ("a5145", "b6256")
     )
-    found = drift({"messages": before}, {"messages": now})
+    found = drift({"messages": before}, {"messages": after})
     assert found is not None and found.cause == "billing_line"
 
 
-def test_what_is_left_out_is_a_branch_or_a_compaction() -> None:
-    shorter = between(TALK[:2])
+def test_missing_messages_are_a_branch_or_a_compaction() -> None:
+    shorter = between(CONVERSATION[:2])
     assert shorter is not None and shorter == Drift("branched", 2)
-    summed = [TALK[0], {"role": "user", "content": "So far: one, two."}, TALK[5]]
+    summed = [CONVERSATION[0], {"role": "user", "content": "So far: one, two."}, CONVERSATION[5]]
     found = between(summed)
     assert found is not None and (found.cause, found.message) == ("compacted", 1)
 
 
-def test_tools_in_another_order_are_not_other_tools() -> None:
+def test_reordered_tools_and_changed_tools_have_different_causes() -> None:
     assert between(changed(0), tools=TOOLS[::-1]) == Drift("tool_order")
     assert between(changed(0), tools=TOOLS[:1]) == Drift("tools_changed")
     assert between(changed(0), tools=None) == Drift("tools_changed")
 
 
-def test_an_opening_tells_only_what_has_gone_on_for_a_while() -> None:
-    assert opening({"messages": TALK}) == opening({"messages": changed(0, content="x")}) != b""
-    assert opening({"messages": TALK[:2]}) == opening({}) == b""
+def test_a_short_conversation_has_no_opening() -> None:
+    assert (
+        opening({"messages": CONVERSATION}) == opening({"messages": changed(0, content="x")}) != b""
+    )
+    assert opening({"messages": CONVERSATION[:2]}) == opening({}) == b""
 
 
 messages = st.lists(

@@ -1,4 +1,4 @@
-"""Sessions are told apart by their tokens; a hint only helps."""
+"""Session identity: sessions are distinguished by their tokens; a hint only helps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Session:
 
 
 def prompt(*parts: int) -> Tokens:
-    """Runs of 50 tokens, one a number."""
+    """A prompt with 50 tokens for each number."""
     return np.concatenate([np.arange(50, dtype=np.int32) + part * 1000 for part in parts])
 
 
@@ -47,52 +47,52 @@ def person(text: str) -> Hint:
 SYSTEM, ONE, TWO, MORE = 1, 2, 3, 4
 
 
-def test_a_longer_prompt_goes_on_from_the_shorter() -> None:
+def test_a_longer_prompt_continues_the_session_of_the_shorter() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE)), Session("b", prompt(SYSTEM, TWO))]
     assert find(sessions, None, "", prompt(SYSTEM, TWO, MORE)) == "b"
     assert find(sessions, None, "", prompt(SYSTEM, ONE, MORE)) == "a"
 
 
-def test_a_shared_system_prompt_is_not_a_conversation() -> None:
+def test_a_shared_system_prompt_does_not_identify_a_session() -> None:
     sessions = [Session("a", prompt(SYSTEM, SYSTEM, ONE, ONE, ONE))]
     assert find(sessions, None, "", prompt(SYSTEM, SYSTEM, TWO)) is None
 
 
 @pytest.mark.parametrize("hint", [None, named("h"), named("new"), person("u")])
-def test_a_long_system_prompt_is_not_a_conversation_either(hint: Hint | None) -> None:
+def test_a_long_shared_system_prompt_does_not_identify_a_session(hint: Hint | None) -> None:
     # 450 of 500 tokens are the same, but the first question is another.
     sessions = [Session("a", prompt(*[SYSTEM] * 9, ONE), hint=named("h"), head=498)]
     assert find(sessions, hint, "", prompt(*[SYSTEM] * 9, TWO)) is None
     assert find(sessions, hint, "", prompt(*[SYSTEM] * 9, TWO, MORE, MORE)) is None
 
 
-def test_the_longest_prefix_wins_and_short_ones_do_not_count() -> None:
+def test_the_session_with_the_longest_common_prefix_is_found_and_short_ones_do_not_count() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE)), Session("b", prompt(SYSTEM, ONE, TWO))]
     assert find(sessions, None, "", prompt(SYSTEM, ONE, TWO, MORE)) == "b"
     assert find([Session("c", prompt(SYSTEM))], None, "", prompt(SYSTEM, TWO)) is None
 
 
-def test_a_hint_lets_short_prompts_match() -> None:
+def test_with_a_hint_short_prompts_match() -> None:
     sessions = [Session("a", prompt(SYSTEM), hint=named("h")), Session("b", prompt(SYSTEM))]
     assert find(sessions, named("h"), "", prompt(SYSTEM, ONE)) == "a"
 
 
-def test_work_that_is_shown_without_its_thinking_goes_on() -> None:
-    # Asked once, many tools used since: 150 of 450 tokens are not rendered anew.
+def test_a_session_continues_when_earlier_thinking_was_stripped() -> None:
+    # One user message and many tool calls: 150 of the 450 tokens are no longer rendered.
     worked = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, last_user_end=100, n_users=1)
     stripped = prompt(SYSTEM, ONE, *[MORE] * 6)
     assert find([worked], None, "", stripped, 2) == "a"
-    # Nobody has said anything new: that is somebody else with the same first question.
+    # Without a new user message it is another conversation with the same first question.
     assert find([worked], None, "", stripped, 1) is None
     assert find([worked], named("other"), "", stripped, 1) is None
-    # Not all text up to the last user message is there.
+    # Part of the text before the last user message is missing.
     asked_twice = Session(
         "a", prompt(SYSTEM, ONE, *[TWO] * 7), head=100, last_user_end=150, n_users=2
     )
     assert find([asked_twice], None, "", stripped, 3) is None
 
 
-def test_a_name_lets_a_client_go_back_to_its_first_message() -> None:
+def test_with_its_name_a_session_is_found_after_going_back_to_the_first_message() -> None:
     session = Session("a", prompt(SYSTEM, ONE, *[TWO] * 7), hint=named("h"), head=100, n_users=1)
     assert find([session], named("h"), "", prompt(SYSTEM, ONE, MORE), 1) == "a"
     assert find([session], named("h"), "", prompt(SYSTEM, MORE, MORE), 1) is None
@@ -109,14 +109,14 @@ def test_a_new_hint_does_not_hide_a_session() -> None:
 def test_a_resumed_conversation_is_found_under_its_new_name() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE, TWO), hint=named("old"), head=90)]
     assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, TWO, MORE)) == "a"
-    # The same words said by somebody else, and a branch of somebody else's: not ours to take.
+    # The same prompt or a branch under another name belongs to another conversation.
     assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, TWO)) is None
     assert find(sessions, named("new"), "", prompt(SYSTEM, ONE, MORE, MORE)) is None
-    # Its owner may go back to an earlier point.
+    # Under its own name a session may go back to an earlier point.
     assert find(sessions, named("old"), "", prompt(SYSTEM, ONE, MORE, MORE)) == "a"
 
 
-def test_a_wrong_hint_takes_nobody_elses() -> None:
+def test_a_wrong_hint_does_not_match_another_session() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE), hint=named("h")), Session("b", prompt(TWO, TWO))]
     assert find(sessions, named("h"), "", prompt(MORE, MORE, MORE)) is None
     assert find(sessions, named("h"), "", prompt(TWO, TWO, MORE)) == "b"
@@ -132,7 +132,7 @@ def test_one_hint_may_have_branches() -> None:
     assert find(sessions, named("h"), "", prompt(SYSTEM, MORE, MORE)) is None
 
 
-def test_a_person_only_decides_between_equals() -> None:
+def test_a_user_name_only_decides_between_equal_matches() -> None:
     sessions = [
         Session("a", prompt(SYSTEM, ONE), hint=person("ann")),
         Session("b", prompt(SYSTEM, ONE), hint=person("bob")),
@@ -144,7 +144,7 @@ def test_a_person_only_decides_between_equals() -> None:
     assert find(sessions, person("ann"), "", prompt(MORE, TWO, TWO)) is None
 
 
-def test_tenants_never_meet() -> None:
+def test_sessions_of_another_tenant_are_never_found() -> None:
     sessions = [Session("a", prompt(SYSTEM, ONE), tenant="x", hint=named("h"))]
     assert find(sessions, None, "y", prompt(SYSTEM, ONE, MORE)) is None
     assert find(sessions, named("h"), "y", prompt(SYSTEM, ONE, MORE)) is None
@@ -155,15 +155,15 @@ def test_tenants_never_meet() -> None:
     st.lists(st.integers(1, 3), min_size=1, max_size=5),
     st.sampled_from([None, named("0"), named("1"), named("new"), person("0")]),
 )
-def test_whatever_the_hint_two_conversations_are_never_one(
-    known: list[list[int]], asked: list[int], hint: Hint | None
+def test_two_conversations_are_never_one_session_whatever_the_hint(
+    conversations: list[list[int]], request: list[int], hint: Hint | None
 ) -> None:
     sessions = [
         Session(str(i), prompt(SYSTEM, *parts), hint=named(str(i % 2)), head=100)
-        for i, parts in enumerate(known)
+        for i, parts in enumerate(conversations)
     ]
-    found = find(sessions, hint, "", prompt(SYSTEM, *asked))
-    assert found is None or known[int(found)][0] == asked[0]
+    found = find(sessions, hint, "", prompt(SYSTEM, *request))
+    assert found is None or conversations[int(found)][0] == request[0]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_whatever_the_hint_two_conversations_are_never_one(
         ({"X-Evoke-Session": "header"}, {"evoke_session": "field"}, "field"),
     ],
 )
-def test_what_clients_call_a_conversation(
+def test_the_hint_of_a_request_is_read_from_its_headers_and_fields(
     headers: dict[str, str], body: dict[str, Any], text: str
 ) -> None:
     hint = hint_of(headers, body)
@@ -212,15 +212,15 @@ def test_what_clients_call_a_conversation(
         ({}, {"metadata": {"user_id": '{"session_id":7}'}}),
     ],
 )
-def test_what_is_no_name_is_no_hint(headers: dict[str, str], body: dict[str, Any]) -> None:
+def test_an_invalid_name_gives_no_hint(headers: dict[str, str], body: dict[str, Any]) -> None:
     assert hint_of(headers, body) is None
 
 
-def test_an_unusable_name_leaves_the_word_to_the_next() -> None:
+def test_after_an_invalid_name_the_next_source_is_used() -> None:
     hint = hint_of({"X-Session-Id": "\u00fc"}, {"prompt_cache_key": "key"})
     assert hint is not None and hint.source == "prompt_cache_key"
 
 
-def test_only_a_person_is_weak_and_comes_last() -> None:
+def test_only_the_user_field_is_a_weak_hint_and_it_is_the_last_source() -> None:
     assert [name for _, name, weak in SOURCES if weak] == ["user"]
     assert SOURCES[-1][1] == "user"

@@ -1,3 +1,5 @@
+"""Saved copies left by earlier sessions: grouping them, and finding the most similar session."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -38,7 +40,7 @@ def test_the_session_with_the_longest_common_beginning_comes_first() -> None:
     assert most_similar([first], TOKENS[::-1].copy()) == []
 
 
-def test_labels_of_later_requests_and_of_longer_prompts_do_not_count() -> None:
+def test_copies_of_other_prefixes_of_answers_and_of_longer_prompts_do_not_count() -> None:
     later = SavedSession("a", {labels("a", TOKENS, [Span(64, 128)], "before")[0]: Span(64, 128)})
     generated = SavedSession("b", {"b/0-64-t3/gen": Span(0, 64)})
     longer = session("c", TOKENS, 0, 300)

@@ -1,4 +1,4 @@
-"""What a request of a conversation at an unpatched server uses: its slot, RAM, or a snapshot."""
+"""Placement at a stock server: a request uses its slot, the RAM cache or a snapshot."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def tokens(values: Any) -> Tokens:
     return np.array(list(values), dtype=np.int32)
 
 
-def left(n_tokens: int = 60, **values: Any) -> SlotContents:
-    """The first tokens of the prompt, left in slot 0."""
+def contents(n_tokens: int = 60, **values: Any) -> SlotContents:
+    """Contents of slot 0: the first tokens of the prompt."""
     defaults: dict[str, Any] = {"exact": True, "at": 10.0, "status": FILLED}
     return SlotContents(0, tokens(PROMPT[:n_tokens]), **(defaults | values))
 
 
 def situation(**values: Any) -> Situation:
-    """A request whose conversation left 60 of its 100 tokens in slot 0 of two."""
+    """A request whose conversation has 60 of its 100 tokens in slot 0 of two."""
     defaults: dict[str, Any] = {
         "prompt": tokens(PROMPT),
-        "contents": left(),
+        "contents": contents(),
         "slots": [FILLED, SlotStatus(1, task=None, n_tokens=0, busy=False)],
         "leased": 0,
         "n_slots": 2,
@@ -62,24 +62,24 @@ def test_a_snapshot_is_restored_when_it_saves_enough_beyond_the_slot() -> None:
     assert decide(situation(contents=None), match(20), COSTS).restore is not None
 
 
-def test_contents_in_another_slot_are_live_only_where_the_server_chooses() -> None:
+def test_contents_in_another_slot_are_live_only_if_the_server_chooses_the_slot() -> None:
     assert decide(situation(leased=1), None, COSTS).source == "ram"
     assert decide(situation(leased=1, clears_idle_slots=True), None, COSTS).source == "live"
 
 
-def test_a_slot_that_cannot_go_back_is_erased_and_nothing_of_it_is_reused() -> None:
-    shorter = situation(prompt=tokens(PROMPT[:30]), contents=left(min_prefix=50))
+def test_a_slot_that_cannot_be_rolled_back_is_erased_and_not_reused() -> None:
+    shorter = situation(prompt=tokens(PROMPT[:30]), contents=contents(min_prefix=50))
     placement = decide(shorter, None, COSTS)
     assert (placement.source, placement.erased_slot, placement.reuse) == ("new", 0, 0)
     assert placement.live is None and placement.in_ram is None
 
 
-def test_contents_that_left_their_slot_are_predicted_in_ram_until_one_was_missed() -> None:
+def test_contents_that_left_their_slot_are_predicted_in_ram_until_a_miss() -> None:
     emptied = [SlotStatus(0, task=7, n_tokens=0, busy=False)]
     behaviour = ServerBehaviour(empties_slots=True)
     placement = decide(situation(slots=emptied, behaviour=behaviour), None, COSTS)
     assert (placement.source, placement.predicted_tokens, placement.reuse) == ("ram", 60, 60)
-    behaviour.note_ram(left(), predicted=60, cached=0)
+    behaviour.note_ram(contents(), predicted=60, cached=0)
     placement = decide(situation(slots=emptied, behaviour=behaviour), None, COSTS)
     assert (placement.source, placement.in_ram, placement.reuse) == ("new", None, 0)
 
@@ -108,5 +108,7 @@ def test_a_slot_is_named_unless_llama_server_finds_a_better_one() -> None:
     assert slot_to_name(situation(), None) == 0
     assert slot_to_name(situation(n_slots=1), None) is None
     assert slot_to_name(situation(clears_idle_slots=True), None) is None
-    assert slot_to_name(situation(leased=1), left()) is None, "it is empty, and RAM may have more"
+    assert slot_to_name(situation(leased=1), contents()) is None, (
+        "the leased slot is empty, and the RAM cache may have more"
+    )
     assert slot_to_name(situation(leased=1), None) == 1

@@ -1,4 +1,4 @@
-"""What slots of an unpatched server hold, as far as one can know it from outside."""
+"""The believed contents of a stock server's slots, and how they are checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONGER = tokens(1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
-    ("now", "still"),
+    ("now", "expected"),
     [
         (LOOK, True),
         (replace(LOOK, busy=True), True),
@@ -37,9 +37,9 @@ LONGER = tokens(1, 2, 3, 4, 5)
     ],
 )
 def test_contents_are_valid_while_the_slot_status_is_unchanged(
-    now: SlotStatus, still: bool
+    now: SlotStatus, expected: bool
 ) -> None:
-    assert LEFT.is_unchanged([now]) is still
+    assert LEFT.is_unchanged([now]) is expected
 
 
 def test_contents_that_were_cut_off_may_have_grown() -> None:
@@ -58,8 +58,8 @@ def test_a_restart_is_detected_by_lower_task_numbers() -> None:
 
 
 def test_a_slot_status_is_parsed() -> None:
-    shown = {"id": 2, "is_processing": True, "id_task": 4, "n_prompt_tokens": 9}
-    assert SlotStatus.parse(shown) == SlotStatus(2, 4, 9, True)
+    reply = {"id": 2, "is_processing": True, "id_task": 4, "n_prompt_tokens": 9}
+    assert SlotStatus.parse(reply) == SlotStatus(2, 4, 9, True)
     assert SlotStatus.parse({"id": 0, "is_processing": False}) == SlotStatus(0, None, 0, False)
 
 
@@ -87,7 +87,7 @@ def test_the_ram_cache_is_expected_after_a_slot_was_emptied() -> None:
     behaviour.note_ram(replace(LEFT, at=9.0), predicted=100, cached=40)
     assert (
         behaviour.expected_reuse(LEFT, False, LONGER) == 3
-    )  # left later than the one that was gone
+    )  # newer than the contents that were lost
     behaviour.note_ram(LEFT, predicted=100, cached=40)
     assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
 
@@ -103,7 +103,7 @@ def test_the_ram_cache_is_not_expected_after_a_miss() -> None:
     fresh.note_slots(LEFT, [replace(LOOK, task=None, n_tokens=0)])
     assert (
         fresh.expected_reuse(LEFT, False, LONGER) == 0
-    )  # a new server is empty for another reason
+    )  # the slots of a restarted server are empty too
 
 
 def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:

@@ -1,4 +1,4 @@
-"""Which snapshot fits a prompt, what it is worth, and which go when there is no room."""
+"""Snapshots: the best match for a prompt, their worth, and which are deleted for room."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def test_the_remaining_snapshots_keep_the_limits_or_are_pinned(
     assert len({item.id for item in gone}) == len(gone)
     assert not any(item.pinned for item in gone)
     kept = [item for item in known if item not in gone]
-    loose = [item for item in kept if not item.pinned]
+    unpinned = [item for item in kept if not item.pinned]
     within = len(kept) <= count and sum(item.n_bytes for item in kept) <= max_bytes
-    assert within or not loose
-    for who in {item.tenant for item in loose} if quota else ():
+    assert within or not unpinned
+    for who in {item.tenant for item in unpinned} if quota else ():
         assert sum(item.n_bytes for item in kept if item.tenant == who) <= quota
-    rest = [item for item, _ in surplus(kept, bounds, 10**9, NOW)]
-    assert rest == []
+    further = [item for item, _ in surplus(kept, bounds, 10**9, NOW)]
+    assert further == []
 
 
 def test_room_counts_free_space_and_deletable_snapshots() -> None:
@@ -139,8 +139,12 @@ def test_there_is_no_room_when_pinned_snapshots_reach_the_count_limit() -> None:
     assert has_room(pinned, replace(ROOMY, max_count=4), "x", 10, 10**9)
     other = snapshot("other", [9], tenant="y")
     full, five = replace(ROOMY, max_count=4), replace(ROOMY, max_count=5)
-    assert not has_room([*pinned, other], full, "x", 10, 10**9), "x has most, all of it pinned"
-    assert has_room([*pinned, other], full, "y", 10, 10**9), "its older one goes"
+    assert not has_room([*pinned, other], full, "x", 10, 10**9), (
+        "tenant x has the most, and all are pinned"
+    )
+    assert has_room([*pinned, other], full, "y", 10, 10**9), (
+        "the older snapshot of y can be deleted"
+    )
     assert has_room([*pinned, other, snapshot("own", [8], tenant="x")], five, "x", 10, 10**9)
 
 
@@ -167,7 +171,7 @@ def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None
         bounds = replace(ROOMY, max_bytes=6000)
     else:
         bounds, free = replace(ROOMY, min_free_bytes=20_000), 0
-    # Those of the quiet one are the least worth: unused for longest, and cheap to decode again.
+    # The quiet tenant's snapshots have the lowest worth: old, and cheap to decode again.
     kept = [snapshot(f"q{i}", [i], tenant="quiet", used=NOW - HOUR) for i in range(2)]
     for number in range(40):
         kept.append(snapshot(f"l{number}", [number], tenant="loud", hits=5, prefill_s=100.0))
@@ -189,7 +193,7 @@ def test_unmeasured_costs_allow_a_restore_and_measured_ones_decide() -> None:
     assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
     assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
     assert not costs.worth_saving(gain=99, n_tokens=1000)
-    # in front of a request it must pay at its first restore: a second
+    # a save that a request waits for must pay off with its first restore
     assert costs.worth_saving(gain=1001, n_tokens=1000, waited_for=True)
     assert not costs.worth_saving(gain=999, n_tokens=1000, waited_for=True)
     costs.min_gain = 0.0  # whatever it costs
@@ -263,7 +267,7 @@ def test_a_fingerprint_includes_the_cache_layout_where_it_is_stated() -> None:
         status = {"args": [*args, "--port", port]}
         return fingerprint(PROPS, {"data": [{"status": status}]}, [], None)
 
-    told = [
+    fingerprints = [
         fingerprint(PROPS | {"cache_type_k": "q8_0"}, {}, [], None),
         fingerprint(PROPS | {"flash_attn": True}, {}, [], None),
         fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 2048}}}, {}, [], None),
@@ -272,5 +276,5 @@ def test_a_fingerprint_includes_the_cache_layout_where_it_is_stated() -> None:
         of_router("llama-server", "--cache-type-k", "f16"),
         of_router("llama-server", "-fa", "off"),
     ]
-    assert len({*told, fingerprint(PROPS, {}, [], None)}) == 1 + len(told)
+    assert len({*fingerprints, fingerprint(PROPS, {}, [], None)}) == 1 + len(fingerprints)
     assert of_router("x", "-ctk", "f16", port="1") == of_router("x", "-ctk", "f16", port="2")

@@ -1,4 +1,4 @@
-"""What a slot's file lacks where windows slide, in files written as llama-server writes them."""
+"""Completing state files with sliding windows, in files as llama-server writes them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NEWER = Path(__file__).parents[3] / "fixtures" / "b11549"
 
 
 def columns_of_nothing() -> bytes:
-    """A cache with billions of columns, each of no bytes."""
+    """A cache that states billions of columns of 0 bytes."""
     made = cache(range(9, N_TOKENS), True, (1,))
     columns = struct.pack("<iII", 1, 1, 1) + bytes(range(9, N_TOKENS))
     return made.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
 
 
 def checkpoints(*states: bytes, version: int = 1) -> bytes:
-    """What llama-server appends to a file of version 4: checkpoints with a state of the target."""
+    """The context checkpoints that llama-server appends to a file of version 4."""
     out = struct.pack("<III", 0x504B4353, version, len(states))
     for state in states:
         out += struct.pack("<qii", 9, 0, 8)
@@ -43,9 +43,9 @@ def checkpoints(*states: bytes, version: int = 1) -> bytes:
     return out
 
 
-def seen(data: bytes) -> object:
+def parsed_caches(data: bytes) -> object:
     def read(at: int, n_bytes: int) -> bytes:
-        assert at + n_bytes <= len(data), "room is made for what is not there"
+        assert at + n_bytes <= len(data), "memory is allocated beyond the file"
         return data[at : at + n_bytes]
 
     return caches(read, len(data))
@@ -91,11 +91,11 @@ def test_one_invisible_row_is_added_and_nothing_else_changes(
     _, window = caches(lambda at, n_bytes: after[at : at + n_bytes], len(after))
     assert (window.lowest, window.n_cells) == (lowest - 1, N_TOKENS - lowest + 1)
     assert (window.type_names, window.transposed) == (("q8_0", "f16"), transposed)
-    # what it would be had the position been there, but that its rows are those of the next
-    wanted = file(base, cache(range(lowest - 1, N_TOKENS), *shape), appended, version=version)
-    assert len(after) == len(wanted)
-    differing = np.flatnonzero(np.frombuffer(after, "u1") != np.frombuffer(wanted, "u1"))
-    assert {wanted[at] for at in differing} <= {lowest - 1}
+    # as if the position had been saved, except that its rows are those of the next one
+    expected = file(base, cache(range(lowest - 1, N_TOKENS), *shape), appended, version=version)
+    assert len(after) == len(expected)
+    differing = np.flatnonzero(np.frombuffer(after, "u1") != np.frombuffer(expected, "u1"))
+    assert {expected[at] for at in differing} <= {lowest - 1}
     assert {after[at] for at in differing} <= {lowest}
     assert len(differing) == 2 * sum(sizes)
 
@@ -134,13 +134,14 @@ def test_the_first_cache_is_read_whatever_follows() -> None:
     found = first_cache(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     assert found is not None and found.transposed and found.n_cells == N_TOKENS
     assert (
-        seen(data) == () and first_cache(lambda at, n_bytes: b"other"[at : at + n_bytes], 5) is None
+        parsed_caches(data) == ()
+        and first_cache(lambda at, n_bytes: b"other"[at : at + n_bytes], 5) is None
     )
 
 
 def test_text_within_its_windows_is_useless_to_restore() -> None:
     data = file(*[cache(range(N_TOKENS), False, (4,))] * 2)
-    found = seen(data)
+    found = parsed_caches(data)
     assert has_windows(found) and in_window(found) and not missing(found, io.BytesIO(data).read)
 
 
@@ -155,7 +156,7 @@ def test_a_useless_file_is_refused(tmp_path: Path) -> None:
 def test_a_file_of_a_newer_llama_server_is_read_and_completed(
     attention: str, tmp_path: Path
 ) -> None:
-    """Build 11549 wrote it: version 4, with a context checkpoint behind the caches."""
+    """Written by build 11549: version 4, with a context checkpoint after the caches."""
     data = gzip.decompress((NEWER / f"windows-fa-{attention}.bin.gz").read_bytes())
     base, window = caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     assert (base.n_cells, base.lowest, base.type_names) == (100, 0, ("f16", "f16"))
@@ -170,7 +171,7 @@ def test_a_file_of_a_newer_llama_server_is_read_and_completed(
 
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_no_error(data: bytes) -> None:
-    assert seen(data) == ()
+    assert parsed_caches(data) == ()
     for version in (3, 4):
-        seen(struct.pack("<III", 0x67677371, version, 0) + data)
-        seen(file(*WINDOWED[version], data, version=version))
+        parsed_caches(struct.pack("<III", 0x67677371, version, 0) + data)
+        parsed_caches(file(*WINDOWED[version], data, version=version))

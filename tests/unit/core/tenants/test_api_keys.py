@@ -1,4 +1,4 @@
-"""Keys of clients: what a file says, what is refused, what is never kept."""
+"""Client keys: parsing key files, refusing invalid ones, and the `keys` command."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_invalid_key_identifies_nobody(guess: str) -> None:
         f"a t {digest('1')}\nb t {digest('1')}",
     ],
 )
-def test_a_file_that_is_wrong_is_refused_with_its_line(text: str) -> None:
+def test_an_invalid_key_file_is_refused_with_the_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"line \d|must be 1 to 64"):
         Keys.parse(text)
 
@@ -98,7 +98,7 @@ def test_a_key_is_valid_exactly_while_the_file_contains_it(tmp_path: Path) -> No
     write_secret(path, line_of(Caller("a", "t"), KEY))
     assert file.keys.caller(KEY) == Caller("a", "t")
     write_secret(path, "nonsense")
-    assert file.keys.caller(KEY) == Caller("a", "t"), "a file that is wrong changes nothing"
+    assert file.keys.caller(KEY) == Caller("a", "t"), "an invalid file must change nothing"
     write_secret(path, "")
     assert file.keys.caller(KEY) is None
 
@@ -106,29 +106,29 @@ def test_a_key_is_valid_exactly_while_the_file_contains_it(tmp_path: Path) -> No
 def test_a_damaged_key_file_admits_no_unknown_key() -> None:
     """200 truncations and bit flips of the keys, and of the admin's token."""
     with in_memory() as memory:
-        n_broken, n_lost = _damaged_again_and_again(memory)
+        n_broken, n_lost = _damage_repeatedly(memory)
     assert n_broken > 20 < n_lost
 
 
-def _damaged_again_and_again(folder: Path) -> tuple[int, int]:
-    """How often the file of the keys was broken, and how often some key counted no more."""
-    how, path, token = random.Random(4), folder / "keys", folder / "token"
-    people = {key_of(bytes([number]) * 32): Caller(f"k{number}", "t") for number in range(3)}
-    text = "".join(line_of(caller, key) + "\n" for key, caller in people.items())
+def _damage_repeatedly(folder: Path) -> tuple[int, int]:
+    """Returns how often the key file was invalid, and how often a key was no longer accepted."""
+    rng, path, token = random.Random(4), folder / "keys", folder / "token"
+    callers = {key_of(bytes([number]) * 32): Caller(f"k{number}", "t") for number in range(3)}
+    text = "".join(line_of(caller, key) + "\n" for key, caller in callers.items())
     word, n_broken, n_lost = "f" * 43, 0, 0
     write_secret(path, text)
     file = KeyFile(path)
     for _ in range(DAMAGES):
         write_secret(path, text)
-        assert all(file.keys.caller(key) for key in people)
-        damage(path, how)
+        assert all(file.keys.caller(key) for key in callers)
+        damage(path, rng)
         n_broken += not _parses(path)
-        counting = {key for key in people if file.keys.caller(key)}
-        n_lost += len(counting) < len(people)
-        assert _parses(path) or len(counting) == len(people), "a broken file changes nothing"
+        accepted = {key for key in callers if file.keys.caller(key)}
+        n_lost += len(accepted) < len(callers)
+        assert _parses(path) or len(accepted) == len(callers), "an invalid file must change nothing"
         assert file.keys.caller(KEY) is None
         write_secret(token, word)
-        damage(token, how)
+        damage(token, rng)
         try:
             assert len(read_token(token, "x")) >= 16
         except ConfigError:
@@ -152,7 +152,7 @@ def test_keys_add_prints_the_key_and_stores_its_hash(
     key = capsys.readouterr().out.strip()
     assert key not in Path(path).read_text() and os.stat(path).st_mode & 0o777 == 0o600
     assert KeyFile(Path(path)).keys.caller(key) == Caller("alice", "lab")
-    assert main(["keys", "add", "alice", "--file", path]) == 2, "a name is given once"
+    assert main(["keys", "add", "alice", "--file", path]) == 2, "a name must be unique"
     assert main(["keys", "add", "../x", "--file", path]) == 2
     assert main(["keys", "add", "bob", "--file", path]) == 0
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What tenants share is shared fairly when it is full."""
+"""Fair sharing between tenants, in queues and caches that are full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from evoke_proxy.core.tenants.fair_share import FairQueue, first_of_largest
 
 
 @given(st.lists(st.sampled_from("xyz"), max_size=40))
-def test_the_first_of_the_tenant_that_has_most_goes(tenants: list[str]) -> None:
+def test_the_first_entry_of_the_largest_tenant_is_chosen(tenants: list[str]) -> None:
     entries = list(enumerate(tenants))
     found = first_of_largest(entries, lambda entry: entry[1])
     counts = Counter(tenants)
@@ -24,7 +24,7 @@ def test_the_first_of_the_tenant_that_has_most_goes(tenants: list[str]) -> None:
         assert all(counts[of] < counts[found[1]] for at, of in entries if at < found[0])
 
 
-def test_a_queue_drops_the_oldest_of_the_tenant_that_has_most() -> None:
+def test_a_queue_drops_the_oldest_entry_of_the_largest_tenant() -> None:
     queue = FairQueue()
     for number in range(2):
         queue.put("quiet", b"q%d" % number, f"q{number}")
@@ -35,18 +35,18 @@ def test_a_queue_drops_the_oldest_of_the_tenant_that_has_most() -> None:
     assert len(queue) == 6
 
 
-def test_a_queue_serves_tenants_in_turn_the_latest_of_each_first() -> None:
+def test_a_queue_serves_tenants_in_turn_with_the_latest_entry_first() -> None:
     queue = FairQueue()
     for number in range(4):
         queue.put("loud", b"l%d" % number, "")
     queue.put("quiet", b"q0", "")
-    queue.put("loud", b"l0", "")  # asked for again: now the latest
+    queue.put("loud", b"l0", "")  # put again, so that it is the latest
     taken = [queue.take()[0] for _ in range(len(queue))]
     assert sorted(taken[:2]) == [b"l0", b"q0"] and taken[2:] == [b"l3", b"l2", b"l1"]
     assert not queue
 
 
-def test_a_cache_keeps_the_vectors_of_a_tenant_that_has_its_share() -> None:
+def test_a_full_cache_keeps_the_vectors_of_a_tenant_within_its_share() -> None:
     cache = VectorCache(20_000, tenant_of=lambda key: key[:1])
     vector = np.ones(64, np.float32)
     for number in range(5):
