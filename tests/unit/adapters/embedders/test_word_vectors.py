@@ -1,4 +1,4 @@
-"""The embedder with the bundled table of word vectors."""
+"""The encoder with the bundled table of word vectors."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def table() -> WordVectorEncoder:
 
 
 def test_vectors_have_unit_length_and_256_dimensions(table: WordVectorEncoder) -> None:
-    found = table.documents(["a red car", "9f1c2e34", "\u6771\u4eac"])
-    assert found.shape == (3, table.dimensions) == (3, 256) and found.dtype == np.float32
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    vectors = table.documents(["a red car", "9f1c2e34", "\u6771\u4eac"])
+    assert vectors.shape == (3, table.dimensions) == (3, 256) and vectors.dtype == np.float32
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-def test_questions_and_documents_are_embedded_alike(table: WordVectorEncoder) -> None:
+def test_queries_and_documents_are_encoded_alike(table: WordVectorEncoder) -> None:
     assert (table.queries(["why?"]) == table.documents(["why?"])).all()
 
 
-def test_other_words_for_the_same_are_nearest(table: WordVectorEncoder) -> None:
-    asked = ("Which car do I drive?", "When does my plane leave?", "Who is her physician?")
-    told = (
+def test_a_paraphrase_is_the_nearest_vector(table: WordVectorEncoder) -> None:
+    queries = ("Which car do I drive?", "When does my plane leave?", "Who is her physician?")
+    documents = (
         "He bought an automobile.",
         "The flight to Lisbon is at seven.",
         "Doctor Okafor treats Maria.",
