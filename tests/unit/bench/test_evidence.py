@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -243,7 +244,12 @@ def test_cells_of_few_questions_are_left_out() -> None:
 
 def test_the_factorial_switches_signals_off_and_on_again() -> None:
     stem, near = (getattr(ranking, name) for name in ("stem", "with_neighbours"))
-    assert len(factorial.combinations()) == 2 ** len(factorial.SIGNALS)
+    measured = factorial.combinations()
+    assert len(measured) == 16 and factorial.SIGNALS in measured
+    for a, b in itertools.combinations(factorial.SIGNALS, 2):
+        # Each pair of signals is on together, apart and off as often.
+        assert sum(a in one and b in one for one in measured) == 4
+        assert sum(a in one and b not in one for one in measured) == 4
     with factorial.only(()) as setting:
         assert setting.embedder == "none"
         assert ranking.stem("flying") == "flying"  # type: ignore[attr-defined]
