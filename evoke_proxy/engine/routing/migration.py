@@ -47,7 +47,7 @@ async def migrate_conversation(
             return False
         conversations.move(conversation, target.conversations)
         slots.pool.forget(id)
-        if source_answers and source.info.patched and conversation.labels:
+        if source_answers and conversation.labels:
             await _drop_copies(source, conversation)
     _log.info("session %s was moved to %s", id, target.upstream.url)
     return True

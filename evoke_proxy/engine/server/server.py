@@ -9,7 +9,6 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
-from evoke_proxy.core.reply.context_error import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.gateway import Exchange, Outcome, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
@@ -114,7 +113,7 @@ class Server:
                     observe=reply.feed,
                     headers=dict(turn.response_headers),
                     usage_extra=turn.usage_extra,
-                    edit_error=with_context_advice if self.info.patched else None,
+                    edit_error=self.strategy.edit_error,
                     session=turn.remembered.id if turn.remembered is not None else None,
                 )
         except UpstreamError as error:
@@ -163,14 +162,15 @@ class Server:
 
     def _started(self, server: ServerInfo) -> None:
         """Handle a new instance of llama-server: the cache of the previous one is lost."""
-        n_slots = self.strategies.select(server).n_slots(server)
-        self.slots.restart(n_slots)
+        selected = self.strategies.select(server)
+        self.slots.restart(selected.n_slots(server))
         self.conversations.adjust(self.monitor.policy, self.monitor.config.limits.sessions)
         for id, slot in self.conversations.server_restarted(server.can_adopt).items():
             if slot < len(self.slots.pool):
                 self.slots.pool.record_move(id, slot)
         for strategy in self.strategies.each():
             strategy.server_started(server)
+        selected.selected(server)
         self.resources.feed.publish("server", patched=server.patched, slots=server.n_slots)
 
 

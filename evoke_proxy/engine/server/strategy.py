@@ -63,6 +63,11 @@ class CacheStrategy:
         """One line for operators: what the strategy does for conversations; "" for nothing."""
         return ""
 
+    @property
+    def edit_error(self) -> Callable[[bytes], bytes] | None:
+        """Edits the body of an error reply; None: errors are relayed as they are."""
+        return None
+
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring its cache into the state that the request needs.
 
@@ -93,6 +98,9 @@ class CacheStrategy:
 
     def server_started(self, server: ServerInfo) -> None:
         """Another instance of llama-server answers: the cache of the previous one is lost."""
+
+    def selected(self, server: ServerInfo) -> None:
+        """This strategy serves the instance that `server_started` has announced."""
 
     def n_slots(self, server: ServerInfo) -> int:
         """How many requests may run on a server at the same time."""

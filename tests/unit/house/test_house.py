@@ -193,6 +193,19 @@ def stage_asserts(text: str) -> list[int]:
     ]
 
 
+def mode_tests(text: str) -> list[int]:
+    """Lines of conditions that read whether a server is patched or a router."""
+    conditions = [
+        part
+        for item in ast.walk(ast.parse(text))
+        if isinstance(item, ast.If | ast.IfExp | ast.BoolOp)
+        for part in ast.walk(item.test if not isinstance(item, ast.BoolOp) else item)
+    ]
+    modes = {"patched", "is_router", "is_patched"}
+    lines = {p.lineno for p in conditions if isinstance(p, ast.Attribute) and p.attr in modes}
+    return sorted(lines)
+
+
 def words_of(identifier: str) -> set[str]:
     """The words of an identifier in lower case: split at underscores, digits and capitals."""
     return {w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
@@ -258,6 +271,19 @@ def test_each_state_of_a_conversation_is_changed_by_its_own_methods() -> None:
 def test_no_call_unpacks_a_literal() -> None:
     found = {m: lines for m, text in SOURCES.items() if (lines := starred_literals(text))}
     assert found == {}
+
+
+def test_requests_are_served_without_asking_for_the_mode_of_the_server() -> None:
+    """`Strategies.select` decides; besides it, only reports and erasure ask what a server is."""
+    served = ("evoke_proxy.engine.server.", "evoke_proxy.engine.strategies.")
+    reads = {
+        module: lines
+        for module, text in SOURCES.items()
+        if module.startswith(served) and (lines := mode_tests(text))
+    }
+    select = reads.pop("evoke_proxy.engine.server.strategy", [])
+    reads.pop("evoke_proxy.engine.server.monitor", [])  # describes the server
+    assert len(select) == 2 and reads == {}
 
 
 def test_no_assertion_tells_stages_apart() -> None:
@@ -350,5 +376,9 @@ def test_the_rule_for_headers_finds_them_by_name_or_type(parameter: str) -> None
 def test_the_other_rules_catch_what_they_are_for() -> None:
     assert starred_literals("f(*(a, b), c)\nf(*rest)") == [1]
     assert stage_asserts("assert a.b is not None\nassert a\nassert 1 and c is not None") == [1, 3]
+    assert mode_tests("if a.patched: pass\nb = 1 if c.is_router else 2\nf(patched=a.patched)") == [
+        1,
+        2,
+    ]
     assert words_of("_isKnownHTTPWay_of2") == {"is", "known", "http", "way", "of"}
     assert forbidden_names("p.vault", "def f(known_ids): always = 1") == ["known_ids", "vault"]

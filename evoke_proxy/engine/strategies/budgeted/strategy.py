@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from evoke_proxy.adapters.llama.block_api import slot_in
@@ -11,6 +12,7 @@ from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.reply.context_error import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
@@ -235,6 +237,11 @@ class BudgetedStrategy(CacheStrategy):
         if effective_config(policy, request.chat).budget is not None:
             self._server.metrics.breaches.inc()
         return turn
+
+    @property
+    def edit_error(self) -> Callable[[bytes], bytes]:
+        """See CacheStrategy."""
+        return with_context_advice
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Whether llama-server may still work on the turn, because its reply is incomplete."""

@@ -45,8 +45,8 @@ class SnapshotStrategy(CacheStrategy):
     """Serves chats from an unpatched server; use as an async context manager.
 
     Snapshots of a conversation's slot are saved at the end of its history, and restored when the
-    slot has been taken by others or the server was restarted. Without a snapshot directory nothing
-    is done. Leaving the context ends all work in the background.
+    slot has been taken by others or the server was restarted. Leaving the context ends all work in
+    the background. Without a snapshot directory the strategy is never selected nor entered.
     """
 
     mode = "snapshots"
@@ -123,8 +123,7 @@ class SnapshotStrategy(CacheStrategy):
 
     def adjust(self, config: Config) -> None:
         """Take over other limits for what is stored."""
-        if self.is_enabled:
-            self._repository.adjust(config.snapshots)
+        self._repository.adjust(config.snapshots)
 
     def running(self) -> SnapshotStrategy:
         """See CacheStrategy."""
@@ -132,8 +131,7 @@ class SnapshotStrategy(CacheStrategy):
 
     def n_slots(self, server: ServerInfo) -> int:
         """Return how many requests may run on a server at the same time."""
-        one = self.is_enabled and self._config.one_at_a_time and not server.patched
-        return 1 if one else server.n_slots
+        return 1 if self._config.one_at_a_time else server.n_slots
 
     def preempt_background(self) -> None:
         """End work in the background: a request has arrived."""
@@ -152,13 +150,13 @@ class SnapshotStrategy(CacheStrategy):
         conversation.snapshots.contents_changed(None)
 
     def server_started(self, server: ServerInfo) -> None:
-        """Forget what the earlier server instance held, and ask the new one what it is.
-
-        A server that sleeps is left to sleep.
-        """
+        """Forget what the earlier server instance held."""
         self.probe.forget()
         self._placement.forget_contents()
-        if self.is_enabled and not (server.sleeping or server.patched or server.is_router):
+
+    def selected(self, server: ServerInfo) -> None:
+        """Ask a new server instance what it is; one that sleeps is left to sleep."""
+        if not server.sleeping:
             self._tasks.run(self.probe.learn(self._api), "learning what llama-server is")
 
     async def check(self) -> str:
@@ -322,7 +320,7 @@ class SnapshotStrategy(CacheStrategy):
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Decode ahead of the next turn, once the slot is released."""
-        if not (self.is_enabled and self._config.look_ahead and outcome.is_finished):
+        if not (self._config.look_ahead and outcome.is_finished):
             return
         if not isinstance(turn, SnapshotTurn) or turn.conversation is None:
             return
