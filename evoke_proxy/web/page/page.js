@@ -303,8 +303,8 @@ async function load() {
     if (!state.hasLoaded) selectLatest();
     state.hasLoaded = true;
     list.show(state.sessions);
-    await refreshTotals(status);
     await refreshSession();
+    await refreshTotals(status);
     state.loadError = null;
   } catch (error) {
     state.loadError = error;
