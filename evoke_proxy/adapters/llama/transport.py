@@ -21,6 +21,7 @@ from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict
 from yarl import URL
 
+from evoke_proxy.adapters.clock import timeout_without_lag
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.request.request_head import check_head, malformed_header
 from evoke_proxy.errors import (
@@ -223,6 +224,23 @@ def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     return new_socket
 
 
+class _Connector(aiohttp.TCPConnector):
+    """Makes connections; ConnectionTimeoutError after `connect_timeout_s` seconds."""
+
+    def __init__(self, connect_timeout_s: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._connect_timeout_s = connect_timeout_s
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        try:
+            async with timeout_without_lag(self._connect_timeout_s):
+                return await super()._create_connection(req, traces, timeout)
+        except TimeoutError as error:
+            raise aiohttp.ConnectionTimeoutError("no connection in time") from error
+
+
 class HttpTransport:
     """The connections to one llama-server; use as an async context manager."""
 
@@ -233,8 +251,11 @@ class HttpTransport:
 
     async def __aenter__(self) -> HttpTransport:
         config = self._config
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_IDLE_CONNECTION_S, socket_factory=_keepalive_socket
+        connector = _Connector(
+            config.connect_timeout_s,
+            limit=0,
+            keepalive_timeout=_IDLE_CONNECTION_S,
+            socket_factory=_keepalive_socket,
         )
         # aiohttp has no public hook for the protocol class: pyproject.toml names the newest
         # version in which this private one is known to work, and a test on a 204 fails without it.
@@ -242,7 +263,7 @@ class HttpTransport:
         connector._factory = factory
         self._session = aiohttp.ClientSession(
             connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_AUTOMATIC_HEADERS,

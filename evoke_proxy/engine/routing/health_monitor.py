@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 
+from evoke_proxy.adapters.clock import timeout_without_lag
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
@@ -261,7 +262,7 @@ class HealthMonitor:
         router = self._each[at]
         is_decided = False
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timeout_without_lag(self._timeout_s):
                 await router.upstream.call("GET", "/health")
                 model = await self._model_of(at)
             is_decided = True
