@@ -70,8 +70,8 @@ def ask(
         connection.endheaders(body)
         response = connection.getresponse()
         chunks = tuple(iter(lambda: response.read1(65536), b""))
-        named = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, response.reason, named, b"".join(chunks), chunks)
+        received = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, response.reason, received, b"".join(chunks), chunks)
     finally:
         connection.close()
 

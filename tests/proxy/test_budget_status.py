@@ -99,16 +99,16 @@ def test_a_logical_context_without_a_budget_does_not_claim_that_nothing_is_evict
 
 def check_config(*arguments: str) -> list[str]:
     command = [sys.executable, "-m", "evoke_proxy", "check-config", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout.splitlines()
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return completed.stdout.splitlines()
 
 
 def test_check_config_compares_the_budget_with_the_servers(
     small_port: int, long_port: int, stock_port: int
 ) -> None:
     ports = {"small": small_port, "long": long_port, "stock": stock_port, "none": unused_port()}
-    named = [f"--upstream={name}=http://127.0.0.1:{port}" for name, port in ports.items()]
-    lines = check_config("--budget", "700", "--listen", "127.0.0.1:0", *named)
+    upstreams = [f"--upstream={name}=http://127.0.0.1:{port}" for name, port in ports.items()]
+    lines = check_config("--budget", "700", "--listen", "127.0.0.1:0", *upstreams)
     servers = [line for line in lines if line.startswith("server ")]
     assert "small: patched, 1 slots of 1024 cells, context 1024 tokens" in servers[0]
     assert "long: patched, 1 slots of 1024 cells, context 4096 tokens" in servers[1]
@@ -116,9 +116,9 @@ def test_check_config_compares_the_budget_with_the_servers(
     (warning,) = [line for line in lines if line.startswith("warning ")]
     assert "stock: the budget of 700 tokens is not in force" in warning and "--evoke-ram" in warning
     assert lines[-1] == "the configuration is valid, with 1 warning"
-    lines = check_config("--budget", "1500", *named)
+    lines = check_config("--budget", "1500", *upstreams)
     assert sum(line.startswith("warning ") for line in lines) == 3
-    lines = check_config("--budget", "1500", *named, "--offline")
+    lines = check_config("--budget", "1500", *upstreams, "--offline")
     assert lines[-1] == "the configuration is valid"
 
 

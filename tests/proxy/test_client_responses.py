@@ -142,10 +142,10 @@ def test_a_waiting_stream_sends_the_cors_headers_of_llama_server(
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/x"])
 def test_a_control_character_in_a_reply_counts_as_an_upstream_error(head: bytes, path: str) -> None:
-    async def odd(exchange: Exchange) -> None:
+    async def send_control_character(exchange: Exchange) -> None:
         await exchange.send(head + b"Content-Length: 2\r\n\r\nok")
 
-    with fake_upstream(odd) as fake, proxy(fake.port) as running:
+    with fake_upstream(send_control_character) as fake, proxy(fake.port) as running:
         answer = ask(running.port, "POST", path, json.dumps(CHAT).encode(), JSON)
         assert answer.status == 502
         assert json.loads(answer.body)["error"]["code"] == "upstream_protocol"
@@ -239,10 +239,10 @@ def test_a_client_that_does_not_read_its_last_answer_is_disconnected(echo: FakeU
     settings: dict[str, Any] = {"limits__write_timeout_s": 0.5, "limits__connections": 1}
     large = response(b"x" * (12 << 20))
 
-    async def pour(exchange: Exchange) -> None:
+    async def send_large(exchange: Exchange) -> None:
         await exchange.send(large)
 
-    with fake_upstream(pour) as fake, proxy(fake.port, **settings) as running:
+    with fake_upstream(send_large) as fake, proxy(fake.port, **settings) as running:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", running.port))
@@ -268,7 +268,7 @@ def test_an_error_within_a_relayed_answer_closes_the_connection(
 ) -> None:
     """The client must not receive a second head in the body, and must see the body end early."""
 
-    async def pour(exchange: Exchange) -> None:
+    async def send_large(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
         await exchange.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
         await exchange.send(*[chunked(b"data: {}\n\n")] * 4, b"0\r\n\r\n", pause_s=0.05)
@@ -281,7 +281,7 @@ def test_an_error_within_a_relayed_answer_closes_the_connection(
             raise RuntimeError("a defect")
 
     monkeypatch.setattr(ReplyReader, "feed", fail)
-    with fake_upstream(pour) as fake, proxy(fake.port) as running:
+    with fake_upstream(send_large) as fake, proxy(fake.port) as running:
         body = json.dumps(CHAT | {"stream": True}).encode()
         head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: a\r\n"
         framing = f"Content-Length: {len(body)}\r\n\r\n"

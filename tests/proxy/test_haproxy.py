@@ -69,8 +69,10 @@ def _proxy(port: int, upstream: int, settings: Path) -> Iterator[subprocess.Pope
 @contextmanager
 def _haproxy(folder: Path, ports: tuple[int, int]) -> Iterator[int]:
     """Start HAProxy with the shipped configuration and other addresses; yields its port."""
-    front, text = free_port(), CONFIG.read_text()
-    text = text.replace("bind :8080", f"bind 127.0.0.1:{front}").replace("inter 2s", "inter 100ms")
+    haproxy_port, text = free_port(), CONFIG.read_text()
+    text = text.replace("bind :8080", f"bind 127.0.0.1:{haproxy_port}").replace(
+        "inter 2s", "inter 100ms"
+    )
     for number, port in enumerate(ports, 1):
         text = text.replace(f"proxy-{number}:8090", f"127.0.0.1:{port}")
     (folder / "haproxy.cfg").write_text(text)
@@ -78,8 +80,8 @@ def _haproxy(folder: Path, ports: tuple[int, int]) -> Iterator[int]:
         command = [HAPROXY, "-f", str(folder / "haproxy.cfg")]
         with subprocess.Popen(command, stdout=log, stderr=log) as process:
             try:
-                until(lambda: healthy(front))
-                yield front
+                until(lambda: healthy(haproxy_port))
+                yield haproxy_port
             finally:
                 process.terminate()
 
@@ -100,9 +102,11 @@ def test_haproxy_accepts_the_configuration(tmp_path: Path) -> None:
     for number in (1, 2):
         text = text.replace(f"proxy-{number}:8090", f"127.0.0.1:{8090 + number}")
     (tmp_path / "haproxy.cfg").write_text(text)
-    done = subprocess.run([HAPROXY, "-c", "-f", str(tmp_path / "haproxy.cfg")], capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"WARNING" not in done.stderr.upper(), done.stderr.decode()
+    completed = subprocess.run(
+        [HAPROXY, "-c", "-f", str(tmp_path / "haproxy.cfg")], capture_output=True
+    )
+    assert completed.returncode == 0, completed.stderr.decode()
+    assert b"WARNING" not in completed.stderr.upper(), completed.stderr.decode()
 
 
 def test_haproxy_routes_by_the_session_headers_of_the_proxy() -> None:
@@ -122,22 +126,25 @@ def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_pat
         servers = [stack.enter_context(deployment.server()) for _ in ports]
         pairs = zip(ports, servers, strict=True)
         proxies = [stack.enter_context(_proxy(port, up, settings)) for port, up in pairs]
-        front = stack.enter_context(_haproxy(tmp_path, ports))
-        for port in (*ports, front):  # a starting proxy decodes a few tokens to probe llama-server
+        haproxy_port = stack.enter_context(_haproxy(tmp_path, ports))
+        for port in (
+            *ports,
+            haproxy_port,
+        ):  # a starting proxy decodes a few tokens to probe llama-server
             until(lambda port=port: ask(port, "GET", "/evoke/ready").status == 200)
-        assert ask(front, "GET", "/evoke/sessions").status == 404
+        assert ask(haproxy_port, "GET", "/evoke/sessions").status == 404
 
         # Conversations are spread over both proxies, and each stays at its own.
         histories: dict[str, list[dict[str, str]]] = {f"session-{n}": [] for n in range(6)}
         at = {}
         for session, messages in histories.items():
             before = [decoded(port) for port in servers]
-            _say(front, session, messages, f"{session}: {LONG}")
+            _say(haproxy_port, session, messages, f"{session}: {LONG}")
             at[session] = _server_that_decoded(before, [decoded(port) for port in servers])
         assert set(at.values()) == {0, 1}
         for session, messages in histories.items():
             before = [decoded(port) for port in servers]
-            _say(front, session, messages, "Go on.")
+            _say(haproxy_port, session, messages, "Go on.")
             assert _server_that_decoded(before, [decoded(port) for port in servers]) == at[session]
 
         # A conversation of the first proxy continues at the second one.
@@ -146,7 +153,7 @@ def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_pat
         proxies[0].send_signal(signal.SIGKILL)
         proxies[0].wait()
         before = [decoded(port) for port in servers]
-        answer = _say(front, session, histories[session], "And then?")
+        answer = _say(haproxy_port, session, histories[session], "And then?")
         after = [decoded(port) for port in servers]
         assert _server_that_decoded(before, after) == 1 and after[0] == before[0]
         timings = json.loads(answer.body)["timings"]
@@ -163,7 +170,7 @@ def test_a_conversation_continues_at_the_other_proxy_when_its_proxy_dies(tmp_pat
             _say(control, "", history, "And then?")
             assert history[-1]["content"] == reply
         for other, messages in histories.items():
-            _say(front, other, messages, "Still there?")
+            _say(haproxy_port, other, messages, "Still there?")
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +182,8 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedProxy
         recorder = stack.enter_context(tap(port))
         running = stack.enter_context(proxy(recorder.port))
         ports = (running.port, running.port)
-        front = stack.enter_context(_haproxy(tmp_path_factory.mktemp("haproxy"), ports))
-        yield AttackedProxy(running, recorder, "", front)
+        haproxy_port = stack.enter_context(_haproxy(tmp_path_factory.mktemp("haproxy"), ports))
+        yield AttackedProxy(running, recorder, "", haproxy_port)
 
 
 @pytest.mark.parametrize("name", [*HEAD_NAMES, *FRAMING_NAMES])
@@ -229,8 +236,8 @@ def test_a_connection_is_reused_after_answers_and_errors(attacked: AttackedProxy
         for _ in range(3):
             client.sendall(attacked.request("GET /v1/models HTTP/1.1", ()))
             assert read_answer(client)[0] == 200
-            bad = ("Content-Type: application/json", "Content-Length: 1")
-            client.sendall(attacked.request("POST /tokenize HTTP/1.1", bad, "{"))
+            headers_of_invalid = ("Content-Type: application/json", "Content-Length: 1")
+            client.sendall(attacked.request("POST /tokenize HTTP/1.1", headers_of_invalid, "{"))
             status, body = read_answer(client)
             assert status in (400, 500) and "error" in json.loads(body)
 
@@ -243,8 +250,8 @@ def test_clients_detect_an_answer_that_breaks_off(tmp_path: Path) -> None:
     with ExitStack() as stack:
         fake = stack.enter_context(fake_upstream(stop))
         running = stack.enter_context(proxy(fake.port, upstream__read_timeout_s=0.5))
-        front = stack.enter_context(_haproxy(tmp_path, (running.port, running.port)))
-        with socket.create_connection(("127.0.0.1", front), TIMEOUT_S) as client:
+        haproxy_port = stack.enter_context(_haproxy(tmp_path, (running.port, running.port)))
+        with socket.create_connection(("127.0.0.1", haproxy_port), TIMEOUT_S) as client:
             client.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
             received = b""
             while piece := client.recv(1 << 16):

@@ -82,11 +82,11 @@ def _query(port: int, expression: str) -> list[dict[str, Any]]:
 
 
 def _promtool(*arguments: str, stdin: bytes = b"") -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         ["promtool", *arguments], input=stdin, capture_output=True, cwd=DEPLOY / "prometheus"
     )
-    assert done.returncode == 0, (done.stdout + done.stderr).decode()
-    return (done.stdout + done.stderr).decode()
+    assert completed.returncode == 0, (completed.stdout + completed.stderr).decode()
+    return (completed.stdout + completed.stderr).decode()
 
 
 def test_promtool_accepts_the_configuration_and_every_alert_has_a_test() -> None:

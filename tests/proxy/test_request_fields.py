@@ -70,8 +70,8 @@ async def _ok(exchange: Exchange) -> None:
 
 
 def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Answer:
-    named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
-    return ask(port, "POST", path, json.dumps(body).encode(), named)
+    sent = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
+    return ask(port, "POST", path, json.dumps(body).encode(), sent)
 
 
 def _with_message_fields(path: str, fields: dict[str, Any]) -> dict[str, Any]:

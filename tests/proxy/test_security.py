@@ -343,12 +343,15 @@ def test_a_server_that_reads_slowly_does_not_count_as_a_slow_client(
 
 
 def test_a_client_that_does_not_read_releases_its_slot() -> None:
-    async def pour(exchange: Exchange) -> None:
+    async def send_large_stream(exchange: Exchange) -> None:
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
         await exchange.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
         await exchange.send(*[chunked(b"data: " + b"x" * 65_000 + b"\n\n")] * 400)
 
-    with fake_upstream(pour) as fake, proxy(fake.port, limits__write_timeout_s=0.3) as running:
+    with (
+        fake_upstream(send_large_stream) as fake,
+        proxy(fake.port, limits__write_timeout_s=0.3) as running,
+    ):
         body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.sendall(body % (len(CHAT), CHAT))
