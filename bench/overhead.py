@@ -187,8 +187,8 @@ def _turns(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[st
 
 def dialog_texts(tokens: int, messages: int) -> list[str]:
     """Cut the dialogs of the tuning split into this many messages of equal length."""
-    told = json.loads(DIALOG_FILE.read_text("utf-8"))["tuning"]
-    words = " ".join(text for dialog in told for pair in dialog for text in pair).split()
+    dialogs = json.loads(DIALOG_FILE.read_text("utf-8"))["tuning"]
+    words = " ".join(text for dialog in dialogs for pair in dialog for text in pair).split()
     most = (tokens / messages - _FRAME) * _CHARACTERS
     found, text = list[str](), ""
     for word in words:

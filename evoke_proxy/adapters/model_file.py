@@ -38,7 +38,7 @@ def read_shape(path: Path) -> ModelShape:
         return _shape(values, tensors, _size(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (struct.error, UnicodeDecodeError, ValueError, KeyError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: not a GGUF file of a language model ({error})") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -77,13 +78,22 @@ class Child:
         """The code with which it has ended; None while it runs."""
         return None if self.process is None else self.process.poll()
 
+    @property
+    def ended_early(self) -> bool:
+        """Whether it has ended so soon after its start that another start would end as well."""
+        is_over = self.exit_code is not None
+        return is_over and time.monotonic() - self._started_at < _STABLE_S
+
     def tail(self) -> str:
-        """The last lines of its output, indented."""
+        """The last lines of its output, indented; empty when there is no file of it any more."""
         if self.log is None:
             return ""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16_384))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
         return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
 
     def keep_running(self) -> bool:
@@ -116,18 +126,24 @@ class Child:
         except subprocess.TimeoutExpired:
             say(f"{self.name} did not stop within {self.stop_s:g} s and is killed")
             self.kill()
-
-    def kill(self) -> None:
-        """End it at once."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
             self.process.wait()
 
+    def kill(self) -> None:
+        """End it at once, without waiting: signal handlers call this while `stop` waits."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
     def _trim_log(self) -> None:
-        """Start the log file anew when it is large; the old one gets the ending `.old`."""
-        if self.log is not None and self.log.stat().st_size > _MAX_LOG_BYTES:
-            shutil.copyfile(self.log, self.log.with_suffix(".old"))
-            os.truncate(self.log, 0)
+        """Start the log file anew when it is large; the old one gets the ending `.old`.
+
+        A file that was deleted, or a full disk, is no reason to end the process.
+        """
+        if self.log is None:
+            return
+        with contextlib.suppress(OSError):
+            if self.log.stat().st_size > _MAX_LOG_BYTES:
+                shutil.copyfile(self.log, self.log.with_suffix(".old"))
+                os.truncate(self.log, 0)
 
 
 @dataclass(slots=True)

@@ -140,7 +140,8 @@ def keep(stack: Stack) -> int:
         stack.proxy.start()
         while not stop.wait():
             code = stack.proxy.exit_code
-            if code in (1, 2):  # an address or a setting: a new start would not change it
+            # An address or a setting: a new start would not change it.
+            if code in (1, 2) and stack.proxy.ended_early:
                 say(f"the proxy ended with {describe(code)}")
                 return code
             stack.proxy.keep_running()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from evoke_proxy.cli import supervision
 from evoke_proxy.cli.supervision import Child, backoff_s, describe
 
 
@@ -68,3 +69,26 @@ def test_a_process_that_ignores_sigterm_is_killed(
 def test_exit_codes_are_described_by_signal_or_status() -> None:
     assert describe(-9) == "SIGKILL"
     assert describe(1) == "exit status 1"
+
+
+def test_a_log_file_that_was_deleted_ends_nothing(tmp_path: Path) -> None:
+    one = child(tmp_path / "log", "import time; print('up', flush=True); time.sleep(60)")
+    one.start()
+    try:
+        (tmp_path / "log").unlink()
+        assert not one.keep_running() and one.exit_code is None and one.tail() == ""
+    finally:
+        one.kill()
+    wait_until_ended(one)
+    assert not one.keep_running() and one.n_crashes == 1
+
+
+def test_an_exit_soon_after_the_start_differs_from_a_later_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = child(tmp_path / "log", "raise SystemExit(1)")
+    one.start()
+    wait_until_ended(one)
+    assert one.exit_code == 1 and one.ended_early
+    monkeypatch.setattr(supervision, "_STABLE_S", 0.0)
+    assert not one.ended_early
