@@ -12,19 +12,22 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.record import checkout, machine  # noqa: E402
-from evoke_proxy.demo.processes import free_port  # noqa: E402
+from evoke_proxy.demo.processes import free_port, serving  # noqa: E402
+from evoke_proxy.models import bundled_model  # noqa: E402
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
 
@@ -51,7 +54,9 @@ class Target:
     environment: Mapping[str, str] = field(default_factory=dict)
     tests: tuple[str, ...] = ("tests/contract",)
     rpc: bool = False
-    """Whether an rpc-server is started, which computes for llama-server."""
+    """Whether each server gets a process that computes for it (tests/rpc_launcher.py)."""
+    kv_buffer: str = ""
+    """How the name of every buffer with K/V begins; other buffers end the run."""
     stock: bool = True
     """Whether the tests need the unpatched server, too."""
     command: tuple[str, ...] = ()
@@ -92,6 +97,7 @@ TARGETS = {
         server_args=("-ngl", "99"),
         environment={"GGML_VK_VISIBLE_DEVICES": "0"},
         tests=BLOCKS,
+        kv_buffer="Vulkan0",
         stock=False,
     ),
     "rpc": Target(
@@ -100,6 +106,7 @@ TARGETS = {
         server_args=("-ngl", "99"),
         tests=BLOCKS,
         rpc=True,
+        kv_buffer="RPC0",
         stock=False,
     ),
     "macos": Target(
@@ -178,6 +185,8 @@ class FinishedRun:
     command: str
     status: int
     lines: tuple[str, ...]
+    kv_buffers: tuple[str, ...] = ()
+    """The buffers that had K/V; empty where the target does not ask."""
 
 
 def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
@@ -192,15 +201,16 @@ def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
             options = BuildOptions(sanitize=target.sanitizer, flags=flags, ui=False)
             built = ensure_server(patched=patched, options=options)
             servers[variable] = str(built)
-    with contextlib.ExitStack() as stack:
-        options = [*target.server_args]
-        if target.rpc:
-            port = stack.enter_context(_rpc_server(target))
-            options += ["--rpc", f"127.0.0.1:{port}"]
-        environment = os.environ | servers | dict(target.environment)
-        environment |= {"EVOKE_SERVER_ARGS": " ".join(options)}
-        tests = [*(chosen or target.tests)]
-        return _execute([sys.executable, "tests/run.py", *tests], environment)
+    if target.rpc:
+        os.environ["MATRIX_LLAMA_SERVER"] = servers["EVOKE_PATCHED_SERVER"]
+        os.environ["MATRIX_RPC_SERVER"] = str(_build_rpc_server())
+        servers["EVOKE_PATCHED_SERVER"] = str(ROOT / "tests/rpc_launcher.py")
+    environment = os.environ | servers | dict(target.environment)
+    environment |= {"EVOKE_SERVER_ARGS": " ".join(target.server_args)}
+    buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
+    tests = [*(chosen or target.tests)]
+    finished = _execute([sys.executable, "tests/run.py", *tests], environment)
+    return replace(finished, kv_buffers=buffers)
 
 
 def _execute(command: Sequence[str], environment: Mapping[str, str]) -> FinishedRun:
@@ -217,21 +227,31 @@ def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Finished
     return FinishedRun(command_line, process.returncode, tuple(lines))
 
 
-@contextlib.contextmanager
-def _rpc_server(target: Target) -> Iterator[int]:
-    """Runs an rpc-server, built in the source tree of the target; yields its port."""
+def _build_rpc_server() -> Path:
+    """Compiles the RPC server in the tree of the target's server; returns the program."""
     tree = max((cache_dir() / "trees").glob("*/build"), key=lambda path: path.stat().st_mtime)
-    build = ["cmake", "--build", str(tree), "--target", "rpc-server", "-j", str(os.cpu_count())]
+    name = "ggml-rpc-server"
+    build = ["cmake", "--build", str(tree), "--target", name, "-j", str(os.cpu_count())]
     if subprocess.run(build, capture_output=True, text=True).returncode != 0:
-        raise BuildError(f"rpc-server does not compile in {tree}")
+        raise BuildError(f"{name} does not compile in {tree}")
+    return tree / "bin" / name
+
+
+def _kv_buffers(target: Target, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The buffers that have K/V, as the log of a server names them; BuildError for any other."""
     port = free_port()
-    command = [str(tree / "bin" / "rpc-server"), "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield port
-    finally:
-        process.terminate()
-        process.wait(20)
+    command = [environment["EVOKE_PATCHED_SERVER"], "-m", str(bundled_model()), "-c", "1024"]
+    command += ["-lv", "4", "--port", str(port), *target.server_args]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "llama-server.log")
+        os.environ.update(target.environment)
+        with serving(command, port, log):
+            pass
+        said = log.read_text(encoding="utf-8", errors="replace")
+    found = tuple(re.findall(r"(\S+) KV buffer size", said))
+    if not found or not all(name.startswith(target.kv_buffer) for name in found):
+        raise BuildError(f"K/V should be in buffers of {target.kv_buffer}, and is in {found}")
+    return found
 
 
 def _write(name: str, finished: FinishedRun, closing: str, seconds: float) -> Path:
@@ -243,6 +263,7 @@ def _write(name: str, finished: FinishedRun, closing: str, seconds: float) -> Pa
         "runs": finished.command,
         "cmake_flags": list(target.flags),
         "server_args": list(target.server_args),
+        **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
         "date": datetime.date.today().isoformat(),
         "checkout": checkout(),
         "machine": machine(),

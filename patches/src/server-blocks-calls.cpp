@@ -120,22 +120,40 @@ json server_blocks_calls::view(const server_blocks_call & call, const std::vecto
     return json { {"slots", res}, {"instance", instance()} };
 }
 
+namespace {
+
+// A saved copy as it relates to the text of a slot.
+struct reported_copy {
+    const server_blocks_key &  key;
+    const server_blocks_copy & copy;
+    bool                       stale;    // the text differs from that of the copy
+    bool                       resident; // the slot has all of its rows
+};
+
+} // namespace
+
+// Returns the description of one name of a copy for replies.
+static json label_json(const reported_copy & of, const std::string & name, const std::string & session) {
+    const auto & [key, copy, stale, resident] = of;
+    return json {
+        {"name", name}, {"p0", key.p0}, {"p1", key.p1}, {"n_tokens", key.p1 - key.p0}, {"n_bytes", copy.kv.size},
+        {"tier", copy.in_ram() ? "ram" : "disk"}, {"on_disk", copy.on_disk},
+        {"resident", resident},
+        {"stale",    stale},
+        {"whole",    server_blocks_is_complete(key.visibility)}, {"visibility", hex(key.visibility)}, {"session", session},
+    };
+}
+
 json server_blocks_calls::copies_json(const std::string & tenant, const server_blocks_text & text, const llama_kv_ranges & resident, uint64_t after) const {
     json res = json::array();
     parts.store.for_each(tenant, [&](const server_blocks_key & key, const server_blocks_copy & copy) {
         if (copy.changed_in <= after) {
             return;
         }
-        const int32_t n  = key.p1 - key.p0;
         const bool stale = !matches(copy, text, false);
+        const reported_copy reported { key, copy, stale, !stale && server_ranges_count(resident, key.p0, key.p1) == key.p1 - key.p0 };
         for (const auto & [name, session] : copy.labels) {
-            res.push_back(json {
-                {"name", name}, {"p0", key.p0}, {"p1", key.p1}, {"n_tokens", n}, {"n_bytes", copy.kv.size},
-                {"tier", copy.in_ram() ? "ram" : "disk"}, {"on_disk", copy.on_disk},
-                {"resident", !stale && server_ranges_count(resident, key.p0, key.p1) == n},
-                {"stale",    stale},
-                {"whole",    server_blocks_is_complete(key.visibility)}, {"visibility", hex(key.visibility)}, {"session", session},
-            });
+            res.push_back(label_json(reported, name, session));
         }
     });
     return res;
@@ -168,18 +186,22 @@ json server_blocks_calls::info(const json & body, const server_blocks_slot & slo
     return res;
 }
 
-// Returns the copies of one session that fit a text, whatever the slot holds.
-json server_blocks_calls::find(const json & body, const server_blocks_slot & slot) {
+// Returns the copies of one session that fit a text, whatever the slot holds. A tenant may have very many others: nothing
+// is made of these.
+json server_blocks_calls::find(const json & body, const server_blocks_slot & slot) const {
     const server_blocks_text text(adopted_tokens(body, slot), state_of(slot).adapters());
-    const std::string tenant  = get_tenant(body);
     const std::string session = get_session(body);
-    parts.store.update_versions(tenant); // a copy without a version is new, and not listed
     json res = json::array();
-    for (const auto & copy : copies_json(tenant, text, {}, 0)) {
-        if (copy.at("session") == session && !copy.at("stale").get<bool>()) {
-            res.push_back(copy);
+    parts.store.for_each(get_tenant(body), [&](const server_blocks_key & key, const server_blocks_copy & copy) {
+        if (!matches(copy, text, false)) {
+            return;
         }
-    }
+        for (const auto & [name, owner] : copy.labels) {
+            if (owner == session) {
+                res.push_back(label_json({ key, copy, false, false }, name, owner));
+            }
+        }
+    });
     return json { {"blocks", res} };
 }
 
@@ -423,7 +445,9 @@ std::map<llama_pos, server_blocks_key> server_blocks_calls::adopted_copies(const
         if (!copy.is_complete()) {
             incomplete.push_back(name);
         }
-        if (res.count(key.p0) == 0 && server_ranges_overlap(covered, key.p0, key.p1)) {
+        const auto same = res.find(key.p0);
+        const bool repeated = same != res.end() && same->second == key;
+        if (!repeated && server_ranges_overlap(covered, key.p0, key.p1)) {
             fail_request("blocks overlap: " + name);
         }
         check_layout(parts.context, copy, name);

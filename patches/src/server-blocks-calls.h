@@ -55,7 +55,7 @@ private:
     json adopt    (const json & body, const server_blocks_slot & slot);
     json insert   (const json & body, const server_blocks_slot & slot);
     json compact  (const json & body, const server_blocks_slot & slot);
-    json find     (const json & body, const server_blocks_slot & slot);
+    json find     (const json & body, const server_blocks_slot & slot) const;
     json drop     (const json & body);
     json spill    (server_blocks_call & call);
     json row_sums (const json & body, const server_blocks_slot & slot) const;

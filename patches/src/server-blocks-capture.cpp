@@ -174,7 +174,10 @@ json server_blocks_capture::run_op(const json & op, const server_blocks_slot & s
         fail(501, "not_supported_error", string_format("attention cannot be captured: %s", reason));
     }
     auto params = get_params(op, llama_attn_capture_layers(context.ctx));
-    fit(params, slot.id);
+    if (!fit(params, slot.id)) {
+        fail_request(string_format("this capture needs %zu MiB of device memory, and %zu are allowed for all slots: choose fewer layers, or no per_head",
+            llama_attn_capture_device_bytes(context.ctx, slot.id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
+    }
     const size_t bytes = llama_attn_capture_bytes(context.ctx, params, slot.n_ctx);
     if (bytes > MAX_CAPTURE_BYTES) {
         fail_request(string_format("this capture needs %zu MiB of host memory, and %zu are allowed: choose fewer layers, no per_head, or a smaller window",
@@ -204,20 +207,19 @@ bool server_blocks_capture::start(int id, llama_attn_params params) const {
     if (llama_attn_capture_get(context.ctx, id)) {
         return true;
     }
-    fit(params, id);
-    return llama_attn_capture_reserve(context.ctx, id, params) && llama_attn_capture_set(context.ctx, id, params);
+    return fit(params, id) && llama_attn_capture_reserve(context.ctx, id, params) && llama_attn_capture_set(context.ctx, id, params);
 }
 
-// Reduces the rows of `params` until they fit the limit of device memory. Fails when even one row does not.
-void server_blocks_capture::fit(llama_attn_params & params, int id) const {
+// Reduces the rows of `params` until they fit the limit of device memory. Returns false when even one row does not.
+bool server_blocks_capture::fit(llama_attn_params & params, int id) const {
     while (!params.layers.empty() && llama_attn_capture_device_bytes(context.ctx, id, params) > MAX_CAPTURE_DEVICE_BYTES) {
         if (params.window <= 1 && params.queries <= 1) {
-            fail_request(string_format("this capture needs %zu MiB of device memory, and %zu are allowed: choose fewer layers, or no per_head",
-                llama_attn_capture_device_bytes(context.ctx, id, params) >> 20, MAX_CAPTURE_DEVICE_BYTES >> 20));
+            return false;
         }
         params.window  = std::max(1, params.window/2);
         params.queries = std::min(params.queries, std::max(1, params.queries/2));
     }
+    return true;
 }
 
 json server_blocks_capture::report(const json & body, const server_blocks_slot & slot) const {

@@ -30,7 +30,8 @@ public:
     // Throws server_blocks_error.
     json report(const json & body, const server_blocks_slot & slot) const;
 
-    // Starts a capture unless the slot has one. Returns whether the slot has one.
+    // Starts a capture unless the slot has one. Returns whether the slot has one: false where the memory does not suffice.
+    // Never throws server_blocks_error, because the main loop calls it while it decodes.
     bool start(int id, llama_attn_params params) const;
 
     // Returns the bounds of the resident keys of [p0, p1), or nothing unless query rows are captured in the slot. A copy
@@ -47,7 +48,7 @@ public:
     static std::map<int32_t, int32_t> key_channels(const llama_context * ctx);
 
 private:
-    void fit(llama_attn_params & params, int id) const;
+    bool fit(llama_attn_params & params, int id) const;
     void check_work(const json & body, const server_blocks_slot & slot) const;
     json queries_json (const server_blocks_slot & slot) const;
     json bounds_json  (const json & body, const server_blocks_slot & slot) const;

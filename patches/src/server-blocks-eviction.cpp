@@ -2,7 +2,6 @@
 
 #include "server-blocks-flags.h"
 #include "server-blocks-hash.h"
-#include "server-blocks-json.h"
 
 #include "common.h"
 #include "log.h"
@@ -17,12 +16,16 @@ static constexpr size_t N_ATTENTION_LAYERS = 4;
 // How long one call may evict from a slot while others decode.
 static constexpr int64_t MAX_EVICTION_MS = 20;
 
+// Pause after a capture found no memory: an attempt takes as long as several decodes.
+static constexpr int64_t CAPTURE_RETRY_MS = 10000;
+
 //
 // options
 //
 
 void server_blocks_eviction::reset() {
     options = {};
+    capture_retry_ms = 0;
     prompts.assign(context.n_slots(), nullptr);
 }
 
@@ -56,9 +59,6 @@ bool server_blocks_eviction::set_modes(const common_params & params, int32_t n_c
     } catch (const std::exception & e) {
         LOG_ERR("evoke: %s\n", e.what());
         return false;
-    } catch (const server_blocks_error & e) {
-        LOG_ERR("evoke: %s\n", e.message.c_str());
-        return false;
     }
     if (options.on()) {
         LOG_INF("evoke: each slot has a context of %d tokens in %d cells; the first %d and the last %d are never evicted, the others in blocks of %d\n",
@@ -91,6 +91,13 @@ bool server_blocks_eviction::start_capture(int id) const {
     return capture.start(id, params);
 }
 
+// Starts the capture of a slot that has lost it. Without one the slot evicts its oldest blocks.
+void server_blocks_eviction::retry_capture(int id) {
+    if (ggml_time_ms() >= capture_retry_ms && !start_capture(id)) {
+        capture_retry_ms = ggml_time_ms() + CAPTURE_RETRY_MS;
+    }
+}
+
 //
 // how many rows
 //
@@ -120,7 +127,7 @@ int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, 
     if (slot.budget().n_rows == 0 && !options.on()) {
         return n_wanted;
     }
-    start_capture(id);
+    retry_capture(id);
     store.begin_call();
     const int32_t n_batch  = std::min(n_wanted, slot.budget().n_rows > 0 ? slot.budget().block : options.batch(llama_n_ubatch(context.ctx)));
     const int64_t until_ms = ggml_time_ms() + MAX_EVICTION_MS;
@@ -253,7 +260,7 @@ double server_blocks_eviction::score(int id, const candidates & from, llama_pos 
 // Returns a name derived from the text, and from visibility and session where text was missing: the same rows get the same
 // name again.
 std::string server_blocks_eviction::block_name(const server_blocks_range & range) const {
-    const auto & session    = context.slots[range.id].budget().session;
+    const auto   session    = context.slots[range.id].saver().session;
     const auto   visibility = transfer.key_of("", range).visibility;
     const auto   hash       = range.text.hashes[range.p1];
     const auto   h = visibility == 0 ? hash
@@ -283,7 +290,8 @@ bool server_blocks_eviction::evict_one(int id, candidate_map & found) {
     if (out.name.empty()) {
         out.name = block_name(range);
     }
-    const bool saved = transfer.save({ slot.budget().tenant, slot.budget().session, out.name }, range);
+    const auto saver = slot.saver();
+    const bool saved = transfer.save({ saver.tenant, saver.session, out.name }, range);
     slot.on_auto_evicted(out.p0, out.p1, saved ? json(out.name) : json());
     return slot.evict(out.p0, out.p1) > 0;
 }
@@ -302,8 +310,8 @@ bool server_blocks_eviction::evict_one_anywhere(int id, candidate_map & found) {
 
 void server_blocks_eviction::save_rows(int id, const server_prompt & prompt) {
     const auto & slot   = context.slots[id];
-    const auto & budget = slot.budget();
-    const int32_t size  = std::max(64, budget.n_rows > 0 ? budget.block : options.block);
+    const auto   saver  = slot.saver();
+    const int32_t size  = std::max(64, slot.budget().n_rows > 0 ? slot.budget().block : options.block);
     const server_blocks_text text(prompt, slot);
     const llama_pos n_tokens = (llama_pos) text.tokens.size();
     store.begin_call();
@@ -311,7 +319,7 @@ void server_blocks_eviction::save_rows(int id, const server_prompt & prompt) {
         for (llama_pos p0 = r.first, p1; p0 < std::min(r.second, n_tokens); p0 = p1) {
             p1 = std::min({ r.second, (p0/size + 1)*size, n_tokens });
             const server_blocks_range range { id, text, p0, p1 };
-            transfer.save({ budget.tenant, budget.session, block_name(range) }, range);
+            transfer.save({ saver.tenant, saver.session, block_name(range) }, range);
         }
     }
     transfer.wait();

@@ -75,6 +75,7 @@ private:
     bool       evict_one(int id, candidate_map & found);
     bool       evict_one_anywhere(int id, candidate_map & found);
     bool       start_capture(int id) const;
+    void       retry_capture(int id);
     std::string block_name(const server_blocks_range & range) const;
 
     server_blocks_context       & context;
@@ -83,5 +84,6 @@ private:
     const server_blocks_capture & capture;
     server_blocks_modes           options;
     bool                          unified = false; // all slots share the cells
+    int64_t                       capture_retry_ms = 0; // no capture is started before this time: there was no memory
     std::vector<const server_prompt *> prompts;    // by slot: its text; nullptr before its first request
 };

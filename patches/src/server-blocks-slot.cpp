@@ -57,9 +57,13 @@ void server_blocks_slot_state::set_budget(server_blocks_budget budget) {
 //
 
 int32_t server_blocks_slot_state::begin_turn(const server_blocks_turn & request) {
+    // A request that names no adapters gets those of the server, and upstream reuses rows that were decoded under others.
+    const bool other_rows = request.adapters != turn.adapters && !request.opaque && !turn.opaque;
     turn   = request;
+    turn.n_common = other_rows ? 0 : request.n_common;
     marker = request.epoch < 0 ? NO_MARKER : request.epoch == current_epoch ? VALID_MARKER : STALE_MARKER;
     first_token = false;
+    n_hidden    = 0; // what was evicted since the last turn was not decoded in this one
     accounting  = json();
     if (marker == VALID_MARKER) {
         turn.n_common = std::min(turn.n_common, reuse_limit);

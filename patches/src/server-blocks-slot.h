@@ -46,7 +46,7 @@ struct server_blocks_turn {
     int64_t  epoch      = -1;    // of its marker, -1: it has none
     int32_t  n_tokens   = 0;     // of its prompt
     int32_t  n_common   = 0;     // of these the first that equal the slot's text
-    uint64_t adapters   = 0;     // server_blocks_adapters::hash_of(), 0: none
+    uint64_t adapters   = 0;     // hash of the active adapters and their scales, 0: none
     bool     opaque     = false; // an adapter is active in a part of the text only, and nothing records in which
     bool     oversized  = false; // the prompt does not fit the cells: the engine evicts some of it in any case
 };
@@ -88,6 +88,9 @@ public:
 
     int64_t  epoch() const { return current_epoch; }
     uint64_t adapters() const { return turn.adapters; }
+
+    // Sets the adapters of requests that name none, for a slot that has had no request.
+    void set_adapters(uint64_t adapters) { turn.adapters = adapters; }
     const server_blocks_history & history() const { return rows; }
 
     // Gives the slot a new epoch: calls that name the old one are refused. Ends reservation, budget and capture.
@@ -96,6 +99,11 @@ public:
     // Names who ran the latest plan or adopt of this epoch; empty before the first.
     const server_blocks_slot_owner & owner() const { return slot_owner; }
     void set_owner(server_blocks_slot_owner owner) { slot_owner = std::move(owner); }
+
+    // Returns for whom the engine saves what it evicts: who set the budget, else the owner.
+    server_blocks_slot_owner saver() const {
+        return budget_rules.n_rows > 0 ? server_blocks_slot_owner { budget_rules.tenant, budget_rules.session } : slot_owner;
+    }
 
     // A reserved slot has rows that a client comes back for: other requests get another slot where there is one.
     bool is_reserved() const { return reserved; }

@@ -41,7 +41,6 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
         context.memory = llama_kv_block_kind(ctx);
         fence.reset(ctx);
         adapter_ids.clear();
-        adapters_hash(params.lora_adapters); // reads their contents now instead of at the first request
         server_blocks_store::options options;
         options.ram_bytes = (size_t) flags.ram_mib*1024*1024;
         options.row_bytes = llama_kv_block_row_size(ctx);
@@ -61,9 +60,11 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
     // Epochs start at the time, so that a later process does not accept those of an earlier one, and stay below 2^53, so
     // that they are exact in JSON.
     context.last_epoch = std::max(context.last_epoch, ggml_time_us() & ((int64_t(1) << 52) - 1));
+    const uint64_t adapters = adapters_hash(params.lora_adapters); // reads their contents now, not at the first request
     context.slots.reserve(n_slots);
     for (int id = 0; id < n_slots; ++id) {
         context.slots.emplace_back(ctx, id, !context.is_dense(), context.last_epoch);
+        context.slots.back().set_adapters(adapters);
     }
     eviction.reset();
     active = true;

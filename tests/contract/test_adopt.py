@@ -51,6 +51,19 @@ def test_adopting_some_blocks_requires_the_last_one(server: Llama) -> None:
     assert sum(evoke[part] for part in PARTS) == evoke["n_prompt"]
 
 
+def test_blocks_that_overlap_are_not_adopted(server: Llama) -> None:
+    """Also where both begin at the same token: only one of them would be loaded."""
+    history = server.tokens(sample_text(300))[:128]
+    server.complete([*history, 5], n_predict=1)
+    for name, p0, p1 in (("all", 0, 128), ("first", 0, 64), ("middle", 32, 96)):
+        server.act("block-save", name=name, p0=p0, p1=p1)
+    server.act("block-save", name="again", p0=0, p1=128)  # the same block
+    for names in (["all", "first"], ["first", "all"], ["all", "middle"]):
+        refused = server.refuse("block-adopt", tokens=history, names=names)
+        assert refused["code"] == 400 and "overlap" in refused["message"]
+    assert server.act("block-adopt", tokens=history, names=["all", "again"])["n_loaded"] == 128
+
+
 def test_another_slot_adopts_the_blocks_of_a_slot(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -366,19 +367,26 @@ def test_an_eval_callback_sees_the_softmax_that_is_captured(tmp_path: Path) -> N
 @pytest.fixture
 def wide(tmp_path: Path) -> Iterator[tuple[Llama, int]]:
     """A server with so many cells that rows of attention are large, and its process id."""
+    with many_cells(tmp_path / "log") as server:
+        yield server
+
+
+@contextmanager
+def many_cells(path: Path, *options: str) -> Iterator[tuple[Llama, int]]:
+    """Four slots share 65,536 cells; the process writes its log to `path`."""
     port = free_port()
     command = [str(binary(True)), "-m", str(MODEL), "-t", "1", "--port", str(port), "-np", "4"]
-    command += ["-kvu", "-c", "65536", "-ub", "256", "-fa", "on", "--evoke-ram", "8"]
+    command += ["-kvu", "-c", "65536", "-ub", "256", "-fa", "on", "--evoke-ram", "8", *options]
     # A malloc arena per thread would reserve most of the address space that a test allows.
     environment = plain_environment() | {"MALLOC_ARENA_MAX": "1"}
-    with (tmp_path / "log").open("wb") as log:
+    with path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
         while not healthy(port):
-            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert process.poll() is None, path.read_text()
             time.sleep(0.05)
         yield Llama(port), process.pid
-        assert healthy(port), (tmp_path / "log").read_text()
+        assert healthy(port), path.read_text()
     finally:
         process.kill()
         process.wait()

@@ -65,3 +65,20 @@ def test_an_adopted_slot_belongs_to_the_session_that_adopted_it(one: Llama) -> N
     save(one, "s1/all", 0, 150, **owner)
     one.act("block-adopt", tokens=history[:150], names=["s1/all"], **owner)
     assert {name: one.slot()[name] for name in owner} == owner
+
+
+def test_the_copies_of_other_sessions_do_not_slow_the_search(one: Llama) -> None:
+    """A tenant may have a hundred thousand blocks; the main loop decodes nothing meanwhile."""
+    one.erase()
+    history = one.tokens(sample_text(60))
+    one.complete(history)
+    ops = [{"op": "save", "name": "0", "p0": 0, "p1": 16}] * 4096
+    for part in range(10):
+        named = [op | {"name": f"s1/{part}/{i}"} for i, op in enumerate(ops)]
+        one.act("block-plan", ops=named, tenant="many", session="s1")
+    save(one, "s2/last", 0, 64, tenant="many", session="s2")
+    mine: dict[str, Any] = {"tokens": history, "tenant": "many", "session": "s2"}
+    best = min(float(one.act("block-find", **mine)["t_ms"]) for _ in range(3))
+    assert found_names(one, **mine) == ["s2/last"]
+    one.post("/slots/0?action=block-drop", {"all": True, "tenant": "many"})
+    assert best < 40

@@ -326,6 +326,40 @@ def test_rows_belong_to_their_adapter_and_its_scale(change: str, tmp_path: Path)
         assert adopted["whole"] and difference(run.logprobs(1.0), own) < ROUNDING
 
 
+@pytest.mark.parametrize("marker", [True, False])
+def test_a_request_reuses_no_rows_of_other_adapters(marker: bool, tmp_path: Path) -> None:
+    """Without `lora` it gets the server's adapters, at the scales that were set last."""
+    adapter = tmp_path / "adapter.gguf"
+    write_adapter(adapter, seed=1)
+    with serving("--lora", str(adapter)) as server:
+        tokens = text(server)
+        run = Adapted(server, tokens)
+        without, full = run.decode(0.0), run.decode(1.0)
+        for scale, expected in ((1.0, full), (0.0, without), (1.0, full)):
+            server.post("/lora-adapters", [{"id": 0, "scale": scale}])
+            for _ in range(2):
+                own = logprobs(server, tokens, marker=marker)
+                assert difference(own, expected) < ROUNDING
+                run.logprobs(0.5)
+
+
+def test_after_a_restart_copies_are_found_under_the_adapters_of_the_server(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter.gguf"
+    write_adapter(adapter, seed=1)
+    options = ("--lora", str(adapter), *disk_options(tmp_path))
+    with serving(*options) as server:
+        tokens = text(server)
+        own = logprobs(server, tokens)
+        server.act("block-save", name="b", p0=0, p1=len(tokens))
+    with serving(*options) as server:
+        (block,) = server.act("block-find", tokens=tokens)["blocks"]
+        assert block["name"] == "b"
+        assert server.act("block-adopt", tokens=tokens, names=["b"])["whole"]
+        again = server.complete([*tokens, tokens[0]], n_predict=1)
+        assert again["timings"]["evoke"]["decoded"] == 1
+        assert difference(logprobs(server, tokens), own) < ROUNDING
+
+
 def test_two_slots_with_one_prompt_keep_their_own_visibility() -> None:
     """With `n` = 2 answers the second slot shares the rows of the first."""
     with serving("-kvu") as server:

@@ -75,6 +75,20 @@ def test_evicted_blocks_are_saved_and_can_be_loaded(streaming: Llama) -> None:
     assert resident(streaming.slot()["resident"], int(str(p0)), int(str(p1)))
 
 
+def test_blocks_of_an_adopted_slot_are_saved_for_who_adopted(streaming: Llama) -> None:
+    streaming.erase()
+    streaming.post("/slots/0?action=block-drop", {"all": True})
+    owner = {"tenant": "x", "session": "s"}
+    streaming.complete(text(600), n_predict=1)
+    streaming.act("block-save", name="all", p0=0, p1=600, **owner)
+    streaming.act("block-adopt", tokens=text(600), names=["all"], **owner)
+    name = auto_evicted(streaming.complete(text(610), n_predict=800))[0][2]
+    saved = {b["name"]: b for b in streaming.get("/slots/0/blocks?tenant=x")["blocks"]}
+    assert saved[str(name)]["session"] == "s"
+    assert streaming.slot()["blocks"] == [], "another tenant sees its names"
+    streaming.post("/slots/0?action=block-drop", {"all": True, "tenant": "x"})
+
+
 def test_generation_continues_after_the_cells_are_full(streaming: Llama) -> None:
     """5,000 tokens in 1,024 cells; bench/limit.py generates 20,000."""
     streaming.erase()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from llama import Llama
+from llama import Llama, sample_text
+from test_attention import LAYERS, limit_memory, many_cells
 from test_modes import BLOCK, FIRST, evicting, resident, spans, text
 
 
@@ -83,3 +86,36 @@ def test_attended_blocks_count_as_used(scored: Llama) -> None:
     oldest = [(FIRST + BLOCK * i, FIRST + BLOCK * (i + 1)) for i in range(len(evicted))]
     assert evicted != oldest
     assert all((p1 - p0) == BLOCK for p0, p1 in evicted)
+
+
+def test_a_slot_whose_capture_exceeds_the_limit_evicts_its_oldest_blocks() -> None:
+    """Another slot's capture takes all that is allowed: the server must go on."""
+    cells, heads, layers = 524_288, 2, 4
+    options = ("-np", "2", "-kvu", "-c", str(cells), "-ub", "64", "-ctk", "q4_0", "-ctv", "q4_0")
+    with evicting(3, *options) as server:
+        server.erase(1)  # ends its capture
+        row_bytes = (heads * layers + 2 * heads) * cells * 4
+        rows = (1 << 30) // row_bytes
+        taken = server.act("attn-capture", 0, layers=LAYERS, window=rows, per_head=True)
+        assert taken["window"] == rows < 64
+        answer = server.complete(text(300), 1, n_predict=500, marker=False)
+        assert server.get("/slots/1/attention")["layers"] == []
+        evicted = spans(answer)
+        assert len(evicted) >= 2 and evicted == sorted(evicted)
+        assert server.get("/slots/0/attention")["layers"] == LAYERS
+
+
+def test_a_capture_without_memory_is_not_tried_again_with_each_token(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    options = ("--kv-eviction", "3", "--slot-save-path", str(tmp_path))
+    with many_cells(log, *options) as (server, process):
+        for slot in (1, 2, 3):
+            server.erase(slot)  # ends its capture
+        server.act("attn-capture", 0, layers=LAYERS, window=64, per_head=True)
+        limit_memory(process, 64 << 20)  # a second slot needs 200 MiB
+        began = time.monotonic()
+        server.complete(server.tokens(sample_text(60)), 1, n_predict=40, marker=False)
+        took = time.monotonic() - began
+        assert server.get("/slots/1/attention")["layers"] == []
+    failures = log.read_text().count("failed to allocate compute buffers")
+    assert 1 <= failures <= 1 + took / 10
