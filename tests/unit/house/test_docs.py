@@ -1,4 +1,4 @@
-"""What docs/ says is so: commands parse or run, settings, metrics, files and links exist."""
+"""Checks of docs/: its commands parse or run; its settings, metrics, files and links exist."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_configurations_for_clients_are_valid() -> None:
         assert tested == "**not run**" or (ROOT / tested).exists(), row
 
 
-def test_no_page_links_to_unreported_faults() -> None:
+def test_no_page_links_to_faults_that_are_not_reported() -> None:
     """Faults of other projects stay out of published pages until a person has reported them."""
     pages = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "deploy").glob("*.md"), ROOT / "patches/README.md"]
     assert [page.name for page in pages if "patches/upstream" in page.read_text("utf-8")] == []

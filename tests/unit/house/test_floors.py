@@ -1,6 +1,6 @@
-"""The plan of the house as a test: which package may import which, and how pure core is.
+"""Import rules: which package may import which, and what `core` may not use.
 
-The rules are functions over source text, so that each is also shown to catch what it is for.
+Each rule is a function over source text, so that a test also shows what the rule catches.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import pytest
 
 import evoke_proxy
 
-HOUSE = "evoke_proxy"
+PACKAGE = "evoke_proxy"
 ROOT = Path(evoke_proxy.__file__).parent
 SOURCES = {
-    ".".join([HOUSE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text("utf-8")
+    ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text("utf-8")
     for path in sorted(ROOT.rglob("*.py"))
 }
 
-# What a room may import besides itself and the version; a room without an entry fails the test.
-FLOORS: dict[str, set[str]] = {
+# What each package may import besides itself and the version; one without an entry is an error.
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "": set(),
     "errors": set(),
     "models": set(),
@@ -35,13 +35,13 @@ FLOORS: dict[str, set[str]] = {
     "cli": {"web", "demo", "server_build", "engine", "adapters", "core", "errors", "config"},
     "__main__": {"cli"},
 }
-DECIDERS = ("core.session.session", "core.servers.slot_pool", "core.policy.registry")
+DECIDING_MODULES = ("core.session.session", "core.servers.slot_pool", "core.policy.registry")
 OUTSIDE_WORLD = {
     "asyncio", "concurrent", "datetime", "http", "importlib", "io", "logging", "multiprocessing",
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
     "sqlite3", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid",
 }  # fmt: skip
-COMPUTING = {"numpy", "pybase64"}  # foreign, but they only compute
+COMPUTING = {"numpy", "pybase64"}  # third-party packages that only compute
 OUTSIDE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "types", "base"}
 
@@ -60,43 +60,45 @@ def imports_of(module: str, source: str) -> set[str]:
     return names
 
 
-def rooms(names: set[str]) -> set[str]:
-    """Which rooms of the house these dotted names are in; "" is the package's own file."""
-    inside = {name.split(".")[1] for name in names if name.startswith(f"{HOUSE}.")}
-    return {room if room in FLOORS else "" for room in inside}
+def packages_of(names: set[str]) -> set[str]:
+    """The packages that contain these dotted names; "" is the top-level `__init__`."""
+    inside = {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+    return {name if name in ALLOWED_IMPORTS else "" for name in inside}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     parts = module.removesuffix(".__init__").split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
-def trespasses(module: str, source: str) -> set[str]:
-    """Rooms that `module` enters against the plan."""
-    room = room_of(module)
+def forbidden_imports(module: str, source: str) -> set[str]:
+    """Packages and modules that `module` imports and may not import."""
+    package_name = package_of(module)
     names = imports_of(module, source)
-    wrong = rooms(names) - FLOORS[room] - {room, ""}
-    decides = {name for name in names if name.startswith(tuple(f"{HOUSE}.{d}" for d in DECIDERS))}
-    if decides and room == "adapters":
-        wrong |= decides
-    if decides and "adapters" in rooms(names) and room != "engine":
-        wrong |= decides
-    return wrong | sibling_imports(module, names)
+    forbidden = packages_of(names) - ALLOWED_IMPORTS[package_name] - {package_name, ""}
+    decides = {
+        name for name in names if name.startswith(tuple(f"{PACKAGE}.{d}" for d in DECIDING_MODULES))
+    }
+    if decides and package_name == "adapters":
+        forbidden |= decides
+    if decides and "adapters" in packages_of(names) and package_name != "engine":
+        forbidden |= decides
+    return forbidden | sibling_imports(module, names)
 
 
 def sibling_imports(module: str, names: set[str]) -> set[str]:
-    """Adapters never import each other, but for those of one sub-package."""
-    if room_of(module) != "adapters":
+    """Imports of one adapter by another outside its sub-package."""
+    if package_of(module) != "adapters":
         return set()
-    prefix = f"{HOUSE}.adapters."
+    prefix = f"{PACKAGE}.adapters."
     parts = module.split(".")
     own = ".".join(parts[:3]) if len(parts) > 3 else module
     return {n for n in names if n.startswith(prefix) and not f"{n}.".startswith(f"{own}.")}
 
 
 def impurities(module: str, source: str) -> set[str]:
-    """What a pure module uses of the outside world: modules, foreign packages, calls."""
-    tops = {name.split(".")[0] for name in imports_of(module, source)} - {HOUSE}
+    """Modules, third-party packages and calls in `source` that a pure module may not use."""
+    tops = {name.split(".")[0] for name in imports_of(module, source)} - {PACKAGE}
     foreign = tops - sys.stdlib_module_names - COMPUTING
     calls = {
         node.func.id
@@ -110,48 +112,50 @@ MODULES = pytest.mark.parametrize("module", SOURCES)
 
 
 @MODULES
-def test_imports_go_down(module: str) -> None:
-    assert room_of(module) in FLOORS, "a room without a floor"
-    assert trespasses(module, SOURCES[module]) == set()
+def test_a_module_imports_only_packages_below_it(module: str) -> None:
+    assert package_of(module) in ALLOWED_IMPORTS, "a package without an entry in ALLOWED_IMPORTS"
+    assert forbidden_imports(module, SOURCES[module]) == set()
 
 
-def test_what_decides_is_where_the_plan_says() -> None:
+def test_the_deciding_modules_exist() -> None:
     assert [
-        d for d in DECIDERS if not {f"{HOUSE}.{d}", f"{HOUSE}.{d}.__init__"} & set(SOURCES)
+        d
+        for d in DECIDING_MODULES
+        if not {f"{PACKAGE}.{d}", f"{PACKAGE}.{d}.__init__"} & set(SOURCES)
     ] == []
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if room_of(name) == "core"])
+@pytest.mark.parametrize("module", [name for name in SOURCES if package_of(name) == "core"])
 def test_core_is_pure(module: str) -> None:
     assert impurities(module, SOURCES[module]) == set()
 
 
 @MODULES
-def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
+def test_a_module_has_a_specific_name_and_a_docstring(module: str) -> None:
     assert module.split(".")[-1] not in VAGUE_NAMES
     tree = ast.parse(SOURCES[module])
     assert ast.get_docstring(tree)
-    only_version = module == f"{HOUSE}.__init__"
+    only_version = module == f"{PACKAGE}.__init__"
     empty = all(isinstance(node, ast.Expr) for node in tree.body)
     assert only_version or empty or "from __future__ import annotations" in SOURCES[module]
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "wrong"),
+    ("module", "source", "forbidden"),
     [
         ("core.policy.evoke", "from evoke_proxy.adapters.llama.client import U", {"adapters"}),
         ("core.model.plan", "def late():\n    import evoke_proxy.engine", {"engine"}),
         ("core.policy.evoke", "from ...web import app", {"web"}),
         ("core.__init__", "from .. import engine", {"engine"}),
         ("core.model.plan", "from evoke_proxy import errors, __version__", set()),
-        ("adapters.snapshot_index", "from .upstream import U", {f"{HOUSE}.adapters.upstream.U"}),
+        ("adapters.snapshot_index", "from .upstream import U", {f"{PACKAGE}.adapters.upstream.U"}),
         ("adapters.snapshot_index", "from evoke_proxy.core.servers.slot_pool import P",
-         {f"{HOUSE}.core.servers.slot_pool.P"}),
+         {f"{PACKAGE}.core.servers.slot_pool.P"}),
         ("adapters.snapshot_index", "from evoke_proxy.core.model.blocks import Span", set()),
         ("engine",
          "from .core.session.session import S\nfrom .adapters.upstream import U", set()),
         ("web.app", "from ..core.session.session import S\nfrom ..adapters.upstream import U",
-         {f"{HOUSE}.core.session.session.S"}),
+         {f"{PACKAGE}.core.session.session.S"}),
         ("web.app", "from evoke_proxy.engine import Server", set()),
         ("web.app", "import evoke_proxy.demo.cli", {"demo"}),
         ("errors", "from .config import Config", {"config"}),
@@ -160,8 +164,8 @@ def test_a_module_says_its_job_in_name_and_docstring(module: str) -> None:
         ("cli.serve", "from evoke_proxy.web.serve import serve", set()),
     ],
 )  # fmt: skip
-def test_the_floor_rule_catches(module: str, source: str, wrong: set[str]) -> None:
-    assert trespasses(f"{HOUSE}.{module}", source) == wrong
+def test_the_import_rule_finds(module: str, source: str, forbidden: set[str]) -> None:
+    assert forbidden_imports(f"{PACKAGE}.{module}", source) == forbidden
 
 
 @pytest.mark.parametrize(
@@ -176,5 +180,5 @@ def test_the_floor_rule_catches(module: str, source: str, wrong: set[str]) -> No
         ("opened = store.open(key)", set()),
     ],
 )
-def test_the_purity_rule_catches(source: str, found: set[str]) -> None:
-    assert impurities(f"{HOUSE}.core.policy.x", source) == found
+def test_the_purity_rule_finds(source: str, found: set[str]) -> None:
+    assert impurities(f"{PACKAGE}.core.policy.x", source) == found

@@ -106,7 +106,7 @@ def two_way_pairs(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 
 
 def wide_functions(text: str) -> list[str]:
-    """Functions with more than five parameters, constructors with more than seven."""
+    """Returns functions with more than five parameters and constructors with more than seven."""
     wide = []
     for item in ast.walk(ast.parse(text)):
         if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -181,7 +181,7 @@ def starred_literals(text: str) -> list[int]:
 
 
 def stage_asserts(text: str) -> list[int]:
-    """Lines that assert that something is not None, to say which stage a value has come to."""
+    """Lines that assert that a value is not None, in place of a type for its stage."""
     return [
         item.lineno
         for item in ast.walk(ast.parse(text))
@@ -286,7 +286,7 @@ def test_requests_are_served_without_asking_for_the_mode_of_the_server() -> None
     assert len(select) == 2 and reads == {}
 
 
-def test_no_assertion_tells_stages_apart() -> None:
+def test_no_assertion_distinguishes_stages() -> None:
     found = {m: lines for m, text in SOURCES.items() if (lines := stage_asserts(text))}
     assert found == {}
 
@@ -296,7 +296,7 @@ def test_identifiers_use_standard_terms() -> None:
     assert found == {}
 
 
-def test_unit_tests_lie_where_their_module_lies() -> None:
+def test_the_folders_of_unit_tests_mirror_the_packages() -> None:
     """`unit/core/model/test_plan.py` tests `core/model/plan.py`, or that folder as a whole."""
     tests = Path(__file__).parents[1]
     folders = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
@@ -319,7 +319,7 @@ def test_every_exception_is_used_and_has_a_reason() -> None:
         assert name in used and words_of(name) & FORBIDDEN and len(reason) > 10, name
 
 
-def test_the_cycle_rule_catches_cycles_of_sub_packages() -> None:
+def test_the_cycle_rule_finds_cycles_of_sub_packages() -> None:
     sources = {
         "p.__init__": "",
         "p.a.__init__": "",
@@ -373,7 +373,7 @@ def test_the_rule_for_headers_finds_them_by_name_or_type(parameter: str) -> None
     assert header_parameters("def f(client: LlamaClient, more): pass") == []
 
 
-def test_the_other_rules_catch_what_they_are_for() -> None:
+def test_the_other_rules_find_what_they_forbid() -> None:
     assert starred_literals("f(*(a, b), c)\nf(*rest)") == [1]
     assert stage_asserts("assert a.b is not None\nassert a\nassert 1 and c is not None") == [1, 3]
     assert mode_tests("if a.patched: pass\nb = 1 if c.is_router else 2\nf(patched=a.patched)") == [

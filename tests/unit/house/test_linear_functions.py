@@ -1,4 +1,4 @@
-"""Functions that read what clients write take no more than linear time, whatever it says."""
+"""Functions that process text of clients take at most linear time for any text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from evoke_proxy.engine.parsing.body_parsing import parse_object
 # Every unit is tried once at a small and a large size; the slowest few are measured closely, and
 # all whose time grows by more than this power of the size.
 _CLOSELY, _SUSPECT = 3, 1.2
-# What takes less is noise of the clock.
+# Shorter times are noise of the clock.
 _LEAST_S = 0.0005
 # Texts that are repeated.
 UNITS = (

@@ -1,4 +1,4 @@
-"""No regular expression of the package takes more than linear time, whatever text it is given.
+"""Every regular expression of the package takes at most linear time for any text.
 
 All of them are found by walking the package, so a new one is tested without an edit. Each is given
 repetitions of every kind of character it knows, alone and in pairs, behind and before the words it
@@ -29,9 +29,9 @@ _FUNCTIONS = ("compile", "search", "match", "fullmatch", "split", "sub", "findal
 # Every text is tried at these sizes; those that take longest at the last are looked at closely.
 _SIZES = (8, 12, 16, 20, 24, 32, 64, 256, 1024)
 _CLOSELY = 2
-# No linear pattern takes so long for a text of 1,024 characters, nor nearly so long for a shorter.
+# No linear pattern takes so long for a text of 1,024 characters or fewer.
 _SLOW_S = 0.01
-# For every pattern, whatever it knows.
+# Characters that are tried with every pattern.
 _ALWAYS = (*CHARACTERS, ":", ";", "(")
 
 
@@ -59,7 +59,7 @@ def _patterns() -> dict[str, re.Pattern[Any]]:
 
 
 def _name(pattern: re.Pattern[Any]) -> str:
-    """What a pattern begins with, without numbers that each process draws anew."""
+    """The beginning of a pattern, without numbers that differ between processes."""
     return re.sub("[0-9a-f]{16}", "*", f"{pattern.pattern!r}")[:60]
 
 
@@ -74,7 +74,7 @@ def _calls(path: Path) -> Iterator[ast.Call]:
 PATTERNS = _patterns()
 
 
-def test_they_are_found() -> None:
+def test_the_patterns_of_the_package_are_found() -> None:
     assert len(PATTERNS) > 30
     inside = [
         f"{path.relative_to(_PACKAGE)}:{call.lineno}"
@@ -82,7 +82,7 @@ def test_they_are_found() -> None:
         for call in _calls(path)
         if not isinstance(call.args[0], ast.Constant) and call.func.attr != "compile"  # type: ignore[attr-defined]
     ]
-    assert inside == [], "patterns that are put together where they are used cannot be tested"
+    assert inside == [], "patterns that are composed where they are used cannot be tested"
 
 
 def _known(parsed: Any) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _inner(op: str, value: Any) -> Iterator[str]:
 
 
 def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
-    """What is in front, what is repeated, and what is behind."""
+    """Triples of a prefix, a repeated text and a suffix."""
     known = list(dict.fromkeys(_known(re._parser.parse(pattern.pattern, pattern.flags))))  # type: ignore[attr-defined]
     words = [word for word in known if len(word) > 1]
     signs = list(dict.fromkeys([*(word for word in known if len(word) == 1), *_ALWAYS]))
@@ -140,7 +140,7 @@ def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _made(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> Callable[[int], Any]:
-    """A text of about so many characters, of the kind that the pattern takes."""
+    """Makes a text of about `n` characters, of the type that the pattern takes."""
 
     def make(n: int) -> Any:
         front, unit, tail = text
@@ -151,7 +151,7 @@ def _made(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> Callable[[int
 
 
 def _run(pattern: re.Pattern[Any], text: Any) -> None:
-    """Everything that can be done with a pattern."""
+    """Applies every method of a pattern."""
     for _ in pattern.finditer(text):
         pass
     pattern.fullmatch(text)
@@ -164,7 +164,7 @@ def _seconds(pattern: re.Pattern[Any], text: Any) -> float:
 
 
 def _probed(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
-    """Seconds for a text of the last size; without end when a shorter one is slow already."""
+    """Seconds for a text of the last size; infinite when a shorter text is slow already."""
     make, seconds = _made(pattern, text), 0.0
     for size in _SIZES:
         seconds = _seconds(pattern, make(size))
@@ -182,14 +182,14 @@ def _exponent(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
     make = _made(pattern, text)
     if _probed(pattern, text) == math.inf:
         return math.inf
-    # One that grows fast from here is measured at small sizes alone: at large ones it has no end.
+    # A pattern that grows fast is measured at small sizes only: large ones would take too long.
     short, long = (_seconds(pattern, make(size)) for size in (256, 1024))
     first = 1024 if long > 8 * short else 8192
     return exponent(lambda n: _run(pattern, make(n)), first, limit_s=1.0)
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_it_is_linear(name: str) -> None:
+def test_a_pattern_takes_linear_time(name: str) -> None:
     pattern = PATTERNS[name]
     for text in _worst(pattern):
         assert _exponent(pattern, text) < 1.3, text
@@ -203,7 +203,7 @@ def test_it_is_linear(name: str) -> None:
         r"\s*\}",
     ),
 )
-def test_what_is_not_linear_is_found(known: str) -> None:
-    """These were in the package."""
+def test_a_quadratic_pattern_is_found(known: str) -> None:
+    """These patterns were in the package."""
     pattern = re.compile(known)
     assert max(_exponent(pattern, text) for text in _worst(pattern)) > 1.3

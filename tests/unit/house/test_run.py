@@ -34,7 +34,9 @@ BROKEN = "import nothing_of_this_name\n"
         ("raise SystemExit(0)\n", "0 passed, 1 failed", 3),
     ],
 )
-def test_closing_line(tmp_path: Path, source: str, line: str, code: int) -> None:
+def test_the_closing_line_counts_tests_and_reports_failures(
+    tmp_path: Path, source: str, line: str, code: int
+) -> None:
     (tmp_path / "test_sample.py").write_text(source)
     command = [sys.executable, str(RUN), "-q", "-p", "no:cacheprovider", "test_sample.py"]
     plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take seconds to load

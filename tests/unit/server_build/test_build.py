@@ -45,7 +45,9 @@ def object_times(cache: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in objects}
 
 
-def test_stock_and_patched_share_objects_and_going_back_is_exact(build: Build, cache: Path) -> None:
+def test_stock_and_patched_share_objects_and_a_return_to_stock_is_exact(
+    build: Build, cache: Path
+) -> None:
     stock = build(patched=False)
     before = object_times(cache)
     patched = build()
@@ -136,13 +138,13 @@ def test_a_cmake_error_says_that_configuring_failed(build: Build, llama: Path) -
 
 @pytest.fixture
 def make_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without ninja, which would notice a spoilt object by itself."""
+    """Simulates a machine without ninja, which would detect a damaged object."""
     real = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "ninja" else real(name))
 
 
-def spoil(cache: Path) -> None:
-    """What a killed compiler leaves: half an object that is newer than its source."""
+def damage_object(cache: Path) -> None:
+    """Leaves half an object that is newer than its source, as a killed compiler does."""
     (half,) = only_tree(cache).rglob("calm.cpp.o")
     half.write_bytes(half.read_bytes()[:100])
 
@@ -152,7 +154,7 @@ def test_a_killed_build_that_cannot_be_resumed_is_started_over(
     build: Build, cache: Path, patches: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build()
-    spoil(cache)
+    damage_object(cache)
     write_header(patches, "next")
     (only_tree(cache) / "building").touch()
     assert output_of(build()) == "next"
@@ -161,9 +163,9 @@ def test_a_killed_build_that_cannot_be_resumed_is_started_over(
 
 
 @pytest.mark.usefixtures("make_only")
-def test_without_a_kill_a_failure_is_final(build: Build, cache: Path, patches: Path) -> None:
+def test_a_failure_without_a_kill_is_final(build: Build, cache: Path, patches: Path) -> None:
     build()
-    spoil(cache)
+    damage_object(cache)
     write_header(patches, "next")
     with pytest.raises(BuildError, match="compiling"):
         build()
@@ -189,7 +191,7 @@ def test_a_server_that_does_not_start_is_not_kept(build: Build, llama: Path, cac
     ("jobs", "cores", "expected"),
     [(1, 8, "8 to 20 minutes with 1 core "), (8, 2, "4 to 10 minutes with 2 cores ")],
 )
-def test_the_first_build_says_its_minutes_on_the_cores_of_this_machine(
+def test_the_first_build_estimates_its_minutes_from_the_cores_of_the_machine(
     jobs: int, cores: int, expected: str
 ) -> None:
     notice = build_module.first_build_notice(jobs, cores)

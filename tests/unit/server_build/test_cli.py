@@ -1,4 +1,4 @@
-"""The command line of `build-server`: what goes to which stream, and how it ends."""
+"""The command line of `build-server`: its output streams, exit status and interruption."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from server_build_project import output_of, write_llama
 from evoke_proxy.server_build.cache import cache_dir, finished_server
 
 COMMAND = [sys.executable, "-m", "evoke_proxy.server_build"]
-NAP = f"sleep 300.{os.getpid()}"  # no other process of this machine calls itself that
-SLOW = f"add_custom_target(slow COMMAND {NAP})\nadd_dependencies(llama-server slow)\n"
+UNIQUE_SLEEP = f"sleep 300.{os.getpid()}"  # a command line that no other process has
+SLOW = f"add_custom_target(slow COMMAND {UNIQUE_SLEEP})\nadd_dependencies(llama-server slow)\n"
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def run(llama: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)
 
 
@@ -49,7 +49,7 @@ def running(command_line: str) -> bool:
             if path.read_bytes() == wanted:
                 return True
         except OSError:
-            continue  # it ended meanwhile
+            continue  # the process has ended
     return False
 
 
@@ -106,12 +106,12 @@ def test_an_interrupted_build_leaves_no_process_and_resumes(
         # a test run in the background of a shell ignores SIGINT, and so would its children
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(lambda: running(NAP))
+    wait_for(lambda: running(UNIQUE_SLEEP))
     process.send_signal(stop)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "run it again to resume" in stderr
-    assert not running(NAP)
+    assert not running(UNIQUE_SLEEP)
     lists.write_text(quick)
     done = run(llama, "--print-path")
     assert done.returncode == 0, done.stderr
@@ -120,8 +120,8 @@ def test_an_interrupted_build_leaves_no_process_and_resumes(
 def test_after_a_kill_the_next_builder_waits_only_for_the_compilers(llama: Path) -> None:
     lists = llama / "CMakeLists.txt"
     quick = lists.read_text()
-    nap = NAP.replace("300", "4", 1)
-    lists.write_text(quick + SLOW.replace(NAP, nap))
+    nap = UNIQUE_SLEEP.replace("300", "4", 1)
+    lists.write_text(quick + SLOW.replace(UNIQUE_SLEEP, nap))
     process = subprocess.Popen(command(llama), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: running(nap))
     process.kill()

@@ -1,4 +1,4 @@
-"""What a person sees of a long build."""
+"""The progress that a long build reports, in a log file and on a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Clock:
         ("", None),
     ],
 )
-def test_percent_of(line: str, percent: int | None) -> None:
+def test_the_percentage_is_read_from_a_line_of_the_build(line: str, percent: int | None) -> None:
     assert percent_of(line) == percent
 
 
@@ -73,7 +73,7 @@ def test_a_terminal_gets_one_line_rewritten() -> None:
     )
 
 
-def test_a_terminal_line_keeps_its_clock_moving_between_percents() -> None:
+def test_a_terminal_line_updates_its_time_between_percents() -> None:
     stream, clock = Terminal(), Clock()
     progress = Progress(stream, clock)
     progress.begin("building")
@@ -99,7 +99,7 @@ def test_lines_of_a_build_within_the_build_are_ignored() -> None:
 def test_the_time_left_follows_the_measured_speed_of_this_step() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream, clock)
-    clock.now += 1000  # what happened before the step, a download for example, does not count
+    clock.now += 1000  # time before the step, of a download for example, does not count
     progress.begin("building")
     clock.now += 60
     progress.read_line("[ 10%] Building")

@@ -1,4 +1,4 @@
-"""Fetching the source: pip does it, the hash decides, and only the vendored tree comes out."""
+"""Fetching the source with pip: the hash is verified and only the vendored tree unpacked."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_file(archive: tarfile.TarFile, name: str, text: str) -> None:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """pip sees nothing but this directory."""
+    """Restricts pip to this directory."""
     for name, value in {
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_NO_INDEX": "1",

@@ -1,4 +1,4 @@
-"""The patch series: what counts as one, and that it applies strictly or not at all."""
+"""The patch series: which directories have one, and that it applies completely or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scratch(tmp_path: Path) -> Path:
     return tmp_path / "scratch"
 
 
-def test_overlay_holds_the_patched_file_and_our_own(
+def test_the_overlay_has_the_patched_file_and_the_added_source(
     llama: Path, patches: Path, scratch: Path
 ) -> None:
     overlay = make_overlay(read_series(patches), llama, scratch, GIT)
@@ -41,7 +41,7 @@ def test_overlay_holds_the_patched_file_and_our_own(
 
 
 def test_applies_inside_a_foreign_repository(tmp_path: Path, llama: Path, patches: Path) -> None:
-    """There `git apply` left to itself skips every file and reports success."""
+    """By default `git apply` would skip every file there and report success."""
     outer = tmp_path / "outer"
     inner = outer / "cache" / "scratch"
     inner.mkdir(parents=True)
@@ -140,7 +140,7 @@ def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
 
 
 @pytest.mark.parametrize("patch", read_series(patches_dir()).patches, ids=lambda p: p.name)
-def test_every_patch_states_its_reason_and_its_end(patch: Path) -> None:
+def test_every_patch_states_its_reason_and_when_it_can_be_removed(patch: Path) -> None:
     head = patch.read_text("utf-8").split("\ndiff --git ")[0]
     for entry in ("Why: ", "Forwarded: ", f"Applies-to: {read_pin(patch.parent).commit}", "Drop-"):
         assert f"\n{entry}" in head
@@ -180,7 +180,7 @@ def test_patches_are_found_in_a_checkout_and_in_an_installed_wheel(
     ours = Path(series.__file__).parent
     shutil.copytree(ours, package / "server_build", ignore=shutil.ignore_patterns("__pycache__"))
     (package / "__init__.py").write_text("")
-    (tmp_path / "patches").mkdir()  # in site-packages this may be anybody's
+    (tmp_path / "patches").mkdir()  # in site-packages it may belong to another package
     if installed:
         (package / "_patches").mkdir()
     code = "from evoke_proxy.server_build import patches_dir; print(patches_dir())"

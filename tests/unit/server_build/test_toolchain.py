@@ -1,4 +1,4 @@
-"""What a machine builds with: flags that fit it, and messages that say what it lacks."""
+"""The tools and flags that a machine builds with, and the messages about missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled source tree: equal to what was ordered, with as few files written as possible."""
+"""Updating the compiled source tree: exact contents, with as few files written as possible."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_first_copy_keeps_times_and_skips_unread_files(source: Path, tmp_pat
     assert not (tmp_path / "tree" / "docs").exists()
 
 
-def test_second_copy_writes_nothing(source: Path, tmp_path: Path) -> None:
+def test_a_second_copy_writes_nothing(source: Path, tmp_path: Path) -> None:
     mirror(source, None, tmp_path / "tree")
     before = snapshot(tmp_path / "tree")
     assert mirror(source, None, tmp_path / "tree") == 0
@@ -74,7 +74,7 @@ def test_patching_rewrites_only_changed_files(
     assert all(after[name] == before[name] for name in untouched)
 
 
-def test_going_back_restores_pristine_content_with_new_times(
+def test_a_return_to_stock_restores_the_original_content_with_new_times(
     source: Path, overlay: Overlay, tmp_path: Path
 ) -> None:
     """An old time would leave the objects of the patched file in place."""
@@ -105,7 +105,7 @@ def test_a_partially_edited_tree_is_repaired(
     tree = tmp_path / "tree"
     mirror(source, overlay, tree)
     expected = contents(tree)
-    (tree / MAIN).write_text("patch")  # cut short by a crash
+    (tree / MAIN).write_text("patch")  # truncated by a crash
     (tree / "CMakeLists.txt").unlink()
     (tree / "src").mkdir()
     (tree / "tools/server/stray.cpp").write_text("from another series")
@@ -114,7 +114,7 @@ def test_a_partially_edited_tree_is_repaired(
     assert contents(tree) == expected
 
 
-def test_same_size_is_not_same_content(source: Path, tmp_path: Path) -> None:
+def test_files_of_the_same_size_are_compared_by_content(source: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     mirror(source, None, tree)
     text = (tree / MAIN).read_text()
@@ -130,7 +130,9 @@ def test_executable_files_stay_executable(source: Path, tmp_path: Path) -> None:
     assert os.access(tmp_path / "tree" / "script.sh", os.X_OK)
 
 
-def test_content_hash_sees_names_and_bytes_but_not_times_or_unread_files(source: Path) -> None:
+def test_the_content_hash_covers_names_and_bytes_but_not_times_or_unread_files(
+    source: Path,
+) -> None:
     first = content_hash(source)
     os.utime(source / MAIN)
     (source / "docs/long.md").write_text("changed")

@@ -1,4 +1,4 @@
-"""docs/admin-api.md has every call there is, and no other."""
+"""docs/admin-api.md documents exactly the calls of the admin API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evoke_proxy.web.admin_api import ROUTES
 TEXT = (Path(__file__).parents[3] / "docs/admin-api.md").read_text("utf-8")
 
 
-def test_the_calls_are_those_there_are() -> None:
+def test_the_documented_calls_are_those_of_the_admin_api() -> None:
     told = re.findall(r"^\| `([A-Z]+) (/evoke/\S+)`", TEXT, re.MULTILINE)
     assert sorted(told) == sorted(path for path, _ in ROUTES)
 

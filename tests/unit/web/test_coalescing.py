@@ -1,4 +1,4 @@
-"""Many open pages load the proxy and llama-server no more than one does."""
+"""Coalescing equal requests of many open pages into one computation."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_cancelled_client_does_not_cancel_others_and_keys_are_bounded(
 
 
 class Llama:
-    """Says of a tenant's copies what has changed."""
+    """Answers calls for the changed copies of a tenant."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -123,8 +123,8 @@ def test_only_changed_copies_are_requested(monkeypatch: pytest.MonkeyPatch) -> N
         assert llama.told == [1, 1, 0]
         del llama.copies["s/0"]
         now[0] = 31.0
-        assert await names() == {"s/1"}, "what is gone is noticed"
+        assert await names() == {"s/1"}, "a deleted copy must disappear from the list"
         llama.version, llama.copies = 1, {"s/2": {"name": "s/2", "v": 1}}
-        assert await names() == {"s/2"}, "another server"
+        assert await names() == {"s/2"}, "a restarted server starts a new list"
 
     asyncio.run(run())

@@ -22,11 +22,11 @@ class Node:
 
 @pytest.fixture
 def full() -> Iterator[list[int]]:
-    """The full collections that are made."""
+    """Collects one entry per full garbage collection."""
     made: list[int] = []
 
-    def note(phase: str, facts: dict[str, int]) -> None:
-        if phase == "start" and facts["generation"] == 2:
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
             made.append(1)
 
     gc.callbacks.append(note)
@@ -46,13 +46,13 @@ def test_a_full_collection_waits_until_no_request_runs(
         collecting = DeferredCollection(lambda: idle[0])
         collecting.start()
         old = Node()
-        gc.collect(1)  # it has lived for long
+        gc.collect(1)  # moves the node to the oldest generation
         node = weakref.ref(old)
         del old
         full.clear()
-        kept = [[i] for i in range(200_000)]
+        lists = [[i] for i in range(200_000)]
         await asyncio.sleep(0.05)
-        assert not full, f"{len(kept)} lists were made while a request ran"
+        assert not full, f"{len(lists)} lists were allocated while a request ran"
         idle[0] = True
         for _ in range(500):
             if node() is None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import rendering, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_model import BlockState, states_of, total
 
@@ -243,7 +243,7 @@ def test_marks_come_from_the_messages_and_from_the_turn() -> None:
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-@rendering(TOKENS, TOKENS, st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True))
+@given(TOKENS, TOKENS, st.lists(st.integers(1, 39), min_size=1, max_size=4, unique=True))
 def test_a_label_changes_with_any_token_up_to_its_end(
     one: list[int], other: list[int], edges: list[int]
 ) -> None:
@@ -273,7 +273,7 @@ def slots(draw: st.DrawFn, n_common_at_most: int) -> SlotView:
     return slot(n_common, *draw(st.lists(pairs, max_size=4)))
 
 
-@rendering(data=st.data(), keep=st.integers(0, 203), added=st.integers(0, 120))
+@given(data=st.data(), keep=st.integers(0, 203), added=st.integers(0, 120))
 @settings(max_examples=150)
 def test_the_blocks_of_a_layout_tile_its_prompt(data: st.DataObject, keep: int, added: int) -> None:
     layout = with_copies(COLD, *data.draw(st.sets(st.sampled_from(list(COLD.blocks)))))

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import history
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -50,7 +50,7 @@ def test_an_empty_history_is_continued_too(history: str) -> None:
     assert "messages" not in json.loads(continued(b"{}", [ANSWER]))
 
 
-@history(st.lists(st.text(), max_size=4), st.text())
+@given(st.lists(st.text(), max_size=4), st.text())
 def test_the_expected_next_turns_differ_only_in_their_last_message(
     texts: list[str], answer: str
 ) -> None:

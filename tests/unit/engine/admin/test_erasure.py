@@ -1,4 +1,4 @@
-"""What an operator deletes while it is on its way to the disk, and what goes for room."""
+"""Deleting sessions and tenants: also while files are being written, and by the session limit."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ def test_wiping_includes_files_being_written_and_reports_what_remains(
     config = Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
     engine = build_router(config)
     snapshots = engine.server.strategies.snapshots
-    vault, eraser = snapshots.repository, SessionEraser(engine.served_models[0])
+    repository, eraser = snapshots.repository, SessionEraser(engine.served_models[0])
 
-    async def sealed(tenant: str) -> None:
-        part = vault.new_part()
+    async def write_snapshot(tenant: str) -> None:
+        part = repository.new_part()
         n_bytes = write_state_file(tmp_path, part)
         await asyncio.sleep(0.02)
-        await vault.add(
+        await repository.add(
             part, n_bytes, TOKENS, SnapshotLabel(tenant, "f", f"of {tenant}", STEP, 1.0)
         )
 
-    async def saved(tenant: str) -> None:
-        engine.server.strategies.snapshots._tasks.run(sealed(tenant), "sealing")
+    async def save_later(tenant: str) -> None:
+        engine.server.strategies.snapshots._tasks.run(write_snapshot(tenant), "sealing")
 
-    async def erased() -> None:
+    async def scenario() -> None:
         async with engine.shared, engine.server.strategies.snapshots:
             for tenant in ("mine", "other"):
-                vault.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
-                engine.server.strategies.snapshots._tasks.run(saved(tenant), "saving")
-            done = await eraser.wipe("mine")
-            assert (done["snapshots"], done["sessions"]) == (1, 0)
-            assert "records on disk" not in done["left"]
-            assert [item.tenant for item in vault.snapshots] == ["other"]
-            assert [item.tenant for item in vault.records()] == ["other"]
+                repository.put_record(Record(f"of {tenant}", tenant, time.time(), b"x"))
+                engine.server.strategies.snapshots._tasks.run(save_later(tenant), "saving")
+            result = await eraser.wipe("mine")
+            assert (result["snapshots"], result["sessions"]) == (1, 0)
+            assert "records on disk" not in result["left"]
+            assert [item.tenant for item in repository.snapshots] == ["other"]
+            assert [item.tenant for item in repository.records()] == ["other"]
             assert len(whole_files(tmp_path)) == 1
 
-            def full(_: str) -> None:
+            def fail(_: str) -> None:
                 raise SnapshotUnusable("disk", "it is full")
 
-            monkeypatch.setattr(vault._index, "remove_record", full)
+            monkeypatch.setattr(repository._index, "remove_record", fail)
             assert "records on disk" in (await eraser.wipe("other"))["left"]
-            assert not vault.snapshots
+            assert not repository.snapshots
 
-    asyncio.run(erased())
+    asyncio.run(scenario())
 
 
 def test_deleting_a_session_does_not_stop_look_ahead_of_others(tmp_path: Path) -> None:
@@ -85,24 +85,24 @@ def test_deleting_a_session_does_not_stop_look_ahead_of_others(tmp_path: Path) -
         snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0),
     )
 
-    async def deleted() -> None:
+    async def scenario() -> None:
         async with build_router(config) as engine:
-            mine, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
+            first, other = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
             ahead, ended = engine.server.strategies.snapshots._lookahead, asyncio.Event()
 
             async def decode() -> None:
                 await ended.wait()
 
-            of_mine = ahead.run(decode(), mine.id)
+            of_first = ahead.run(decode(), first.id)
             of_other = ahead.run(decode(), other.id)
-            done = await asyncio.wait_for(Admin(engine).delete(mine.id), 60)
-            assert done["sessions"] == 1
-            assert of_mine.cancelled() and not of_other.done()
+            result = await asyncio.wait_for(Admin(engine).delete(first.id), 60)
+            assert result["sessions"] == 1
+            assert of_first.cancelled() and not of_other.done()
             wiping = asyncio.get_running_loop().create_task(Admin(engine).wipe("nobody"))
             await asyncio.wait_for(wiping, 60)
             assert of_other.cancelled() and not ended.is_set()
 
-    asyncio.run(deleted())
+    asyncio.run(scenario())
 
 
 def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) -> None:
@@ -112,16 +112,16 @@ def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) ->
         limits=LimitsConfig(sessions=1),
     )
 
-    async def forgotten() -> None:
+    async def scenario() -> None:
         async with build_router(config) as engine:
             old, new = (engine.conversations.start(EMPTY, None, "") for _ in range(2))
-            for known in (old, new):
-                record = Record(known.id, known.tenant, time.time(), b"x")
+            for conversation in (old, new):
+                record = Record(conversation.id, conversation.tenant, time.time(), b"x")
                 engine.server.strategies.snapshots.repository.put_record(record)
             _end_a_request(engine.server)
-            assert [known.id for known in engine.conversations] == [new.id]
+            assert [conversation.id for conversation in engine.conversations] == [new.id]
             assert [
                 record.id for record in engine.server.strategies.snapshots.repository.records()
             ] == [new.id]
 
-    asyncio.run(forgotten())
+    asyncio.run(scenario())

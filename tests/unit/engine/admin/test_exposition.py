@@ -1,4 +1,4 @@
-"""Metrics of several servers in one exposition."""
+"""Merging the metrics of several servers into one exposition."""
 
 from __future__ import annotations
 
@@ -46,20 +46,22 @@ def _samples(text: bytes) -> dict[tuple[str, str, str], float]:
 
 def test_merged_samples_have_the_server_label_and_one_header_per_metric() -> None:
     other = ONE.replace(b" 12\n", b" 7\n").replace(b"Time.", b"Other words.")
-    made = merge_by_server({"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""})
-    found = _samples(made)
-    assert found["llamacpp:prompt_tokens_total", "gpu-1", ""] == 12
-    assert found["llamacpp:prompt_tokens_total", "gpu-2", ""] == 7
-    assert found["llamacpp:wait_seconds_bucket", "gpu-2", "+Inf"] == 4
-    assert len(found) == 10
+    merged = merge_by_server(
+        {"gpu-1": ONE, "gpu-2": other, "gpu-3": b"# it sleeps\n", "gpu-4": b""}
+    )
+    samples = _samples(merged)
+    assert samples["llamacpp:prompt_tokens_total", "gpu-1", ""] == 12
+    assert samples["llamacpp:prompt_tokens_total", "gpu-2", ""] == 7
+    assert samples["llamacpp:wait_seconds_bucket", "gpu-2", "+Inf"] == 4
+    assert len(samples) == 10
     for line in (b"# TYPE llamacpp:wait_seconds histogram", b"# HELP llamacpp:wait_seconds Time."):
-        assert made.count(line) == 1
-    assert b"Other words" not in made and b"sleeps" not in made
-    families = [line.split()[2] for line in made.splitlines() if line.startswith(b"# TYPE")]
+        assert merged.count(line) == 1
+    assert b"Other words" not in merged and b"sleeps" not in merged
+    families = [line.split()[2] for line in merged.splitlines() if line.startswith(b"# TYPE")]
     assert len(families) == len(set(families)) == 2
 
 
-def test_text_that_is_no_exposition_is_omitted() -> None:
+def test_text_that_is_not_an_exposition_is_omitted() -> None:
     assert (
         merge_by_server({"a": b"<html>\nnot one\n{}\n", "b": b"fine 1\n"})
         == b'fine{server="b"} 1\n'
@@ -76,7 +78,7 @@ def test_an_error_of_several_lines_is_one_comment() -> None:
     assert text.startswith("# ") and text.endswith("</html>\n") and text.count("\n") == 1
 
 
-def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
+def test_a_server_is_reported_up_while_another_scrape_is_running() -> None:
     metrics, delays = Metrics(), [0.0, 99.0, 0.1]
 
     class Slow(LlamaClient):
@@ -96,7 +98,7 @@ def test_a_server_is_up_while_another_scrape_is_still_asking() -> None:
         async with asyncio.TaskGroup() as tasks:
             abandoned = tasks.create_task(scraper.scrape())
             await asyncio.sleep(0)
-            assert up() == 1, "one that has just begun knows nothing"
+            assert up() == 1, "a scrape that has just started must not change it"
             await scraper.scrape()
             assert up() == 1
             abandoned.cancel()

@@ -1,4 +1,4 @@
-"""What is shown of the whole proxy, behind a router too."""
+"""The gauges of the whole proxy, with several models behind a router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_gauges_sum_over_all_models() -> None:
         inner = build_server(outer.config, outer.shared, outer.upstream, model=name)
         outer._models._servers[name] = inner
         inner.server.conversations.recall(session_record())
-        for known in inner.server.conversations:
-            known.budgeted.n_resident = 10 * number
+        for conversation in inner.server.conversations:
+            conversation.budgeted.n_resident = 10 * number
     for name, value in (("sessions", 2), ("resident_tokens", 30), ("queue_depth", 0)):
         assert outer.metrics.registry.get_sample_value(f"evoke_{name}") == value

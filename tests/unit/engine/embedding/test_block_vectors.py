@@ -1,4 +1,4 @@
-"""The embedder and the sessions: what is asked of it, when, and what comes of it."""
+"""Vectors of blocks and questions: what is embedded for a session, when, and where it is stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICY = PolicyConfig(budget=512)
 
 
 class FakeEmbedding:
-    """Knows what `done` has; takes `seconds` for a question."""
+    """Has the vectors in `done`; takes `seconds` for a question."""
 
     def __init__(self, on: bool = True, seconds: float = 0.0, is_immediate: bool = False) -> None:
         self.on, self.seconds, self.is_immediate = on, seconds, is_immediate
@@ -59,12 +59,12 @@ def vectors_of(fake: FakeEmbedding, policy: PolicyConfig = POLICY) -> BlockVecto
     return BlockVectors(fake, Conversations(policy, 9))  # type: ignore[arg-type]
 
 
-def conversation(*said: str) -> Conversation:
-    """One whose index holds a block for each text."""
+def conversation(*texts: str) -> Conversation:
+    """A conversation whose index has a block for each text."""
     session = Session("s", "me", POLICY)
     blocks = [
         Block(f"user:{i}#0", f"s/{i}", Span(i * 9, i * 9 + 9), Role.USER, 1, i, text)
-        for i, text in enumerate(said)
+        for i, text in enumerate(texts)
     ]
     session.index.relevance(Query.of("x"), BlockTable(blocks))
     return Conversation(session, np.zeros(0, np.int32))
@@ -82,10 +82,10 @@ async def rendering(seconds: float = 0.0) -> Any:
     return "rendered"
 
 
-async def beside(
+async def embed_during_rendering(
     fake: FakeEmbedding, policy: PolicyConfig, seconds: float = 0.0
 ) -> tuple[Any, RequestTrace]:
-    """The vectors that were made, and what was waited for."""
+    """Embeds during a rendering; returns the vectors and the trace with the waiting times."""
     trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
     rendered, made = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
@@ -93,35 +93,42 @@ async def beside(
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
-    fake, known = FakeEmbedding(), conversation("The first one is here.", "One. " * 12)
+    fake, conversation_ = FakeEmbedding(), conversation("The first one is here.", "One. " * 12)
     vectors = vectors_of(fake)
-    vectors.submit(known)
+    vectors.submit(conversation_)
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
     fake.done[b"me/The first one is here."] = EAST
-    fake.done[known.vectors.pending["s/1"][0]] = EAST
-    known.session.add_vectors(stacked(vectors.take_new(known)))
-    assert [block.label for block in known.session.index.without_vectors(9)] == ["s/1"]
+    fake.done[conversation_.vectors.pending["s/1"][0]] = EAST
+    conversation_.session.add_vectors(stacked(vectors.take_new(conversation_)))
+    assert [block.label for block in conversation_.session.index.without_vectors(9)] == ["s/1"]
     fake.submitted.clear()
-    vectors.submit(known)
-    assert set(known.vectors.pending) == {"s/1"} and "The first one is here." not in fake.submitted
+    vectors.submit(conversation_)
+    assert (
+        set(conversation_.vectors.pending) == {"s/1"}
+        and "The first one is here." not in fake.submitted
+    )
 
 
 def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, known = FakeEmbedding(), conversation("One.", "Two.", "Three.")
-    vectors_of(fake).submit(known)
-    fake.done = {key: EAST for keys in known.vectors.pending.values() for key in keys}
+    fake, conversation_ = FakeEmbedding(), conversation("One.", "Two.", "Three.")
+    vectors_of(fake).submit(conversation_)
+    fake.done = {key: EAST for keys in conversation_.vectors.pending.values() for key in keys}
     monkeypatch.setattr("evoke_proxy.engine.server.conversations._MAX_UNWRITTEN", 2)
-    known.session.add_vectors(stacked(vectors_of(fake).take_new(known)))
-    assert len(known.vectors.embedded) == 2 and not known.session.index.without_vectors(9)
+    conversation_.session.add_vectors(stacked(vectors_of(fake).take_new(conversation_)))
+    assert len(
+        conversation_.vectors.embedded
+    ) == 2 and not conversation_.session.index.without_vectors(9)
 
 
-def test_an_immediate_encoder_embeds_what_is_missing_at_once() -> None:
+def test_an_immediate_encoder_embeds_missing_blocks_at_once() -> None:
     said = ("The first one is right here. The second one is over there.", "", "More of it.", "Why?")
-    fake, known = FakeEmbedding(is_immediate=True), conversation(*said)
-    vectors, index = vectors_of(fake), known.session.index
-    vectors.submit(known)
-    assert not fake.submitted and not known.vectors.pending, "nothing is left for the background"
-    vectors.embed_missing(known.session, index._blocks)
+    fake, conversation_ = FakeEmbedding(is_immediate=True), conversation(*said)
+    vectors, index = vectors_of(fake), conversation_.session.index
+    vectors.submit(conversation_)
+    assert not fake.submitted and not conversation_.vectors.pending, (
+        "nothing must be left for the background"
+    )
+    vectors.embed_missing(conversation_.session, index._blocks)
     assert fake.asked == [
         "More of it.", "The first one is right here.", "The second one is over there.",
     ]  # fmt: skip
@@ -132,22 +139,24 @@ def test_an_immediate_encoder_embeds_what_is_missing_at_once() -> None:
     longer = BlockTable(
         [*index._blocks, Block("user:4#0", "s/4", Span(36, 45), Role.USER, 2, 4, "And now?")]
     )
-    vectors.embed_missing(known.session, longer)
-    assert fake.asked == ["Why?"], "the question of before, and not the one of now"
+    vectors.embed_missing(conversation_.session, longer)
+    assert fake.asked == ["Why?"], "the previous question must be embedded, and the current one not"
 
 
-def test_a_slow_encoder_embeds_nothing_at_once() -> None:
-    fake, known = FakeEmbedding(), conversation("The first one is here.", "Where is it?")
+def test_an_encoder_that_is_not_immediate_embeds_nothing_at_once() -> None:
+    fake, conversation_ = FakeEmbedding(), conversation("The first one is here.", "Where is it?")
     vectors = vectors_of(fake)
-    vectors.embed_missing(known.session, known.session.index._blocks)
-    assert not fake.asked and vectors.n_missing(known.session) == 0
+    vectors.embed_missing(conversation_.session, conversation_.session.index._blocks)
+    assert not fake.asked and vectors.n_missing(conversation_.session) == 0
 
 
 def test_nothing_is_submitted_without_an_embedder() -> None:
-    fake, known = FakeEmbedding(on=False), conversation("text")
-    vectors_of(fake).submit(known)
-    made, trace = asyncio.run(beside(fake, POLICY))
-    assert not (fake.submitted or fake.asked or known.vectors.pending or made or trace.waits)
+    fake, conversation_ = FakeEmbedding(on=False), conversation("text")
+    vectors_of(fake).submit(conversation_)
+    made, trace = asyncio.run(embed_during_rendering(fake, POLICY))
+    assert not (
+        fake.submitted or fake.asked or conversation_.vectors.pending or made or trace.waits
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,31 +164,33 @@ def test_nothing_is_submitted_without_an_embedder() -> None:
 )
 def test_questions_are_not_embedded_without_retrieval(policy: PolicyConfig) -> None:
     fake = FakeEmbedding()
-    assert not asyncio.run(beside(fake, policy))[0] and not fake.asked
+    assert not asyncio.run(embed_during_rendering(fake, policy))[0] and not fake.asked
 
 
-def test_questions_are_embedded_while_a_session_has_a_budget_of_its_own() -> None:
+def test_questions_are_embedded_while_a_session_has_its_own_budget() -> None:
     fake, config = FakeEmbedding(), replace(POLICY, budget=None)
     conversations = Conversations(config, 9)
-    known = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
-    known.own_budget, known.session.config = True, POLICY
+    conversation_ = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
+    conversation_.own_budget, conversation_.session.config = True, POLICY
     vectors = BlockVectors(fake, conversations)  # type: ignore[arg-type]
     asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
     assert len(fake.asked) == 3
-    conversations.forget(known)
+    conversations.forget(conversation_)
     asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
     assert len(fake.asked) == 3
 
 
 def test_a_question_is_embedded_during_the_rendering() -> None:
-    made, trace = virtual_time.run(beside(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15))
+    made, trace = virtual_time.run(
+        embed_during_rendering(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15)
+    )
     assert set(made) == {
         "Where is it?",
         "How is the old one called?",
         "Where is it? How is the old one called?",
     }
     assert trace.waits["embed"] == pytest.approx(0.05)
-    _, quick = virtual_time.run(beside(FakeEmbedding(), POLICY, seconds=0.1))
+    _, quick = virtual_time.run(embed_during_rendering(FakeEmbedding(), POLICY, seconds=0.1))
     assert quick.waits["embed"] == 0.0
 
 

@@ -1,6 +1,6 @@
-"""The embedder beside the event loop: a question at once or not at all, blocks when there is time.
+"""The embedding service: questions are embedded at once or not at all, blocks in the background.
 
-The encoder here is a fake one that can be held up and made to fail; tests/embedder has real ones.
+The encoder is a fake that can be blocked and made to fail; tests/embedder uses real ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def vector_of(text: str) -> Vectors:
 
 
 class FakeEncoder:
-    """Notes what it is asked in which order; blocks and questions can be held up separately."""
+    """Records its calls in order; blocks and questions can be blocked separately."""
 
     def __init__(self, fingerprint: bytes = b"fake") -> None:
         self.name = "fake"
@@ -65,7 +65,7 @@ class FakeEncoder:
         self.asked.append((kind, tuple(texts)))
         niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.threads.append((threading.current_thread().name, niceness))
-        assert gate.wait(60), "nobody let it go on"
+        assert gate.wait(60), "the test did not release the encoder"
         if self.fails is not None:
             raise self.fails
         return np.stack([vector_of(kind[0] + text) for text in texts])
@@ -75,7 +75,7 @@ class FakeEncoder:
 
 
 class Rig:
-    """An EmbeddingService on a fake encoder, and its numbers."""
+    """An EmbeddingService with a fake encoder, and its metrics."""
 
     def __init__(self, encoder: FakeEncoder, **settings: Any) -> None:
         self.encoder = encoder
@@ -91,14 +91,14 @@ class Rig:
         self.embedding.submit(zip(keys, texts, strict=True))
         return keys
 
-    def when_it_stops(self, act: Callable[[], None]) -> None:
-        """Do that as soon as what waits has been dropped."""
+    def when_stopping(self, act: Callable[[], None]) -> None:
+        """Calls `act` as soon as the waiting work has been dropped."""
         pool = self.embedding._at_once
 
         def watch() -> None:
             while not pool._shutdown:
                 time.sleep(0.001)
-            with pool._shutdown_lock:  # it is dropped under this
+            with pool._shutdown_lock:  # waiting work is dropped under this lock
                 act()
 
         threading.Thread(target=watch, daemon=True).start()
@@ -106,7 +106,7 @@ class Rig:
     async def until(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not holds():
-            assert time.monotonic() < deadline, "it never came to hold"
+            assert time.monotonic() < deadline, "the condition never became true"
             await asyncio.sleep(0.002)
 
 
@@ -115,10 +115,10 @@ def started(tasks: asyncio.TaskGroup, rig: Rig, text: str) -> asyncio.Task[Vecto
 
 
 def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
-    """Play a scene within the life of an EmbeddingService."""
+    """Runs a scene between start and stop of an EmbeddingService."""
     rig = Rig(FakeEncoder(), **settings)
 
-    async def play() -> None:
+    async def scenario() -> None:
         async with rig.embedding:
             try:
                 await scene(rig)
@@ -126,16 +126,16 @@ def run(scene: Callable[[Rig], Awaitable[None]], **settings: Any) -> Rig:
                 rig.encoder.may_ask.set()
                 rig.encoder.may_embed.set()
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     return rig
 
 
 def test_a_question_is_embedded_once() -> None:
     async def scene(rig: Rig) -> None:
         first = await embed_query(rig.embedding, "why?")
-        again = await embed_query(rig.embedding, "why?")
+        second = await embed_query(rig.embedding, "why?")
         assert first is not None and first.tolist() == vector_of("qwhy?").tolist()
-        assert again is first
+        assert second is first
         assert rig.encoder.of("question") == ["why?"]
         assert rig.count("evoke_embedded_total", kind="question") == 1
         assert rig.count("evoke_embed_seconds_count") == 1
@@ -185,7 +185,7 @@ def test_blocks_get_vectors_in_the_background() -> None:
             found = rig.embedding.vector(key)
             assert found is not None and found.tolist() == vector_of("b" + text).tolist()
         rig.submit(*texts)
-        assert sorted(rig.encoder.of("block")) == sorted(texts), "each of them once"
+        assert sorted(rig.encoder.of("block")) == sorted(texts), "each text must be embedded once"
         assert rig.count("evoke_embedded_total", kind="block") == 50
         assert rig.count("evoke_embed_waiting") == 0
 
@@ -245,11 +245,13 @@ def test_questions_are_embedded_before_blocks() -> None:
         async with asyncio.TaskGroup() as tasks:
             question = started(tasks, rig, "why?")
             await rig.until(lambda: len(rig.encoder.asked) == 2)
-            assert rig.encoder.asked[1][0] == "question", "beside the batch, not after it"
+            assert rig.encoder.asked[1][0] == "question", "the question must not wait for the batch"
             rig.encoder.may_embed.set()
             await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") > 0)
             await asyncio.sleep(0.05)
-            assert len(rig.encoder.asked) == 2, "no batch starts while a question is on its way"
+            assert len(rig.encoder.asked) == 2, (
+                "no batch may start while a question is being embedded"
+            )
             rig.encoder.may_ask.set()
             assert await question is not None
         await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") == 40)
@@ -278,9 +280,9 @@ def test_blocks_are_embedded_at_low_priority() -> None:
         (key,) = rig.submit("block")
         await rig.until(lambda: rig.embedding.vector(key) is not None)
         await embed_query(rig.embedding, "why?")
-        ours = os.getpriority(os.PRIO_PROCESS, 0)
-        assert rig.encoder.threads[0][1] >= min(ours + 1, 19)
-        assert rig.encoder.threads[1][1] == ours
+        own_niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        assert rig.encoder.threads[0][1] >= min(own_niceness + 1, 19)
+        assert rig.encoder.threads[1][1] == own_niceness
 
     run(scene)
 
@@ -288,17 +290,19 @@ def test_blocks_are_embedded_at_low_priority() -> None:
 def test_a_slow_question_delays_a_turn_by_the_time_limit_only() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_ask.clear()
-        began = time.monotonic()
+        start = time.monotonic()
         assert await embed_query(rig.embedding, "slow") is None
-        assert 0.02 <= time.monotonic() - began < 20  # and not as long as it would be waited for
+        assert 0.02 <= time.monotonic() - start < 20  # and not as long as it would be waited for
         assert rig.count("evoke_embed_failures_total", reason="timeout") == 1
-        # It still runs: the next one does not even wait.
+        # The slow question still runs, so the next one is refused at once.
         assert await embed_query(rig.embedding, "next") is None
         assert rig.count("evoke_embed_failures_total", reason="busy") == 1
         assert rig.encoder.of("question") == ["slow"]
         rig.encoder.may_ask.set()
         await rig.until(lambda: rig.count("evoke_embedded_total", kind="question") == 1)
-        assert await embed_query(rig.embedding, "slow") is not None, "late, but not for nothing"
+        assert await embed_query(rig.embedding, "slow") is not None, (
+            "the late vector must be cached"
+        )
         assert rig.encoder.of("question") == ["slow"]
         await embed_query(rig.embedding, "next")  # a busy machine may take longer than that
         await rig.until(lambda: rig.count("evoke_embedded_total", kind="question") == 2)
@@ -362,7 +366,7 @@ def test_keys_differ_by_tenant_kind_of_text_and_encoder() -> None:
     run(scene)
 
 
-def test_half_of_a_surrogate_pair_has_a_key() -> None:
+def test_a_lone_surrogate_has_a_key() -> None:
     async def scene(rig: Rig) -> None:
         assert rig.embedding.key("\ud800") != rig.embedding.key("\ud801")
 
@@ -373,36 +377,36 @@ def test_stopping_drops_waiting_texts_and_waits_for_the_running_batch() -> None:
     rig = Rig(FakeEncoder())
     earlier = set(threading.enumerate())
 
-    async def play() -> None:
+    async def scenario() -> None:
         rig.encoder.may_embed.clear()
         async with rig.embedding:
             keys = rig.submit(*[f"block {i}" for i in range(40)])
             await rig.until(lambda: len(rig.encoder.asked) == 1)
-            rig.when_it_stops(rig.encoder.may_embed.set)
+            rig.when_stopping(rig.encoder.may_embed.set)
         assert len(rig.encoder.asked) == 1
         started = set(threading.enumerate()) - earlier
         assert not [thread for thread in started if thread.name.startswith("embed-")]
-        # Whoever still has it gets answers, not errors.
+        # A stopped service answers without vectors and raises no error.
         rig.submit("late")
         assert await embed_query(rig.embedding, "late") is None
         assert rig.embedding.vector(keys[0]) is None
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_a_running_question_ends_when_the_service_stops() -> None:
     rig = Rig(FakeEncoder())
 
-    async def play() -> None:
+    async def scenario() -> None:
         rig.encoder.may_ask.clear()
         async with asyncio.TaskGroup() as tasks:
             async with rig.embedding:
                 runs, waits = started(tasks, rig, "runs"), started(tasks, rig, "waits")
                 await rig.until(lambda: bool(rig.encoder.asked))
-                rig.when_it_stops(rig.encoder.may_ask.set)
+                rig.when_stopping(rig.encoder.may_ask.set)
         assert runs.result() is not None and waits.result() is None
 
-    asyncio.run(play())
+    asyncio.run(scenario())
 
 
 def test_without_an_encoder_the_service_is_off_and_logs_it(
@@ -419,18 +423,18 @@ def test_without_an_encoder_the_service_is_off_and_logs_it(
     rig = Rig(FakeEncoder(), directory="", model="none")
     rig.embedding = EmbeddingService(rig.embedding._config, rig.metrics)
 
-    async def play() -> None:
+    async def scenario() -> None:
         async with rig.embedding:
             await scene(rig)
 
-    asyncio.run(play())
+    asyncio.run(scenario())
     assert rig.encoder.asked == []
     assert rig.count("evoke_embed_seconds_count") == 0
     assert rig.count("evoke_embedder_info", embedder="none") == 1
-    said = [
+    log = [
         r.getMessage() for r in caplog.records if r.name == "evoke_proxy.engine.embedding.service"
     ]
-    assert said == ["no embedder (embedder.model is none): blocks are ranked by words alone"]
+    assert log == ["no embedder (embedder.model is none): blocks are ranked by words alone"]
 
 
 def test_the_start_logs_the_encoder(caplog: pytest.LogCaptureFixture) -> None:
@@ -444,14 +448,14 @@ def test_the_start_logs_the_encoder(caplog: pytest.LogCaptureFixture) -> None:
     assert "embedder of the tests" in [record.getMessage() for record in caplog.records]
 
 
-def test_an_encoder_that_does_not_load_stops_the_start() -> None:
+def test_an_encoder_that_does_not_load_is_an_error_at_start() -> None:
     def refuse(_: EmbedderConfig) -> FakeEncoder:
         raise ConfigError("embedder.directory: no")
 
-    async def play() -> None:
+    async def scenario() -> None:
         config = EmbedderConfig(directory="/somewhere")
         async with EmbeddingService(config, Metrics(), load=refuse):
             pytest.fail("it started")
 
     with pytest.raises(ConfigError, match="no"):
-        asyncio.run(play())
+        asyncio.run(scenario())

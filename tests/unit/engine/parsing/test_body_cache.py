@@ -1,4 +1,4 @@
-"""A body read from where it goes on is the body read whole."""
+"""The body cache: a body parsed incrementally equals the body parsed whole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from evoke_proxy.engine.parsing.body_cache import BodyCache, CachedBody, ReadBody
 
-# What looks like the structure around it, inside and outside of strings.
-NASTY = st.text(st.sampled_from('"\\{}[],: ab\n\u00e9\U0001f642'), max_size=12)
-TEXT = NASTY | st.sampled_from(['"]}', '"},{"role":"user"', '],"messages":[', "}]", '\\"}', "{}"])
+# Texts that look like the JSON structure around them.
+STRUCTURAL = st.text(st.sampled_from('"\\{}[],: ab\n\u00e9\U0001f642'), max_size=12)
+TEXT = STRUCTURAL | st.sampled_from(
+    ['"]}', '"},{"role":"user"', '],"messages":[', "}]", '\\"}', "{}"]
+)
 VALUE = st.recursive(
     TEXT | st.integers() | st.none(),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
@@ -33,25 +35,25 @@ SPELLED: list[Callable[[Any], str]] = [
 
 
 @st.composite
-def talks(draw: st.DrawFn) -> list[bytes]:
-    """Bodies of which each goes on from the one before, or nearly."""
+def bodies_of_conversation(draw: st.DrawFn) -> list[bytes]:
+    """Bodies of a conversation; most of them continue the one before."""
     spell = draw(st.sampled_from(SPELLED))
     key = draw(st.sampled_from(["messages", "messages", "input"]))
-    said, bodies = draw(st.lists(MESSAGE, min_size=2, max_size=4)), list[bytes]()
-    before, behind = draw(MEMBERS), draw(MEMBERS)
+    messages, bodies = draw(st.lists(MESSAGE, min_size=2, max_size=4)), list[bytes]()
+    before, after = draw(MEMBERS), draw(MEMBERS)
     for turn in range(draw(st.integers(3, 5))):
-        lost = draw(st.sampled_from([0, 0, 0, 1])) if turn else 0
-        said = said[: len(said) - lost] + draw(ELEMENTS)
+        removed = draw(st.sampled_from([0, 0, 0, 1])) if turn else 0
+        messages = messages[: len(messages) - removed] + draw(ELEMENTS)
         if draw(st.sampled_from([False, False, False, True])):
-            behind = draw(MEMBERS)
-        members = [*before, (key, said), *behind]
+            after = draw(MEMBERS)
+        members = [*before, (key, messages), *after]
         pairs = ", ".join(f"{json.dumps(name)}: {spell(value)}" for name, value in members)
         bodies.append(f"{{{pairs}}}".encode("utf-8", "replace"))
     return bodies
 
 
 @settings(max_examples=60)
-@given(talks())
+@given(bodies_of_conversation())
 def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(talk: list[bytes]) -> None:
     bodies, kept = BodyCache(least=1), list[CachedBody | None]()
     for body in talk:
@@ -67,8 +69,8 @@ def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(talk: list[byte
 
 
 def talk(n: int, **more: object) -> bytes:
-    said = [{"role": "user", "content": f'{i} "]}} {"x" * 50}'} for i in range(n)]
-    return orjson.dumps({"model": "m", "messages": said, "stream": True} | more)
+    messages = [{"role": "user", "content": f'{i} "]}} {"x" * 50}'} for i in range(n)]
+    return orjson.dumps({"model": "m", "messages": messages, "stream": True} | more)
 
 
 def test_only_new_messages_are_parsed() -> None:
@@ -95,15 +97,15 @@ def test_bodies_of_other_tenants_short_and_released_bodies_are_not_cached() -> N
 
 
 def test_only_a_few_nested_lists_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each would cost the time of all that is before it."""
+    """Trying a list costs time for all the text before it."""
     parsed: list[int] = []
 
     def counted(text: bytes) -> None:
         parsed.append(len(text))
 
     inside = [{"messages": []}] * 500
-    said = [{"role": "user", "content": "x" * 100}] * 2
-    first, later = (orjson.dumps({"x": inside, "messages": said[:n]}) for n in (1, 2))
+    messages = [{"role": "user", "content": "x" * 100}] * 2
+    first, later = (orjson.dumps({"x": inside, "messages": messages[:n]}) for n in (1, 2))
     bodies = BodyCache(least=1)
     kept = bodies.keep(ReadBody(first, orjson.loads(first)), "t")
     monkeypatch.setattr("evoke_proxy.engine.parsing.body_cache._parsed", counted)

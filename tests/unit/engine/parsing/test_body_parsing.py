@@ -1,4 +1,4 @@
-"""Bodies that take long to read do not hold up the event loop, and cost little memory."""
+"""Parsing large bodies: the event loop is not blocked, and threads parse concurrently."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from evoke_proxy.errors import RequestError
 
 _MIB = 1024 * 1024
 _PIN = b'{"role":"user","content":"x","evoke_keep":"pin"}'
-# What the loop may be busy with one body, in processor time of its thread.
-_MOST_S = 0.02
+# The longest time of the event loop for one body, in CPU time of its thread.
+_LONGEST_S = 0.02
 BODIES: dict[str, Callable[[], bytes]] = {
     "a marked message and 350,000 empty ones": lambda: (
         b'{"messages":[' + _PIN + b",{}" * (_MIB // 3) + b"]}"
@@ -43,7 +43,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 
 async def _read(body: bytes, limits: LimitsConfig) -> None:
-    """Check and read a body as the proxy does."""
+    """Checks and parses a body as the proxy does."""
     await BodyChecker().check(body, "application/json", limits)
     incoming = IncomingRequest(dialect="chat", body=body, headers={})
     await RequestParser(Config(), Metrics()).parse(incoming)
@@ -54,15 +54,15 @@ def test_large_bodies_do_not_block_the_event_loop(name: str) -> None:
     body = BODIES[name]()
 
     async def run() -> float:
-        began = time.thread_time()
+        start = time.thread_time()
         try:
             await _read(body, LimitsConfig())
         except RequestError as error:
             assert error.status == 400
-        return time.thread_time() - began
+        return time.thread_time() - start
 
-    # The shortest of several: other programs on the machine may make any single run longer.
-    assert min(asyncio.run(run()) for _ in range(4)) < _MOST_S
+    # The shortest of several runs: other programs may make any one of them longer.
+    assert min(asyncio.run(run()) for _ in range(4)) < _LONGEST_S
 
 
 def test_threads_parse_bodies_of_one_conversation_concurrently() -> None:

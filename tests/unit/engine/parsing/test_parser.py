@@ -1,4 +1,4 @@
-"""What is remembered of a request for the next of its conversation."""
+"""The request parser: which bodies are cached for the next request of a conversation."""
 
 from __future__ import annotations
 

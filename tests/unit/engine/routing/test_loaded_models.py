@@ -1,4 +1,4 @@
-"""Engines of the models behind a router: entered once, and left by the task that entered them."""
+"""Servers of the models behind a router: entered once, and exited by the same task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODY = b'{"model":"one"}'
 
 
 class Router(LlamaClient):
-    """Knows two models, and loads them at once."""
+    """A router with two models, which loads them immediately."""
 
     def __init__(self) -> None:
         super().__init__(UpstreamConfig())
@@ -31,7 +31,7 @@ class Router(LlamaClient):
 
 @dataclass
 class Entered:
-    """An engine that is entered when it may."""
+    """A server whose start waits for an event and may fail."""
 
     may: asyncio.Event
     failures: list[BaseException]
@@ -64,26 +64,26 @@ async def _request(models: LoadedModels[Entered], body: bytes = BODY) -> Entered
 
 def test_a_cancelled_request_leaves_the_server_of_its_model_entered() -> None:
     async def run() -> None:
-        may, made = asyncio.Event(), list[Entered]()
+        may, servers = asyncio.Event(), list[Entered]()
 
         def make(_: str) -> Entered:
-            made.append(Entered(may, []))
-            return made[-1]
+            servers.append(Entered(may, []))
+            return servers[-1]
 
         loop = asyncio.get_running_loop()
         async with LoadedModels(Router(), make) as models:
             leaving = loop.create_task(_request(models))
             staying = loop.create_task(_request(models, b'{"model":"first"}'))
-            while not made or not made[0].tasks:
+            while not servers or not servers[0].tasks:
                 await asyncio.sleep(0)
             leaving.cancel()
             await asyncio.sleep(0)
             assert leaving.cancelled() and not list(models)
             may.set()
-            assert await staying is made[0] and list(models) == made
-            assert await _request(models) is made[0]
+            assert await staying is servers[0] and list(models) == servers
+            assert await _request(models) is servers[0]
             assert await _request(models, b'{"model":"none"}') is None
-        (engine,) = made
+        (engine,) = servers
         entered, left = engine.tasks
         assert entered is left and entered not in (leaving, staying, asyncio.current_task())
 
@@ -92,18 +92,18 @@ def test_a_cancelled_request_leaves_the_server_of_its_model_entered() -> None:
 
 def test_entering_a_model_is_retried_after_a_failure() -> None:
     async def run() -> None:
-        may, made, failures = asyncio.Event(), list[Entered](), [OSError("once")]
+        may, servers, failures = asyncio.Event(), list[Entered](), [OSError("once")]
         may.set()
 
         def make(_: str) -> Entered:
-            made.append(Entered(may, failures))  # type: ignore[arg-type]
-            return made[-1]
+            servers.append(Entered(may, failures))  # type: ignore[arg-type]
+            return servers[-1]
 
         async with LoadedModels(Router(), make) as models:
             with pytest.raises(OSError, match="once"):
                 await _request(models)
             assert not list(models)
-            assert await _request(models) is made[1]
+            assert await _request(models) is servers[1]
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""A turn of a model that a router has to load first."""
+"""The model router: a turn of a model that has to be loaded first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.reply import ReplyReader
 
 
-def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: Any) -> None:
+def test_the_time_to_load_a_model_counts_as_waiting(monkeypatch: Any) -> None:
     preempted: list[int] = []
 
     async def turn() -> tuple[float, bool]:
@@ -24,7 +24,9 @@ def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: An
         trace = RequestTrace(asyncio.get_running_loop().time())
 
         async def loaded(*_: object) -> Any:
-            assert trace.waiting_since is not None, "a client is to see that it is waited for"
+            assert trace.waiting_since is not None, (
+                "the client must get keep-alives while the model loads"
+            )
             await asyncio.sleep(0.05)
             return inner
 
@@ -52,4 +54,4 @@ def test_the_loading_of_a_model_counts_as_waiting_of_the_request(monkeypatch: An
 
     waited_s, is_over = asyncio.run(turn())
     assert waited_s >= 0.05 and is_over
-    assert preempted == [1], "what is decoded ahead for a model, another would wait for"
+    assert preempted == [1], "look-ahead of one model must not delay another"

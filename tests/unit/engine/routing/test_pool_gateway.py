@@ -1,4 +1,4 @@
-"""The pool gateway without servers: routes, failover, migration, health checks."""
+"""The pool gateway, without servers: routes, failover, migration, health checks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
         conversation.budgeted.epoch, conversation.budgeted.n_resident = 7, 100
         conversation.in_use, conversation.pinned = 1, True
         is_moved = await migrate_conversation(conversation.id, source, target, False)
-        assert not is_moved, "a request of it runs"
+        assert not is_moved, "a conversation with a running request must not be moved"
         conversation.in_use = 0
         assert await migrate_conversation(conversation.id, source, target, source_answers=False)
         assert not list(source.conversations)
@@ -120,7 +120,7 @@ def test_a_migrated_session_keeps_its_identity_and_loses_its_rows() -> None:
         assert (moved_copy.budgeted.epoch, moved_copy.budgeted.n_resident) == (None, 0)
         assert moved_copy.budgeted.is_unconfirmed and not moved_copy.labels and conversation.labels
         is_moved = await migrate_conversation(conversation.id, source, target, False)
-        assert not is_moved, "it is not at the source any more"
+        assert not is_moved, "the conversation is no longer at the source"
 
     asyncio.run(moved())
 
@@ -196,18 +196,18 @@ def test_a_draining_server_saves_its_slots_after_its_last_answer(
             with gateway.servers.request_at(1):
                 assert gateway.servers.drain("b", True)["draining"]
                 await asyncio.sleep(0.02)
-                assert not saved, "it is still answering"
+                assert not saved, "the server still answers a request"
                 if again:
                     gateway.servers.drain("b", False)
             await tasks.ended(())
             return list(saved)
 
     assert asyncio.run(drained(again=False)) == [1]
-    assert asyncio.run(drained(again=True)) == [], "it does not drain any more"
+    assert asyncio.run(drained(again=True)) == [], "the server no longer drains"
 
 
 def test_a_record_written_during_migration_is_kept(tmp_path: Path) -> None:
-    """It is being written down when it moves; one that is deleted then does not come back."""
+    """A record of a session deleted while it is written is not kept."""
 
     async def written_of(moves: bool) -> int:
         gateway = _gateway(replace(CONFIG, snapshots=SnapshotsConfig(directory=str(tmp_path))))
@@ -254,7 +254,7 @@ def test_a_request_fails_over_until_no_server_is_left() -> None:
         assert sample("evoke_server_failovers_total", {"server": "a"}) == 1
         assert sample("evoke_server_failovers_total", {"server": "b"}) == 0
         breaker = gateway.servers.pool.members[0].breaker
-        assert (breaker.failures, breaker.unconfirmed) == (0, 1), "a check is to confirm it"
+        assert (breaker.failures, breaker.unconfirmed) == (0, 1), "a check must confirm the failure"
 
     asyncio.run(passed())
 
@@ -306,7 +306,7 @@ def test_a_request_that_broke_two_connections_is_not_sent_to_a_third_server(
 
 
 def test_a_session_that_was_migrated_meanwhile_keeps_its_new_server() -> None:
-    """While a request waited for its slot, the next of its conversation was sent elsewhere."""
+    """While a request waited for its slot, the next one was sent to another server."""
 
     request = _parsed("chat", BODY, {})
 
@@ -331,7 +331,7 @@ def test_a_session_that_was_migrated_meanwhile_keeps_its_new_server() -> None:
 
 
 def test_a_request_stops_waiting_for_a_server_whose_breaker_opens() -> None:
-    """Not by a step, even if its answer has just come; however long leaving it takes."""
+    """The request is not passed on, even if its answer has just arrived or leaving takes long."""
 
     async def called_off() -> None:
         gateway = _gateway()
@@ -393,14 +393,14 @@ BODIES = st.dictionaries(st.sampled_from(("messages", "input", "system", "prompt
 
 
 @given(st.sampled_from(("chat", "responses", "messages", "completions")), BODIES)
-def test_any_body_is_routed(dialect: str, body: dict[str, object]) -> None:
+def test_any_body_has_a_stable_origin(dialect: str, body: dict[str, object]) -> None:
     origin = _origin(dialect, json.dumps(body).encode(), {})
-    assert origin == _origin(dialect, json.dumps(body).encode(), {}), "it stays where it was"
+    assert origin == _origin(dialect, json.dumps(body).encode(), {}), "the origin must not change"
     assert origin.tenant == _origin("chat", BODY, {}).tenant
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("upstreams", "expected"),
     [
         (["http://h:1", "x=http://h:2/"], {"h:1": "http://h:1", "x": "http://h:2"}),
         (["https://gpu-box"], {"gpu-box": "https://gpu-box"}),
@@ -415,18 +415,20 @@ def test_any_body_is_routed(dialect: str, body: dict[str, object]) -> None:
         (["http://h:none"], None),
     ],
 )
-def test_servers_are_named_by_the_configuration(
-    given: list[str], named: dict[str, str] | None
+def test_the_names_of_servers_come_from_the_configuration_or_their_address(
+    upstreams: list[str], expected: dict[str, str] | None
 ) -> None:
-    config = PoolConfig(tuple(given))
-    if named is None:
+    config = PoolConfig(tuple(upstreams))
+    if expected is None:
         with pytest.raises(ConfigError, match="pool.upstreams"):
             config.servers  # noqa: B018
     else:
-        assert config.servers == named
+        assert config.servers == expected
 
 
-def test_several_servers_are_given_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_servers_can_be_given_on_the_command_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     several = ["--upstream", "a=http://one:1", "--upstream", "http://two:2"]
     assert main(["check-config", *several]) == 0
     assert "upstream  a at http://one:1, two:2 at http://two:2\n" in capsys.readouterr().out

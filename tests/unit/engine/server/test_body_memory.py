@@ -1,4 +1,4 @@
-"""Remembered bodies are bounded in bytes, and the tenant with most of them loses its own."""
+"""The limit on cached bodies: bodies of the largest tenant are dropped first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 @dataclass
-class Held:
+class HeldBody:
     tenant: str
     body_bytes: int
     in_use: int = 0
@@ -29,19 +29,19 @@ class Held:
 
 
 class Server:
-    """Holds some, the longest unused first."""
+    """A server with cached bodies, the least recently used first."""
 
-    def __init__(self, *held: Held) -> None:
+    def __init__(self, *held: HeldBody) -> None:
         self.held = list(held)
 
-    def all(self) -> list[Held]:
+    def all(self) -> list[HeldBody]:
         return self.held
 
 
 def test_the_least_recently_used_body_of_the_largest_tenant_is_dropped_first() -> None:
     memory = BodyMemory(10)
-    one = Server(Held("a", 3 * MIB), Held("b", 2 * MIB), Held("a", 3 * MIB))
-    two = Server(Held("a", 1 * MIB, in_use=1), Held("a", 4 * MIB))
+    one = Server(HeldBody("a", 3 * MIB), HeldBody("b", 2 * MIB), HeldBody("a", 3 * MIB))
+    two = Server(HeldBody("a", 1 * MIB, in_use=1), HeldBody("a", 4 * MIB))
     memory.add(one.all)
     memory.add(two.all)
     memory.trim()
@@ -50,13 +50,13 @@ def test_the_least_recently_used_body_of_the_largest_tenant_is_dropped_first() -
     memory.limit_mib = 4
     memory.trim()
     assert [held.body_bytes // MIB for held in one.held] == [0, 2, 0]
-    assert [held.body_bytes // MIB for held in two.held] == [1, 0], "one that is used stays"
+    assert [held.body_bytes // MIB for held in two.held] == [1, 0], "a body in use must be kept"
     memory.limit_mib = 1
     memory.trim()
     assert memory.n_bytes == MIB
     del two
     gc.collect()
-    assert memory.n_bytes == 0, "an engine that is gone counts no more"
+    assert memory.n_bytes == 0, "a deleted server must not count"
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,20 @@ def test_the_estimated_memory_of_a_body_is_near_the_real_one(message: object) ->
     body = orjson.dumps({"messages": [message] * max(1, 2_000_000 // size)})
     tracemalloc.start()
     kept = CachedBody(bytes(bytearray(body)), orjson.loads(body))
-    taken = tracemalloc.get_traced_memory()[0]
+    traced = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    # orjson's own allocations are traced, too.
-    assert taken / 2.5 <= kept.n_bytes <= taken * 2.5, (taken, kept.n_bytes)
+    # tracemalloc also traces the allocations of orjson.
+    assert traced / 2.5 <= kept.n_bytes <= traced * 2.5, (traced, kept.n_bytes)
 
 
 def test_replayed_events_are_limited_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "_MAX_RECENT_BYTES", 10_000)
-    told = EventFeed()
+    event_feed = EventFeed()
     for number in range(100):
-        told.publish("turn", evicted=[[number, number + 1]] * 100)
-    assert 1 <= len(told._recent) <= 12
-    assert sum(len(event.encoded) for event in told._recent) == told._recent_bytes <= 10_000
+        event_feed.publish("turn", evicted=[[number, number + 1]] * 100)
+    assert 1 <= len(event_feed._recent) <= 12
+    assert (
+        sum(len(event.encoded) for event in event_feed._recent)
+        == event_feed._recent_bytes
+        <= 10_000
+    )

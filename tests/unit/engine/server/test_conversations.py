@@ -1,4 +1,4 @@
-"""The identity of a conversation, and the states of the strategies that serve it."""
+"""Conversations: identity, and the state of each strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:
     assert (conversation.budgeted.epoch, conversation.snapshots.branch) == (7, "branch")
 
 
-def test_a_conversation_that_moves_leaves_its_rows_and_takes_its_identity() -> None:
+def test_a_moved_conversation_keeps_its_identity_and_loses_its_rows() -> None:
     source, conversation = _conversation()
     target = Conversations(POLICY, 8)
     conversation.budgeted.plan_ran(7, POLICY)
@@ -44,14 +44,14 @@ def test_a_conversation_that_moves_leaves_its_rows_and_takes_its_identity() -> N
     assert (conversation.budgeted.epoch, conversation.budgeted.n_resident) == (7, 100)
 
 
-def test_rows_that_an_operator_evicts_are_not_resident_any_more() -> None:
+def test_rows_evicted_by_an_operator_are_no_longer_resident() -> None:
     _, conversation = _conversation()
     conversation.budgeted.tokens_counted(100)
     conversation.budgeted.rows_evicted(30)
     assert conversation.budgeted.n_resident == 70
 
 
-def test_a_taken_request_is_forgotten() -> None:
+def test_the_sent_request_can_be_taken_once() -> None:
     _, conversation = _conversation()
     sent = SentTurn("chat", b"body", AnswerReader())
     conversation.budgeted.request_sent(sent)

@@ -1,4 +1,4 @@
-"""Which answers of llama-server, and which failures, say that it was started again."""
+"""The server monitor: which replies and failures mean that llama-server was restarted."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ REFUSED = UpstreamUnavailable("refused", reached=False)
 
 
 @dataclass
-class Watched:
-    """A watch of a server that answers as told."""
+class MonitoredServer:
+    """A monitor of a server with prepared answers."""
 
     answers: list[ServerInfo | EvokeError]
     starts: list[ServerInfo] = field(default_factory=list)
-    asked: int = 0
+    n_calls: int = 0
 
     def __post_init__(self) -> None:
         self.upstream: Any = LlamaClient(UpstreamConfig())
         self.upstream.info = self._info
-        self.watch = ServerMonitor(self.upstream, Config(), Metrics())
-        self.watch.on_start.append(self.starts.append)
+        self.monitor = ServerMonitor(self.upstream, Config(), Metrics())
+        self.monitor.on_start.append(self.starts.append)
 
     async def _info(self) -> ServerInfo:
-        self.asked += 1
+        self.n_calls += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         await asyncio.sleep(0)
         if isinstance(answer, EvokeError):
             raise answer
         return answer
 
-    def looks(self, *doubted: bool) -> list[ServerInfo]:
-        """What has started after these looks, each with or without a doubt before."""
+    def check(self, *doubted: bool) -> list[ServerInfo]:
+        """Checks once per value, after a doubt if true; returns the starts detected so far."""
 
         async def run() -> None:
             for doubt in doubted:
                 if doubt:
-                    self.watch.doubt()
-                await self.watch.ensure_current()
+                    self.monitor.doubt()
+                await self.monitor.ensure_current()
 
         virtual_time.run(run())
         return self.starts
 
 
-def test_a_server_is_asked_once_until_there_is_a_doubt() -> None:
-    watched = Watched([FIRST])
-    assert watched.looks(False, False, False) == [FIRST] and watched.asked == 1
-    assert watched.looks(True, False) == [FIRST] and watched.asked == 2
+def test_a_server_is_checked_once_until_there_is_a_doubt() -> None:
+    monitored = MonitoredServer([FIRST])
+    assert monitored.check(False, False, False) == [FIRST] and monitored.n_calls == 1
+    assert monitored.check(True, False) == [FIRST] and monitored.n_calls == 2
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_a_server_is_asked_once_until_there_is_a_doubt() -> None:
         UpstreamRejected(401, b"{}"),
     ],
 )
-def test_the_same_instance_is_the_same_server_whatever_failed_between(error: EvokeError) -> None:
-    watched = Watched([FIRST, error, FIRST, SECOND])
-    assert watched.looks(False, True) == [FIRST]
+def test_the_same_instance_id_is_no_restart_whatever_failed(error: EvokeError) -> None:
+    monitored = MonitoredServer([FIRST, error, FIRST, SECOND])
+    assert monitored.check(False, True) == [FIRST]
     rejected = isinstance(error, UpstreamRejected) and error.status == 401
-    assert (watched.watch.server is UNKNOWN_SERVER) is not rejected
-    watched.watch._retry_at = 0.0
-    assert watched.looks(True) == [FIRST] and watched.watch.server is FIRST
-    assert watched.looks(True) == [FIRST, SECOND]
+    assert (monitored.monitor.server is UNKNOWN_SERVER) is not rejected
+    monitored.monitor._retry_at = 0.0
+    assert monitored.check(True) == [FIRST] and monitored.monitor.server is FIRST
+    assert monitored.check(True) == [FIRST, SECOND]
 
 
 @pytest.mark.parametrize(
@@ -100,59 +100,59 @@ def test_the_same_instance_is_the_same_server_whatever_failed_between(error: Evo
         (REFUSED, True),
     ],
 )
-def test_a_stock_server_was_restarted_if_its_port_was_closed(
+def test_a_stock_server_counts_as_restarted_if_its_port_was_closed(
     error: EvokeError, restarted: bool
 ) -> None:
-    watched = Watched([STOCK, error, STOCK])
-    watched.looks(False, True)
-    watched.watch._retry_at = 0.0
-    assert watched.looks(True) == [STOCK] * (1 + restarted)
+    monitored = MonitoredServer([STOCK, error, STOCK])
+    monitored.check(False, True)
+    monitored.monitor._retry_at = 0.0
+    assert monitored.check(True) == [STOCK] * (1 + restarted)
 
 
-def test_a_stock_server_that_sleeps_is_the_same_one() -> None:
+def test_a_sleeping_stock_server_does_not_count_as_restarted() -> None:
     asleep = ServerInfo("unpatched", "it is not patched", sleeping=True)
     larger = ServerInfo("unpatched", "it is not patched", n_slots=4)
-    watched = Watched([STOCK, asleep, STOCK, larger])
-    assert watched.looks(False, True, True) == [STOCK]
-    assert watched.looks(True) == [STOCK, larger]
+    monitored = MonitoredServer([STOCK, asleep, STOCK, larger])
+    assert monitored.check(False, True, True) == [STOCK]
+    assert monitored.check(True) == [STOCK, larger]
 
 
-def test_a_doubt_that_comes_while_it_is_asked_is_looked_into() -> None:
-    """The answer may be older than what failed."""
+def test_a_doubt_during_a_check_causes_another_check() -> None:
+    """The answer of the first check may be older than the failure."""
 
     async def run() -> None:
-        watched = Watched([FIRST, SECOND])
-        asking = asyncio.get_running_loop().create_task(watched.watch.ensure_current())
+        monitored = MonitoredServer([FIRST, SECOND])
+        asking = asyncio.get_running_loop().create_task(monitored.monitor.ensure_current())
         await asyncio.sleep(0)
-        watched.watch.doubt()
+        monitored.monitor.doubt()
         await asking
-        await watched.watch.ensure_current()
-        assert watched.starts == [FIRST, SECOND]
+        await monitored.monitor.ensure_current()
+        assert monitored.starts == [FIRST, SECOND]
 
     asyncio.run(run())
 
 
-def test_requests_that_doubt_at_once_ask_once() -> None:
+def test_concurrent_doubts_cause_one_check() -> None:
     async def run() -> None:
-        watched = Watched([FIRST, SECOND])
-        await watched.watch.ensure_current()
-        watched.watch.doubt()
-        await asyncio.gather(*[watched.watch.ensure_current() for _ in range(20)])
-        assert watched.asked == 2 and watched.starts == [FIRST, SECOND]
+        monitored = MonitoredServer([FIRST, SECOND])
+        await monitored.monitor.ensure_current()
+        monitored.monitor.doubt()
+        await asyncio.gather(*[monitored.monitor.ensure_current() for _ in range(20)])
+        assert monitored.n_calls == 2 and monitored.starts == [FIRST, SECOND]
 
     asyncio.run(run())
 
 
-def test_an_answer_that_names_another_instance_is_followed_by_a_question() -> None:
+def test_a_reply_with_another_instance_id_causes_a_check() -> None:
     async def run() -> None:
-        watched = Watched([FIRST, SECOND])
-        await watched.watch.ensure_current()
+        monitored = MonitoredServer([FIRST, SECOND])
+        await monitored.monitor.ensure_current()
         for instance in (FIRST.instance, ""):  # older patches name none
-            await watched.watch.confirm(instance, watched.upstream)
-            assert watched.asked == 1
-        await watched.watch.confirm(SECOND.instance, watched.upstream)
-        assert watched.starts == [FIRST, SECOND]
-        await watched.watch.confirm(SECOND.instance, watched.upstream)
-        assert watched.asked == 2
+            await monitored.monitor.confirm(instance, monitored.upstream)
+            assert monitored.n_calls == 1
+        await monitored.monitor.confirm(SECOND.instance, monitored.upstream)
+        assert monitored.starts == [FIRST, SECOND]
+        await monitored.monitor.confirm(SECOND.instance, monitored.upstream)
+        assert monitored.n_calls == 2
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""What the engine makes of a server that comes back otherwise than it went."""
+"""Restarts of a server with other options than before."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.assembly import build_router
 
 
-def test_a_server_with_fewer_slots_than_a_session_was_in_is_taken() -> None:
+def test_a_session_in_a_slot_that_no_longer_exists_has_no_slot() -> None:
     engine = build_router(Config())
     for id, slot in (("first", 1), ("far", 7)):
-        was = session_record()
-        engine.conversations.recall(replace(was, slot=slot, session=replace(was.session, id=id)))
+        record = session_record()
+        engine.conversations.recall(
+            replace(record, slot=slot, session=replace(record.session, id=id))
+        )
 
     async def start() -> None:
         engine.server._started(ServerInfo("", "", n_slots=2))

@@ -1,4 +1,4 @@
-"""Long computations of a session leave the event loop to the others."""
+"""The session worker: long computations run in a thread, short ones on the event loop."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def _count(n: int) -> int:
     return sum(1 for _ in range(n))
 
 
-def test_a_long_computation_takes_next_to_no_time_of_the_loop() -> None:
-    known, computing = conversation(), SessionWorker()
+def test_a_long_computation_takes_little_time_of_the_event_loop() -> None:
+    conversation_, worker = conversation(), SessionWorker()
 
     async def run(long: bool) -> float:
-        began = time.thread_time()
-        assert await computing.run(known, long, lambda: _count(3_000_000)) == 3_000_000
-        return time.thread_time() - began
+        start = time.thread_time()
+        assert await worker.run(conversation_, long, lambda: _count(3_000_000)) == 3_000_000
+        return time.thread_time() - start
 
-    at_once, aside = asyncio.run(run(False)), asyncio.run(run(True))
-    assert aside < at_once / 4, (aside, at_once)
+    at_once, in_thread = asyncio.run(run(False)), asyncio.run(run(True))
+    assert in_thread < at_once / 4, (in_thread, at_once)
 
 
-def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
-    known, computing = conversation(), SessionWorker()
+def test_a_cancelled_computation_ends_before_its_conversation_is_unlocked() -> None:
+    conversation_, worker = conversation(), SessionWorker()
     entered, leave, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -56,22 +56,22 @@ def test_one_that_is_cancelled_ends_before_its_conversation_is_free() -> None:
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(computing.run(known, True, work))
+        task = loop.create_task(worker.run(conversation_, True, work))
         await loop.run_in_executor(None, entered.wait, 30)
-        for _ in range(3):  # a client that leaves, and a proxy that stops
+        for _ in range(3):  # the client disconnects, and the proxy stops
             task.cancel()
             await asyncio.sleep(0)
-        assert known.worker_lock.locked() and not task.done()
+        assert conversation_.worker_lock.locked() and not task.done()
         leave.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert ended.is_set() and not known.worker_lock.locked()
+        assert ended.is_set() and not conversation_.worker_lock.locked()
 
     asyncio.run(run())
 
 
-def test_what_is_short_is_not_put_into_a_thread() -> None:
-    known, mine = conversation(), threading.get_ident()
-    assert asyncio.run(SessionWorker().run(known, False, threading.get_ident)) == mine
+def test_a_short_computation_is_not_run_in_a_thread() -> None:
+    conversation_, own_thread = conversation(), threading.get_ident()
+    assert asyncio.run(SessionWorker().run(conversation_, False, threading.get_ident)) == own_thread
     assert not is_long(32768, 32000, 8)
     assert is_long(32768, 0, 0) and is_long(32768, 32000, 1000) and is_long(131072, 131000, 0)

@@ -1,4 +1,4 @@
-"""Leases of slots as races: whatever comes in between, and whatever fails, at a fixed moment."""
+"""The slot queue under races: cancellations, failures and other work at fixed moments."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _with_engine(work: Callable[[ModelRouter], Coroutine[Any, Any, None]]) -> No
 
 @dataclass
 class Ending:
-    """A request whose answer is over."""
+    """A request whose reply has ended."""
 
     engine: ModelRouter
     scope: TurnScope
@@ -94,26 +94,26 @@ def _request(engine: ModelRouter) -> Ending:
 
 
 async def _ending(engine: ModelRouter, usage: Any = None) -> tuple[Ending, Conversation]:
-    """A request of a conversation, with the only slot, whose answer is over."""
+    """A request of a conversation, in the only slot, whose reply has ended."""
     ending = _request(engine)
-    known = engine.conversations.start(_prompt(), None, "")
-    ending.scope.join(known, Arrival(_prompt()))
-    await ending.scope.acquire(known.id)
-    engine.conversations.commit(known, Arrival(_prompt()))
+    conversation = engine.conversations.start(_prompt(), None, "")
+    ending.scope.join(conversation, Arrival(_prompt()))
+    await ending.scope.acquire(conversation.id)
+    engine.conversations.commit(conversation, Arrival(_prompt()))
     ending.reply.first_byte_s = 0.1
     ending.reply.observer.usage, ending.reply.observer.done = usage, True
-    return ending, known
+    return ending, conversation
 
 
-def _is_free(engine: ModelRouter, known: Conversation) -> bool:
+def _is_free(engine: ModelRouter, conversation: Conversation) -> bool:
     pool = engine.server.slots.pool
-    return pool.idle() and not pool.is_locked(known.id) and not known.in_use
+    return pool.idle() and not pool.is_locked(conversation.id) and not conversation.in_use
 
 
 @pytest.mark.parametrize("usage", ODD)
-def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any) -> None:
+def test_a_malformed_usage_is_counted_and_its_slot_released(usage: Any, monkeypatch: Any) -> None:
     async def work(engine: ModelRouter) -> None:
-        ending, known = await _ending(engine, usage)
+        ending, conversation = await _ending(engine, usage)
 
         async def is_idle(*_: object) -> None:
             return None
@@ -121,8 +121,8 @@ def test_an_odd_usage_costs_no_slot_and_is_counted(usage: Any, monkeypatch: Any)
         monkeypatch.setattr(SlotAssignment, "until_idle", is_idle)
         ending.finish()
         await asyncio.sleep(1)
-        assert _is_free(engine, known)
-        assert known.n_turns == 1, "the turn is recorded"
+        assert _is_free(engine, conversation)
+        assert conversation.n_turns == 1, "the turn is recorded"
         value = engine.metrics.registry.get_sample_value
         assert value("evoke_upstream_errors_total", {"kind": "upstream_protocol"}) == 1
         assert value("evoke_degraded_total", {"stage": "report"}) is None
@@ -134,11 +134,9 @@ _STEPS = ("close", "record_end", "forget_surplus", "start_background")
 
 
 @pytest.mark.parametrize("failing", [*_STEPS, "complete"])
-def test_whatever_reporting_raises_the_slot_is_released_before(
-    failing: str, monkeypatch: Any
-) -> None:
+def test_the_slot_is_released_before_reporting_that_raises(failing: str, monkeypatch: Any) -> None:
     async def work(engine: ModelRouter) -> None:
-        ending, known = await _ending(engine)
+        ending, conversation = await _ending(engine)
         accounting = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
         timings = {"evoke": accounting, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
         ending.reply.observer.timings = timings
@@ -161,9 +159,9 @@ def test_whatever_reporting_raises_the_slot_is_released_before(
         budgeted = engine.server.strategies.budgeted
         monkeypatch.setattr(budgeted, "start_background", step("start_background"))
         if failing == "complete":
-            monkeypatch.setattr(known.session, "finish", step("complete"))
+            monkeypatch.setattr(conversation.session, "finish", step("complete"))
         ending.finish()
-        assert _is_free(engine, known)
+        assert _is_free(engine, conversation)
         assert [name for name in seen if name != "complete"] == list(_STEPS)
         value = engine.metrics.registry.get_sample_value
         assert value("evoke_degraded_total", {"stage": "report"}) == 1
@@ -175,22 +173,22 @@ def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
     monkeypatch: Any,
 ) -> None:
     async def work(engine: ModelRouter) -> None:
-        ending, known = await _ending(engine)
+        ending, conversation = await _ending(engine)
         ending.reply.observer.done = False
         idle = asyncio.Event()
 
         async def until_idle(*_: object) -> None:
             await idle.wait()
-            raise UpstreamTimeout("no answer")  # whatever becomes of asking
+            raise UpstreamTimeout("no answer")  # llama-server cannot be asked whether it is idle
 
         monkeypatch.setattr(SlotAssignment, "until_idle", until_idle)
         ending.finish()
         asked = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
         await asyncio.sleep(50)
-        assert not asked.done() and known.in_use
+        assert not asked.done() and conversation.in_use
         idle.set()
         (await asked).release()
-        assert _is_free(engine, known)
+        assert _is_free(engine, conversation)
 
     _with_engine(work)
 
@@ -218,7 +216,9 @@ def test_a_busy_slot_is_not_leased_however_long_it_is_busy() -> None:
         (UpstreamUnavailable("it is gone", reached=False), False),
     ],
 )
-def test_who_cannot_be_asked_now_is_asked_again(error: Exception, goes_on: bool) -> None:
+def test_a_server_that_does_not_answer_whether_it_is_idle_is_asked_again(
+    error: Exception, goes_on: bool
+) -> None:
     async def work() -> None:
         answers: list[bool | Exception] = [True, error, False]
 
@@ -239,7 +239,7 @@ def test_who_cannot_be_asked_now_is_asked_again(error: Exception, goes_on: bool)
 
 
 @pytest.mark.parametrize("times", [1, 2, 5])
-def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
+def test_uninterruptible_work_is_awaited_however_often_its_caller_is_cancelled(
     times: int,
 ) -> None:
     async def work() -> None:
@@ -255,7 +255,7 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
         for _ in range(times):
             caller.cancel()
             await asyncio.sleep(0.1)
-            assert not caller.done(), "its slot is given back while it is being saved"
+            assert not caller.done(), "the slot was released while it was being saved"
         ended.set()
         with pytest.raises(asyncio.CancelledError):
             await caller
@@ -264,7 +264,7 @@ def test_work_that_must_end_is_waited_for_however_often_its_caller_is_cancelled(
 
 
 def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]) -> Any:
-    """Transfers whose background tasks are begun by `run`; they have nothing else."""
+    """Transfers with nothing but a function that starts background tasks."""
     none: Any = None
     tasks: Any = SimpleNamespace(run=run)
     return SnapshotTransfers(repository=none, probe=none, metrics=none, tasks=tasks)
@@ -274,7 +274,7 @@ def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(work)
 
 
-def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
+def test_work_cancelled_before_it_starts_does_not_block_its_caller() -> None:
     async def work() -> None:
         def spawn(job: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
             task = _spawn(job, what)
@@ -294,7 +294,7 @@ def test_work_that_is_cancelled_before_it_begins_keeps_nobody_waiting() -> None:
     virtual_time.run(work())
 
 
-def test_a_result_is_given_to_a_caller_that_nobody_cancels() -> None:
+def test_a_caller_that_is_not_cancelled_gets_the_result() -> None:
     async def work() -> None:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(5, future.set_result, 7)
@@ -303,7 +303,7 @@ def test_a_result_is_given_to_a_caller_that_nobody_cancels() -> None:
     virtual_time.run(work())
 
 
-def test_releasing_twice_gives_nobody_elses_slot_back() -> None:
+def test_a_second_release_does_not_free_the_slot_of_the_next_lease() -> None:
     async def work() -> None:
         queue = SlotQueue(LIMITS)
         first = await queue.acquire("a", "")
@@ -321,7 +321,7 @@ async def _settled(idle: asyncio.Event) -> None:
     await idle.wait()
 
 
-def test_a_request_awaits_the_one_call_that_cannot_be_cut_off_and_no_more() -> None:
+def test_a_request_awaits_only_the_call_that_cannot_be_preempted() -> None:
     async def work() -> None:
         queue, calls = SlotQueue(LIMITS), list[int]()
 
@@ -361,13 +361,13 @@ def test_a_rendering_is_stale_when_its_slot_was_decoded_in_and_not_when_it_was_c
         with await queue.acquire("a", "", slot=0) as mine:
             assert mine.has_changed(rendered_at) == (decodes and slot == 0)
         with await queue.acquire("a", "", slot=0) as mine:
-            assert mine.has_changed(rendered_at), "a request ran there"
+            assert mine.has_changed(rendered_at), "a request decoded in that slot"
 
     virtual_time.run(work())
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_request_that_waited_for_copies_only_need_not_look_again(decodes: bool) -> None:
+def test_a_request_that_waited_only_for_copies_does_not_render_again(decodes: bool) -> None:
     async def work() -> None:
         queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
         await asyncio.sleep(1)
@@ -404,8 +404,8 @@ def test_a_session_of_background_work_waits_though_another_slot_is_idle() -> Non
     virtual_time.run(work())
 
 
-def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
-    """The result wins: nothing was cut off, and the slot is free at once."""
+def test_preempting_a_call_that_ends_in_the_same_step_is_no_error() -> None:
+    """The result is returned, nothing counts as preempted, and the slot is free at once."""
 
     async def work() -> None:
         queue = SlotQueue(LIMITS)
@@ -428,9 +428,9 @@ def test_what_is_cut_off_while_it_ends_by_itself_is_no_error() -> None:
 
 @dataclass
 class ActiveRequests:
-    """Requests and background work at random, and who has what at each moment."""
+    """Random requests and background work, with the slots and sessions in use at each moment."""
 
-    how: random.Random
+    rng: random.Random
     queue: SlotQueue
     slots: dict[int, object] = field(default_factory=dict)
     sessions: dict[str, object] = field(default_factory=dict)
@@ -438,58 +438,58 @@ class ActiveRequests:
 
     @contextmanager
     def having(self, slots: Iterable[int], session: str | None) -> Iterator[None]:
-        """Fails when somebody else has one of these slots, or the session."""
-        me = object()
+        """Fails when one of these slots, or the session, is in use already."""
+        user = object()
         slots = list(slots)
         assert not [slot for slot in slots if slot in self.slots], "a slot was given twice"
         assert session is None or session not in self.sessions, "a session has two writers"
-        self.slots.update(dict.fromkeys(slots, me))
+        self.slots.update(dict.fromkeys(slots, user))
         if session is not None:
-            self.sessions[session] = me
+            self.sessions[session] = user
         try:
             yield
         finally:
             for slot in slots:
-                assert self.slots.pop(slot) is me
+                assert self.slots.pop(slot) is user
             if session is not None:
-                assert self.sessions.pop(session) is me
+                assert self.sessions.pop(session) is user
 
     async def request(self) -> None:
-        session, tenant = f"s{self.how.randrange(6)}", self.how.choice("xyz")
-        guest = self.how.random() < 0.2
+        session, tenant = f"s{self.rng.randrange(6)}", self.rng.choice("xyz")
+        ephemeral = self.rng.random() < 0.2
         n_slots = len(self.queue.pool)
-        slot = self.how.randrange(n_slots) if self.how.random() < 0.3 else None
-        name = f"guest{self.how.random()}" if guest else session
-        await asyncio.sleep(self.how.random() * 20)
+        slot = self.rng.randrange(n_slots) if self.rng.random() < 0.3 else None
+        name = f"guest{self.rng.random()}" if ephemeral else session
+        await asyncio.sleep(self.rng.random() * 20)
         try:
-            lease = await self.queue.acquire(name, tenant, guest, slot=slot)
+            lease = await self.queue.acquire(name, tenant, ephemeral, slot=slot)
         except SlotsBusy:
             self.counts["refused"] += 1
             return
         with lease:
             with ExitStack() as mine:
-                mine.enter_context(self.having([lease.slot], None if guest else session))
-                with ExitStack() as theirs:
+                mine.enter_context(self.having([lease.slot], None if ephemeral else session))
+                with ExitStack() as session_in_use:
                     if lease.victim is not None:
-                        theirs.enter_context(self.having((), lease.victim))
+                        session_in_use.enter_context(self.having((), lease.victim))
                     if lease.previous is not None:
-                        theirs.enter_context(self.having([lease.previous], None))
-                    await asyncio.sleep(self.how.random())
+                        session_in_use.enter_context(self.having([lease.previous], None))
+                    await asyncio.sleep(self.rng.random())
                 lease.vacated()
-                await asyncio.sleep(self.how.random() * 2)
+                await asyncio.sleep(self.rng.random() * 2)
         self.counts["served"] += 1
 
     async def work(self) -> None:
-        await asyncio.sleep(self.how.random() * 20)
-        session = f"s{self.how.randrange(6)}"
-        slot = self.how.choice([None, *range(len(self.queue.pool))])
+        await asyncio.sleep(self.rng.random() * 20)
+        session = f"s{self.rng.randrange(6)}"
+        slot = self.rng.choice([None, *range(len(self.queue.pool))])
         settling = ExitStack()
 
         async def settle() -> None:
             with settling:
-                await asyncio.sleep(self.how.random())
+                await asyncio.sleep(self.rng.random())
 
-        lease = self.queue.background(slot, session, settle, _spawn, self.how.random() < 0.5)
+        lease = self.queue.background(slot, session, settle, _spawn, self.rng.random() < 0.5)
         if lease is None:
             return
         settling.enter_context(self.having(lease.slots, session))
@@ -497,44 +497,44 @@ class ActiveRequests:
         try:
             async with lease:
                 for _ in range(4):
-                    await lease.run(asyncio.sleep(self.how.random() * 3))
+                    await lease.run(asyncio.sleep(self.rng.random() * 3))
         finally:
             self.counts["preempted"] += lease.preempted
             if lease.is_released:
                 settling.close()
 
     async def operation(self) -> None:
-        await asyncio.sleep(self.how.random() * 20)
-        session = f"s{self.how.randrange(6)}"
+        await asyncio.sleep(self.rng.random() * 20)
+        session = f"s{self.rng.randrange(6)}"
         async with self.queue.locked(session):
             with self.having((), session):
-                await asyncio.sleep(self.how.random())
+                await asyncio.sleep(self.rng.random())
         self.counts["operations"] += 1
 
 
-def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
+def test_each_slot_and_session_has_one_user_under_random_traffic() -> None:
     """Requests, background work and operations at random, many of them cancelled, once or twice."""
     total: Counter[str] = Counter()
 
     async def traffic(seed: int) -> None:
-        how = random.Random(seed)
-        queue = SlotQueue(LimitsConfig(queue=how.choice((0, 3, 9)), queue_timeout_s=8.0))
-        queue.restart(how.choice((1, 2, 4)))
-        it, loop = ActiveRequests(how, queue), asyncio.get_running_loop()
-        kinds = (it.request, it.request, it.work, it.operation)
-        tasks = [loop.create_task(how.choice(kinds)()) for _ in range(40)]
-        for task in how.sample(tasks, 15):
-            for _ in range(how.choice((1, 2))):
-                loop.call_later(how.random() * 25, task.cancel)
+        rng = random.Random(seed)
+        queue = SlotQueue(LimitsConfig(queue=rng.choice((0, 3, 9)), queue_timeout_s=8.0))
+        queue.restart(rng.choice((1, 2, 4)))
+        active, loop = ActiveRequests(rng, queue), asyncio.get_running_loop()
+        kinds = (active.request, active.request, active.work, active.operation)
+        tasks = [loop.create_task(rng.choice(kinds)()) for _ in range(40)]
+        for task in rng.sample(tasks, 15):
+            for _ in range(rng.choice((1, 2))):
+                loop.call_later(rng.random() * 25, task.cancel)
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        errors = [it for it in done if isinstance(it, Exception)]
+        errors = [result for result in done if isinstance(result, Exception)]
         assert not errors, errors
         await asyncio.sleep(5)
         pool = queue.pool
         assert pool.idle() and not pool.queued and not queue._background and not queue._waiting
         assert not any(pool.is_locked(f"s{number}") for number in range(6))
         assert len(pool) == sum(pool.begin_background((slot,)) for slot in range(len(pool)))
-        total.update(it.counts)
+        total.update(active.counts)
 
     for seed in range(250):
         virtual_time.run(traffic(seed))
@@ -542,7 +542,7 @@ def test_whoever_comes_and_goes_each_slot_and_session_has_one_user() -> None:
     assert total["refused"] > 300
 
 
-def test_a_displaced_waiter_hears_why_and_nobody_else_loses_a_place() -> None:
+def test_a_displaced_waiter_gets_the_reason_and_the_others_keep_their_places() -> None:
     async def work() -> None:
         queue, loop = SlotQueue(LIMITS), asyncio.get_running_loop()
         first = await queue.acquire("x", "loud")
@@ -613,10 +613,10 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
 def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatch: Any) -> None:
     async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(session_record())
-        (known,) = engine.conversations
-        known.budgeted.epoch = 5
+        (conversation,) = engine.conversations
+        conversation.budgeted.epoch = 5
         if has_slot:
-            (await engine.server.slots.acquire(known.id, "")).release()
+            (await engine.server.slots.acquire(conversation.id, "")).release()
         dropping, dropped = asyncio.Event(), asyncio.Event()
 
         async def slot(*_: object) -> dict[str, Any]:
@@ -629,19 +629,19 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
 
         monkeypatch.setattr(BlockApi, "slot", slot)
         monkeypatch.setattr(BlockApi, "run", run)
-        span = Span(0, len(known.tokens))
+        span = Span(0, len(conversation.tokens))
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Admin(engine).drop_block(known.id, span))
+            tasks.create_task(Admin(engine).drop_block(conversation.id, span))
             await dropping.wait()
-            turn = tasks.create_task(engine.server.slots.acquire(known.id, ""))
+            turn = tasks.create_task(engine.server.slots.acquire(conversation.id, ""))
             await asyncio.sleep(10)
-            assert not turn.done() and known.labels
+            assert not turn.done() and conversation.labels
             with pytest.raises(RequestError):
-                await Admin(engine).drop_block(known.id, span)
+                await Admin(engine).drop_block(conversation.id, span)
             dropped.set()
             (await turn).release()
-        assert not known.session.layout.saved
-        assert _is_free(engine, known)
+        assert not conversation.session.layout.saved
+        assert _is_free(engine, conversation)
 
     _with_engine(work)
 
@@ -651,7 +651,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
 
     async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(session_record())
-        (known,) = engine.conversations
+        (conversation,) = engine.conversations
         done: list[str] = []
 
         async def drop(*_: object) -> None:
@@ -659,13 +659,13 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
 
         monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
         engine.monitor.server = ServerInfo("", "", can_adopt=True)
-        (await engine.server.slots.acquire(known.id, "")).release()
+        (await engine.server.slots.acquire(conversation.id, "")).release()
         lease = await engine.server.slots.acquire("other", "")
-        assert lease.victim == known.id
+        assert lease.victim == conversation.id
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Admin(engine).delete(known.id))
+            tasks.create_task(Admin(engine).delete(conversation.id))
             await asyncio.sleep(1)
-            assert engine.conversations.get(known.id) is None and not done
+            assert engine.conversations.get(conversation.id) is None and not done
             done.append("saved")
             lease.vacated()
         lease.release()
@@ -679,7 +679,7 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
 ) -> None:
     async def work(engine: ModelRouter) -> None:
         engine.conversations.recall(session_record())
-        (known,) = engine.conversations
+        (conversation,) = engine.conversations
         done: list[str] = []
 
         async def run(api: BlockApi, slot: int, action: str, *_: object) -> dict[str, Any]:
@@ -687,12 +687,14 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
             return {}
 
         monkeypatch.setattr(BlockApi, "run", run)
-        (await engine.server.slots.acquire(known.id, "")).release()
+        (await engine.server.slots.acquire(conversation.id, "")).release()
         lease = await engine.server.slots.acquire("other", "")
-        engine.conversations.forget(known)
+        engine.conversations.forget(conversation)
         async with asyncio.TaskGroup() as tasks:
             blocks = engine.server.resources.calls.blocks
-            tasks.create_task(engine.server.strategies.budgeted._slots.drop_copies(known, blocks))
+            tasks.create_task(
+                engine.server.strategies.budgeted._slots.drop_copies(conversation, blocks)
+            )
             await asyncio.sleep(1)
             assert not done
             done.append("saved")
@@ -703,45 +705,49 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
     _with_engine(work)
 
 
-def test_a_request_that_is_refused_is_not_the_prompt_of_its_conversation() -> None:
+def test_a_refused_request_does_not_become_the_prompt_of_its_conversation() -> None:
     conversations = Conversations(PolicyConfig(), 8)
     hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))
-    known = conversations.start(_prompt(*range(200)), hint, "")
+    conversation = conversations.start(_prompt(*range(200)), hint, "")
     latest = conversations.start(_prompt(*range(500, 700)), None, "")
-    before, asked = known.prompt, parse_chat("chat", {"messages": []})
+    before, asked = conversation.prompt, parse_chat("chat", {"messages": []})
     longer = _prompt(*range(200), 7, 8, 9)
-    assert conversations.of_request(asked, longer, hint, "") is known
-    assert (known.prompt, known.hint, list(conversations)) == (before, hint, [known, latest])
-    conversations.commit(known, Arrival(longer, renamed))
-    assert known.tokens.tolist()[-3:] == [7, 8, 9] and known.is_committed
-    assert (known.hint, list(conversations)) == (renamed, [latest, known])
+    assert conversations.of_request(asked, longer, hint, "") is conversation
+    assert (conversation.prompt, conversation.hint, list(conversations)) == (
+        before,
+        hint,
+        [conversation, latest],
+    )
+    conversations.commit(conversation, Arrival(longer, renamed))
+    assert conversation.tokens.tolist()[-3:] == [7, 8, 9] and conversation.is_committed
+    assert (conversation.hint, list(conversations)) == (renamed, [latest, conversation])
 
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
     async def work(engine: ModelRouter) -> None:
         ending = _request(engine)
-        known = engine.conversations.start(_prompt(), None, "")
-        ending.scope.join(known, Arrival(_prompt()))
+        conversation = engine.conversations.start(_prompt(), None, "")
+        ending.scope.join(conversation, Arrival(_prompt()))
         if committed:
-            engine.conversations.commit(known, Arrival(_prompt()))
+            engine.conversations.commit(conversation, Arrival(_prompt()))
         ending.finish()
-        assert (engine.conversations.get(known.id) is known) == committed
-        assert not known.in_use
+        assert (engine.conversations.get(conversation.id) is conversation) == committed
+        assert not conversation.in_use
 
     _with_engine(work)
 
 
 def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
     async def work(engine: ModelRouter) -> None:
-        known = engine.conversations.start(_prompt(), None, "")
+        conversation = engine.conversations.start(_prompt(), None, "")
         refused, other = _request(engine), _request(engine)
         for ending in (refused, other):
-            ending.scope.join(known, Arrival(_prompt()))
+            ending.scope.join(conversation, Arrival(_prompt()))
         refused.finish()
-        assert engine.conversations.get(known.id) is known
+        assert engine.conversations.get(conversation.id) is conversation
         other.finish()
-        assert engine.conversations.get(known.id) is None
+        assert engine.conversations.get(conversation.id) is None
 
     _with_engine(work)
 
@@ -750,13 +756,13 @@ def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refuse
     st.lists(st.tuples(st.sampled_from("xyz"), st.booleans(), st.booleans()), max_size=60),
     st.integers(1, 8),
 )
-def test_sessions_are_forgotten_of_the_tenant_that_has_most(
+def test_the_tenant_with_most_sessions_loses_one_at_the_limit(
     started: list[tuple[str, bool, bool]], limit: int
 ) -> None:
     conversations = Conversations(PolicyConfig(), limit)
     for tenant, pinned, in_use in started:
-        known = conversations.start(_prompt(), None, tenant)
-        known.pinned, known.in_use = pinned, int(in_use)
+        conversation = conversations.start(_prompt(), None, tenant)
+        conversation.pinned, conversation.in_use = pinned, int(in_use)
         before = [item.tenant for item in conversations]
         loose = {item.tenant for item in conversations if not (item.pinned or item.in_use)}
         gone = list(conversations.forget_surplus())
@@ -774,7 +780,7 @@ def test_sessions_are_forgotten_of_the_tenant_that_has_most(
             }
 
 
-def test_a_flood_of_one_tenant_leaves_the_sessions_of_another() -> None:
+def test_many_sessions_of_one_tenant_do_not_displace_those_of_another() -> None:
     conversations = Conversations(PolicyConfig(), 8)
     mine = [conversations.start(_prompt(), None, "quiet") for _ in range(4)]
     for _ in range(200):
@@ -784,7 +790,7 @@ def test_a_flood_of_one_tenant_leaves_the_sessions_of_another() -> None:
     assert len(conversations) == 8
 
 
-def test_a_stop_lets_what_is_being_copied_end() -> None:
+def test_a_stop_waits_for_a_running_copy() -> None:
     queue = SlotQueue(LimitsConfig())
     lease = queue.background(0)
     assert lease is not None

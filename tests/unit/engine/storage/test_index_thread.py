@@ -1,4 +1,4 @@
-"""The index of snapshots and records never holds up the event loop."""
+"""The index of snapshots and records does not block the event loop."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def record(id: str, tenant: str = "t") -> Record:
 
 
 def test_changes_wait_for_another_process_off_the_loop(tmp_path: Path) -> None:
-    """Another process holds the index for seconds: requests go on."""
+    """While another process locks the index for seconds, the event loop keeps running."""
 
-    async def changed(it: SnapshotRepository) -> float:
-        snapshot = await add_snapshot(it)
+    async def changed(repository: SnapshotRepository) -> float:
+        snapshot = await add_snapshot(repository)
         other = sqlite3.connect(tmp_path / INDEX, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        began, longest, last = time.monotonic(), 0.0, time.monotonic()
-        writing = asyncio.get_running_loop().create_task(it.write_record(record("new")))
-        it.end_restore(snapshot, useful=True)
-        it.pin(snapshot, True)
-        it.remove_record("old")
-        while time.monotonic() - began < BLOCKED_S:
-            assert [item.id for item in it.snapshots] == [snapshot.id]
+        start, longest, last = time.monotonic(), 0.0, time.monotonic()
+        writing = asyncio.get_running_loop().create_task(repository.write_record(record("new")))
+        repository.end_restore(snapshot, useful=True)
+        repository.pin(snapshot, True)
+        repository.remove_record("old")
+        while time.monotonic() - start < BLOCKED_S:
+            assert [item.id for item in repository.snapshots] == [snapshot.id]
             await asyncio.sleep(0.005)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        assert not writing.done(), "nothing was written meanwhile"
+        assert not writing.done(), "the index must be locked while the loop is measured"
         other.execute("COMMIT")
         other.close()
         await writing
-        await it.wait_for_deletions()
+        await repository.wait_for_deletions()
         return longest
 
-    with open_repository(tmp_path) as it:
-        it.put_record(record("old"))
-        assert asyncio.run(changed(it)) < BLOCKED_S / 2
-        assert [found.id for found in it.records()] == ["new"]
-    with open_repository(tmp_path) as it:
-        (snapshot,) = it.snapshots
+    with open_repository(tmp_path) as repository:
+        repository.put_record(record("old"))
+        assert asyncio.run(changed(repository)) < BLOCKED_S / 2
+        assert [found.id for found in repository.records()] == ["new"]
+    with open_repository(tmp_path) as repository:
+        (snapshot,) = repository.snapshots
         assert snapshot.pinned and snapshot.hits > 0
 
 
 def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose a record is can be seen without decrypting any."""
+    """The owner of a record is known without decrypting it."""
     opened: list[bytes] = []
     whole = DiskFormat.decode_row
 
@@ -71,45 +71,45 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     engine = build_router(
         Config(snapshots=SnapshotsConfig(directory=str(tmp_path), min_free_mib=0))
     )
-    it = engine.server.strategies.snapshots.repository
+    repository = engine.server.strategies.snapshots.repository
 
     async def deleted() -> None:
         async with engine.shared, engine.server.strategies.snapshots:
             for id in ("mine", "mine#1", "mine#2", "mineral", "other#1"):
                 tenant = "t" if id.startswith("mine") else "u"
-                await it.write_record(record(id, tenant))
+                await repository.write_record(record(id, tenant))
             monkeypatch.setattr(DiskFormat, "decode_row", counted)
             done = await SessionEraser(engine.served_models[0]).delete(
                 [], lambda _, session: session == "mine"
             )
             assert not done["left"] and not opened
-            assert {own.session for own in await it.record_owners()} == {"mineral", "other"}
+            assert {own.session for own in await repository.record_owners()} == {"mineral", "other"}
             done = await SessionEraser(engine.served_models[0]).wipe("t")
             assert "records on disk" not in done["left"] and not opened
-            assert {own.session for own in await it.record_owners()} == {"other"}
+            assert {own.session for own in await repository.record_owners()} == {"other"}
 
     asyncio.run(deleted())
 
 
-def test_a_disk_that_takes_no_changes_is_counted_and_logged_once(
+def test_a_disk_that_refuses_changes_is_counted_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = Metrics()
 
-    async def refused(it: SnapshotRepository) -> None:
-        it._index._db.execute("PRAGMA query_only = 1")
+    async def refused(repository: SnapshotRepository) -> None:
+        repository._index._db.execute("PRAGMA query_only = 1")
         with pytest.raises(SnapshotUnusable):
-            await it.write_record(record("new"))
-        it.remove_record("old")
-        it.change_record("old", lambda found: found)
-        await it.wait_for_deletions()
-        assert [found.id for found in await it.read_records()] == ["old"]
-        it._index._db.execute("PRAGMA query_only = 0")
-        await it.write_record(record("new"))
+            await repository.write_record(record("new"))
+        repository.remove_record("old")
+        repository.change_record("old", lambda found: found)
+        await repository.wait_for_deletions()
+        assert [found.id for found in await repository.read_records()] == ["old"]
+        repository._index._db.execute("PRAGMA query_only = 0")
+        await repository.write_record(record("new"))
 
-    with open_repository(tmp_path, metrics) as it:
-        it.put_record(record("old"))
-        asyncio.run(refused(it))
-        assert {found.id for found in it.records()} == {"old", "new"}
+    with open_repository(tmp_path, metrics) as repository:
+        repository.put_record(record("old"))
+        asyncio.run(refused(repository))
+        assert {found.id for found in repository.records()} == {"old", "new"}
     assert metrics.registry.get_sample_value("evoke_index_failures_total") == 3
     assert len([line for line in caplog.messages if "cannot be written" in line]) == 1

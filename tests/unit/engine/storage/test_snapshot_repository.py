@@ -1,4 +1,4 @@
-"""Snapshots on disk: sealed, verified, set aside, and found again by the next process."""
+"""Snapshots on disk: encrypted, verified, quarantined, and found by the next process."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ def test_snapshots_are_found_by_the_next_process_and_readable_by_the_owner_only(
     assert modes[f"{new.id}.evoke-kv"] == modes["index.sqlite"] == 0o600
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "longer", "missing", "link"])
-def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("defect", ["flip", "cut", "longer", "missing", "link"])
+def test_a_damaged_snapshot_is_quarantined_and_not_restored(tmp_path: Path, defect: str) -> None:
     metrics = Metrics()
-    with open_repository(tmp_path, metrics) as it:
-        new = add_snapshot(it)
+    with open_repository(tmp_path, metrics) as repository:
+        new = add_snapshot(repository)
         path = tmp_path / f"{new.id}.evoke-kv"
         data = bytearray(path.read_bytes())
-        if harm == "flip":
+        if defect == "flip":
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
-        elif harm == "cut":
+        elif defect == "cut":
             path.write_bytes(data[:-1])
-        elif harm == "longer":
+        elif defect == "longer":
             path.write_bytes(data + b"x")
-        elif harm == "missing":
+        elif defect == "missing":
             path.unlink()
         else:
             path.rename(tmp_path / "elsewhere")
             path.symlink_to(tmp_path / "elsewhere")
         with pytest.raises(SnapshotUnusable) as caught:
-            asyncio.run(it.verify(new))
-        assert it.of("t", "f") == []
+            asyncio.run(repository.verify(new))
+        assert repository.of("t", "f") == []
         assert whole_files(tmp_path) == []
         count = metrics.registry.get_sample_value(
             "evoke_snapshot_corrupt_total", {"reason": caught.value.reason}
@@ -87,18 +87,25 @@ def test_a_damaged_snapshot_is_set_aside_and_not_restored(tmp_path: Path, harm: 
 def test_a_save_with_wrong_contents_leaves_no_file(
     tmp_path: Path, n_bytes: int, tokens: np.ndarray, reason: str
 ) -> None:
-    with open_repository(tmp_path) as it:
-        part = it.new_part()
+    with open_repository(tmp_path) as repository:
+        part = repository.new_part()
         size = write_state_file(tmp_path, part) + n_bytes
         with pytest.raises(SnapshotUnusable) as caught:
-            asyncio.run(it.add(part, size, tokens, SnapshotLabel("t", "f", "b", USER, 1.0)))
+            asyncio.run(repository.add(part, size, tokens, SnapshotLabel("t", "f", "b", USER, 1.0)))
         assert caught.value.reason == reason
-        assert whole_files(tmp_path) == [] and not it.snapshots
+        assert whole_files(tmp_path) == [] and not repository.snapshots
 
 
 def test_a_save_into_another_directory_is_reported_as_missing(tmp_path: Path) -> None:
-    with open_repository(tmp_path) as it, pytest.raises(SnapshotUnusable, match="did not write"):
-        asyncio.run(it.add(it.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)))
+    with (
+        open_repository(tmp_path) as repository,
+        pytest.raises(SnapshotUnusable, match="did not write"),
+    ):
+        asyncio.run(
+            repository.add(
+                repository.new_part(), 10, TOKENS, SnapshotLabel("t", "f", "b", USER, 1.0)
+            )
+        )
 
 
 def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
@@ -120,33 +127,36 @@ def test_files_and_index_agree_after_a_crash(tmp_path: Path) -> None:
         assert metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", sample) == 1
 
 
-def test_a_restore_that_did_not_end_is_never_tried_again(
+def test_a_restore_that_did_not_end_is_not_tried_again(
     tmp_path: Path,
 ) -> None:
-    with open_repository(tmp_path) as it:
-        new = add_snapshot(it)
-        asyncio.run(it.begin_restore(new))
-        assert [item.suspect for item in it.snapshots] == [True]
-        it.end_restore(new, useful=True)
-        (after,) = it.snapshots
+    with open_repository(tmp_path) as repository:
+        new = add_snapshot(repository)
+        asyncio.run(repository.begin_restore(new))
+        assert [item.suspect for item in repository.snapshots] == [True]
+        repository.end_restore(new, useful=True)
+        (after,) = repository.snapshots
         assert not after.suspect and after.hits == pytest.approx(1.0)
 
 
 def test_a_branch_keeps_two_snapshots(tmp_path: Path) -> None:
-    with open_repository(tmp_path) as it:
-        add_snapshot(it, TOKENS[:100])
-        user, step = add_snapshot(it, TOKENS[:200]), add_snapshot(it, TOKENS[:300], kind=STEP)
-        assert {item.id for item in it.snapshots} == {user.id, step.id}
+    with open_repository(tmp_path) as repository:
+        add_snapshot(repository, TOKENS[:100])
+        user, step = (
+            add_snapshot(repository, TOKENS[:200]),
+            add_snapshot(repository, TOKENS[:300], kind=STEP),
+        )
+        assert {item.id for item in repository.snapshots} == {user.id, step.id}
         assert len(whole_files(tmp_path)) == 2
 
 
 def test_limits_hold_after_every_save(tmp_path: Path) -> None:
-    with open_repository(tmp_path, max_count=2) as it:
-        pinned = add_snapshot(it, branch="a")
-        it.pin(pinned, True)
+    with open_repository(tmp_path, max_count=2) as repository:
+        pinned = add_snapshot(repository, branch="a")
+        repository.pin(pinned, True)
         for name in "bcd":
-            last = add_snapshot(it, branch=name)
-        assert {item.id for item in it.snapshots} == {pinned.id, last.id}
+            last = add_snapshot(repository, branch=name)
+        assert {item.id for item in repository.snapshots} == {pinned.id, last.id}
         assert len(whole_files(tmp_path)) == 2
 
 
@@ -216,7 +226,7 @@ def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.Mo
             asyncio.run(second.refresh())
             assert read == [new.id]
             found = {item.id: item for item in second.snapshots}
-            assert read == [new.id], "nothing is left to read"
+            assert read == [new.id], "no row must be read twice"
             assert found.keys() == {new.id, old[0].id, old[1].id, old[3].id}
             assert found[old[1].id].pinned and found[new.id] == new
             assert found[new.id].tokens.tolist() == new.tokens.tolist()
@@ -228,7 +238,7 @@ def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.Mo
                 **dict.fromkeys((new.id, old[1].id), True),
                 old[3].id: False,
             }
-            assert read == [new.id], "of those that are known only marks are read"
+            assert read == [new.id], "only the marks of known rows may be read"
 
 
 @settings(max_examples=8, deadline=None)
@@ -257,7 +267,7 @@ def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, i
 
 
 def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
-    """Wait until these are the snapshots that a vault knows."""
+    """Wait until the repository has exactly these snapshots."""
     deadline = time.monotonic() + 20
     while (seen := {found.id for found in opened.snapshots}) != ids:
         assert time.monotonic() < deadline, f"{seen} instead of {ids}"
@@ -270,63 +280,64 @@ def test_proxies_that_share_a_directory_do_not_delete_each_others_snapshots(
     with open_repository(tmp_path, shared=True) as first:
         item = add_snapshot(first, branch="first")
         part = first.new_part()
-        write_state_file(tmp_path, part)  # llama-server is about to have saved it
+        write_state_file(tmp_path, part)  # llama-server writes it before the index has its row
         with open_repository(tmp_path, shared=True) as second:
             assert [found.id for found in second.snapshots] == [item.id]
             assert (tmp_path / part).exists()
             other = add_snapshot(second, TOKENS + 500, branch="second")
             wait_for(first, {item.id, other.id})
-            first.delete(item, "test")  # the index follows in a thread of its own
+            first.delete(item, "test")  # the index is changed in a separate thread
             wait_for(second, {other.id})
             with pytest.raises(ConfigError, match="another evoke-proxy"), open_repository(tmp_path):
                 pass
         wait_for(first, {other.id})
     with open_repository(tmp_path, shared=True) as third:
         assert [found.id for found in third.snapshots] == [other.id]
-        assert not (tmp_path / part).exists(), "alone again, it is put in order"
+        assert not (tmp_path / part).exists(), "the last process must remove leftover files"
     with open_repository(tmp_path):
         pass
 
 
-def test_a_file_that_is_no_index_is_set_aside_and_not_overwritten(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_index_is_quarantined_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
     metrics = Metrics()
-    with open_repository(tmp_path, metrics) as it:
-        assert list(it.snapshots) == []
-        add_snapshot(it)
+    with open_repository(tmp_path, metrics) as repository:
+        assert list(repository.snapshots) == []
+        add_snapshot(repository)
     aside = tmp_path / "quarantine/index.sqlite"
     assert aside.read_bytes().startswith(b"not a database")
     bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
     assert bad == 1
 
 
-def test_an_index_with_invalid_text_is_set_aside(tmp_path: Path) -> None:
-    """What the damage below hits too rarely: of a text one bit is enough to be no UTF-8."""
-    with open_repository(tmp_path) as it:
-        it.put_record(Record("a", "whose-it-is", time.time(), b"x"))
+def test_an_index_with_invalid_text_is_quarantined(tmp_path: Path) -> None:
+    """The random damage below hits a text too rarely; one flipped bit makes it invalid UTF-8."""
+    with open_repository(tmp_path) as repository:
+        repository.put_record(Record("a", "whose-it-is", time.time(), b"x"))
     path = tmp_path / "index.sqlite"
     data = path.read_bytes()
     path.write_bytes(data.replace(b"whose-it-is", b"\xf7hose-it-is"))
     assert path.read_bytes() != data
-    with open_repository(tmp_path) as it:
-        assert not it.records() and (tmp_path / "quarantine/index.sqlite").exists()
+    with open_repository(tmp_path) as repository:
+        assert not repository.records() and (tmp_path / "quarantine/index.sqlite").exists()
 
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_a_damaged_index_never_returns_wrong_snapshots(name: str) -> None:
-    """200 truncations and bit flips: what is found is what was kept, and a new one can be kept."""
+    """After each of 200 truncations and bit flips, all that is found equals what was stored, and
+    a new snapshot can be stored."""
     with in_memory() as memory:
-        found, records = _damaged_again_and_again(memory / "slots", name)
+        found, records = _damage_repeatedly(memory / "slots", name)
     assert found > 0 < records
 
 
-def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
-    """How many snapshots and records were found, each as it was kept."""
-    how = random.Random(name)
-    with open_repository(folder) as it:
+def _damage_repeatedly(folder: Path, name: str) -> tuple[int, int]:
+    """Returns how many snapshots and records were found, each equal to what was stored."""
+    rng = random.Random(name)
+    with open_repository(folder) as repository:
         for number in range(4):
-            add_snapshot(it, TOKENS + 1000 * number, f"b{number}")
-            it.put_record(Record(f"r{number}", "t", time.time(), bytes([number]) * 500))
+            add_snapshot(repository, TOKENS + 1000 * number, f"b{number}")
+            repository.put_record(Record(f"r{number}", "t", time.time(), bytes([number]) * 500))
         whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     there = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
     source = whole if name.endswith("wal") else there
@@ -336,51 +347,51 @@ def _damaged_again_and_again(folder: Path, name: str) -> tuple[int, int]:
         folder.mkdir()
         for known, data in source.items():
             (folder / known).write_bytes(data)
-        damage(folder / name, how)
-        with open_repository(folder) as it:
-            for item in it.snapshots:
+        damage(folder / name, rng)
+        with open_repository(folder) as repository:
+            for item in repository.snapshots:
                 start = 1000 * int(item.branch.removeprefix("b"))
                 assert np.array_equal(item.tokens, TOKENS + start)
                 assert (item.tenant, item.fingerprint, item.kind) == ("t", "f", USER)
-                asyncio.run(it.verify(item))
+                asyncio.run(repository.verify(item))
                 found += 1
-            for record in it.records():
+            for record in repository.records():
                 assert record.packed == bytes([int(record.id.removeprefix("r"))]) * 500
                 assert record.tenant == "t"
                 records += 1
             if number % 10 == 0:
-                add_snapshot(it, TOKENS + 9000, "new")
+                add_snapshot(repository, TOKENS + 9000, "new")
     return found, records
 
 
 def test_a_failed_removal_of_a_record_raises_no_error(
     tmp_path: Path,
 ) -> None:
-    with open_repository(tmp_path, shared=True) as it:
-        it.put_record(Record("a", "t", time.time(), b"x"))
+    with open_repository(tmp_path, shared=True) as repository:
+        repository.put_record(Record("a", "t", time.time(), b"x"))
         other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        began = time.monotonic()
-        it.remove_record("a")
-        # As long as another's change takes, and not as SQLite would wait by itself.
-        assert time.monotonic() - began < 4.5, "requests wait for that"
-        assert [record.id for record in it.records()] == ["a"]
+        start = time.monotonic()
+        repository.remove_record("a")
+        # As long as a change of another process takes, and not the default timeout of SQLite.
+        assert time.monotonic() - start < 4.5, "requests wait for the removal"
+        assert [record.id for record in repository.records()] == ["a"]
         other.close()
-        it.remove_record("a")
-        assert not it.records()
+        repository.remove_record("a")
+        assert not repository.records()
 
 
 def test_files_of_saves_that_timed_out_are_deleted_repeatedly(tmp_path: Path) -> None:
-    with open_repository(tmp_path) as it:
-        parts = [it.new_part() for _ in range(20)]
+    with open_repository(tmp_path) as repository:
+        parts = [repository.new_part() for _ in range(20)]
         for part in parts:
-            it.discard(part, may_be_written=True)
-        it.discard(parts[10], may_be_written=True)
-        asyncio.run(it.wait_for_deletions())
-        for part in parts:  # written all the same
+            repository.discard(part, may_be_written=True)
+        repository.discard(parts[10], may_be_written=True)
+        asyncio.run(repository.wait_for_deletions())
+        for part in parts:  # llama-server writes them after the timeout
             write_state_file(tmp_path, part)
-        it.trim()
-        asyncio.run(it.wait_for_deletions())
+        repository.trim()
+        asyncio.run(repository.wait_for_deletions())
         assert whole_files(tmp_path) == sorted(parts[:4])
 
 
@@ -388,18 +399,18 @@ def test_a_cancelled_wait_for_deletions_does_not_cancel_the_deletions() -> None:
     sweeper, free = FileRemover(), threading.Event()
     gone: list[str] = []
 
-    def held(_: str) -> None:
+    def wait(_: str) -> None:
         free.wait(60)
 
-    async def impatient() -> None:
+    async def cancel_soon() -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(sweeper.wait_async(), 0.01)
         free.set()
         await sweeper.wait_async()
 
-    sweeper.submit(held, "one")
+    sweeper.submit(wait, "one")
     sweeper.submit(gone.append, "other")
-    asyncio.run(impatient())
+    asyncio.run(cancel_soon())
     assert gone == ["other"]
     sweeper.close()
 
@@ -419,9 +430,9 @@ def test_cancelled_work_resolves_its_future() -> None:
 
 
 def test_quarantine_keeps_a_few_files(tmp_path: Path) -> None:
-    with open_repository(tmp_path) as it:
+    with open_repository(tmp_path) as repository:
         for number in range(7):
-            it.set_aside(add_snapshot(it, branch=str(number)), "test")
+            repository.set_aside(add_snapshot(repository, branch=str(number)), "test")
     assert len(list((tmp_path / "quarantine").iterdir())) == 4
 
 
@@ -440,7 +451,7 @@ def test_a_model_file_is_identified_by_size_time_head_and_tail(tmp_path: Path) -
 def test_a_full_file_system_loses_no_snapshot(
     tmp_path: Path,
 ) -> None:
-    """A real one, of 512 KiB, that only one process sees."""
+    """A mounted file system of 512 KiB, visible to one process only."""
     mount = 'mount -t tmpfs -o size=512k,mode=700 none "$0" && exec "$@"'
     own = ("unshare", "-m", "sh", "-c", mount, str(tmp_path))
     if not shutil.which("unshare") or subprocess.run([*own, "true"]).returncode != 0:
@@ -452,7 +463,7 @@ def test_a_full_file_system_loses_no_snapshot(
         [*own, sys.executable, "-c", call],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
-    assert done.returncode == 0  # the assertions of on_a_full_disk hold
+    assert done.returncode == 0  # the assertions in on_a_full_disk passed
 
 
 def on_a_full_disk(where: str) -> None:
@@ -466,7 +477,7 @@ def on_a_full_disk(where: str) -> None:
             while shutil.disk_usage(folder).free:
                 other.write(bytes(4096))
         with pytest.raises(SnapshotUnusable, match="full"):
-            for _ in range(99):  # what the log of changes has room for
+            for _ in range(99):  # as many as fit into the log of changes
                 asyncio.run(opened.begin_restore(first))
         with pytest.raises(SnapshotUnusable, match="full"):
             asyncio.run(opened.add(part, n_bytes, TOKENS, label))
@@ -489,21 +500,21 @@ def on_a_full_disk(where: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["disk", "cipher"])
-def test_a_snapshot_is_set_aside_when_it_cannot_be_decrypted_and_not_for_lack_of_room(
+def test_a_snapshot_is_quarantined_when_it_cannot_be_decrypted_and_not_for_lack_of_room(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lend(_: str) -> str:
         raise SnapshotUnusable(reason, "it is not lent")
 
-    async def tried(it: SnapshotRepository, snapshot: Snapshot) -> None:
-        await it.begin_restore(snapshot)
-        async with it.decrypted_file(snapshot):
+    async def tried(repository: SnapshotRepository, snapshot: Snapshot) -> None:
+        await repository.begin_restore(snapshot)
+        async with repository.decrypted_file(snapshot):
             pass
 
-    with open_repository(tmp_path) as it:
-        snapshot = add_snapshot(it)
-        monkeypatch.setattr(it.files, "decrypt", lend)
+    with open_repository(tmp_path) as repository:
+        snapshot = add_snapshot(repository)
+        monkeypatch.setattr(repository.files, "decrypt", lend)
         with pytest.raises(SnapshotUnusable):
-            asyncio.run(tried(it, snapshot))
-        left = [item.suspect for item in it.snapshots]
+            asyncio.run(tried(repository, snapshot))
+        left = [item.suspect for item in repository.snapshots]
     assert left == ([False] if reason == "disk" else [])

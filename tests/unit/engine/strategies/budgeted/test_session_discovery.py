@@ -122,7 +122,7 @@ def _turn(conversation: Conversation, blocks: Blocks) -> Any:
     )
 
 
-def test_copies_that_could_not_be_listed_are_asked_for_in_the_next_turn() -> None:
+def test_copies_that_could_not_be_listed_are_requested_in_the_next_turn() -> None:
     discovery, conversation = _resumed()
     turn = _turn(conversation, Blocks(copies_to(USER), fails=1))
     with pytest.raises(UpstreamUnavailable):
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_while_copies_are_listed_does_not_lose_them() -> No
     assert conversation.budgeted.must_find_copies
 
 
-def test_a_session_hears_of_a_restart_in_its_next_turn_and_keeps_the_copies_that_are_left() -> None:
+def test_a_session_handles_a_restart_in_its_next_turn_and_keeps_the_remaining_copies() -> None:
     """While a turn runs, nothing else changes its session, which may be in use in a thread."""
     router = build_router(Config())
     recorded = router.conversations.recall(session_record())

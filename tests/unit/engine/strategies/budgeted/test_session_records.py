@@ -1,4 +1,4 @@
-"""Which copies of a session are taken to be on llama-server's disk tier."""
+"""Session records: which copies of a session count as on llama-server's disk tier."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDisc
 from evoke_proxy.engine.strategies.budgeted.session_records import CopySpill, SessionPersistence
 
 
-def test_a_copy_that_is_made_again_is_not_on_disk_any_more() -> None:
-    """llama-server lists what has changed, and not that an older copy was replaced."""
+def test_a_copy_that_is_made_again_no_longer_counts_as_on_disk() -> None:
+    """llama-server lists changed copies, and not that an older copy was replaced."""
     config = Config()
     spill = CopySpill()
     session = Session("s", "", config.policy)

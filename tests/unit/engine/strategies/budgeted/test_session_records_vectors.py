@@ -1,4 +1,4 @@
-"""How many vectors of a session are written down."""
+"""Session records: in which parts the vectors of a session are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evoke_proxy.engine.strategies.budgeted.session_records import VectorRecords
 
 
 class Disk:
-    """Of one session."""
+    """Holds the records of one session."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
@@ -36,13 +36,13 @@ def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
         "evoke_proxy.engine.strategies.budgeted.session_records._MAX_VECTOR_BLOCKS", 3
     )
     embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
-    kept, disk = VectorRecords(embedding), Disk()
+    vector_records, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
         state = VectorState(embedded={label: (b"k",) for label in labels})
-        known: Any = SimpleNamespace(id="s", tenant="t", vectors=state)
-        asyncio.run(kept.write(known, disk))  # type: ignore[arg-type]
-        assert not known.vectors.embedded
+        session: Any = SimpleNamespace(id="s", tenant="t", vectors=state)
+        asyncio.run(vector_records.write(session, disk))  # type: ignore[arg-type]
+        assert not session.vectors.embedded
         assert all(record.session == "s" and record.is_part for record in disk.records)
         there.append(sorted(VectorRecords(embedding).read("s", disk.records)))
     assert there == [["a", "b"], ["a", "b"], ["a", "b", "c"], ["d", "e"]]

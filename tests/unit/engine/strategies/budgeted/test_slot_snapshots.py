@@ -1,4 +1,4 @@
-"""Which file a slot of a patched server is filled from."""
+"""Slot snapshots of a patched server: when a slot is saved, and from which file it is filled."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
 
 
-def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
-    """How often a slot is saved of a session that is forgotten while its server is asked what it
-    is, before that `begins` or not."""
-    known: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
-    known.session = SimpleNamespace(tokens=PROMPT)
-    conversations, saved = {"b": known}, []
+def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
+    """How often a slot is saved whose session is forgotten while the fingerprint of its server is
+    requested, or before that with `begins`."""
+    conversation: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
+    conversation.session = SimpleNamespace(tokens=PROMPT)
+    conversations, saved = {"b": conversation}, []
 
     async def fingerprint() -> str:
         if not begins:
@@ -53,23 +53,23 @@ def _saved(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     )
     calls: Any = SimpleNamespace(stock=api)
     lease: Any = SimpleNamespace(slots=(0,))
-    asyncio.run(slots.save(SlotJob(conversation=known, calls=calls, lease=lease)))
+    asyncio.run(slots.save(SlotJob(conversation=conversation, calls=calls, lease=lease)))
     return len(saved)
 
 
 def test_a_deleted_session_is_not_saved_and_a_migrated_one_is() -> None:
-    assert _saved(begins=True, elsewhere=False) == 1
-    assert _saved(begins=False, elsewhere=False) == 0
-    assert _saved(begins=False, elsewhere=True) == 1
+    assert _count_saves(begins=True, elsewhere=False) == 1
+    assert _count_saves(begins=False, elsewhere=False) == 0
+    assert _count_saves(begins=False, elsewhere=True) == 1
 
 
 def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
-    assert _saved(begins=True, elsewhere=False, has_room=False) == 0
+    assert _count_saves(begins=True, elsewhere=False, has_room=False) == 0
 
 
-def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
-    """What the slot of session `b` is filled from on a server `f`, and how often that is asked what
-    it is."""
+def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
+    """The files from which the slot of session `b` is filled on a server with fingerprint `f`, and
+    how often its fingerprint is requested."""
     filled, asked = [], []
 
     async def restore(match: Any, *_: object) -> bool:
@@ -84,12 +84,12 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
     transfers: Any = SimpleNamespace(restore=restore)
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     repository: Any = SimpleNamespace(snapshots=items)
-    known: Any = SimpleNamespace(tenant="t", id="b")
+    conversation: Any = SimpleNamespace(tenant="t", id="b")
     slots = SlotSnapshots(
         probe=none, transfers=transfers, repository=repository, conversations=none
     )
     turn: Any = SimpleNamespace(
-        conversation=known,
+        conversation=conversation,
         calls=SimpleNamespace(stock=api),
         rendered=SimpleNamespace(tokens=PROMPT),
         slot=0,
@@ -101,21 +101,21 @@ def _filled(n_past: int, *items: Any) -> tuple[list[str], int]:
 
 def test_the_longest_usable_snapshot_is_restored() -> None:
     mine, other = snapshot("mine", SHORT), snapshot("other", LONG, fingerprint="g")
-    assert _filled(2, mine, snapshot("longer", LONG)) == (["longer"], 1)
-    assert _filled(2, other, mine) == (["mine"], 1)
-    assert _filled(6, other, mine) == ([], 1), "no further than what is there"
-    assert _filled(2, other) == ([], 1)
+    assert _fill(2, mine, snapshot("longer", LONG)) == (["longer"], 1)
+    assert _fill(2, other, mine) == (["mine"], 1)
+    assert _fill(6, other, mine) == ([], 1), "a snapshot must reach further than the slot"
+    assert _fill(2, other) == ([], 1)
 
 
-def test_the_server_is_not_asked_without_a_useful_snapshot() -> None:
+def test_the_fingerprint_is_not_requested_without_a_useful_snapshot() -> None:
     foreign = snapshot("tenant", LONG, tenant="u"), snapshot("branch", LONG, branch="c")
     parted = snapshot("parted", [*SHORT, 77])
-    assert _filled(2, *foreign, parted) == ([], 0)
-    assert _filled(6, snapshot("mine", SHORT)) == ([], 0)
+    assert _fill(2, *foreign, parted) == ([], 0)
+    assert _fill(6, snapshot("mine", SHORT)) == ([], 0)
 
 
-def test_a_request_that_cuts_off_decoding_ahead_leaves_the_evicted_blocks_findable() -> None:
-    """llama-server evicts and copies blocks while it decodes, and the reply would have said so."""
+def test_blocks_evicted_by_preempted_decoding_can_still_be_found() -> None:
+    """llama-server evicts and copies blocks while it decodes; the reply that lists them is lost."""
     session = Session("s", "", Config().policy)
     session._eviction_order = {"s/0-4-a": Span(0, 4)}
     conversation: Any = SimpleNamespace(session=session, budgeted=SimpleNamespace(epoch=3))

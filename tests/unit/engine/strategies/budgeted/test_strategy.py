@@ -30,7 +30,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.trace = RequestTrace(0.0)
-        # Whether the client saw that it was waited for, by call.
+        # By call, whether the client had been told that its request waits.
         self.waiting: list[tuple[str, bool]] = []
 
     async def render(self, call: RenderCall) -> Rendered:
@@ -51,7 +51,7 @@ class Blocks:
 
 
 class Prepared:
-    """One request that a budgeted strategy prepares, with the real parts but for llama-server."""
+    """Prepares one request with a budgeted strategy; only llama-server is replaced."""
 
     def __init__(self) -> None:
         self.blocks = Blocks()
@@ -72,7 +72,7 @@ class Prepared:
         asyncio.run(prepared())
 
 
-def test_a_client_sees_that_it_is_waited_for_from_its_place_in_the_queue_on() -> None:
+def test_a_client_is_told_that_its_request_waits_from_queueing_on() -> None:
     """Loading blocks from disk takes as long as waiting for a slot does."""
     prepared = Prepared()
 
@@ -112,7 +112,7 @@ def test_a_turn_that_is_cancelled_after_its_plan_has_run_is_finished(
     assert conversation.budgeted.epoch is None
 
 
-def test_a_plan_that_is_run_instead_is_not_compared_with_that_of_the_session(
+def test_a_replacement_plan_is_not_compared_with_that_of_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepared, with_members = Prepared(), PreparedTurn.with_members

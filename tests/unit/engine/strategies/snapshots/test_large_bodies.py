@@ -1,4 +1,4 @@
-"""Large chats to unpatched servers are read in threads, not on the event loop."""
+"""Snapshot strategy: large chats are parsed and compared in threads, not on the event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 
-# What the loop may be busy with one body, in processor time of its thread.
+# The processor time of the event loop's thread that one body may take, in seconds.
 MOST_S = 0.02
 TOKENS = np.arange(200, dtype=np.int32)
 ONE = {"role": "user", "content": "word, and " * 800}
@@ -84,16 +84,16 @@ def test_large_chats_are_parsed_off_the_event_loop(dialect: str) -> None:
     async def run() -> float:
         calls = _Calls()
         strategy = _strategy(calls)
-        began = time.thread_time()
+        start = time.thread_time()
         turn = await strategy._render(request, _scope(request, calls))
-        took = time.thread_time() - began
+        seconds = time.thread_time() - start
         assert turn is not None
         assert len(orjson.loads(turn.body)["messages"]) == 2001
         assert [orjson.loads(asked).get("add_generation_prompt") for asked in calls.bodies] == [
             None,
             False,
         ]
-        return took
+        return seconds
 
     assert min(asyncio.run(run()) for _ in range(3)) < MOST_S
 
@@ -115,12 +115,12 @@ def test_large_chats_are_compared_off_the_event_loop() -> None:
         before = SnapshotState(sent=SentRequest(earlier, TOKENS[1:], b""))
         strategy = _strategy(_Calls())
         conversation: Any = SimpleNamespace(snapshots=before, id="1")
-        began = time.thread_time()
+        start = time.thread_time()
         await strategy._note_drift(conversation, turn)
-        took = time.thread_time() - began
+        seconds = time.thread_time() - start
         drift = conversation.snapshots.drift
         assert drift["cause"] == "edited_history" and drift["message"] == 0
         assert conversation.snapshots.sent.opening == b'{"content": "Hello.", "role": "user"}'
-        return took
+        return seconds
 
     assert min(asyncio.run(run()) for _ in range(3)) < MOST_S

@@ -1,4 +1,4 @@
-"""What is decoded ahead on a patched server, and a turn that comes meanwhile."""
+"""Decoding ahead on a patched server, and turns that arrive meanwhile."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ TIMINGS = {"evoke": {"marker": "stale"}}
 def with_engine(
     monkeypatch: Any, use: Callable[[Server, Conversation, list[str]], Coroutine[Any, Any, None]]
 ) -> list[str]:
-    """What happened, with a llama-server that decodes for a while and finds the epoch old."""
-    happened: list[str] = []
+    """Returns the events with a llama-server that decodes for a while and rejects the epoch."""
+    events: list[str] = []
 
     async def run() -> None:
         router = build_router(Config())
         engine = router.server
         engine.conversations.recall(session_record())
-        (known,) = engine.conversations
-        known.budgeted.epoch = 5
+        (conversation,) = engine.conversations
+        conversation.budgeted.epoch = 5
         engine.slots.restart(2)
 
         async def prefill(*_: object) -> PrefillResult:
-            happened.append("begun")
+            events.append("begun")
             await asyncio.sleep(0.05)
-            happened.append("decoded")
+            events.append("decoded")
             return PrefillResult(0, 0, 9, 0.05, TIMINGS)
 
         snapshots = build_snapshots(Config(), router.shared, engine.resources)
@@ -62,118 +62,120 @@ def with_engine(
         )
         monkeypatch.setattr(StockApi, "prefill", prefill)
         async with snapshots, engine.resources.background:
-            await use(engine, known, happened)
+            await use(engine, conversation, events)
 
     virtual_time.run(run())
-    return happened
+    return events
 
 
-async def decode(engine: Server, known: Conversation, happened: list[str], n: int = 9) -> None:
-    """Decode ahead in slot 0, as what copies blocks does."""
+async def decode(engine: Server, conversation: Conversation, events: list[str], n: int = 9) -> None:
+    """Decode ahead in slot 0, as the copying of blocks does."""
 
     async def settle() -> None:
-        happened.append("settling")
+        events.append("settling")
         await asyncio.sleep(0.3)
-        happened.append("idle")
+        events.append("idle")
 
-    lease = engine.slots.background(0, known.id, settle, engine.resources.background.run)
+    lease = engine.slots.background(0, conversation.id, settle, engine.resources.background.run)
     assert lease is not None
     async with lease:
-        job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+        job = SlotJob(conversation=conversation, calls=engine.resources.calls, lease=lease)
         await whole[engine].decode_ahead(job, np.arange(n, dtype=np.int32))
 
 
-def test_a_turn_waits_for_background_decoding_that_is_about_to_end(monkeypatch: Any) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+def test_a_turn_waits_for_background_decoding_that_ends_soon(monkeypatch: Any) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(decode(engine, known, happened))
+            tasks.create_task(decode(engine, conversation, events))
             await asyncio.sleep(0.01)
-            with await engine.slots.acquire(known.id, "t", slot=0) as lease:
-                assert lease.waited and known.budgeted.epoch is None, (
-                    "its books are in before the turn"
+            with await engine.slots.acquire(conversation.id, "t", slot=0) as lease:
+                assert lease.waited and conversation.budgeted.epoch is None, (
+                    "its result must be recorded before the turn"
                 )
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
-def test_long_background_decoding_is_cut_off_and_its_slot_drained(monkeypatch: Any) -> None:
+def test_long_background_decoding_is_preempted_and_its_slot_drained(monkeypatch: Any) -> None:
     monkeypatch.setattr(slot_queue, "_GRACE_S", 0.01)
 
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(decode(engine, known, happened))
+            tasks.create_task(decode(engine, conversation, events))
             await asyncio.sleep(0.01)
-            with await engine.slots.acquire(known.id, "t", slot=0) as lease:
+            with await engine.slots.acquire(conversation.id, "t", slot=0) as lease:
                 assert lease.waited
-                happened.append("granted")
-        assert known.budgeted.epoch == 5
+                events.append("granted")
+        assert conversation.budgeted.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
 
 
-def test_a_turn_in_another_slot_cuts_off_background_decoding_without_waiting(
+def test_a_turn_in_another_slot_preempts_background_decoding_without_waiting(
     monkeypatch: Any,
 ) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(decode(engine, known, happened))
+            tasks.create_task(decode(engine, conversation, events))
             await asyncio.sleep(0.01)
             with await engine.slots.acquire("other", "t", slot=1) as lease:
                 assert not lease.waited
-                happened.append("granted")
-        assert known.budgeted.epoch == 5
+                events.append("granted")
+        assert conversation.budgeted.epoch == 5
 
     assert with_engine(monkeypatch, use) == ["begun", "granted", "settling", "idle"]
 
 
 def test_no_background_lease_while_a_request_runs_or_is_expected(monkeypatch: Any) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         slots = engine.slots
         with await slots.acquire("other", "t", slot=1):
-            assert slots.background(0, known.id) is None
+            assert slots.background(0, conversation.id) is None
         with slots.expected():
-            assert slots.background(0, known.id) is None
-        await decode(engine, known, happened)
+            assert slots.background(0, conversation.id) is None
+        await decode(engine, conversation, events)
 
     assert with_engine(monkeypatch, use) == ["begun", "decoded"]
 
 
 def test_a_background_task_cancelled_twice_releases_no_busy_slot(monkeypatch: Any) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
-        task = asyncio.get_running_loop().create_task(decode(engine, known, happened))
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
+        task = asyncio.get_running_loop().create_task(decode(engine, conversation, events))
         await asyncio.sleep(0.01)
         for _ in range(2):
             task.cancel()
             await asyncio.sleep(0)
         with await engine.slots.acquire("other", "t", slot=0):
-            happened.append("granted")
+            events.append("granted")
 
     assert with_engine(monkeypatch, use) == ["begun", "settling", "idle", "granted"]
 
 
-@pytest.mark.parametrize("wanted", [False, True])
-def test_decoding_ahead_runs_in_steps_until_a_request_comes(wanted: bool, monkeypatch: Any) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+@pytest.mark.parametrize("expected", [False, True])
+def test_decoding_ahead_runs_in_steps_until_a_request_comes(
+    expected: bool, monkeypatch: Any
+) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         monkeypatch.setitem(TIMINGS["evoke"], "marker", "ok")
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(decode(engine, known, happened, n=1100))
+            tasks.create_task(decode(engine, conversation, events, n=1100))
             await asyncio.sleep(0.01)
-            if wanted:
+            if expected:
                 with await engine.slots.acquire("other", "t", slot=0):
                     pass
-        assert known.budgeted.epoch == 5
+        assert conversation.budgeted.epoch == 5
 
     steps = ["begun", "decoded"]
-    assert with_engine(monkeypatch, use) == (steps if wanted else 3 * steps)
+    assert with_engine(monkeypatch, use) == (steps if expected else 3 * steps)
 
 
 def test_a_session_deleted_during_its_save_is_not_recorded(monkeypatch: Any) -> None:
-    async def use(engine: Server, known: Conversation, happened: list[str]) -> None:
+    async def use(engine: Server, conversation: Conversation, events: list[str]) -> None:
         class Disk:
             clock = SteadyClock()
 
             async def write_record(self, record: Any) -> None:
-                happened.append(record.id)
+                events.append(record.id)
 
         nothing: Any = None
         disk: Any = Disk()
@@ -181,13 +183,13 @@ def test_a_session_deleted_during_its_save_is_not_recorded(monkeypatch: Any) -> 
         monkeypatch.setattr(engine.strategies.budgeted._records, "_records", records)
         view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
         for _ in range(2):
-            lease = engine.slots.background(0, known.id)
+            lease = engine.slots.background(0, conversation.id)
             assert lease is not None
             async with lease:
-                job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+                job = SlotJob(conversation=conversation, calls=engine.resources.calls, lease=lease)
                 await engine.strategies.budgeted._records.save(job, view, {})
-            assert not engine.slots.pool.is_locked(known.id)
-            engine.conversations.forget(known)
+            assert not engine.slots.pool.is_locked(conversation.id)
+            engine.conversations.forget(conversation)
 
     assert len(with_engine(monkeypatch, use)) == 1
 
@@ -195,24 +197,24 @@ def test_a_session_deleted_during_its_save_is_not_recorded(monkeypatch: Any) -> 
 def test_operator_changes_during_a_save_are_recorded(
     tmp_path: Path,
 ) -> None:
-    async def written() -> OperatorOverrides:
+    async def write_overrides() -> OperatorOverrides:
         router = build_router(Config(snapshots=SnapshotsConfig(directory=str(tmp_path))))
         engine, records = router.server, router.server.strategies.budgeted._records
         snapshots = engine.strategies.snapshots
         async with router.shared, snapshots:
             engine.conversations.recall(session_record())
-            (known,) = engine.conversations
-            known.pinned = False
+            (conversation,) = engine.conversations
+            conversation.pinned = False
             view = SlotView.parse({"id": 0, "epoch": 5, "n_tokens": 0, "resident": [], "n_free": 9})
-            lease = engine.slots.background(0, known.id)
+            lease = engine.slots.background(0, conversation.id)
             assert lease is not None
-            job = SlotJob(conversation=known, calls=engine.resources.calls, lease=lease)
+            job = SlotJob(conversation=conversation, calls=engine.resources.calls, lease=lease)
             keeping = records.save(job, view, {})
             task = asyncio.get_running_loop().create_task(keeping)
             await asyncio.sleep(0)
-            Admin(router).pin(known.id, True)
+            Admin(router).pin(conversation.id, True)
             await task
-            (record,) = snapshots.repository.records(known.id)
+            (record,) = snapshots.repository.records(conversation.id)
             return decode_record(zlib.decompress(record.packed)).overrides
 
-    assert asyncio.run(written()).pinned
+    assert asyncio.run(write_overrides()).pinned

@@ -1,4 +1,4 @@
-"""What kind of memory an unpatched server has."""
+"""Probing an unpatched server for the kind of its memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = (False, (4,))
 
 
 class Calls(StockApi):
-    """A server whose slots always have the same in them."""
+    """A server whose slots always have the same contents."""
 
     busy = slow = False
     saves = 0
@@ -74,19 +74,21 @@ def probe_of(calls: Calls, repository: SnapshotRepository, slots: SlotQueue) -> 
 def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
     tmp_path: Path, caches: list[bytes], dense: bool, windows: bool
 ) -> None:
-    async def kept(it: SnapshotRepository) -> ServerBehaviour:
+    async def measure(repository: SnapshotRepository) -> ServerBehaviour:
         calls = Calls(tmp_path, file(*caches))
-        facts = probe_of(calls, it, SlotQueue(LimitsConfig()))
-        facts.behaviour = ServerBehaviour(
+        probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        probe.behaviour = ServerBehaviour(
             is_dense=False, has_windows=True
-        )  # as before anything is known
+        )  # the defaults, before the probe
         async with BackgroundTasks() as tasks:
-            states = SnapshotTransfers(repository=it, probe=facts, metrics=Metrics(), tasks=tasks)
+            states = SnapshotTransfers(
+                repository=repository, probe=probe, metrics=Metrics(), tasks=tasks
+            )
             assert await states.save(0, np.zeros(2, np.int32), LABEL, calls)
-        return facts.behaviour
+        return probe.behaviour
 
-    with open_repository(tmp_path) as it:
-        memory = asyncio.run(kept(it))
+    with open_repository(tmp_path) as repository:
+        memory = asyncio.run(measure(repository))
     assert (memory.is_dense, memory.has_windows, memory.can_restore_partly) == (
         dense,
         windows,
@@ -95,28 +97,27 @@ def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
 
 
 def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
-    """Its snapshots are those of a server that was idle at once."""
+    """The result is that of a server that is idle at once."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def learnt(facts: ServerProbe, *busy: bool) -> tuple[str, ServerBehaviour]:
+    async def probed(probe: ServerProbe, *busy: bool) -> tuple[str, ServerBehaviour]:
         for calls.busy in busy:
-            await facts.learn(calls)
-        return facts.fingerprint, facts.behaviour
+            await probe.learn(calls)
+        return probe.fingerprint, probe.behaviour
 
-    async def asked_in_vain(facts: ServerProbe) -> tuple[str, ServerBehaviour]:
-        await learnt(facts, True)
+    async def failed_probe(probe: ServerProbe) -> tuple[str, ServerBehaviour]:
+        await probed(probe, True)
         calls.slow = True
         with pytest.raises(UpstreamTimeout):
-            await facts.learn(calls)
+            await probe.learn(calls)
         calls.slow = False
-        return await learnt(facts, False)
+        return await probed(probe, False)
 
-    with open_repository(tmp_path) as it:
-        assert asyncio.run(asked_in_vain(probe_of(calls, it, SlotQueue(LimitsConfig()))))[
-            1
-        ].is_dense
+    with open_repository(tmp_path) as repository:
+        failing = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        assert asyncio.run(failed_probe(failing))[1].is_dense
         now, busy, later = (
-            asyncio.run(learnt(probe_of(calls, it, SlotQueue(LimitsConfig())), *states))
+            asyncio.run(probed(probe_of(calls, repository, SlotQueue(LimitsConfig())), *states))
             for states in ((False,), (True, True), (True, False))
         )
     assert now == later and now[1].is_dense
@@ -124,36 +125,36 @@ def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
 
 
 def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) -> None:
-    """The request that asks has its own; what cannot be tried out now is tried out later."""
+    """The probing request has a slot; while others have one, the probe is postponed."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def learnt(it: SnapshotRepository) -> None:
+    async def probed(repository: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
         slots.restart(2)
-        facts = probe_of(calls, it, slots)
+        probe = probe_of(calls, repository, slots)
         saves = calls.saves
         with await slots.acquire("mine", "") as own:
             with await slots.acquire("other", ""):
-                await facts.learn(calls, own)
-                assert calls.saves == saves, "another request may be in any slot"
-            await facts.learn(calls, own)
+                await probe.learn(calls, own)
+                assert calls.saves == saves, "no slot may be probed while another request has one"
+            await probe.learn(calls, own)
             assert calls.saves == saves + 1
         assert slots.pool.idle() and not any(slots.pool.is_locked(name) for name in ("mine", ""))
 
-    with open_repository(tmp_path) as it:
-        asyncio.run(learnt(it))
+    with open_repository(tmp_path) as repository:
+        asyncio.run(probed(repository))
 
 
 def test_a_request_waits_while_a_slot_is_probed(tmp_path: Path) -> None:
-    """A readiness check that no request knows of tries a slot out, too."""
+    """A readiness check also probes a slot, independently of requests."""
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
 
-    async def raced(it: SnapshotRepository) -> None:
+    async def race(repository: SnapshotRepository) -> None:
         slots = SlotQueue(LimitsConfig())
-        facts = probe_of(calls, it, slots)
+        probe = probe_of(calls, repository, slots)
         calls.saving, calls.go_on = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(facts.learn(calls))
+            tasks.create_task(probe.learn(calls))
             await calls.saving.wait()
             request = tasks.create_task(slots.acquire("a", ""))
             await asyncio.sleep(0)
@@ -161,5 +162,5 @@ def test_a_request_waits_while_a_slot_is_probed(tmp_path: Path) -> None:
             calls.go_on.set()
         assert request.result().waited
 
-    with open_repository(tmp_path) as it:
-        asyncio.run(raced(it))
+    with open_repository(tmp_path) as repository:
+        asyncio.run(race(repository))

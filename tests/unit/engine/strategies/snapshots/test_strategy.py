@@ -1,4 +1,4 @@
-"""A turn whose preparation fails."""
+"""The snapshot strategy: a turn whose preparation fails."""
 
 from __future__ import annotations
 
