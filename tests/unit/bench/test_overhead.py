@@ -1,15 +1,11 @@
-"""The overhead bench: rows and summaries made from its measurements."""
+"""The overhead bench: its summaries and its dialogs."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from bench import first_bytes, overhead, record
-from bench.chat_turns import budget_of, percentile, turn_record, turn_row
+from bench import overhead
+from bench.chat_turns import turn_record, turn_row
 from bench.overhead import summarise
 
 LINE = (
@@ -20,31 +16,8 @@ LINE = (
 )
 
 
-def test_the_times_of_a_turn_are_read_from_its_log_line() -> None:
-    times = turn_record(LINE, 20.3)
-    assert (times["own"], times["after"], times["render"]) == (12.2, 0.15, 92.4)
-    assert (times["block-plan"], times["first_byte"], times["cpu"]) == (11.6, 280.0, 20.3)
-    assert (times["evicted_blocks"], times["recovered_tokens"]) == (51, 2672)
-
-
-def test_a_turn_without_a_block_call_has_a_block_plan_time_of_0() -> None:
-    assert turn_record(LINE.replace("block-plan_ms=11.60", ""), 1.0)["block-plan"] == 0.0
-
-
-@pytest.mark.parametrize("line", [LINE.replace("evoke:moved", "degraded:render"), "200 ms=3"])
-def test_a_log_line_of_a_turn_that_was_not_planned_is_an_error(line: str) -> None:
-    with pytest.raises(RuntimeError, match="did not plan"):
-        turn_record(line, 1.0)
-
-
 def turn(own: float) -> dict[str, Any]:
     return {**turn_record(LINE, 2.0), "own": own, "tokens": 1000, "messages": 9}
-
-
-def test_a_row_has_the_median_of_its_turns() -> None:
-    row = turn_row("bundled", 1024, [turn(1.0), turn(9.0), turn(2.0)])
-    assert row["own_ms"] == 2.0 and row["spread"]["own"] == {"median": 2.0, "min": 1.0, "max": 9.0}
-    assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
 
 
 def test_the_summary_has_the_worst_model_of_each_length() -> None:
@@ -58,30 +31,6 @@ def test_the_summary_has_the_worst_model_of_each_length() -> None:
     assert summary["passthrough_added_ms_p50"] == 0.7
     assert summary["own_ms_32k_p50"] == 4.0 and summary["own_ms_1k_p50"] == 1.0
     assert summary["render_ms_32k_p50"] == 92.4 and summary["plan_ms_1k_p50"] == 11.6
-
-
-def pair(direct: float, through: float) -> dict[str, float]:
-    return {"direct": direct, "through": through, "tokens": 1000}
-
-
-def test_the_added_time_to_the_first_byte_is_the_median_over_pairs() -> None:
-    row = first_bytes.row("bundled", 1024, [pair(10, 15), pair(50, 56), pair(30, 33)])
-    assert row["first_byte_added_ms"] == 5 and row["direct_ms"] == 30 and row["through_ms"] == 33
-    assert row["first_byte_added_ms_p10"] == 3 and row["first_byte_added_ms_p90"] == 6
-    assert row["first_byte_added_ms_fastest"] == 5
-    worse = first_bytes.row("qwen3.5", 1024, [pair(10, 19)])
-    assert summarise([], [], [row, worse]) == {"first_byte_added_ms_1k_p50": 9}
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([5.0, 1.0, 3.0], 90) == 5.0 and percentile([5.0, 1.0, 3.0], 10) == 1.0
-
-
-def test_a_record_has_command_machine_rows_and_summary(tmp_path: Path) -> None:
-    path = record.write("overhead", [{"a": 1}], {"b": 2.0}, tmp_path / "new" / "x.json")
-    made = json.loads(path.read_text())
-    assert made["command"].startswith("python -m bench.overhead") and made["machine"]
-    assert made["rows"] == [{"a": 1}] and made["summary"] == {"b": 2.0}
 
 
 def test_a_dialog_has_its_messages_and_about_its_tokens() -> None:

@@ -1,19 +1,13 @@
-"""The generator of facts and sessions for benches and training (bench.model, bench.ruler)."""
+"""The sessions of the generator for benches and training, by task."""
 
 from __future__ import annotations
 
-import random
 import re
-from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
-from bench import ruler
-from bench.model import facts, text, vocab
+from bench.model import facts, vocab
 from bench.model.tasks import TASKS, Session, estimated_tokens, sessions
-from bench.quality.journal import Journal
-from bench.ruler import right, summarise
 
 _FUNCTION_WORDS = set(
     "my is what where who which how do does did am was i me to for a the of in on with have be "
@@ -99,62 +93,3 @@ def test_the_paraphrase_task_asks_paraphrases() -> None:
         for probe in session.probes:
             assert probe.question == probe.fact.paraphrase
             assert not _words(probe.question) & _words(probe.fact.statement)
-
-
-def test_codes_have_sixteen_characters_and_no_letter_twice() -> None:
-    rng = random.Random(1)
-    for _ in range(200):
-        code = text.code(rng)
-        assert re.fullmatch(r"([A-Z]\d){8}", code)
-        assert len(set(code[::2])) == 8
-
-
-def test_a_near_miss_is_a_fact_of_the_same_kind() -> None:
-    rng = random.Random(1)
-    for _ in range(500):
-        fact = facts.draw(rng)
-        near = facts.near_miss(rng, fact)
-        assert near.kind == fact.kind
-        assert near.type == fact.type if fact.kind != "file" else set(near.parts) & set(fact.parts)
-
-
-def test_an_answer_is_right_only_with_the_exact_value() -> None:
-    probe = next(p for s in sessions(3, "codes", 500, 1) for p in s.probes)
-    assert right(probe.answer, probe)
-    assert not right(probe.answer.replace(probe.fact.value, probe.fact.value[:-1] + "x"), probe)
-    assert not right(probe.fact.unknown_answer, probe)
-    missing = sessions(3, "unknown", 500, 1)[0].probes[0]
-    assert right(missing.answer, missing)
-    assert not right(missing.fact.answer, missing)
-
-
-def test_the_summary_counts_by_task_and_length() -> None:
-    row = {"task": "needle", "length": 1000, "right": True, "answer": "a.", "tokens": 10}
-    wrong = row | {"right": False, "answer": f"It is {facts.UNKNOWN_VALUE}", "tokens": 12}
-    other = row | {"length": 4000}
-    summary = summarise([row, wrong, other])
-    assert summary["all"]["n"] == 3 and summary["all"]["right"] == 2
-    first, second = summary["cells"]
-    assert (first["length"], first["n"], first["right"], first["false_unknown"]) == (1000, 2, 1, 1)
-    assert first["tokens_max"] == 12
-    assert (second["length"], second["ceiling"]) == (4000, 1.0)
-    assert 0 < first["interval_95"][0] < 0.5 < first["interval_95"][1] < 1
-
-
-def test_a_finished_cell_is_not_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = {"right": True, "answer": "a.", "tokens": 10, "expected": "a"}
-    monkeypatch.setattr(ruler, "ask", lambda *_: [row])
-    ports: SimpleQueue[int] = SimpleQueue()
-    ports.put(1)
-    Journal(tmp_path / "cells", "one").append("needle 1000", {"rows": [row | {"tokens": 11}]})
-
-    def tokens(identity: str, task: str, length: int) -> list[int]:
-        journal = Journal(tmp_path / "cells", identity)
-        return [row["tokens"] for row in ruler._Runner(ports, journal, 3, 1).cell(task, length)]
-
-    assert tokens("one", "needle", 1000) == [11]
-    for cell in (("other", "needle", 1000), ("one", "needle", 500), ("one", "codes", 1000)):
-        assert tokens(*cell) == [10]
-    assert tokens("one", "needle", 1000) == [11] and tokens("one", "codes", 1000) == [10]

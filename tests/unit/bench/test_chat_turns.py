@@ -1,0 +1,47 @@
+"""Turns of the overhead bench: times from log lines, rows and percentiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.chat_turns import budget_of, percentile, turn_record, turn_row
+
+LINE = (
+    "2026-01-01 INFO evoke_proxy.request id=1 POST /v1/chat/completions 200 decision=evoke:moved"
+    " session=a slot=0 evicted=51+2 prompt=31735 decoded=60 recovered=2672 resident_before=5000"
+    " omitted=24003 peak=8190 own_ms=12.20 after_ms=0.15 render_ms=92.40 queue_ms=0.04"
+    " block-plan_ms=11.60 first_byte_ms=280 ms=301"
+)
+
+
+def test_the_times_of_a_turn_are_read_from_its_log_line() -> None:
+    times = turn_record(LINE, 20.3)
+    assert (times["own"], times["after"], times["render"]) == (12.2, 0.15, 92.4)
+    assert (times["block-plan"], times["first_byte"], times["cpu"]) == (11.6, 280.0, 20.3)
+    assert (times["evicted_blocks"], times["recovered_tokens"]) == (51, 2672)
+
+
+def test_a_turn_without_a_block_call_has_a_block_plan_time_of_0() -> None:
+    assert turn_record(LINE.replace("block-plan_ms=11.60", ""), 1.0)["block-plan"] == 0.0
+
+
+@pytest.mark.parametrize("line", [LINE.replace("evoke:moved", "degraded:render"), "200 ms=3"])
+def test_a_log_line_of_a_turn_that_was_not_planned_is_an_error(line: str) -> None:
+    with pytest.raises(RuntimeError, match="did not plan"):
+        turn_record(line, 1.0)
+
+
+def turn(own: float) -> dict[str, Any]:
+    return {**turn_record(LINE, 2.0), "own": own, "tokens": 1000, "messages": 9}
+
+
+def test_a_row_has_the_median_of_its_turns() -> None:
+    row = turn_row("bundled", 1024, [turn(1.0), turn(9.0), turn(2.0)])
+    assert row["own_ms"] == 2.0 and row["spread"]["own"] == {"median": 2.0, "min": 1.0, "max": 9.0}
+    assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert percentile([5.0, 1.0, 3.0], 90) == 5.0 and percentile([5.0, 1.0, 3.0], 10) == 1.0
