@@ -223,9 +223,7 @@ class Metrics:
         self.written_behind = self._counter(
             "evoke_blocks_written_behind", "Blocks copied by write-back while no request ran."
         )
-        self.writebacks = self._counter(
-            "evoke_writebacks", "Rounds of write-back, by result.", "result"
-        )
+        self.writebacks = self._counter("evoke_writebacks", "Write-back runs, by result.", "result")
         for result in ("done", "interrupted", "refused"):
             self.writebacks.labels(result=result)
         self.resident = self._gauge(

@@ -176,7 +176,7 @@ class ServerMonitor:
             what = "Chats keep their slots on disk" if is_kept else "Every request passes through"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
-                f" evoke-proxy build-server builds one that can{problem}"
+                f" start the patched one with --evoke-ram, or run evoke-proxy build-server{problem}"
             )
         back = "" if self.server.can_adopt else "; a session that loses its slot is decoded again"
         slots = self.server.n_slots
