@@ -285,13 +285,29 @@ def labels(session: str, tokens: Tokens, spans: Sequence[Span], before: str = ""
     label of the block before the first span.
     """
     owner = wire_name(session)
-    hashed = hashlib.blake2b(before.encode(), digest_size=8)
-    at, names = spans[0].start if before and spans else 0, list[str]()
-    for span in spans:
-        hashed.update(np.ascontiguousarray(tokens[at : span.end], dtype="<i4").tobytes())
-        at = span.end
-        names.append(f"{owner}/{span.start}-{span.end}-{hashed.hexdigest()}")
-    return names
+    hashed = LabelHash(tokens, spans[0].start if before and spans else 0, before)
+    return [f"{owner}/{span.start}-{span.end}-{hashed.up_to(span.end)}" for span in spans]
+
+
+class LabelHash:
+    """The last part of labels: a hash of the tokens from a position on, or from the start.
+
+    `before` is the label of the block that ends at the position; "" at the start.
+    """
+
+    def __init__(self, tokens: Tokens, start: int = 0, before: str = "") -> None:
+        self._tokens = tokens
+        self._at = start
+        self._hash = hashlib.blake2b(before.encode(), digest_size=8)
+        self._digest = self._hash.hexdigest()
+
+    def up_to(self, end: int) -> str:
+        """The hash of the tokens up to a position; calls must be in ascending order."""
+        if end > self._at:
+            piece = np.ascontiguousarray(self._tokens[self._at : end], dtype="<i4")
+            self._hash.update(piece.tobytes())
+            self._at, self._digest = end, self._hash.hexdigest()
+        return self._digest
 
 
 def _split(block: Block, boundaries: Sequence[int]) -> list[Block]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.prompt.layout import labels
+from evoke_proxy.core.prompt.layout import LabelHash
 from evoke_proxy.core.prompt.rendered import Tokens
 
 
@@ -18,7 +19,7 @@ class SavedSession:
 
     Attributes:
         id: The id of the session.
-        spans: The ranges of its copies, by label.
+        spans: The ranges of its copies, by label, ascending by their ends.
     """
 
     id: str
@@ -40,24 +41,37 @@ def saved_sessions(copies: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedSe
         session = copy.get("session")
         if isinstance(session, str) and session:
             spans[session][label] = Span(int(copy["p0"]), int(copy["p1"]))
-    return {id: SavedSession(id, found) for id, found in spans.items()}
+    return {id: SavedSession(id, _by_end(of_session)) for id, of_session in spans.items()}
+
+
+def _by_end(spans: Mapping[str, Span]) -> dict[str, Span]:
+    return dict(sorted(spans.items(), key=lambda item: (item[1].end, item[1].start)))
 
 
 def most_similar(sessions: Iterable[SavedSession], tokens: Tokens) -> list[SavedSession]:
     """The sessions whose first request may have begun like a prompt, the longest match first.
 
     Labels contain a hash of the tokens from the start of the request that the block was first part
-    of, so only blocks of the first request can be compared without asking llama-server.
+    of, so only blocks of the first request can be compared without asking llama-server. The tokens
+    are hashed once for all sessions, and no further than the longest match.
     """
-    matches = [(_matching_end(session, tokens), session) for session in sessions]
-    similar = [(end, session) for end, session in matches if end]
-    return [session for _, session in sorted(similar, key=lambda pair: -pair[0])]
+    candidates = list(sessions)
+    rest = [iter(session.spans.items()) for session in candidates]
+    ends = [0] * len(candidates)
+    hashed = LabelHash(tokens)
+    queue: list[tuple[int, int, str]] = []  # the next copy of each session: end, session, label
 
+    def add_next(i: int) -> None:
+        label, span = next(rest[i], ("", None))
+        if span is not None and span.end <= len(tokens):
+            heapq.heappush(queue, (span.end, i, label))
 
-def _matching_end(session: SavedSession, tokens: Tokens) -> int:
-    """Where the last block ends whose label is that of the first request's tokens; 0 for none."""
-    ordered = sorted(session.spans.items(), key=lambda item: (item[1].end, item[1].start))
-    spans = [span for _, span in ordered if span.end <= len(tokens)]
-    expected = labels(session.id, tokens, spans) if spans else []
-    pairs = zip(ordered, expected, strict=False)
-    return max((span.end for (label, span), name in pairs if label == name), default=0)
+    for i in range(len(candidates)):
+        add_next(i)
+    while queue:
+        end, i, label = heapq.heappop(queue)
+        if label.endswith(f"-{hashed.up_to(end)}"):
+            ends[i] = end
+            add_next(i)
+    order = sorted(range(len(candidates)), key=lambda i: -ends[i])
+    return [candidates[i] for i in order if ends[i]]
