@@ -249,10 +249,10 @@ class SlotModel:
     def _note_peak(self) -> None:
         self.peak = max(self.peak, len(self.rows))
 
-    def _room(self, wanted: int) -> int:
+    def _room(self, requested: int) -> int:
         if not self.stream.budget:
-            return wanted
-        chunk = min(wanted, self.stream.block)
+            return requested
+        chunk = min(requested, self.stream.block)
         for victim in self.stream.order:
             if self.stream.budget - len(self.rows) >= chunk:
                 break
@@ -260,7 +260,7 @@ class SlotModel:
                 self._auto_evict(victim.label, victim.span)
         while self.stream.budget - len(self.rows) < chunk and self._evictable():
             self._auto_evict_oldest()
-        return max(1, min(wanted, self.stream.budget - len(self.rows)))
+        return max(1, min(requested, self.stream.budget - len(self.rows)))
 
     def _evictable(self) -> set[int]:
         stream = self.stream

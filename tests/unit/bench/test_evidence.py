@@ -42,11 +42,11 @@ def test_every_question_has_evidence_in_its_conversation() -> None:
 def test_every_conversation_is_in_one_split_and_no_question_is_in_two() -> None:
     talks = conversations()
     assert list(split_of()) and set(split_of()) == {talk.id for talk in talks}
-    asked = {
+    questions = {
         split: {q.text for talk in talks if split_of()[talk.id] == split for q in talk.questions}
         for split in SPLITS
     }
-    assert not asked["tuning"] & asked["reporting"]
+    assert not questions["tuning"] & questions["reporting"]
 
 
 def test_a_question_is_sent_after_the_turns_before_it() -> None:
@@ -183,13 +183,13 @@ def test_criteria_compare_with_the_best_of_each_group() -> None:
         *_rows("fused all", talks),
         *_rows("no recall", dict.fromkeys(talks, 0)),
     ]
-    said = {v["criterion"]: v for v in criteria.verdicts("cell", rows)}
-    fusion = said[criteria.FUSION]
+    verdicts = {v["criterion"]: v for v in criteria.verdicts("cell", rows)}
+    fusion = verdicts[criteria.FUSION]
     assert (fusion["against"], fusion["other"], fusion["verdict"]) == ("fused all", 100.0, "FAIL")
-    single = said[criteria.FILL]
+    single = verdicts[criteria.FILL]
     assert (single["against"], single["low"], single["verdict"]) == ("vectors", 0.0, "pass")
-    assert said[criteria.NO_RECALL]["low"] >= 75.0
-    assert criteria.failed(said.values()) == [f"cell: {criteria.FUSION}"]
+    assert verdicts[criteria.NO_RECALL]["low"] >= 75.0
+    assert criteria.failed(verdicts.values()) == [f"cell: {criteria.FUSION}"]
     assert criteria.verdicts("cell", rows, arm="missing") == []
 
 

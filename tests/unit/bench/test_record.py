@@ -10,6 +10,6 @@ from bench import record
 
 def test_a_record_has_command_machine_rows_and_summary(tmp_path: Path) -> None:
     path = record.write("overhead", [{"a": 1}], {"b": 2.0}, tmp_path / "new" / "x.json")
-    made = json.loads(path.read_text())
-    assert made["command"].startswith("python -m bench.overhead") and made["machine"]
-    assert made["rows"] == [{"a": 1}] and made["summary"] == {"b": 2.0}
+    written = json.loads(path.read_text())
+    assert written["command"].startswith("python -m bench.overhead") and written["machine"]
+    assert written["rows"] == [{"a": 1}] and written["summary"] == {"b": 2.0}

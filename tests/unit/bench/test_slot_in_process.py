@@ -28,7 +28,7 @@ def test_a_sentence_starts_after_the_space() -> None:
 
 
 def test_the_message_with_the_answer_is_resident_within_the_budget() -> None:
-    made = renderer()
+    fake_renderer = renderer()
     texts = [f"Day {n}: the weather was calm and the market opened late again." for n in range(60)]
     texts[7] = FACT
     chat = [
@@ -39,9 +39,11 @@ def test_the_message_with_the_answer_is_resident_within_the_budget() -> None:
             {"role": "assistant", "content": "Noted."},
         )
     ]
-    slot = SlotInProcess(PolicyConfig(budget=320), made)
+    slot = SlotInProcess(PolicyConfig(budget=320), fake_renderer)
     for question in ("What happened on day 3?", "What is the access code of the Oslo vault?"):
         rows = slot.ask([*chat, {"role": "user", "content": question}])
         assert rows.sum() <= 320 < len(rows)
-    span = made.render([Message(Role(m["role"]), m["content"]) for m in chat]).spans[14].span
+    span = (
+        fake_renderer.render([Message(Role(m["role"]), m["content"]) for m in chat]).spans[14].span
+    )
     assert rows[span.start : span.end].all()

@@ -11,18 +11,18 @@ from evoke_proxy.config.loader import reloaded
 
 
 def test_reload_applies_reloadable_settings_and_lists_the_others() -> None:
-    wanted = Config(
+    changed_config = Config(
         listen=("0.0.0.0:1",),
         upstream=UpstreamConfig(url="http://other:1"),
         limits=LimitsConfig(queue=3, body_bytes=9),
         policy=PolicySettings(budget=512, name="discard"),
         log=LogConfig(level="debug"),
     )
-    result = reloaded(Config(), wanted)
+    result = reloaded(Config(), changed_config)
     assert result.applied == ("limits.queue", "policy.name", "policy.budget", "log.level")
     assert result.waiting == ("listen", "upstream.url", "limits.body_bytes")
     assert result.config == Config(
-        limits=LimitsConfig(queue=3), policy=wanted.policy, log=wanted.log
+        limits=LimitsConfig(queue=3), policy=changed_config.policy, log=changed_config.log
     )
 
 

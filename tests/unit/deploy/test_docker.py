@@ -505,7 +505,7 @@ def test_volumes_are_owned_by_the_user_of_their_services(stack: Any) -> None:
     """A new volume gets the owner of the image's directory at its mount point."""
     server, proxy = (stack["services"][name] for name in BUILT)
     for service, names in ((server, ("blocks", "slots")), (proxy, ("slots", "state"))):
-        made = next(
+        targets = next(
             line
             for line in _dockerfile(service).read_text("utf-8").splitlines()
             if "install -d -m 0700 -o 10001 -g 10001" in line
@@ -514,7 +514,7 @@ def test_volumes_are_owned_by_the_user_of_their_services(stack: Any) -> None:
         for name in names:
             assert name in stack["volumes"]
             (target,) = [target_of for source, target_of, *_ in mounted if source == name]
-            assert target in made.split()
+            assert target in targets.split()
     assert server["environment"]["LLAMA_ARG_EVOKE_DISK"].count("/blocks/") == 1
     assert server["command"] == ["--slot-save-path", "/slots"]
     assert proxy["environment"]["EVOKE_SNAPSHOTS_DIRECTORY"] == "/slots"

@@ -26,8 +26,8 @@ COMMANDS = [
 
 
 def test_the_expected_pages_and_commands_exist() -> None:
-    wanted = {"operate.md", "clients.md", "tune.md", "architecture.md", "admin-api.md"}
-    assert wanted <= set(TEXTS) and len(COMMANDS) >= 7
+    required = {"operate.md", "clients.md", "tune.md", "architecture.md", "admin-api.md"}
+    assert required <= set(TEXTS) and len(COMMANDS) >= 7
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -56,10 +56,10 @@ def test_the_commands_for_keys_work_as_documented(
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_settings_metrics_and_files_exist(name: str) -> None:
-    text, known = TEXTS[name], set(keys())
-    sections = {key.split(".")[0] for key in known if "." in key}
+    text, settings = TEXTS[name], set(keys())
+    sections = {key.split(".")[0] for key in settings if "." in key}
     named = re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)`", text)
-    assert [key for key in named if key not in known and f"{key}." not in str(known)] == []
+    assert [key for key in named if key not in settings and f"{key}." not in str(settings)] == []
     exported = Metrics().exposition().decode()
     missing = [
         m

@@ -123,9 +123,9 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
 
 
 def _seconds(run: Callable[[str], object], text: str) -> float:
-    began = time.thread_time()
+    start = time.thread_time()
     run(text)
-    return time.thread_time() - began
+    return time.thread_time() - start
 
 
 def _suspects(run: Callable[[str], object]) -> list[str]:

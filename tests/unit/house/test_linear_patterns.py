@@ -51,9 +51,9 @@ def _patterns() -> dict[str, re.Pattern[Any]]:
                         found[f"{info.name}.{name}.{inner}"] = held
     for path in sorted(_PACKAGE.rglob("*.py")):
         for call in _calls(path):
-            given = call.args[0]
-            if isinstance(given, ast.Constant) and isinstance(given.value, str):
-                pattern = re.compile(given.value)
+            argument = call.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                pattern = re.compile(argument.value)
                 found.setdefault(_name(pattern), pattern)
     return found
 
@@ -85,7 +85,7 @@ def test_the_patterns_of_the_package_are_found() -> None:
     assert inside == [], "patterns that are composed where they are used cannot be tested"
 
 
-def _known(parsed: Any) -> Iterator[str]:
+def _literals(parsed: Any) -> Iterator[str]:
     """A character of every literal, range and category in a parsed pattern, and whole words."""
     word = ""
     for op, value in parsed:
@@ -111,22 +111,22 @@ def _inner(op: str, value: Any) -> Iterator[str]:
                 yield chr(member[1])
     elif op == "BRANCH":
         for branch in value[1]:
-            yield from _known(branch)
+            yield from _literals(branch)
     elif op == "SUBPATTERN":
-        yield from _known(value[-1])
+        yield from _literals(value[-1])
     elif op in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        yield from _known(value[2])
+        yield from _literals(value[2])
     elif op in ("ASSERT", "ASSERT_NOT"):
-        yield from _known(value[1])
+        yield from _literals(value[1])
     elif op == "ATOMIC_GROUP":
-        yield from _known(value)
+        yield from _literals(value)
 
 
 def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
     """Triples of a prefix, a repeated text and a suffix."""
-    known = list(dict.fromkeys(_known(re._parser.parse(pattern.pattern, pattern.flags))))  # type: ignore[attr-defined]
-    words = [word for word in known if len(word) > 1]
-    signs = list(dict.fromkeys([*(word for word in known if len(word) == 1), *_ALWAYS]))
+    literals = list(dict.fromkeys(_literals(re._parser.parse(pattern.pattern, pattern.flags))))  # type: ignore[attr-defined]
+    words = [word for word in literals if len(word) > 1]
+    signs = list(dict.fromkeys([*(word for word in literals if len(word) == 1), *_ALWAYS]))
     units = [*signs, *words, *(word + sign for word in words for sign in (" ", "a", "0", "."))]
     units += map("".join, itertools.permutations(signs[:12], 2))
     for unit in dict.fromkeys(units):
@@ -139,13 +139,13 @@ def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
             yield "", sign, word
 
 
-def _made(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> Callable[[int], Any]:
+def _text_maker(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> Callable[[int], Any]:
     """Makes a text of about `n` characters, of the type that the pattern takes."""
 
     def make(n: int) -> Any:
         front, unit, tail = text
-        made = front + unit * max(1, n // len(unit)) + tail
-        return made.encode("utf-8") if isinstance(pattern.pattern, bytes) else made
+        repeated = front + unit * max(1, n // len(unit)) + tail
+        return repeated.encode("utf-8") if isinstance(pattern.pattern, bytes) else repeated
 
     return make
 
@@ -158,14 +158,14 @@ def _run(pattern: re.Pattern[Any], text: Any) -> None:
 
 
 def _seconds(pattern: re.Pattern[Any], text: Any) -> float:
-    began = time.thread_time()
+    start = time.thread_time()
     _run(pattern, text)
-    return time.thread_time() - began
+    return time.thread_time() - start
 
 
 def _probed(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
     """Seconds for a text of the last size; infinite when a shorter text is slow already."""
-    make, seconds = _made(pattern, text), 0.0
+    make, seconds = _text_maker(pattern, text), 0.0
     for size in _SIZES:
         seconds = _seconds(pattern, make(size))
         if seconds > _SLOW_S and size < _SIZES[-1]:
@@ -179,7 +179,7 @@ def _worst(pattern: re.Pattern[Any]) -> list[tuple[str, str, str]]:
 
 
 def _exponent(pattern: re.Pattern[Any], text: tuple[str, str, str]) -> float:
-    make = _made(pattern, text)
+    make = _text_maker(pattern, text)
     if _probed(pattern, text) == math.inf:
         return math.inf
     # A pattern that grows fast is measured at small sizes only: large ones would take too long.
@@ -196,14 +196,14 @@ def test_a_pattern_takes_linear_time(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "known",
+    "source",
     (
         r",?\s+(?:and|or|as well as)\s+(?:also\s+)?|\s*,\s+|\s+&\s+",
         r"\b(?:date|time|today|now)\b.*\d",
         r"\s*\}",
     ),
 )
-def test_a_quadratic_pattern_is_found(known: str) -> None:
+def test_a_quadratic_pattern_is_found(source: str) -> None:
     """These patterns were in the package."""
-    pattern = re.compile(known)
+    pattern = re.compile(source)
     assert max(_exponent(pattern, text) for text in _worst(pattern)) > 1.3

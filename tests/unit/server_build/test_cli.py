@@ -43,10 +43,10 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def running(command_line: str) -> bool:
     """Whether any process of this machine has exactly this command line."""
-    wanted = command_line.replace(" ", "\0").encode() + b"\0"
+    expected = command_line.replace(" ", "\0").encode() + b"\0"
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if path.read_bytes() == wanted:
+            if path.read_bytes() == expected:
                 return True
         except OSError:
             continue  # the process has ended
@@ -59,8 +59,8 @@ def test_print_path_prints_only_the_path(llama: Path) -> None:
     path = Path(first.stdout.removesuffix("\n"))
     assert output_of(path) == "stock"
     assert "building llama-server (stock, -j1): 100 %" in first.stderr
-    again = run(llama, "--print-path")
-    assert (again.stdout, again.stderr) == (first.stdout, "")
+    second = run(llama, "--print-path")
+    assert (second.stdout, second.stderr) == (first.stdout, "")
 
 
 def test_without_print_path_the_output_is_a_sentence(llama: Path) -> None:

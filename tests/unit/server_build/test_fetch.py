@@ -77,23 +77,23 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_pip_downloads_and_the_vendored_tree_is_unpacked(index: Path, tmp_path: Path) -> None:
-    pin, said = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
-    tree = pristine_source(pin, tmp_path / "cache", said.append)
+    pin, messages = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
+    tree = pristine_source(pin, tmp_path / "cache", messages.append)
     files = sorted(str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file())
     assert files == [".gitignore", "CMakeLists.txt", "src/run.sh"]
     assert os.access(tree / "src/run.sh", os.X_OK)
     assert (tree / "CMakeLists.txt").stat().st_mtime == MTIME
-    assert said[0].startswith("fetching tiny-llama==1.0")
+    assert messages[0].startswith("fetching tiny-llama==1.0")
 
 
 def test_an_unpacked_tree_is_reused_without_a_download(index: Path, tmp_path: Path) -> None:
-    pin, said = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
-    tree = pristine_source(pin, tmp_path / "cache", said.append)
+    pin, messages = write_sdist(index / "tiny_llama-1.0.tar.gz"), list[str]()
+    tree = pristine_source(pin, tmp_path / "cache", messages.append)
     (index / "tiny_llama-1.0.tar.gz").unlink()
     (tmp_path / "cache/downloads/tiny_llama-1.0.tar.gz").unlink()
-    said.clear()
-    assert pristine_source(pin, tmp_path / "cache", said.append) == tree
-    assert said == []
+    messages.clear()
+    assert pristine_source(pin, tmp_path / "cache", messages.append) == tree
+    assert messages == []
 
 
 def test_pip_refuses_a_foreign_file_before_running_its_code(index: Path, tmp_path: Path) -> None:

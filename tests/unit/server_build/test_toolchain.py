@@ -68,8 +68,8 @@ def test_amx_is_switched_off_if_the_compiler_supports_the_flags(bare_path: Path)
     assert not any("-mno-amx" in flag for flag in find_toolchain().flags)
     write_tool(bare_path, "g++", 'echo "g++ 99.1"')
     flags = find_toolchain().flags
-    wanted = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-    assert f"-DCMAKE_C_FLAGS={wanted}" in flags and f"-DCMAKE_CXX_FLAGS={wanted}" in flags
+    expected = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    assert f"-DCMAKE_C_FLAGS={expected}" in flags and f"-DCMAKE_CXX_FLAGS={expected}" in flags
 
 
 def test_flags_of_the_user_are_kept(bare_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

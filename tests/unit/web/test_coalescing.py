@@ -14,21 +14,21 @@ from evoke_proxy.web.coalescing import RequestCoalescer
 
 
 def test_an_answer_is_computed_after_the_request_and_once_for_all_clients() -> None:
-    made: list[int] = []
+    start_times: list[int] = []
     state = {"now": 0}
 
     async def make() -> bytes:
-        begun = state["now"]
-        made.append(begun)
+        started_at = state["now"]
+        start_times.append(started_at)
         await asyncio.sleep(0.005)
-        return b"%d" % begun
+        return b"%d" % started_at
 
     async def run() -> None:
         shared = RequestCoalescer()
 
         async def ask() -> None:
-            wanted = state["now"]
-            assert int(await shared.get("sessions", make)) >= wanted
+            requested_at = state["now"]
+            assert int(await shared.get("sessions", make)) >= requested_at
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(50):
@@ -36,12 +36,12 @@ def test_an_answer_is_computed_after_the_request_and_once_for_all_clients() -> N
                 for _ in range(20):  # pages
                     tasks.create_task(ask())
                 await asyncio.sleep(0.001)
-        began, n_made = asyncio.get_running_loop().time(), len(made)
+        start, n_made = asyncio.get_running_loop().time(), len(start_times)
         assert 2 <= n_made <= 20
         for _ in range(3):  # one after the other: each answer takes 5 ms and its pause of 20
             await shared.get("sessions", make)
-        assert asyncio.get_running_loop().time() - began >= 0.04
-        assert len(made) == n_made + 3
+        assert asyncio.get_running_loop().time() - start >= 0.04
+        assert len(start_times) == n_made + 3
 
     asyncio.run(run())
 

@@ -23,14 +23,14 @@ class Node:
 @pytest.fixture
 def full() -> Iterator[list[int]]:
     """Collects one entry per full garbage collection."""
-    made: list[int] = []
+    collections: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and info["generation"] == 2:
-            made.append(1)
+            collections.append(1)
 
     gc.callbacks.append(note)
-    yield made
+    yield collections
     gc.callbacks.remove(note)
 
 

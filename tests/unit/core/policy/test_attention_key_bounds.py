@@ -61,8 +61,8 @@ def test_the_product_of_a_key_and_a_query_is_within_the_bound() -> None:
     limits = np.stack([keys[0, :, 0, 0].min(axis=0), keys[0, :, 0, 0].max(axis=0)])[None]
     memory, blocks = KeyBounds(), VIEW.blocks[:2]
     data = text(np.stack([limits, single]))
-    given = {"layers": [0], "n_key": [SIZE], "known": [True, True], "data": data}
-    memory.add(given, blocks.labels)
+    answer = {"layers": [0], "n_key": [SIZE], "known": [True, True], "data": data}
+    memory.add(answer, blocks.labels)
     importance = memory.importance(Queries(rows), blocks)
     share = importance / (1 - importance) / 2
     bound = np.log(share[0] / share[1]) + keys[0, 3, 0, 0] @ rows[0, 0, 0] / np.sqrt(SIZE)

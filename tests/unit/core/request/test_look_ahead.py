@@ -67,9 +67,9 @@ def _chat(**fields: Any) -> Any:
 
 
 def test_requests_without_a_canonical_boundary_get_no_snapshot() -> None:
-    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert snapshot_obstacle(_chat()) == ""
-    assert snapshot_obstacle(_chat(messages=begun)) == "continues"
+    assert snapshot_obstacle(_chat(messages=messages)) == "continues"
     assert snapshot_obstacle(_chat(add_generation_prompt=False)) == "continues"
     assert snapshot_obstacle(_chat(lora=[])) == "lora"
     assert snapshot_obstacle(_chat(n=2)) == "n"

@@ -568,14 +568,14 @@ def test_blocks_written_back_are_evicted_without_a_save(written_back: bool) -> N
     engine = Engine()
     conversation = conversation_of(300)
     engine.turn(conversation, words(9, 20))
-    known = {block.span for block in engine.session.layout.blocks}
+    block_spans = {block.span for block in engine.session.layout.blocks}
     if written_back:
         engine.write_back()
         assert not any("/gen" in label for label in engine.slot.store)
         assert engine.session.unsaved(engine.slot.view([])) == []
     conversation.say(Role.USER, words(30, 200))
     _, plan = engine.planned(conversation)
-    labels = {evict.span for evict in plan.evicts} & known
+    labels = {evict.span for evict in plan.evicts} & block_spans
     assert labels
     assert labels.isdisjoint(save.span for save in plan.saves) == written_back
 

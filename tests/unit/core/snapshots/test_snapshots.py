@@ -58,8 +58,8 @@ def test_a_branch_keeps_its_newest_of_each_kind() -> None:
     first, second = snapshot("1", [1]), snapshot("2", [1, 2])
     step, pinned = snapshot("3", [1], kind=STEP), snapshot("4", [1], pinned=True)
     elsewhere, edited = snapshot("5", [1], branch="c"), snapshot("6", [9])
-    known = [first, second, step, pinned, elsewhere, edited]
-    assert superseded(known, second) == [first]
+    snapshots = [first, second, step, pinned, elsewhere, edited]
+    assert superseded(snapshots, second) == [first]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,11 @@ def test_a_branch_keeps_its_newest_of_each_kind() -> None:
 def test_the_least_valuable_snapshots_are_deleted_first(
     bounds: Bounds, free: int, reason: str
 ) -> None:
-    known = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
-    assert [(item.id, why) for item, why in surplus(known, bounds, free, NOW)] == [("b", reason)]
-    assert surplus(known, ROOMY, 10**9, NOW) == []
+    snapshots = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
+    assert [(item.id, why) for item, why in surplus(snapshots, bounds, free, NOW)] == [
+        ("b", reason)
+    ]
+    assert surplus(snapshots, ROOMY, 10**9, NOW) == []
 
 
 def test_old_snapshots_are_deleted_unless_pinned() -> None:
@@ -101,17 +103,17 @@ snapshots = st.lists(
 
 @given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
 def test_the_remaining_snapshots_keep_the_limits_or_are_pinned(
-    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+    descriptions: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
 ) -> None:
-    known = [
+    snapshots = [
         snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago)
-        for i, (size, who, pin, hits, ago) in enumerate(made)
+        for i, (size, who, pin, hits, ago) in enumerate(descriptions)
     ]
     bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
-    gone = [item for item, _ in surplus(known, bounds, 10**9, NOW)]
+    gone = [item for item, _ in surplus(snapshots, bounds, 10**9, NOW)]
     assert len({item.id for item in gone}) == len(gone)
     assert not any(item.pinned for item in gone)
-    kept = [item for item in known if item not in gone]
+    kept = [item for item in snapshots if item not in gone]
     unpinned = [item for item in kept if not item.pinned]
     within = len(kept) <= count and sum(item.n_bytes for item in kept) <= max_bytes
     assert within or not unpinned
@@ -122,15 +124,15 @@ def test_the_remaining_snapshots_keep_the_limits_or_are_pinned(
 
 
 def test_room_counts_free_space_and_deletable_snapshots() -> None:
-    known = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
+    snapshots = [snapshot("a", [1]), snapshot("b", [1], pinned=True)]
     bounds = replace(ROOMY, max_bytes=3000, min_free_bytes=500)
-    assert has_room(known, bounds, "t", 2000, 2000)
-    assert not has_room(known, bounds, "t", 2001, 10**9)
-    assert not has_room(known, bounds, "t", 2000, 1400)
+    assert has_room(snapshots, bounds, "t", 2000, 2000)
+    assert not has_room(snapshots, bounds, "t", 2001, 10**9)
+    assert not has_room(snapshots, bounds, "t", 2000, 1400)
     quota = replace(bounds, tenant_bytes=1500)  # a pinned one of 1000 is in it
-    assert has_room(known, quota, known[1].tenant, 500, 2000)
-    assert not has_room(known, quota, known[1].tenant, 501, 2000)
-    assert has_room(known, quota, "another", 1500, 2000)
+    assert has_room(snapshots, quota, snapshots[1].tenant, 500, 2000)
+    assert not has_room(snapshots, quota, snapshots[1].tenant, 501, 2000)
+    assert has_room(snapshots, quota, "another", 1500, 2000)
 
 
 def test_there_is_no_room_when_pinned_snapshots_reach_the_count_limit() -> None:
@@ -150,16 +152,16 @@ def test_there_is_no_room_when_pinned_snapshots_reach_the_count_limit() -> None:
 
 @given(snapshots, st.integers(0, 20000), st.integers(0, 6), st.integers(0, 9000))
 def test_a_snapshot_with_room_is_not_deleted_at_once(
-    made: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
+    descriptions: list[tuple[int, str, bool, float, float]], max_bytes: int, count: int, quota: int
 ) -> None:
-    known = [
+    snapshots = [
         snapshot(str(i), [i], n_bytes=size, tenant=who, pinned=pin, hits=hits, used=NOW - ago / 2)
-        for i, (size, who, pin, hits, ago) in enumerate(made)
+        for i, (size, who, pin, hits, ago) in enumerate(descriptions)
     ]
     bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
     new = snapshot("new", [99], n_bytes=1000, tenant="x", prefill_s=1e9, used=NOW)
-    gone = [item for item, _ in surplus([*known, new], bounds, 10**9, NOW)]
-    assert has_room(known, bounds, "x", 1000, 10**9 + 1000) == (new not in gone)
+    gone = [item for item, _ in surplus([*snapshots, new], bounds, 10**9, NOW)]
+    assert has_room(snapshots, bounds, "x", 1000, 10**9 + 1000) == (new not in gone)
 
 
 @pytest.mark.parametrize("reason", ["count", "bytes", "free_space"])

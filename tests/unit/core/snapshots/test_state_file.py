@@ -29,9 +29,9 @@ NEWER = Path(__file__).parents[3] / "fixtures" / "b11549"
 
 def columns_of_nothing() -> bytes:
     """A cache that states billions of columns of 0 bytes."""
-    made = cache(range(9, N_TOKENS), True, (1,))
+    state = cache(range(9, N_TOKENS), True, (1,))
     columns = struct.pack("<iII", 1, 1, 1) + bytes(range(9, N_TOKENS))
-    return made.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
+    return state.removesuffix(columns) + struct.pack("<iII", 1, 0, 0xFFFFFFFF)
 
 
 def checkpoints(*states: bytes, version: int = 1) -> bytes:

@@ -87,9 +87,9 @@ async def embed_during_rendering(
 ) -> tuple[Any, RequestTrace]:
     """Embeds during a rendering; returns the vectors and the trace with the waiting times."""
     trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
-    rendered, made = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
+    rendered, new_vectors = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
-    return made, trace
+    return new_vectors, trace
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
@@ -121,8 +121,13 @@ def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.Monke
 
 
 def test_an_immediate_encoder_embeds_missing_blocks_at_once() -> None:
-    said = ("The first one is right here. The second one is over there.", "", "More of it.", "Why?")
-    fake, conversation_ = FakeEmbedding(is_immediate=True), conversation(*said)
+    texts = (
+        "The first one is right here. The second one is over there.",
+        "",
+        "More of it.",
+        "Why?",
+    )
+    fake, conversation_ = FakeEmbedding(is_immediate=True), conversation(*texts)
     vectors, index = vectors_of(fake), conversation_.session.index
     vectors.submit(conversation_)
     assert not fake.submitted and not conversation_.vectors.pending, (
@@ -153,9 +158,9 @@ def test_an_encoder_that_is_not_immediate_embeds_nothing_at_once() -> None:
 def test_nothing_is_submitted_without_an_embedder() -> None:
     fake, conversation_ = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(conversation_)
-    made, trace = asyncio.run(embed_during_rendering(fake, POLICY))
+    new_vectors, trace = asyncio.run(embed_during_rendering(fake, POLICY))
     assert not (
-        fake.submitted or fake.asked or conversation_.vectors.pending or made or trace.waits
+        fake.submitted or fake.asked or conversation_.vectors.pending or new_vectors or trace.waits
     )
 
 
@@ -181,10 +186,10 @@ def test_questions_are_embedded_while_a_session_has_its_own_budget() -> None:
 
 
 def test_a_question_is_embedded_during_the_rendering() -> None:
-    made, trace = virtual_time.run(
+    new_vectors, trace = virtual_time.run(
         embed_during_rendering(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15)
     )
-    assert set(made) == {
+    assert set(new_vectors) == {
         "Where is it?",
         "How is the old one called?",
         "Where is it? How is the old one called?",

@@ -45,7 +45,7 @@ class FakeEncoder:
         self.name = "fake"
         self.is_immediate = False
         self.fingerprint = fingerprint
-        self.asked: list[tuple[str, tuple[str, ...]]] = []
+        self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.threads: list[tuple[str, int]] = []
         self.may_ask, self.may_embed = threading.Event(), threading.Event()
         self.may_ask.set()
@@ -62,7 +62,7 @@ class FakeEncoder:
         return self._encoded("block", self.may_embed, texts)
 
     def _encoded(self, kind: str, gate: threading.Event, texts: Sequence[str]) -> Vectors:
-        self.asked.append((kind, tuple(texts)))
+        self.calls.append((kind, tuple(texts)))
         niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.threads.append((threading.current_thread().name, niceness))
         assert gate.wait(60), "the test did not release the encoder"
@@ -71,7 +71,7 @@ class FakeEncoder:
         return np.stack([vector_of(kind[0] + text) for text in texts])
 
     def of(self, kind: str) -> list[str]:
-        return [text for asked, texts in self.asked if asked == kind for text in texts]
+        return [text for call_kind, texts in self.calls if call_kind == kind for text in texts]
 
 
 class Rig:
@@ -150,7 +150,7 @@ def test_several_questions_are_one_inference() -> None:
         assert [None if v is None else v.tolist() for v in found] == [
             vector_of("q" + text).tolist() for text in "abca"
         ]
-        assert rig.encoder.asked[1:] == [("question", ("a", "c"))]
+        assert rig.encoder.calls[1:] == [("question", ("a", "c"))]
         assert await rig.embedding.embed_queries([]) == []
 
     run(scene)
@@ -197,7 +197,7 @@ def test_waiting_and_running_texts_are_not_embedded_twice() -> None:
         rig.encoder.may_embed.clear()
         texts = [f"block {i}" for i in range(9)]
         keys = rig.submit(*texts)
-        await rig.until(lambda: bool(rig.encoder.asked))
+        await rig.until(lambda: bool(rig.encoder.calls))
         rig.submit(*texts)
         rig.encoder.may_embed.set()
         await rig.until(lambda: all(rig.embedding.vector(key) is not None for key in keys))
@@ -222,7 +222,7 @@ def test_a_full_queue_drops_and_counts_the_oldest_texts() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
         rig.submit("runs already")
-        await rig.until(lambda: bool(rig.encoder.asked))
+        await rig.until(lambda: bool(rig.encoder.calls))
         keys = rig.submit(*[f"block {i}" for i in range(10)])
         assert rig.count("evoke_embed_waiting") == 6
         assert rig.count("evoke_embed_failures_total", reason="queue_full") == 4
@@ -241,15 +241,15 @@ def test_questions_are_embedded_before_blocks() -> None:
         rig.encoder.may_embed.clear()
         rig.encoder.may_ask.clear()
         rig.submit(*[f"block {i}" for i in range(40)])
-        await rig.until(lambda: len(rig.encoder.asked) == 1)
+        await rig.until(lambda: len(rig.encoder.calls) == 1)
         async with asyncio.TaskGroup() as tasks:
             question = started(tasks, rig, "why?")
-            await rig.until(lambda: len(rig.encoder.asked) == 2)
-            assert rig.encoder.asked[1][0] == "question", "the question must not wait for the batch"
+            await rig.until(lambda: len(rig.encoder.calls) == 2)
+            assert rig.encoder.calls[1][0] == "question", "the question must not wait for the batch"
             rig.encoder.may_embed.set()
             await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") > 0)
             await asyncio.sleep(0.05)
-            assert len(rig.encoder.asked) == 2, (
+            assert len(rig.encoder.calls) == 2, (
                 "no batch may start while a question is being embedded"
             )
             rig.encoder.may_ask.set()
@@ -316,7 +316,7 @@ def test_a_cancelled_question_leaves_no_state() -> None:
         rig.encoder.may_ask.clear()
         async with asyncio.TaskGroup() as tasks:
             question = started(tasks, rig, "gone")
-            await rig.until(lambda: bool(rig.encoder.asked))
+            await rig.until(lambda: bool(rig.encoder.calls))
             question.cancel()
         assert question.cancelled()
         rig.encoder.may_ask.set()
@@ -381,9 +381,9 @@ def test_stopping_drops_waiting_texts_and_waits_for_the_running_batch() -> None:
         rig.encoder.may_embed.clear()
         async with rig.embedding:
             keys = rig.submit(*[f"block {i}" for i in range(40)])
-            await rig.until(lambda: len(rig.encoder.asked) == 1)
+            await rig.until(lambda: len(rig.encoder.calls) == 1)
             rig.when_stopping(rig.encoder.may_embed.set)
-        assert len(rig.encoder.asked) == 1
+        assert len(rig.encoder.calls) == 1
         started = set(threading.enumerate()) - earlier
         assert not [thread for thread in started if thread.name.startswith("embed-")]
         # A stopped service answers without vectors and raises no error.
@@ -402,7 +402,7 @@ def test_a_running_question_ends_when_the_service_stops() -> None:
         async with asyncio.TaskGroup() as tasks:
             async with rig.embedding:
                 runs, waits = started(tasks, rig, "runs"), started(tasks, rig, "waits")
-                await rig.until(lambda: bool(rig.encoder.asked))
+                await rig.until(lambda: bool(rig.encoder.calls))
                 rig.when_stopping(rig.encoder.may_ask.set)
         assert runs.result() is not None and waits.result() is None
 
@@ -428,7 +428,7 @@ def test_without_an_encoder_the_service_is_off_and_logs_it(
             await scene(rig)
 
     asyncio.run(scenario())
-    assert rig.encoder.asked == []
+    assert rig.encoder.calls == []
     assert rig.count("evoke_embed_seconds_count") == 0
     assert rig.count("evoke_embedder_info", embedder="none") == 1
     log = [

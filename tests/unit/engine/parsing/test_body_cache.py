@@ -54,9 +54,9 @@ def bodies_of_conversation(draw: st.DrawFn) -> list[bytes]:
 
 @settings(max_examples=60)
 @given(bodies_of_conversation())
-def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(talk: list[bytes]) -> None:
+def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(turns: list[bytes]) -> None:
     bodies, kept = BodyCache(least=1), list[CachedBody | None]()
-    for body in talk:
+    for body in turns:
         whole = orjson.loads(body)
         read = bodies.read(body, "t")
         if read is None:
@@ -68,16 +68,16 @@ def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(talk: list[byte
         kept.append(bodies.keep(read, "t"))
 
 
-def talk(n: int, **more: object) -> bytes:
+def chat_body(n: int, **more: object) -> bytes:
     messages = [{"role": "user", "content": f'{i} "]}} {"x" * 50}'} for i in range(n)]
     return orjson.dumps({"model": "m", "messages": messages, "stream": True} | more)
 
 
 def test_only_new_messages_are_parsed() -> None:
     bodies = BodyCache(least=1)
-    kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
+    kept = bodies.keep(ReadBody(chat_body(8), orjson.loads(chat_body(8))), "t")
     for n in (10, 11, 20, 21):
-        read = bodies.read(talk(n), "t")
+        read = bodies.read(chat_body(n), "t")
         assert read is not None and read.before is kept and kept is not None
         assert read.n_shared == {"messages": kept.n} and kept.n == len(kept.parsed["messages"])
         same = zip(read.parsed["messages"], kept.parsed["messages"], strict=False)
@@ -86,14 +86,14 @@ def test_only_new_messages_are_parsed() -> None:
 
 
 def test_bodies_of_other_tenants_short_and_released_bodies_are_not_cached() -> None:
-    bodies = BodyCache(least=len(talk(8)))
-    kept = bodies.keep(ReadBody(talk(8), orjson.loads(talk(8))), "t")
-    assert bodies.read(talk(9), "t") is not None
-    assert bodies.read(talk(9), "other") is None
-    assert bodies.keep(ReadBody(talk(7), orjson.loads(talk(7))), "t") is None
-    assert bodies.read(talk(9, model="another"), "t") is None
+    bodies = BodyCache(least=len(chat_body(8)))
+    kept = bodies.keep(ReadBody(chat_body(8), orjson.loads(chat_body(8))), "t")
+    assert bodies.read(chat_body(9), "t") is not None
+    assert bodies.read(chat_body(9), "other") is None
+    assert bodies.keep(ReadBody(chat_body(7), orjson.loads(chat_body(7))), "t") is None
+    assert bodies.read(chat_body(9, model="another"), "t") is None
     del kept
-    assert bodies.read(talk(9), "t") is None and not bodies._latest
+    assert bodies.read(chat_body(9), "t") is None and not bodies._latest
 
 
 def test_only_a_few_nested_lists_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_only_a_few_nested_lists_are_tried(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("depth", [100, 1000])
 def test_a_body_too_deep_to_compare_is_parsed_whole(depth: int) -> None:
     deep = b"[" * depth + b"]" * depth
-    first, later = (talk(n).replace(b'"m"', deep) for n in (8, 9))
+    first, later = (chat_body(n).replace(b'"m"', deep) for n in (8, 9))
     bodies = BodyCache(least=1)
     kept = bodies.keep(ReadBody(first, orjson.loads(first)), "t")
     read = bodies.read(later, "t")

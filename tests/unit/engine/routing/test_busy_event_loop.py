@@ -72,11 +72,11 @@ def test_only_a_server_that_hangs_loses_its_requests(answers: bool) -> None:
 
 def test_a_limit_without_lag_expires_after_its_time() -> None:
     async def waited() -> float:
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(TimeoutError):
             async with timeout_without_lag(0.1):
                 await asyncio.sleep(60)
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     assert 0.1 <= asyncio.run(waited()) < 5
 

@@ -183,11 +183,11 @@ def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
 
         monkeypatch.setattr(SlotAssignment, "until_idle", until_idle)
         ending.finish()
-        asked = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
+        request = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
         await asyncio.sleep(50)
-        assert not asked.done() and conversation.in_use
+        assert not request.done() and conversation.in_use
         idle.set()
-        (await asked).release()
+        (await request).release()
         assert _is_free(engine, conversation)
 
     _with_engine(work)
@@ -276,8 +276,8 @@ def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:
 
 def test_work_cancelled_before_it_starts_does_not_block_its_caller() -> None:
     async def work() -> None:
-        def spawn(job: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-            task = _spawn(job, what)
+        def spawn(job: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            task = _spawn(job, name)
             task.cancel()
             return task
 
@@ -394,11 +394,11 @@ def test_a_session_of_background_work_waits_though_another_slot_is_idle() -> Non
         queue.restart(2)
         lease = queue.background(1, "a")
         assert lease is not None and queue.background(0, "a") is None
-        asked = asyncio.get_running_loop().create_task(queue.acquire("a", ""))
+        request = asyncio.get_running_loop().create_task(queue.acquire("a", ""))
         await asyncio.sleep(1)
-        assert lease.preempted and not asked.done()
+        assert lease.preempted and not request.done()
         lease.end()
-        (await asked).release()
+        (await request).release()
         assert queue.pool.idle()
 
     virtual_time.run(work())
@@ -710,9 +710,9 @@ def test_a_refused_request_does_not_become_the_prompt_of_its_conversation() -> N
     hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))
     conversation = conversations.start(_prompt(*range(200)), hint, "")
     latest = conversations.start(_prompt(*range(500, 700)), None, "")
-    before, asked = conversation.prompt, parse_chat("chat", {"messages": []})
+    before, chat = conversation.prompt, parse_chat("chat", {"messages": []})
     longer = _prompt(*range(200), 7, 8, 9)
-    assert conversations.of_request(asked, longer, hint, "") is conversation
+    assert conversations.of_request(chat, longer, hint, "") is conversation
     assert (conversation.prompt, conversation.hint, list(conversations)) == (
         before,
         hint,

@@ -250,20 +250,20 @@ def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, i
             open_repository(Path(folder), shared=True) as two,
         ):
             proxies = one, two
-            for what, which, second in steps:
+            for step_kind, which, second in steps:
                 proxy, there = proxies[second], list(proxies[second].snapshots)
-                if what < 2 or not there:
+                if step_kind < 2 or not there:
                     add_snapshot(proxy, TOKENS + which, branch=f"{which}")
-                elif what == 2:
+                elif step_kind == 2:
                     proxy.pin(there[which % len(there)], bool(which % 3))
-                elif what == 3:
+                elif step_kind == 3:
                     proxy.delete(there[which % len(there)], "test")
                 else:
                     asyncio.run(proxy.refresh())
                 asyncio.run(proxy.wait_for_deletions())
-                wanted = {item.id: item for item in proxy._index.all()}
-                assert {item.id: item for item in proxies[not second].snapshots} == wanted
-                assert {item.id: item for item in proxy.snapshots} == wanted
+                expected = {item.id: item for item in proxy._index.all()}
+                assert {item.id: item for item in proxies[not second].snapshots} == expected
+                assert {item.id: item for item in proxy.snapshots} == expected
 
 
 def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
@@ -345,8 +345,8 @@ def _damage_repeatedly(folder: Path, name: str) -> tuple[int, int]:
     for number in range(DAMAGES):
         shutil.rmtree(folder)
         folder.mkdir()
-        for known, data in source.items():
-            (folder / known).write_bytes(data)
+        for file_name, data in source.items():
+            (folder / file_name).write_bytes(data)
         damage(folder / name, rng)
         with open_repository(folder) as repository:
             for item in repository.snapshots:

@@ -70,14 +70,14 @@ def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
 def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
     """The files from which the slot of session `b` is filled on a server with fingerprint `f`, and
     how often its fingerprint is requested."""
-    filled, asked = [], []
+    filled, fingerprint_calls = [], []
 
     async def restore(match: Any, *_: object) -> bool:
         filled.append(match.snapshot.id)
         return True
 
     async def fingerprint() -> str:
-        asked.append(1)
+        fingerprint_calls.append(1)
         return "f"
 
     none: Any = None
@@ -96,7 +96,7 @@ def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
         view=SimpleNamespace(n_past=lambda _: n_past),
     )
     asyncio.run(slots.restore(turn))
-    return filled, len(asked)
+    return filled, len(fingerprint_calls)
 
 
 def test_the_longest_usable_snapshot_is_restored() -> None:

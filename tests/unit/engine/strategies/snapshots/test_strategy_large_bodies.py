@@ -89,7 +89,7 @@ def test_large_chats_are_parsed_off_the_event_loop(dialect: str) -> None:
         seconds = time.thread_time() - start
         assert turn is not None
         assert len(orjson.loads(turn.body)["messages"]) == 2001
-        assert [orjson.loads(asked).get("add_generation_prompt") for asked in calls.bodies] == [
+        assert [orjson.loads(body).get("add_generation_prompt") for body in calls.bodies] == [
             None,
             False,
         ]
