@@ -99,7 +99,7 @@ def build_server(
     strategies = Strategies(
         budgeted=build_budgeted(shared, resources, records),
         snapshots=snapshots if snapshots.is_enabled else None,
-        passthrough=Passthrough(monitor, shared.metrics),
+        passthrough=Passthrough(resources),
     )
     return ServedModel(
         server=Server(resources, strategies),

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.engine.parsing.request import ParsedRequest
-from evoke_proxy.engine.server.monitor import ServerMonitor
-from evoke_proxy.engine.server.strategy import AnyBodyStrategy
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
+from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
+from evoke_proxy.engine.server.strategy import AnyBodyStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
+from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 
 
 class Passthrough(AnyBodyStrategy):
-    """The strategy that leases no slot and changes nothing."""
+    """The strategy that changes nothing.
+
+    Where clients have keys, requests wait here for a free slot, in turn by tenant: llama-server
+    serves requests in the order in which they come, so one tenant could keep all others waiting.
+    """
 
     mode = "pass-through"
 
-    def __init__(self, monitor: ServerMonitor, metrics: Metrics) -> None:
-        self._monitor = monitor
-        self._metrics = metrics
+    def __init__(self, server: ServerResources) -> None:
+        self._monitor = server.monitor
+        self._metrics = server.metrics
+        self._assignment = SlotAssignment(server)
 
     async def prepare(self, request: ParsedRequest, scope: TurnScope) -> PreparedTurn:
-        """Count why nothing is done for the request."""
+        """Count why nothing is done for the request; raises SlotsBusy when no slot is free."""
         reason = request.unreadable or self._monitor.server.obstacle
-        if not reason:
-            return scope.turn
-        self._metrics.bypass.labels(reason=reason).inc()
-        return replace(scope.turn, decision=f"bypass:{reason}")
+        if reason:
+            self._metrics.bypass.labels(reason=reason).inc()
+            scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
+        if request.tenant and isinstance(request, ParsedChat) and self._has_slots:
+            await self._assignment.acquire_ephemeral(request, scope)
+            scope.turn = replace(scope.turn, slots=())  # llama-server chooses the slots
+        return scope.turn
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether the number of slots is known; a router has none of its own."""
+        server = self._monitor.server
+        return server is not UNKNOWN_SERVER and not server.is_router
