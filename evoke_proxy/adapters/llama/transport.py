@@ -21,7 +21,7 @@ from aiohttp.http import RawResponseMessage
 from multidict import CIMultiDict
 from yarl import URL
 
-from evoke_proxy.adapters.clock import timeout_without_lag
+from evoke_proxy.adapters.llama.time_limits import timeout_without_lag
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.request.request_head import check_head, malformed_header
 from evoke_proxy.errors import (

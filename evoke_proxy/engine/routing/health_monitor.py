@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 
-from evoke_proxy.adapters.clock import timeout_without_lag
 from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.adapters.llama.time_limits import timeout_without_lag
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import PoolConfig
 from evoke_proxy.core.servers.server_pool import BREAKER, Member, ServerPool

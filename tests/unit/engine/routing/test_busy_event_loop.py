@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from evoke_proxy.adapters.clock import timeout_without_lag
 from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.time_limits import timeout_without_lag
 from evoke_proxy.config import Config, EmbedderConfig, PoolConfig, UpstreamConfig
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.pool_gateway import PoolGateway
