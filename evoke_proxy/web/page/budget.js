@@ -16,7 +16,7 @@ function parsed(text, words) {
   if (words.includes(given)) return WORDS[given];
   const digits = given.replace(/[,_\s]/g, "");
   if (/^[1-9]\d*$/.test(digits)) return Number(digits);
-  throw new Error(`Type a number of tokens, such as ${EXAMPLE}, or ${words.join(" or ")}.`);
+  throw new Error(`Type a number of tokens (${EXAMPLE}), ${words.join(" or ")}.`);
 }
 
 // Has a form send its budget by `send(budget)`. Shows the error of the field or of the proxy beside the

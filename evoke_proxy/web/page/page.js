@@ -161,7 +161,7 @@ function skeleton(id) {
       el("div", { class: "do" },
         el("button", { type: "button", id: "keep", onclick: () => runAction(() => keep(path)) }, "Pin"),
         el("button", { type: "button", onclick: () => runAction(() => download(`${path}/export`, `${id}.tar`)) }, "Export"),
-        el("button", { type: "button", class: "danger", id: "delete", onclick: () => remove(path) }, "Delete…"))),
+        el("button", { type: "button", class: "danger", id: "delete", onclick: () => remove(id, path) }, "Delete…"))),
     el("form", { class: "inline budget-form", id: "own-budget", novalidate: true },
       el("label", { for: "own" }, "Budget of this session"),
       el("input", { id: "own", autocomplete: "off", size: "7", "aria-describedby": "own-help own-error" }),
@@ -240,8 +240,9 @@ function confirm(question, verb, work) {
   dialog.showModal();
 }
 
-function remove(path) {
-  const question = `Delete ${byId("name").textContent}: its rows in the cache, saved copies and files? Its next request is decoded from the start.`;
+function remove(id, path) {
+  const name = byId("name").textContent;
+  const question = `Delete ${name === id ? id : `${name} (${id})`}: its rows in the cache, saved copies and files? Its next request is decoded from the start.`;
   confirm(question, "Delete", async () => {
     const done = await call("DELETE", path);
     location.hash = "";
