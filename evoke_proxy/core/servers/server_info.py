@@ -69,6 +69,11 @@ class ServerInfo:
         return not self.obstacle
 
     @property
+    def has_slots(self) -> bool:
+        """Whether its number of slots is known: it has answered, and a router has none."""
+        return self is not UNKNOWN_SERVER and not self.is_router
+
+    @property
     def can_exceed_cells(self) -> bool:
         """Whether a context can exceed the cells: llama-server then evicts when they are full."""
         return self.n_ctx is not None and self.n_cells is not None and self.n_ctx > self.n_cells

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.server.strategy import AnyBodyStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
@@ -31,13 +30,7 @@ class Passthrough(AnyBodyStrategy):
         if reason:
             self._metrics.bypass.labels(reason=reason).inc()
             scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
-        if request.tenant and isinstance(request, ParsedChat) and self._has_slots:
+        if request.tenant and isinstance(request, ParsedChat) and self._monitor.server.has_slots:
             await self._assignment.acquire_ephemeral(request, scope)
             scope.turn = replace(scope.turn, slots=())  # llama-server chooses the slots
         return scope.turn
-
-    @property
-    def _has_slots(self) -> bool:
-        """Whether the number of slots is known; a router has none of its own."""
-        server = self._monitor.server
-        return server is not UNKNOWN_SERVER and not server.is_router
