@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with watched(case, Path(folder)) as server:
                 operate(server, piece, seed)
         done += piece
-    print(f"{done} operations on {len(cases)} kinds of servers: nothing findings")
+    print(f"{done} operations on {len(cases)} kinds of servers: nothing found")
     return 0
 
 
