@@ -30,7 +30,8 @@ class Passthrough(AnyBodyStrategy):
         if reason:
             self._metrics.bypass.labels(reason=reason).inc()
             scope.turn = replace(scope.turn, decision=f"bypass:{reason}")
-        if request.tenant and isinstance(request, ParsedChat) and self._monitor.server.has_slots:
+        has_keys = bool(self._monitor.config.security.keys_file)
+        if has_keys and isinstance(request, ParsedChat) and self._monitor.server.has_slots:
             await self._assignment.acquire_ephemeral(request, scope)
             scope.turn = replace(scope.turn, slots=())  # llama-server chooses the slots
         return scope.turn
