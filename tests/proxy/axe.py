@@ -18,7 +18,7 @@ _RUN = """axe.run(document, {resultTypes: ["violations"]}).then((result) =>
 
 
 def axe_script() -> str:
-    """The source of axe-core; skips the test where it cannot be installed."""
+    """Return the source of axe-core; skips the test if it cannot be installed."""
     try:
         return installed_file("axe-core", _VERSION, "axe.min.js").read_text(encoding="utf-8")
     except NotInstalled as error:
@@ -28,7 +28,7 @@ def axe_script() -> str:
 
 
 async def violations(page: Page, script: str) -> list[str]:
-    """What axe-core finds on a page as it is now, by all of its rules."""
+    """Return the violations that axe-core finds on a page in its present state, by all rules."""
     await page.evaluate(f"window.axe || (() => {{ {script} }})(); Boolean(window.axe)")
     found: list[str] = await page.evaluate(_RUN)
     return found
@@ -39,7 +39,10 @@ TWO_VIEWS = ((1280, False), (390, True))
 
 
 async def violations_in(views: Sequence[tuple[int, bool]], page: Page, script: str) -> list[str]:
-    """What axe-core finds in views of a width, light or dark; what is too wide, too."""
+    """Return the violations in several views, and the views in which the page is too wide.
+
+    A view is a width in pixels, and whether the colour scheme is dark.
+    """
     found = []
     for width, dark in views:
         await page.set_viewport(width, 844, dark)

@@ -30,6 +30,7 @@ _CONTRAST = """((selector, property) => {
 
 
 def _block(number: int) -> str:
+    """Return the JavaScript expression of a block of the map."""
     return f"document.querySelectorAll('.map .block')[{number}]"
 
 
@@ -101,7 +102,7 @@ async def _choose_by_keyboard(page: Page) -> None:
 
 
 async def _check_map(page: Page, running: RunningProxy) -> int:
-    """The map is the API's; the number of the block that has the fact."""
+    """Check that the map has the blocks of the API; returns the number of the fact's block."""
     session = (await asyncio.to_thread(admin_call, running, "GET", "sessions"))["sessions"][0]["id"]
     shown = await asyncio.to_thread(admin_call, running, "GET", f"sessions/{session}")
     fact = fact_block(shown)
@@ -120,7 +121,7 @@ async def _check_map(page: Page, running: RunningProxy) -> int:
 
 
 async def _change_block_by_keyboard(page: Page, running: RunningProxy, at: int) -> None:
-    """Pinned, unpinned and dropped with a key each, and so it is."""
+    """Pin, unpin and drop a block by keyboard; dropping it needs a confirmation."""
     await page.evaluate(f"{_block(at - 1)}.focus()")
     await page.press_key("ArrowRight")
     assert await page.evaluate(f"document.activeElement === {_block(at)}")
@@ -130,7 +131,7 @@ async def _change_block_by_keyboard(page: Page, running: RunningProxy, at: int) 
         await page.press_key("p")
         await page.wait_for(f"{_block(at)}.classList.contains('pinned') === {json.dumps(pinned)}")
         assert await page.evaluate(f"document.activeElement === {_block(at)}")
-    for key in ("d", "Delete"):  # each asks, and Escape is a no
+    for key in ("d", "Delete"):  # both open a confirmation, which Escape cancels
         await page.press_key(key)
         await page.wait_for("document.querySelector('#sure').open")
         assert "Drop tokens" in await page.evaluate("document.querySelector('#question').innerText")
@@ -147,7 +148,7 @@ async def _change_block_by_keyboard(page: Page, running: RunningProxy, at: int) 
 
 
 async def _shown(running: RunningProxy) -> dict[str, Any]:
-    """The conversation with the fact, as the API describes it."""
+    """Return the API's details of the conversation with the fact."""
     rows = (await asyncio.to_thread(admin_call, running, "GET", "sessions"))["sessions"]
     id = next(row["id"] for row in rows if row["turns"] > 2)
     shown: dict[str, Any] = await asyncio.to_thread(admin_call, running, "GET", f"sessions/{id}")
@@ -173,14 +174,14 @@ async def _check_totals(page: Page, running: RunningProxy) -> None:
     assert said["Tokens in the KV cache"] == (facts["resident"], 8192)
     text = await page.evaluate("document.querySelector('#totals').innerText")
     assert f"{facts['blocks_evicted']:,} evicted" in text and "hidden from the model" in text
-    # Two words for two things: what no store has, and what an answer was made without.
+    # Text that no store has is "not stored"; text that an answer was made without is "hidden".
     assert "not stored" in await page.evaluate("document.querySelector('#where').innerText")
     assert "hidden" in await page.evaluate("document.querySelector('#books').textContent")
     assert "omitted" not in await page.evaluate("document.body.textContent")
 
 
 async def _set_budgets(page: Page, running: RunningProxy) -> None:
-    """The fields take what the API takes, and say what is wrong beside the field."""
+    """Check that the budget fields accept what the API accepts, and display errors beside them."""
     for typed, field, expected in (
         ("auto", "budget", "auto"),
         ("off", "budget", None),
@@ -217,7 +218,7 @@ async def _set_budgets(page: Page, running: RunningProxy) -> None:
 
 
 async def _check_readability(page: Page, script: str) -> None:
-    """axe-core finds nothing; the parts can be told apart and hit; dark is dark."""
+    """Check accessibility by axe-core, contrast, sizes of blocks, and the dark colour scheme."""
     assert await violations_in(EVERY_VIEW, page, script) == []
     await page.evaluate(
         "document.querySelector('#totals').insertAdjacentHTML('beforeend', '<img>')"
@@ -241,7 +242,7 @@ async def _check_readability(page: Page, script: str) -> None:
 
 
 async def _check_list_order(page: Page, running: RunningProxy) -> None:
-    """A session that is used does not move the others away from under the mouse."""
+    """Check that the list keeps its order while the mouse is on it."""
     order = "[...document.querySelectorAll('#sessions li')].map((row) => row.dataset.key)"
     clients = [ChatClient(running.port, name) for name in ("second", "third")]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Hostile request heads by raw socket: every one is answered, none is an error of the proxy."""
+"""Hostile request heads on raw sockets are answered, and are no errors of the proxy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _request(line: str, *lines: str) -> bytes:
 
 
 async def _answer(exchange: Exchange) -> None:
-    """An empty object, which is also a good answer to the calls of the proxy itself."""
+    """Answer with an empty object, which is also a valid reply to calls of the proxy."""
     await exchange.send(response(b"{}", b"application/json"))
 
 
@@ -44,7 +44,7 @@ def running(request: pytest.FixtureRequest, upstream: FakeUpstream) -> Iterator[
 def test_a_length_of_thousands_of_digits_is_refused(
     running: RunningProxy, upstream: FakeUpstream, path: str
 ) -> None:
-    """The HTTP parser accepts leading zeros, Python converts no more than 4,300 digits."""
+    """The HTTP parser accepts leading zeros; Python converts at most 4,300 digits."""
     n_forwarded = len(upstream.requests)
     zeros = f"Content-Length: {'0' * 5000}{len(BODY)}"
     with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:

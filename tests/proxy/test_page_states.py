@@ -21,7 +21,7 @@ Check = Callable[[Page], Awaitable[None]]
 
 
 def _open(port: int, check: Check) -> None:
-    """Open the page of a proxy in a browser of its own, and run a check on it."""
+    """Open the page of a proxy in a new browser, and run a check on it."""
 
     async def run() -> None:
         program = browser()
@@ -35,12 +35,12 @@ def _open(port: int, check: Check) -> None:
 
 
 def _shows(selector: str, text: str) -> str:
-    """An expression: whether an element can be seen and has this text."""
+    """Return an expression for whether an element is visible and contains this text."""
     node = f"document.querySelector('{selector}')"
     return f"{node}?.checkVisibility() && {node}.innerText.includes('{text}')"
 
 
-def test_an_operator_signs_in_or_leaves(tmp_path: Path) -> None:
+def test_an_operator_signs_in_or_closes_the_dialog(tmp_path: Path) -> None:
     script, file = axe_script(), tmp_path / "token"
     file.touch(0o600)
     file.write_text(TOKEN)
@@ -49,7 +49,7 @@ def test_an_operator_signs_in_or_leaves(tmp_path: Path) -> None:
         await page.wait_for("document.querySelector('#token')?.open")
         assert await violations_in(TWO_VIEWS, page, script) == []
 
-        # Escape leaves the dialog, which opens again only when asked for.
+        # Escape closes the dialog, which opens again only by its button.
         await page.press_key("Escape")
         await page.wait_for(_shows("#connection", "Without the token"))
         assert await violations_in(TWO_VIEWS, page, script) == []
@@ -75,7 +75,7 @@ def test_an_operator_signs_in_or_leaves(tmp_path: Path) -> None:
         _open(running.port, check)
 
 
-def test_the_page_of_a_proxy_that_has_stopped() -> None:
+def test_the_page_reports_that_its_proxy_has_stopped() -> None:
     script = axe_script()
 
     async def check(page: Page) -> None:
@@ -90,7 +90,9 @@ def test_the_page_of_a_proxy_that_has_stopped() -> None:
     _open(running.__enter__().port, check)
 
 
-def test_a_standard_server_with_snapshots_is_no_fault(stock_port: int, tmp_path: Path) -> None:
+def test_the_page_reports_no_problem_for_a_stock_server_with_snapshots(
+    stock_port: int, tmp_path: Path
+) -> None:
     async def check(page: Page) -> None:
         await page.wait_for(_shows("#health", "snapshots"))
         await page.wait_for(_shows("#server", "saved to disk and restored"))
@@ -103,7 +105,7 @@ def test_a_standard_server_with_snapshots_is_no_fault(stock_port: int, tmp_path:
         _open(running.port, check)
 
 
-def test_a_budget_that_is_not_in_force_is_a_problem_with_its_fix(stock_port: int) -> None:
+def test_the_page_reports_a_budget_that_is_not_in_force_with_its_fix(stock_port: int) -> None:
     script = axe_script()
 
     async def check(page: Page) -> None:
