@@ -20,11 +20,12 @@ from evoke_proxy.core.policy.planner import (
     Choice,
     WorkingSet,
     capacity_for_blocks,
+    piece_tokens,
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.spending import Spending, kept, spend
-from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
+from evoke_proxy.core.policy.standing import Standing, question_start
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.units import Units
@@ -34,17 +35,15 @@ from evoke_proxy.core.retrieval.units import Units
 _NARROW_CHARS = 300
 # The files that a turn works on get at most this share of the room for blocks.
 _MAX_FILE_SHARE = 0.5
-# The longest message, in tokens, that is ranked and recovered as a whole, and its largest share of
-# the room.
+# The longest message, in tokens, that is ranked and recovered as a whole.
 _MAX_UNIT_TOKENS = 768
-_MAX_UNIT_SHARE = 0.9
 # More questions than these have less room each.
 _FEW_QUESTIONS = 3
 # What the ranking adds to a keep-score in [0, 1]: more than any keep-score, so that room is spent
 # on the ranking first. Above the ranked blocks is what goes on, then the files that it works on,
-# which are useless in part, then the rules for every answer.
+# which are useless in part, then the first places of the ranking, then the rules for every answer.
 _RANKED = 1.0
-_LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
+_LIVE, _REREAD, _FIRST, _RULES = 3.0, 4.0, 5.0, 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +68,48 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
     def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
         was_recovered = view.recovered if view.recovered is not None else False
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
-        room = _room_beside_question(view, config)
-        rules = live = np.zeros(len(view.blocks), np.bool_)
-        left = room
-        if room is not None:
-            rules, live = rule_blocks(view, room), live_blocks(view, room)
-            stays = rules | live
-            left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
-        units = Units.of(view.blocks, _max_unit_tokens(left, query))
         keep = keep_scores(view, config.sink_tokens, parameters.weights)
+        room = _room_beside_question(view, config)
+        standing, units = None, Units.of(view.blocks, _MAX_UNIT_TOKENS)
+        if room is not None:
+            standing = Standing(view, room, config.sink_tokens)
+            units = Units.of(view.blocks, _max_unit_tokens(standing.left, query))
         order = np.zeros(0, np.int64)
         if parameters.relevance > 0:
             order = _unit_order(view, query, config, units)
         scores = keep + _ranked(order, units)
-        if room is not None:
+        if standing is not None:
+            first = standing.best(units, order, _n_questions(query))
+            scores[first] += _FIRST
+            standing.add_instructions()
+            live = standing.live()
             # The newest first, where the files leave no room for all of it.
             scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
             if parameters.relevance > 0 and uses_text(config):
                 scores[reread_file_blocks(view, query, config)] = _REREAD
-            scores[rules] = _RULES
+            scores[standing.rules] = _RULES
         spending = Spending(units, order, margin)
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return spend(candidates, scores, capacity, spending)
 
-        tail_scores = scores
+        tail_scores, earlier_room = scores, 0
         if room is not None and config.budget is not None:
-            if 2 * view.n_to_decode > config.budget:
+            is_long = 2 * view.n_to_decode > config.budget
+            if is_long:
                 tail_scores = _tail_scores(view, query, config, keep, scores)
-                tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
-        return Choice(scores.round(9), tail_scores.round(9), select, keeps_earlier=True)
+            if is_long or view.first_new_block < question_start(view.blocks):
+                stays = kept(spending, view, scores, room)
+                tail_scores = tail_scores + np.where(stays, 9.0, 0.0)
+                earlier_room = _earlier_room(view, config.budget, room, stays)
+        return Choice(
+            scores.round(9),
+            tail_scores.round(9),
+            select,
+            keeps_earlier=True,
+            earlier_room=earlier_room,
+            question_tokens=_question_tokens(view),
+        )
 
     return choose
 
@@ -111,15 +122,40 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
 
 
-def _max_unit_tokens(capacity: int | None, query: Query) -> int:
+def _question_tokens(view: PolicyView) -> int:
+    """Return how many tokens at the end of the prompt ask the question."""
+    first = question_start(view.blocks)
+    return view.n_tokens - int(view.blocks.starts[first]) if len(view.blocks) else view.n_tokens
+
+
+def _earlier_room(view: PolicyView, budget: int, room: int, stays: Mask) -> int:
+    """Return the tokens for earlier blocks beside the question and the new blocks that stay.
+
+    The turn may decode other text before its question, such as an answer of another server. That
+    text competes with earlier blocks. What does not stay is evicted while it is decoded, and needs
+    room for one piece only.
+    """
+    is_new = np.arange(len(view.blocks)) >= view.first_new_block
+    is_new[question_start(view.blocks) :] = False
+    n_new = int(view.blocks.lengths[is_new].sum())
+    if not n_new:
+        return 0
+    n_free = budget - _question_tokens(view) - min(n_new, piece_tokens(budget))
+    return min(room, n_free) - int(view.blocks.lengths[is_new & stays].sum())
+
+
+def _n_questions(query: Query) -> int:
+    """Return how many questions a turn asks, at least 1."""
+    return max(1, query.n_own + query.n_earlier)
+
+
+def _max_unit_tokens(room: int, query: Query) -> int:
     """Return the longest message that is taken as a whole.
 
-    Each question has a share of the room, and one message may take most of it.
+    Each question has a share of the room, and one message may take all of it.
     """
-    if capacity is None:
-        return _MAX_UNIT_TOKENS
-    share = _MAX_UNIT_SHARE * min(1.0, _FEW_QUESTIONS / max(1, query.n_own + query.n_earlier))
-    return min(_MAX_UNIT_TOKENS, int(share * max(0, capacity)))
+    share = min(1.0, _FEW_QUESTIONS / _n_questions(query))
+    return min(_MAX_UNIT_TOKENS, int(share * max(0, room)))
 
 
 def _unit_order(view: PolicyView, query: Query, config: PolicyConfig, units: Units) -> Positions:

@@ -18,7 +18,6 @@ import numpy as np
 from evoke_proxy.core.model.block_table import (
     BlockTable,
     FloatArray,
-    Mask,
     Positions,
     shared_labels,
 )
@@ -33,7 +32,7 @@ from evoke_proxy.core.retrieval.bm25 import (
     sum_evidence,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.instructions import is_restriction, is_standing_instruction
+from evoke_proxy.core.retrieval.instructions import circumstance_points, instruction_points
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import UnitRanker
 from evoke_proxy.core.retrieval.stemming import stem
@@ -146,8 +145,8 @@ class Index:
         # By document number: the text to search for phrases, and whether its end is cut off.
         self._phrase_texts: list[str] = []
         self._ends_inside_sentence = array("b")
-        self._is_instruction = array("b")
-        self._is_restriction = array("b")
+        self._instruction_points = array("d")
+        self._circumstance_points = array("d")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -201,9 +200,9 @@ class Index:
         positions = np.zeros(len(self._inverted), np.int64)
         positions[self._documents] = np.arange(len(blocks))
         mentions = partial(self._mentions, first_new=question_start)
-        restrictions = np.array(self._is_restriction, np.bool_)[self._documents]
+        circumstances = np.array(self._circumstance_points)[self._documents]
         source = _BlockSource(
-            blocks, self._inverted, positions, mentions, restrictions, self._signals
+            blocks, self._inverted, positions, mentions, circumstances, self._signals
         )
         ranker = UnitRanker(source, units, n_ranked)
         cosines = list(self._clause_cosines(query))
@@ -226,10 +225,10 @@ class Index:
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
 
-    def instructions(self, blocks: BlockTable) -> Mask:
-        """Return which blocks [n] of the user contain a standing instruction."""
+    def instruction_points(self, blocks: BlockTable) -> FloatArray:
+        """Return how much each block [n] of the user is like a standing instruction; 0 for no."""
         self.update(blocks)
-        return np.array(self._is_instruction, np.bool_)[self._documents]
+        return np.array(self._instruction_points)[self._documents]
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -305,10 +304,9 @@ class Index:
         document = self._inverted.add(block.text)
         self._phrase_texts.append(phrase_text(block.text))
         self._ends_inside_sentence.append(not ends_sentence(block.text))
-        is_instruction = block.role is Role.USER and is_standing_instruction(block.text)
-        self._is_instruction.append(is_instruction)
-        is_restriction_of_user = block.role is Role.USER and is_restriction(block.text)
-        self._is_restriction.append(is_restriction_of_user)
+        is_of_user = block.role is Role.USER
+        self._instruction_points.append(instruction_points(block.text) if is_of_user else 0.0)
+        self._circumstance_points.append(circumstance_points(block.text) if is_of_user else 0.0)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -470,7 +468,7 @@ class _BlockSource:
         inverted: Their terms.
         positions: The index of the block of each active document.
         find_mentions: Returns [n] above 0 for the blocks that a text mentions by name.
-        restrictions: [n] whether the user says in a block what is not possible.
+        circumstances: [n] how likely a block of the user limits what is possible or good.
         signals: The signals that may be used.
     """
 
@@ -478,7 +476,7 @@ class _BlockSource:
     inverted: InvertedIndex
     positions: Positions
     find_mentions: Callable[[str], FloatArray]
-    restrictions: Mask
+    circumstances: FloatArray
     signals: frozenset[str]
 
     def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
