@@ -18,6 +18,7 @@ import numpy as np
 from evoke_proxy.core.model.block_table import (
     BlockTable,
     FloatArray,
+    Mask,
     Positions,
     shared_labels,
 )
@@ -75,6 +76,9 @@ _VECTOR_CERTAINTY = 0.8
 # A name that a larger share of the blocks has, and more than _MIN_NAMED_BLOCKS, is that of a common
 # tool and is ignored.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
+
+# What a user asks of all answers, and what limits the user, is said in messages of so many blocks.
+_SHORT_BLOCKS = 2
 
 # The text of a block may overlap its neighbours' by this many characters, because the position of a
 # token in the text of its message is an estimate.
@@ -200,7 +204,8 @@ class Index:
         positions = np.zeros(len(self._inverted), np.int64)
         positions[self._documents] = np.arange(len(blocks))
         mentions = partial(self._mentions, first_new=question_start)
-        circumstances = np.array(self._circumstance_points)[self._documents]
+        points = self._of(self._circumstance_points)
+        circumstances = np.where(_of_short_messages(blocks), points, 0.0)
         source = _BlockSource(
             blocks, self._inverted, positions, mentions, circumstances, self._signals
         )
@@ -228,7 +233,11 @@ class Index:
     def instruction_points(self, blocks: BlockTable) -> FloatArray:
         """Return how much each block [n] of the user is like a standing instruction; 0 for no."""
         self.update(blocks)
-        return np.array(self._instruction_points)[self._documents]
+        return np.where(_of_short_messages(blocks), self._of(self._instruction_points), 0.0)
+
+    def _of(self, values: array[float]) -> FloatArray:
+        """Select the values of the blocks from values by document number."""
+        return np.array(values)[self._documents]
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -503,6 +512,13 @@ class _BlockSource:
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
         return self.blocks[block].text
+
+
+def _of_short_messages(blocks: BlockTable) -> Mask:
+    """Return which blocks [n] are of messages with at most _SHORT_BLOCKS blocks."""
+    _, message, counts = np.unique(blocks.messages, return_inverse=True, return_counts=True)
+    is_short: Mask = counts[message] <= _SHORT_BLOCKS
+    return is_short
 
 
 def _set_discounted(

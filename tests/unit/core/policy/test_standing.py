@@ -44,6 +44,18 @@ def test_an_old_standing_instruction_of_the_user_is_kept() -> None:
     assert 1 not in kept(view_of(texts, {1: Role.TOOL}), 640)
 
 
+def test_a_sentence_of_a_document_is_no_instruction() -> None:
+    texts = [FILLER[0], "From now on, always answer in French.", *FILLER[2:9]]
+    view = view_of(texts, {})
+    assert 1 in kept(view, 640)
+    messages = [0, 1, 1, 1, 4, 5, 6, 7, 8]
+    blocks = (
+        replace(block, message=message)
+        for block, message in zip(view.blocks, messages, strict=True)
+    )
+    assert 1 not in kept(replace(view, blocks=BlockTable(blocks)), 640)
+
+
 def test_the_newest_rules_file_of_the_project_is_kept() -> None:
     roles = {2: Role.TOOL, 5: Role.TOOL}
     rules = {2: ("docs/AGENTS.md", "AGENTS.md"), 5: ("docs/AGENTS.md", "AGENTS.md")}
