@@ -15,7 +15,7 @@ from itertools import islice
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
 # A text with this many points may be a standing instruction; those with more come first.
-_ENOUGH = 2.0
+_MIN_POINTS = 2.0
 _SENTENCE = re.compile(r"[^.!?;\n]+[.!?;]?")
 _MAX_SENTENCES = 8
 _WORD = re.compile(r"[\w']+")
@@ -32,10 +32,10 @@ class _Lexicon:
         parts = re.findall(r"(?:[^|()]|\((?:[^()]|\([^()]*\))*\))+", entries)
         plain = {part for part in parts if re.fullmatch(r"[a-z']+", part)}
         plurals = {part for part in parts if re.fullmatch(r"[a-z]+s\?", part)}
-        begun = {part for part in parts if re.fullmatch(r"[a-z]+\\w[*+]", part)}
+        prefixes = {part for part in parts if re.fullmatch(r"[a-z]+\\w[*+]", part)}
         self._words = frozenset(plain | {p[:-1] for p in plurals} | {p[:-2] for p in plurals})
-        self._beginnings = tuple(part[:-3] for part in begun)
-        phrases = [part for part in parts if part not in plain | plurals | begun]
+        self._prefixes = tuple(part[:-3] for part in prefixes)
+        phrases = [part for part in parts if part not in plain | plurals | prefixes]
         self._phrases = re.compile(rf"\b(?:{'|'.join(phrases)})(?!\w)") if phrases else None
 
     def count(self, sentence: str, words: frozenset[str]) -> int:
@@ -43,8 +43,8 @@ class _Lexicon:
         found = len(self._words & words)
         if found < 2 and self._phrases is not None:
             found += self._phrases.search(sentence) is not None
-        if found < 2 and self._beginnings:
-            found += sum(word.startswith(self._beginnings) for word in words)
+        if found < 2 and self._prefixes:
+            found += sum(word.startswith(self._prefixes) for word in words)
         return min(2, found)
 
 
@@ -149,7 +149,7 @@ def instruction_points(text: str) -> float:
     if len(text) > _MAX_CHARS:
         return 0.0
     points = max(map(_points, _sentences(text)), default=0.0)
-    return points if points >= _ENOUGH else 0.0
+    return points if points >= _MIN_POINTS else 0.0
 
 
 def _sentences(text: str) -> Iterator[str]:
