@@ -20,7 +20,6 @@ from evoke_proxy.core.policy.planner import (
     Choice,
     WorkingSet,
     capacity_for_blocks,
-    piece_tokens,
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
@@ -93,23 +92,11 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return spend(candidates, scores, capacity, spending)
 
-        tail_scores, earlier_room = scores, 0
-        if room is not None and config.budget is not None:
-            is_long = 2 * view.n_to_decode > config.budget
-            if is_long:
-                tail_scores = _tail_scores(view, query, config, keep, scores)
-            if is_long or view.first_new_block < question_start(view.blocks):
-                stays = kept(spending, view, scores, room)
-                tail_scores = tail_scores + np.where(stays, 9.0, 0.0)
-                earlier_room = _earlier_room(view, config.budget, room, stays)
-        return Choice(
-            scores.round(9),
-            tail_scores.round(9),
-            select,
-            keeps_earlier=True,
-            earlier_room=earlier_room,
-            question_tokens=_question_tokens(view),
-        )
+        tail_scores = scores
+        if room is not None and config.budget is not None and 2 * view.n_to_decode > config.budget:
+            tail_scores = _tail_scores(view, query, config, keep, scores)
+            tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
+        return Choice(scores.round(9), tail_scores.round(9), select, keeps_earlier=True)
 
     return choose
 
@@ -120,28 +107,6 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
-
-
-def _question_tokens(view: PolicyView) -> int:
-    """Return how many tokens at the end of the prompt ask the question."""
-    first = question_start(view.blocks)
-    return view.n_tokens - int(view.blocks.starts[first]) if len(view.blocks) else view.n_tokens
-
-
-def _earlier_room(view: PolicyView, budget: int, room: int, stays: Mask) -> int:
-    """Return the tokens for earlier blocks beside the question and the new blocks that stay.
-
-    The turn may decode other text before its question, such as an answer of another server. That
-    text competes with earlier blocks. What does not stay is evicted while it is decoded, and needs
-    room for one piece only.
-    """
-    is_new = np.arange(len(view.blocks)) >= view.first_new_block
-    is_new[question_start(view.blocks) :] = False
-    n_new = int(view.blocks.lengths[is_new].sum())
-    if not n_new:
-        return 0
-    n_free = budget - _question_tokens(view) - min(n_new, piece_tokens(budget))
-    return min(room, n_free) - int(view.blocks.lengths[is_new & stays].sum())
 
 
 def _n_questions(query: Query) -> int:

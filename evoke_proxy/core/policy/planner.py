@@ -13,7 +13,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
-from evoke_proxy.core.model.blocks import Block, Span, count, merged, without
+from evoke_proxy.core.model.blocks import Block, count, merged
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.view import PolicyView
 
@@ -23,8 +23,6 @@ _MAX_RESERVE_DIVISOR = 4
 # llama-server decodes text longer than the budget in pieces. The best earlier blocks keep this
 # share of the budget's free part; otherwise a long message would be answered without any of them.
 _EARLIER_SHARE = 0.5
-# The budget divided by this, and at least this many tokens, are free for each piece.
-_PIECE_DIVISOR, _MIN_PIECE = 16, 16
 # Number of blocks that are tried before the ones that no longer fit are removed from the rest.
 _TRIED_AT_ONCE = 64
 # Number of blocks that are sorted at once.
@@ -95,18 +93,12 @@ class Choice:
         select: Selects the working set by `scores`.
         keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
             turn's own text would take all of it.
-        earlier_room: Tokens that earlier blocks may take although the tail does not fit beside
-            them; parts of the tail are then evicted while it is decoded.
-        question_tokens: How many of the last tokens ask the question, and are not among these
-            parts; None for all of them.
     """
 
     scores: FloatArray
     tail_scores: FloatArray
     select: Select
     keeps_earlier: bool = False
-    earlier_room: int = 0
-    question_tokens: int | None = None
 
 
 def make_plan(view: PolicyView, config: PolicyConfig, choice: Choice, recovers: bool) -> Plan:
@@ -134,11 +126,6 @@ class _Planner:
         self._capacity = self._room
         if choice.keeps_earlier:
             self._capacity = capacity_for_blocks(view, config)
-        if self._capacity is not None and choice.earlier_room > 0:
-            self._capacity = max(self._capacity, choice.earlier_room)
-
-        # Whether the working set exceeds what fits beside the tail.
-        self._is_over_capacity = False
 
     def plan(self) -> Plan:
         """Return the plan for a slot that continues, or for one that adopts saved blocks."""
@@ -146,12 +133,10 @@ class _Planner:
             return self._adopting_plan()
         return self._continuing_plan()
 
-    def _select(self) -> WorkingSet:
-        """Return the working set, and note whether it exceeds what fits beside the tail."""
-        selected = self._choice.select(self._candidates, self._choice.scores, self._capacity)
-        may_exceed = self._room is not None and self._capacity != self._room
-        self._is_over_capacity = may_exceed and selected.n_rows > (self._room or 0)
-        return selected
+    @property
+    def _is_over_capacity(self) -> bool:
+        """Whether the policy may fill more than fits beside the tail."""
+        return self._room is not None and self._capacity is not None and self._room < self._capacity
 
     @property
     def _is_infeasible(self) -> bool:
@@ -160,7 +145,7 @@ class _Planner:
 
     def _continuing_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
-        selected = self._select()
+        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
         evicted = candidates.resident & ~selected.chosen
         loaded = self._loadable_now(selected)
         needs_rows = loaded.any() and self._config.budget is not None
@@ -182,7 +167,7 @@ class _Planner:
 
     def _adopting_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
-        selected = self._select()
+        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
         n_free = view.n_free + count(view.resident)
         room = _room_in_cells(n_free, view.n_to_decode, self._config.budget)
         loaded = load_order(candidates, self._choice.scores, selected.chosen, room)
@@ -237,43 +222,23 @@ class _Planner:
         config = self._config
         if config.budget is None:
             return DecodeBudget(0)
-        least_recent, least_piece = self._least_recent(), config.block_tokens
-        if self._is_over_capacity:
-            least_piece = min(least_piece, piece_tokens(config.budget))
-        room = config.budget - config.sink_tokens - least_recent - least_piece
-        indexes = self._protected_blocks(resident, protected, room)
-        spans = merged(self._view.blocks[i].span for i in indexes)
-        spans = without(spans, [Span(0, config.sink_tokens)])
-        left = config.budget - config.sink_tokens - count(spans)
-        recent = max(least_recent, min(config.recent_tokens, left - config.block_tokens))
+        indexes = self._protected_blocks(resident, protected, config.budget - config.least_budget)
         return DecodeBudget(
             budget=config.budget,
             sink=config.sink_tokens,
-            recent=recent,
-            block=min(config.block_tokens, left - recent),
-            protect=spans,
+            recent=config.recent_tokens,
+            block=config.block_tokens,
+            protect=merged(self._view.blocks[i].span for i in indexes),
             order=self._eviction_order(resident, indexes),
         )
 
-    def _least_recent(self) -> int:
-        """Return how many of the last tokens are never evicted: fewer for a short question."""
-        asked = self._choice.question_tokens
-        if asked is None or not self._is_over_capacity:
-            return self._config.recent_tokens
-        return min(self._config.recent_tokens, asked)
-
     def _protected_blocks(self, resident: Mask, wanted: Mask, room: int) -> list[int]:
-        """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`.
-
-        The first tokens are protected anyway.
-        """
+        """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`."""
         blocks = self._view.blocks
         is_new = blocks.starts >= self._view.decode_from
         pinned = np.flatnonzero(blocks.pinned & (resident | is_new))
         others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks)
-        sink = self._config.sink_tokens
-        lengths = blocks.ends - np.maximum(blocks.starts, np.minimum(sink, blocks.ends))
-        indexes = list[int]()
+        lengths, indexes = blocks.lengths, list[int]()
         for i in [*pinned.tolist(), *others.tolist()]:
             length = int(lengths[i])
             if length <= room:
@@ -325,11 +290,6 @@ def capacity_for_blocks(view: PolicyView, config: PolicyConfig) -> int | None:
     if room is None or config.budget is None:
         return None
     return max(room, int((config.budget - config.least_budget) * _EARLIER_SHARE))
-
-
-def piece_tokens(budget: int) -> int:
-    """Return the tokens that stay free for the pieces in which a tail is decoded."""
-    return max(_MIN_PIECE, budget // _PIECE_DIVISOR)
 
 
 def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> int:

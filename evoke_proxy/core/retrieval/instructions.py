@@ -31,8 +31,8 @@ class _Lexicon:
     def __init__(self, entries: str) -> None:
         parts = re.findall(r"(?:[^|()]|\((?:[^()]|\([^()]*\))*\))+", entries)
         plain = {part for part in parts if re.fullmatch(r"[a-z']+", part)}
-        plurals = {part for part in parts if re.fullmatch(r"[a-z]+s\?", part)}
-        prefixes = {part for part in parts if re.fullmatch(r"[a-z]+\\w[*+]", part)}
+        plurals = {part for part in parts if part[-2:] == "s?" and part[:-2].isalpha()}
+        prefixes = {p for p in parts if p[-3:] in (r"\w*", r"\w+") and p[:-3].isalpha()}
         self._words = frozenset(plain | {p[:-1] for p in plurals} | {p[:-2] for p in plurals})
         self._prefixes = tuple(part[:-3] for part in prefixes)
         phrases = [part for part in parts if part not in plain | plurals | prefixes]
