@@ -22,7 +22,6 @@ def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> flo
     every object of the process.
     """
     found = math.inf
-    gc.collect()
     gc.disable()
     try:
         for _ in range(_TRIES):

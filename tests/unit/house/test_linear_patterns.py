@@ -31,12 +31,14 @@ _SIZES = (8, 12, 16, 20, 24, 32, 64, 256, 1024)
 _CLOSELY = 2
 # No linear pattern takes so long for a text of 1,024 characters or fewer.
 _SLOW_S = 0.01
+# Of a pattern with many words, about so many are tried.
+_MAX_WORDS = 20
 # Characters that are tried with every pattern.
 _ALWAYS = (*CHARACTERS, ":", ";", "(")
 
 
 def _patterns() -> dict[str, re.Pattern[Any]]:
-    """The compiled patterns of every module, and the literal ones that are used in functions."""
+    """The compiled patterns of modules, classes and objects, and the literals in functions."""
     found: dict[str, re.Pattern[Any]] = {}
     for info in pkgutil.walk_packages(evoke_proxy.__path__, "evoke_proxy."):
         if info.name.endswith("__main__"):
@@ -45,10 +47,10 @@ def _patterns() -> dict[str, re.Pattern[Any]]:
         for name, value in vars(module).items():
             if isinstance(value, re.Pattern):
                 found.setdefault(_name(value), value)
-            if isinstance(value, type):
-                for inner, held in vars(value).items():
-                    if isinstance(held, re.Pattern):
-                        found[f"{info.name}.{name}.{inner}"] = held
+            if isinstance(value, type) or type(value).__module__ == info.name:
+                for inner, attribute in getattr(value, "__dict__", {}).items():
+                    if isinstance(attribute, re.Pattern):
+                        found[f"{info.name}.{name}.{inner}"] = attribute
     for path in sorted(_PACKAGE.rglob("*.py")):
         for call in _calls(path):
             argument = call.args[0]
@@ -126,6 +128,7 @@ def _texts(pattern: re.Pattern[Any]) -> Iterator[tuple[str, str, str]]:
     """Triples of a prefix, a repeated text and a suffix."""
     literals = list(dict.fromkeys(_literals(re._parser.parse(pattern.pattern, pattern.flags))))  # type: ignore[attr-defined]
     words = [word for word in literals if len(word) > 1]
+    words = words[:: 1 + len(words) // _MAX_WORDS]  # words of one alternation behave alike
     signs = list(dict.fromkeys([*(word for word in literals if len(word) == 1), *_ALWAYS]))
     units = [*signs, *words, *(word + sign for word in words for sign in (" ", "a", "0", "."))]
     units += map("".join, itertools.permutations(signs[:12], 2))
