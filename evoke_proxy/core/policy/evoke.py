@@ -24,7 +24,7 @@ from evoke_proxy.core.policy.planner import (
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.spending import Spending, kept, spend
-from evoke_proxy.core.policy.standing import Standing, question_start
+from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.units import Units
@@ -34,15 +34,17 @@ from evoke_proxy.core.retrieval.units import Units
 _NARROW_CHARS = 300
 # The files that a turn works on get at most this share of the room for blocks.
 _MAX_FILE_SHARE = 0.5
-# The longest message, in tokens, that is ranked and recovered as a whole.
+# The longest message, in tokens, that is ranked and recovered as a whole, and its largest share of
+# the room.
 _MAX_UNIT_TOKENS = 768
+_MAX_UNIT_SHARE = 0.9
 # More questions than these have less room each.
 _FEW_QUESTIONS = 3
 # What the ranking adds to a keep-score in [0, 1]: more than any keep-score, so that room is spent
 # on the ranking first. Above the ranked blocks is what goes on, then the files that it works on,
-# which are useless in part, then the first places of the ranking, then the rules for every answer.
+# which are useless in part, then the rules for every answer.
 _RANKED = 1.0
-_LIVE, _REREAD, _FIRST, _RULES = 3.0, 4.0, 5.0, 8.0
+_LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +69,35 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
     def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
         was_recovered = view.recovered if view.recovered is not None else False
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
-        keep = keep_scores(view, config.sink_tokens, parameters.weights)
         room = _room_beside_question(view, config)
-        standing, units = None, Units.of(view.blocks, _MAX_UNIT_TOKENS)
+        rules = live = np.zeros(len(view.blocks), np.bool_)
+        left = room
         if room is not None:
-            standing = Standing(view, room, config.sink_tokens)
-            units = Units.of(view.blocks, _max_unit_tokens(standing.left, query))
+            rules, live = rule_blocks(view, room), live_blocks(view, room)
+            stays = rules | live
+            left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
+        units = Units.of(view.blocks, _max_unit_tokens(left, query))
+        keep = keep_scores(view, config.sink_tokens, parameters.weights)
         order = np.zeros(0, np.int64)
         if parameters.relevance > 0:
             order = _unit_order(view, query, config, units)
         scores = keep + _ranked(order, units)
-        if standing is not None:
-            first = standing.best(units, order, _n_questions(query))
-            scores[first] += _FIRST
-            standing.add_instructions()
-            live = standing.live()
+        if room is not None:
             # The newest first, where the files leave no room for all of it.
             scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
             if parameters.relevance > 0 and uses_text(config):
                 scores[reread_file_blocks(view, query, config)] = _REREAD
-            scores[standing.rules] = _RULES
+            scores[rules] = _RULES
         spending = Spending(units, order, margin)
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return spend(candidates, scores, capacity, spending)
 
         tail_scores = scores
-        if room is not None and config.budget is not None and 2 * view.n_to_decode > config.budget:
-            tail_scores = _tail_scores(view, query, config, keep, scores)
-            tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
+        if room is not None and config.budget is not None:
+            if 2 * view.n_to_decode > config.budget:
+                tail_scores = _tail_scores(view, query, config, keep, scores)
+                tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
         return Choice(scores.round(9), tail_scores.round(9), select, keeps_earlier=True)
 
     return choose
@@ -109,18 +111,15 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
 
 
-def _n_questions(query: Query) -> int:
-    """Return how many questions a turn asks, at least 1."""
-    return max(1, query.n_own + query.n_earlier)
-
-
-def _max_unit_tokens(room: int, query: Query) -> int:
+def _max_unit_tokens(capacity: int | None, query: Query) -> int:
     """Return the longest message that is taken as a whole.
 
-    Each question has a share of the room, and one message may take all of it.
+    Each question has a share of the room, and one message may take most of it.
     """
-    share = min(1.0, _FEW_QUESTIONS / _n_questions(query))
-    return min(_MAX_UNIT_TOKENS, int(share * max(0, room)))
+    if capacity is None:
+        return _MAX_UNIT_TOKENS
+    share = _MAX_UNIT_SHARE * min(1.0, _FEW_QUESTIONS / max(1, query.n_own + query.n_earlier))
+    return min(_MAX_UNIT_TOKENS, int(share * max(0, capacity)))
 
 
 def _unit_order(view: PolicyView, query: Query, config: PolicyConfig, units: Units) -> Positions:
