@@ -41,6 +41,7 @@ OWN_TESTS = {
     "0004": ("contract/test_attention.py", "contract/test_modes_attention.py"),
     "0005": ("contract/test_compact.py", "contract/test_random.py"),  # of everything
     "0006": ("contract/test_http.py",),
+    "0007": ("contract/test_cancelled_prompts.py",),
 }
 _SMOKE = ("contract/test_exact.py",)
 _COMPILES = "compiles, tests pass"

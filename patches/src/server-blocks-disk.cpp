@@ -120,6 +120,9 @@ void server_blocks_disk::close() {
     new_heads.clear();
     lost_files.clear();
     queue.clear();
+    uses.clear();
+    n_queued_writes = 0;
+    file_times.clear();
     n_used = n_used_snapshot = 0;
     scanned_folder_time = 0;
 }
@@ -346,9 +349,8 @@ bool server_blocks_disk::contains(const std::string & file) const {
 
 json server_blocks_disk::stats() const {
     const std::lock_guard<std::mutex> lock(queue_mutex);
-    const auto n_queued = std::count_if(queue.begin(), queue.end(), [](const queue_item & item) { return item.write != nullptr; });
     return json {
-        {"used", n_used_snapshot}, {"budget", max_bytes}, {"n_files", file_names.size()}, {"n_queued", (size_t) n_queued}, {"n_written", n_written},
+        {"used", n_used_snapshot}, {"budget", max_bytes}, {"n_files", file_names.size()}, {"n_queued", n_queued_writes}, {"n_written", n_written},
         {"n_read", n_read}, {"n_failed", n_failed}, {"n_damaged", n_damaged}, {"n_deleted", n_deleted}, {"last_error", last_error},
     };
 }
@@ -400,7 +402,8 @@ std::shared_ptr<server_blocks_write> server_blocks_disk::write(server_blocks_hea
     job->data = data;
     {
         const std::lock_guard<std::mutex> lock(queue_mutex);
-        queue.push_back({ job, "", 0 });
+        queue.push_back({ job, "" });
+        n_queued_writes++;
     }
     changed.notify_all();
     return job;
@@ -430,14 +433,14 @@ server_blocks_write::state_t server_blocks_disk::state(const server_blocks_write
 void server_blocks_disk::mark_used(const std::string & file) {
     const std::lock_guard<std::mutex> lock(queue_mutex);
     if (file_names.count(file)) {
-        queue.push_back({ nullptr, file, now_ns() });
+        uses[file] = now_ns();
         changed.notify_all();
     }
 }
 
 void server_blocks_disk::remove(const std::string & file) {
     const std::lock_guard<std::mutex> lock(queue_mutex);
-    queue.push_back({ nullptr, file, 0 });
+    queue.push_back({ nullptr, file });
     changed.notify_all();
 }
 
@@ -451,51 +454,53 @@ void server_blocks_disk::run_queue() {
         queue_item item;
         {
             std::unique_lock<std::mutex> lock(queue_mutex);
-            changed.wait(lock, [this]() { return stopping || !queue.empty(); });
-            if (queue.empty()) {
+            changed.wait(lock, [this]() { return stopping || !queue.empty() || !uses.empty(); });
+            if (queue.empty() && uses.empty()) {
                 return;
             }
-            item = std::move(queue.front());
-            queue.pop_front();
+            if (!queue.empty()) {
+                item = std::move(queue.front());
+                queue.pop_front();
+                n_queued_writes -= item.write ? 1 : 0;
+            }
         }
         if (item.write) {
             run_write(*item.write);
-            continue;
+        } else {
+            const std::lock_guard<std::mutex> lock(table_mutex);
+            take_uses();
+            if (!item.file.empty()) {
+                delete_file(item.file);
+            }
         }
-        if (item.used > 0) {
-            update_used(item.file, item.used);
-            continue;
-        }
-        const std::lock_guard<std::mutex> lock(table_mutex);
-        delete_file(item.file);
+        set_file_times();
     }
 }
 
-void server_blocks_disk::update_used(const std::string & file, uint64_t used) {
+// Moves the times of use from mark_used() into the table, because next_to_delete() goes by them. The main loop may add
+// any number of them, so that queue_mutex is held only to take them over.
+void server_blocks_disk::take_uses() {
+    std::map<std::string, uint64_t> taken;
     {
-        const std::lock_guard<std::mutex> lock(table_mutex);
-        const auto it = files.find(file);
-        if (it == files.end()) {
-            return;
-        }
-        used = it->second.used = std::max(it->second.used, used);
+        const std::lock_guard<std::mutex> lock(queue_mutex);
+        taken.swap(uses);
     }
-    if (used > 0) {
+    for (const auto & [file, used] : taken) {
+        const auto it = files.find(file);
+        if (it != files.end() && used > it->second.used) {
+            file_times[file] = it->second.used = used;
+        }
+    }
+}
+
+// Writes the times of use to the files: other servers that share the folder, and the next process, read them there.
+void server_blocks_disk::set_file_times() {
+    for (const auto & [file, used] : file_times) {
         const timespec modified = { time_t(used/1000000000), long(used%1000000000) };
         const timespec times[2] = { modified, modified };
         utimensat(AT_FDCWD, path(file).c_str(), times, AT_SYMLINK_NOFOLLOW);
     }
-}
-
-// Applies the queued updates of times of use, because next_to_delete() goes by these times.
-void server_blocks_disk::apply_queued_uses() {
-    const std::lock_guard<std::mutex> lock(queue_mutex);
-    for (const auto & item : queue) {
-        const auto it = item.used > 0 ? files.find(item.file) : files.end();
-        if (it != files.end()) {
-            it->second.used = std::max(it->second.used, item.used);
-        }
-    }
+    file_times.clear();
 }
 
 void server_blocks_disk::run_write(server_blocks_write & job) {
@@ -523,20 +528,22 @@ void server_blocks_disk::run_write(server_blocks_write & job) {
             report_lost(file);
         }
     }
+    bool reported = done;
     {
         const std::lock_guard<std::mutex> lock(queue_mutex);
         if (done) {
             n_written++;
         } else {
-            if (last_error != error) {
-                LOG_WRN("evoke: a block could not be written to disk and stays in host memory: %s\n", error.c_str());
-            }
+            reported = last_error == error;
             n_failed++;
             last_error = job.error = error;
         }
         job.state = done ? server_blocks_write::DONE : server_blocks_write::FAILED;
     }
     changed.notify_all();
+    if (!reported) {
+        LOG_WRN("evoke: a block could not be written to disk and stays in host memory: %s\n", error.c_str());
+    }
 }
 
 void server_blocks_disk::write_file(const server_blocks_write & job, const std::string & file) {
@@ -574,9 +581,8 @@ void server_blocks_disk::write_file(const server_blocks_write & job, const std::
     e.bytes  = bytes;
     e.used   = now_ns();
     e.tenant = head.tenant;
+    file_times[file] = e.used;
     add_entry(file, std::move(e));
-    const std::lock_guard<std::mutex> queue_lock(queue_mutex);
-    queue.push_back({ nullptr, file, files[file].used }); // sets the file's modification time
 }
 
 // Called when the disk is full: deletes old files with at least as many bytes as the requested file has. Returns false if
@@ -598,7 +604,7 @@ void server_blocks_disk::make_room(const room_request & request, std::unique_loc
         scan();
         lock.lock();
     }
-    apply_queued_uses();
+    take_uses();
     const auto it = files.find(request.file);
     const size_t own = it == files.end() ? 0 : it->second.bytes; // counts until it is replaced
     while (n_used + request.bytes > max_bytes && delete_one(request)) {

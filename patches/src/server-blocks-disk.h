@@ -7,10 +7,10 @@
 // Threads: open() and close() are for the main loop. scan(), refresh() and read() access the file system and are for any
 //          thread except the main loop. All other calls are for any thread and return without waiting for the file
 //          system; only wait() waits, until its timeout.
-// Invariants: `table_mutex` protects the table, which may be traversed as a whole; `queue_mutex` protects what the main
-//             loop reads and writes, and is held for a few steps only, never during file system calls. A thread that
-//             holds `table_mutex` may lock `queue_mutex`, never the other way round. A file is deleted only while
-//             `table_mutex` is held, so that a concurrent scan cannot list it again.
+// Invariants: `table_mutex` protects the table, which may be traversed as a whole. `queue_mutex` protects what the main
+//             loop reads and writes, and is held for a few steps only, however much is queued, never during file system
+//             calls. A thread that holds `table_mutex` may lock `queue_mutex`, never the other way round. A file is
+//             deleted only while `table_mutex` is held, so that a concurrent scan cannot list it again.
 
 #include "server-blocks-file.h"
 #include "server-common.h"
@@ -105,7 +105,7 @@ public:
     // file to .bad.
     void read(server_blocks_read & job);
 
-    // Queues an update of the file's time of last use, by which the oldest files are deleted first.
+    // Records that a file is used now: files are deleted in the order of their last use.
     void mark_used(const std::string & file);
 
     // Queues the deletion of a file.
@@ -123,11 +123,10 @@ private:
         std::set<std::pair<std::string, std::string>> names; // (tenant, label), of unusable files only
     };
 
-    // one item of the queue: a write, an update of the time of use, or a deletion
+    // one item of the queue: a write, or the deletion of a file
     struct queue_item {
         std::shared_ptr<server_blocks_write> write;
         std::string file;
-        uint64_t    used = 0; // ns of the wall clock; 0: delete the file
     };
 
     // a file that needs room in the folder
@@ -146,10 +145,10 @@ private:
     void run_queue();
     void run_write(server_blocks_write & job);
     void write_file(const server_blocks_write & job, const std::string & file);
-    void update_used(const std::string & file, uint64_t used);
+    void set_file_times();
 
     // The caller of these holds table_mutex, except of scan_file(), quarantine() and folder_time().
-    void apply_queued_uses();
+    void take_uses();
     void make_room(const room_request & request, std::unique_lock<std::mutex> & lock);
     bool free_bytes(const room_request & request);
     bool delete_one(const room_request & request);
@@ -182,10 +181,15 @@ private:
     std::vector<std::pair<uint64_t, server_blocks_head>> new_heads; // with the time of last use
     std::vector<std::string> lost_files;
     std::deque<queue_item>  queue;
+    size_t                  n_queued_writes = 0; // writes in `queue`
+    std::map<std::string, uint64_t> uses;        // file -> time of last use, not yet in `files`
     std::string last_error;
     uint64_t    n_written = 0, n_failed = 0, n_damaged = 0, n_deleted = 0, n_read = 0; // since the process started
     size_t      n_used_snapshot = 0; // n_used, for stats()
     uint64_t    scanned_folder_time = 0; // folder_time() at the last scan, 0: not usable
     bool        stopping = false;
+
+    // for the thread only
+    std::map<std::string, uint64_t> file_times; // file -> time of last use, not yet its modification time
     std::thread worker;
 };
