@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import os
@@ -26,7 +27,12 @@ Json = dict[str, Any]
 def binary(patched: bool) -> Path:
     """The server to test: that named in the environment, else the one that `make build` built."""
     named = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
-    return Path(named) if named else ensure_server(patched=patched, progress=False)
+    return Path(named) if named else _built_server(patched)
+
+
+@functools.cache
+def _built_server(patched: bool) -> Path:
+    return ensure_server(patched=patched, progress=False)
 
 
 @dataclass(frozen=True)

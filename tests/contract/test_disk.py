@@ -13,43 +13,36 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from disk_calls import (
+    ROW,
+    SIZE,
+    blocks,
+    disk,
+    files,
+    fill_slot,
+    killable,
+    options,
+    size,
+    spill,
+    wait_until,
+)
 from invalid_bodies import send_invalid_calls
-from llama import MODEL, Json, Llama, binary, running, sample_text
+from llama import Json, Llama, running, sample_text
 from operations import run_operations
-from test_exact import logprobs
+from probabilities import logprobs
 
 from bench.random_models import SHAPES, ensure
-from evoke_proxy.demo.processes import free_port, healthy, plain_environment
 
-SIZE = 64
-ROW = 2048  # bytes of one row of the bundled model
-DAMAGES = 200
-
-
-def options(folder: Path, mib: int = 64, ram: int = 8) -> tuple[str, ...]:
-    return (
-        *("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on"),
-        *("--evoke-ram", str(ram), "--evoke-disk", f"{folder}:{mib}"),
-    )
-
-
-def blocks(server: Llama, tenant: str = "") -> dict[str, Json]:
-    found = server.get(f"/slots/0/blocks?tenant={tenant}")["blocks"]
-    return {block["name"]: block for block in found}
+DAMAGES = 60
 
 
 def tiers(server: Llama) -> Counter[str]:
     return Counter(block["tier"] for block in blocks(server).values())
-
-
-def disk(server: Llama) -> Json:
-    answer: Json = server.slot()["disk"]
-    return answer
 
 
 def save_each(server: Llama, cached: list[int]) -> list[str]:
@@ -61,24 +54,6 @@ def save_each(server: Llama, cached: list[int]) -> list[str]:
         ram = server.slot()["ram"]
         assert ram["used"] <= ram["budget"]
     return names
-
-
-def spill(server: Llama, **more: object) -> Json:
-    answer: Json = server.post("/slots/0?action=block-spill", {"all": True} | more)
-    return answer
-
-
-def files(folder: Path, kind: str = "kvb") -> list[Path]:
-    return sorted(folder.glob(f"*.{kind}"))
-
-
-def size(folder: Path) -> int:
-    """The size of all block files in bytes; the server may be deleting one."""
-    total = 0
-    for path in files(folder):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size
-    return total
 
 
 def check_since(server: Llama, names: list[str]) -> None:
@@ -93,14 +68,6 @@ def check_since(server: Llama, names: list[str]) -> None:
     assert len(server.get(f"{path}&since={version + 1000}")["blocks"]) == len(names) + 1
     assert server.ask("GET", f"{path}&since=never")[0] == 400
     server.act("block-drop", names=["renamed"])
-
-
-def fill_slot(server: Llama) -> list[int]:
-    """Decodes a conversation in slot 0; returns the tokens that have a row."""
-    history = server.tokens(sample_text(900))
-    server.erase()
-    first = server.complete(history)
-    return history + list(first["tokens"][:-1])
 
 
 def test_blocks_that_exceed_memory_go_to_disk_and_load_bit_identical(tmp_path: Path) -> None:
@@ -187,7 +154,11 @@ def checksum(data: bytes) -> int:
 
 
 def test_damaged_files_are_renamed_and_not_used(tmp_path: Path) -> None:
-    """Each header number, the header's text and lists, the rows; truncated; extended."""
+    """Each header number, the header's text and lists, the rows; truncated; extended.
+
+    A bit is flipped in each 4 bytes of the header's numbers, and in a sample of the other bytes.
+    The file ends before and after each part.
+    """
     folder, rng = tmp_path / "d", random.Random(5)
     with running(True, *options(folder)) as server:
         cached = fill_slot(server)
@@ -240,14 +211,15 @@ def test_a_forged_file_with_other_tokens_at_its_rows_is_not_used(tmp_path: Path)
 def damaged(whole: bytes, n_head: int, number: int, rng: random.Random) -> bytes:
     """A block file damaged in the way with this number, from 0 to DAMAGES - 1."""
     bad = bytearray(whole)
-    if number < 112:  # each byte of the header's numbers
-        bad[number] ^= 1 << rng.randrange(8)
-    elif number < 150:
+    if number < 28:  # a byte of each 4 bytes of the header's numbers, which take 4 or 8
+        bad[4 * number + rng.randrange(4)] ^= 1 << rng.randrange(8)
+    elif number < 38:
         bad[rng.randrange(112, n_head)] ^= 1 << rng.randrange(8)
-    elif number < 180:
+    elif number < 46:
         bad[rng.randrange(n_head, len(bad))] ^= 1 << rng.randrange(8)
-    elif number < 195:
-        del bad[rng.choice([0, 8, 47, n_head - 1, n_head, rng.randrange(len(bad))]) :]
+    elif number < 58:
+        ends = [0, 8, 47, n_head - 1, n_head, rng.randrange(len(bad))]
+        del bad[ends[number % len(ends)] :]
     else:
         bad += bytes(rng.randrange(1, 64))
     assert bytes(bad) != whole
@@ -266,6 +238,8 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
     (folder / "evoke-1.kvb").write_bytes(whole)  # under another block's name
     (folder / "evoke-2.kvb").mkdir()
     (folder / "evoke-3.kvb").symlink_to(good[0])
+    os.mkfifo(folder / "evoke-5.kvb")  # opening it to read waits for a writer
+    os.mkfifo(folder / "evoke-6.kvb.77.tmp")
     (folder / "evoke-4.kvb.77.tmp").write_bytes(whole)
     good[1].write_bytes(whole[:-1])
     good[2].write_bytes(whole[:40] + b"\xff" * 900 + whole[940:])
@@ -276,31 +250,6 @@ def test_other_files_in_the_folder_are_ignored(tmp_path: Path) -> None:
         server.act("block-adopt", tokens=cached, names=[*usable, names[-1]])
     assert (folder / "notes.txt").read_text() == "not a block"
     assert not files(folder, "tmp") and len(files(folder, "bad")) == 4
-
-
-@contextmanager
-def killable(
-    folder: Path, *before: str, ram: int = 1, mib: int = 64
-) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
-    """Runs a server that can be killed; `before` is a command that its command is appended to."""
-    port = free_port()
-    command = [*before, str(binary(patched=True)), "-m", str(MODEL), "-t", "1"]
-    command += ["--port", str(port), "--slot-save-path", str(folder.parent)]
-    with open(folder.parent / "log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, *options(folder, mib, ram)],
-            stdout=log,
-            stderr=log,
-            env=plain_environment(),
-        )
-        try:
-            server = Llama(port)
-            assert wait_until(lambda: healthy(port) or process.poll() is not None)
-            assert process.poll() is None, (folder.parent / "log").read_text()
-            yield server, process
-        finally:
-            process.kill()
-            process.wait()
 
 
 def test_a_server_killed_while_it_writes_leaves_only_complete_files(tmp_path: Path) -> None:
@@ -667,12 +616,3 @@ def test_there_is_no_disk_without_the_option(two: Llama) -> None:
     error = two.refuse("block-spill", all=True)
     assert error["code"] == 501 and "--evoke-disk" in error["message"]
     assert two.get("/props")["evoke"]["limits"]["disk_bytes"] == 0
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True

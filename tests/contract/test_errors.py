@@ -118,6 +118,9 @@ def test_a_block_of_other_tokens_is_stale(one: Llama) -> None:
     assert row["stale"] and not row["resident"]
 
 
+LOAD_BIG = {"op": "load", "names": ["big"]}
+
+
 def test_a_load_beyond_the_cells_or_the_budget_is_503() -> None:
     with running(True, "-c", "512", "--evoke-ram", "16", "-np", "1") as server:
         history = server.tokens(sample_text(280))[:300]
@@ -127,6 +130,16 @@ def test_a_load_beyond_the_cells_or_the_budget_is_503() -> None:
         error = server.refuse("block-load", names=["big"])
         assert (error["code"], error["type"]) == (503, "no_free_cells")
         assert error["needed"] == 256 and error["free"] < 200
+    with running(True, "-c", "512", "--evoke-ram", "16", "-np", "2", "-kvu") as server:
+        server.complete(history, 0)
+        server.act("block-save", 0, name="big", p0=0, p1=256, evict=True)
+        server.complete(server.tokens(sample_text(400))[50:350], 1, marker=False, n_predict=1)
+        before = server.slot(0)
+        for action, body in (("block-load", {}), ("block-plan", {"ops": [LOAD_BIG]})):
+            error = server.refuse(action, 0, **(body or {"names": ["big"]}))
+            assert (error["code"], error["type"]) == (503, "no_free_cells")
+            assert server.slot(0) == before
+            assert error["needed"] == 256 and error["free"] < 256
 
 
 def test_a_save_beyond_the_host_memory_is_413_and_saves_nothing() -> None:

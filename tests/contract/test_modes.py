@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import pytest
-from llama import Json, Llama, running, sample_text
+from llama import Llama, running, sample_text
+from mode_calls import BLOCK, CELLS, FIRST, OPTIONS, auto_evicted, evicting, resident, spans, text
 
 from bench.random_models import SHAPES, ensure
-
-CELLS, FIRST, BLOCK = 1024, 4, 64
-OPTIONS = ("-c", str(CELLS), "--evoke-ram", "64", "-fa", "on")
-
-
-@contextmanager
-def evicting(mode: int, *more: str) -> Iterator[Llama]:
-    options = (*OPTIONS, "--kv-eviction", str(mode), *more)
-    with running(True, *options, model=ensure(SHAPES["tiny-dense"])) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +21,6 @@ def streaming() -> Iterator[Llama]:
 def scored() -> Iterator[Llama]:
     with evicting(2, "-np", "1") as server:
         yield server
-
-
-def text(n_tokens: int, seed: int = 0) -> list[int]:
-    return [10 + (7 * i + 13 * seed + i // 1900) % 1900 for i in range(n_tokens)]
-
-
-def auto_evicted(answer: Json) -> list[list[object]]:
-    listed: list[list[object]] = answer["timings"]["evoke"]["auto_evicted"]
-    return listed
-
-
-def spans(answer: Json) -> list[tuple[int, int]]:
-    return [(int(str(p0)), int(str(p1))) for p0, p1, _ in auto_evicted(answer)]
-
-
-def resident(ranges: Sequence[Sequence[int]], p0: int, p1: int) -> bool:
-    return any(a <= p0 and p1 <= b for a, b in ranges)
 
 
 def test_the_oldest_complete_blocks_are_evicted(streaming: Llama) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from attention_limits import LAYERS, limit_memory, many_cells
 from llama import Llama, sample_text
-from test_attention import LAYERS, limit_memory, many_cells
-from test_modes import BLOCK, FIRST, evicting, resident, spans, text
+from mode_calls import BLOCK, FIRST, evicting, resident, spans, text
 
 
 @pytest.fixture(scope="module")

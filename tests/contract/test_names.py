@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from disk_calls import SIZE, blocks, disk, files, fill_slot, killable, spill, wait_until
 from llama import Llama
-from test_disk import SIZE, blocks, disk, files, fill_slot, killable, spill, wait_until
 
 
 def save(server: Llama, name: str, at: int = 1, **more: object) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from disk_calls import ROW, SIZE, blocks, disk, options, size, wait_until
 from llama import Json, Llama, running, sample_text
-from test_disk import ROW, SIZE, blocks, disk, options, size, wait_until
 
 BLOCK_BYTES = SIZE * ROW
 
