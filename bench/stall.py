@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import http.client
 import json
 import os
 import random
+import selectors
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -45,6 +48,7 @@ _TIMEOUT_S = 900.0
 _RECORDED_TOKENS = 8192
 _BYTES_A_TOKEN = 4
 _PAGES = 20
+_PIPELINES = 400
 _PAGE_S = 0.15
 _OTHER = {"Authorization": "Bearer another-tenant"}
 _COLUMNS = (
@@ -203,7 +207,7 @@ def _many_messages(stage: Stage) -> None:
 
 
 def _many_strings(stage: Stage) -> None:
-    """A chat with as many short strings as `limits.json_elements` and `limits.body_bytes` allow."""
+    """A chat with as many short strings as `limits.json_values` and `limits.body_bytes` allow."""
     message = b'{"role":"user","content":"What is this?"}'
     strings = b",".join([b'"%s"' % (b"a" * 100)] * stage.size(499_000))
     while stage.repeats():
@@ -288,6 +292,25 @@ def _scrapes(stage: Stage) -> None:
         stage.operate("GET", "/evoke/sessions")
 
 
+def _pipelining(stage: Stage) -> None:
+    """400 connections that send requests without reading the answers to those before."""
+    piece = b"GET /evoke/sessions/none HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 50
+    selector = selectors.DefaultSelector()
+    for _ in range(max(2, stage.size(_PIPELINES))):
+        connection = socket.create_connection(("127.0.0.1", stage.port), timeout=_TIMEOUT_S)
+        connection.setblocking(False)
+        selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+    while stage.repeats():
+        for key, events in selector.select(1.0):
+            with contextlib.suppress(BlockingIOError):
+                if events & selectors.EVENT_READ:
+                    key.fileobj.recv(65536)  # type: ignore[union-attr]
+                if events & selectors.EVENT_WRITE:
+                    key.fileobj.send(piece)  # type: ignore[union-attr]
+    for key in list(selector.get_map().values()):
+        key.fileobj.close()  # type: ignore[union-attr]
+
+
 def _deletion(stage: Stage) -> None:
     """Delete single sessions one after the other, then all others of a tenant."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
@@ -316,6 +339,7 @@ ARMS: Mapping[str, Callable[[Stage], None]] = {
     "answer of 64 MiB": _large_answer,
     "vectors stored": _vectors,
     "20 admin pages": _pages,
+    "400 pipelining connections": _pipelining,
     "metrics, 1000 sessions": _scrapes,
     "deletion of 1000 records": _deletion,
 }
