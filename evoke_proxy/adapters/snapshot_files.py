@@ -21,11 +21,11 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots import state_file
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
+from evoke_proxy.regular_files import open_regular
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
 PART, SEALED = ".evoke-part", ".evoke-kv"
@@ -209,7 +209,10 @@ class SnapshotFiles:
             path.replace(self.directory / _QUARANTINE / path.name)
 
     def receive(self, part: str, n_bytes: int) -> None:
-        """Raises SnapshotUnusable unless a part file exists and has `n_bytes` bytes."""
+        """Raise SnapshotUnusable unless a part file exists and has `n_bytes` bytes.
+
+        Also makes the file readable by its owner only.
+        """
         source = self.directory / part
         try:
             source.chmod(0o600)
@@ -220,7 +223,7 @@ class SnapshotFiles:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 
     def verify(self, name: str, n_bytes: int, checksum: str) -> None:
-        """Raises SnapshotUnusable unless a snapshot has the size and checksum of its sealing."""
+        """Raise SnapshotUnusable unless a snapshot has the size and checksum of its sealing."""
         path = self.directory / name
         try:
             self._check_size(path, n_bytes)

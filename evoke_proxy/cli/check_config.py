@@ -88,8 +88,8 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
         unknown = "; which budget it can keep is unknown" if config.policy.budget else ""
         return f"{error}{unknown}", ""
     status = budget_status(config.policy, info)
-    kept = f"; {status.text}" if info.patched else ""
-    return f"{_described(info)}{kept}", status.warning
+    in_force = f"; {status.text}" if info.patched else ""
+    return f"{_described(info)}{in_force}", status.warning
 
 
 def _described(info: ServerInfo) -> str:

@@ -77,15 +77,16 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except EvokeError as error:
-        raise ConfigError(f"doctor: {error}") from error
+        hint = "" if arguments.upstream else "; `evoke-proxy up` prints the port that it chose"
+        raise ConfigError(f"doctor: {error}{hint}") from error
     eviction = server.eviction
     changes = doctor_eviction.changes(eviction, config)
     changes += advice(findings) if findings is not None else []
     hints = doctor_eviction.hints(eviction)
     if arguments.json:
         summary = {"memory": findings.reuse.memory} if findings is not None else {}
-        found = asdict(server) | (asdict(findings) if findings is not None else {})
-        print(json.dumps(found | summary | {"advice": changes, "hints": hints}, indent=2))
+        fields = asdict(server) | (asdict(findings) if findings is not None else {})
+        print(json.dumps(fields | summary | {"advice": changes, "hints": hints}, indent=2))
     else:
         lines = _report(findings) if findings is not None else _header(server)
         lines += doctor_eviction.report(eviction)
@@ -462,10 +463,10 @@ class _Examination:
 
 
 def _header(server: Server) -> list[str]:
-    found = server.eviction
-    template = _stability(found.template) if found.template is not None else "unknown"
+    eviction = server.eviction
+    template = _stability(eviction.template) if eviction.template is not None else "unknown"
     return [
-        f"model      {server.model}, {found.n_slots} slots, {found.n_ctx} tokens each",
+        f"model      {server.model}, {eviction.n_slots} slots, {eviction.n_ctx} tokens each",
         f"build      {server.build}",
         f"template   {template}",
     ]

@@ -60,6 +60,7 @@ class Eviction:
 
     Attributes:
         is_patched: Whether llama-server is a patched build.
+        lacks_ram: Whether it is one, and only --evoke-ram is missing.
         reason: Why block calls do not work; empty when they do.
         n_slots: Number of slots.
         n_cells: Cells of a slot, with those that it shares; None when unknown.
@@ -91,6 +92,7 @@ class Eviction:
     template: Stability | None = None
     uses_word_vectors: bool = False
     runtime_conflict: str = ""
+    lacks_ram: bool = False
 
     @property
     def logical_context(self) -> int:
@@ -114,9 +116,12 @@ async def examine_eviction(client: LlamaClient, config: Config, n_ctx: int) -> E
     """Ask a server; raises EvokeError when it does not answer, ConfigError for the embedder."""
     info = await client.info()
     encoder = load_encoder(config.embedder)
+    is_patched = info.obstacle in ("", "unsupported") or await _is_patched(client)
+    lacks_ram = is_patched and info.obstacle == "unpatched"
     return Eviction(
-        is_patched=info.obstacle in ("", "unsupported") or await _is_patched(client),
-        reason=info.reason,
+        is_patched=is_patched,
+        lacks_ram=lacks_ram,
+        reason="it runs without --evoke-ram" if lacks_ram else info.reason,
         n_slots=info.n_slots,
         n_cells=info.n_cells,
         n_slot_cells=info.n_slot_cells,
@@ -140,15 +145,15 @@ def changes(found: Eviction, config: Config) -> list[str]:
     """
     budget = config.policy.budget
     if found.store is None:
-        if budget is None or budget == AUTO:
-            return []
-        return [found.budget.warning]
+        missing = [f"nothing can be evicted: {_start_with(found)}"] if found.lacks_ram else []
+        is_wanted = budget is not None and budget != AUTO
+        return [*missing, *([found.budget.warning] if is_wanted else ())]
     store = found.store
     rules = (
         (bool(found.budget.problem), found.budget.warning),
-        (not found.can_exceed_cells and found.budget.tokens is None, "a chat longer than"
-         f" {found.n_ctx} tokens is refused: start llama-server with --ctx-logical"
-         f" {found.logical_context}"),
+        (not found.can_exceed_cells and found.budget.tokens is None
+         and found.logical_context > found.n_ctx, f"a chat longer than {found.n_ctx} tokens is"
+         f" refused: start llama-server with --ctx-logical {found.logical_context}"),
         (bool(store.disk_budget or store.disk_problem) and bool(store.disk_problem),
          f"the disk tier does not work ({store.disk_problem}): make its directory writable for the"
          " server's user, with mode 0700, and leave room there"),
@@ -178,11 +183,10 @@ def hints(found: Eviction) -> list[str]:
     """What could be better, and what to type; nothing is wrong without it."""
     shared = found.n_cells is not None and (found.n_slot_cells or 0) < found.n_cells
     rules = (
-        (found.store is None and found.is_patched, "to evict and recover, start it with --evoke-ram"
-         f" {_RAM_MIB} --evoke-disk DIR:{_DISK_MIB} --ctx-logical {found.logical_context}"),
+        (found.store is None and found.is_patched and not found.lacks_ram, "to evict and recover,"
+         " start it without what rules block calls out (above); patches/SUPPORT.md has what works"),
         (found.store is None and not found.is_patched, "to evict and recover, build the patched"
-         " llama-server (`evoke-proxy build-server`) and start it with --evoke-ram"
-         f" {_RAM_MIB} --evoke-disk DIR:{_DISK_MIB} --ctx-logical {found.logical_context}"),
+         f" llama-server (`evoke-proxy build-server`), then {_start_with(found)}"),
         (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) take"
          " turns in it with the conversation; -np 2 gives them another, with half of the cells"),
         (found.n_slots > 1 and shared and found.store is not None, f"{found.n_slots} slots share"
@@ -194,6 +198,13 @@ def hints(found: Eviction) -> list[str]:
          " more: run evoke-proxy embedder fetch"),
     )  # fmt: skip
     return [text for applies, text in rules if applies]
+
+
+def _start_with(found: Eviction) -> str:
+    return (
+        f"start it with --evoke-ram {_RAM_MIB} --evoke-disk DIR:{_DISK_MIB} --ctx-logical"
+        f" {found.logical_context}"
+    )
 
 
 def report(found: Eviction) -> list[str]:

@@ -8,14 +8,18 @@ import sys
 import time
 from pathlib import Path
 
-from evoke_proxy.adapters.embedders.catalogue import DEFAULT, encoder_named, encoder_names
+from evoke_proxy.adapters.embedders.catalogue import (
+    DEFAULT,
+    EncoderStore,
+    encoder_named,
+    encoder_names,
+)
 from evoke_proxy.adapters.embedders.choice import (
     conflicting_runtimes,
     load_encoder,
     missing_packages,
 )
 from evoke_proxy.adapters.embedders.download import fetch
-from evoke_proxy.adapters.embedders.store import EncoderStore
 from evoke_proxy.config import Config, load
 from evoke_proxy.errors import ConfigError, DownloadError
 

@@ -45,36 +45,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action; raises ConfigError for an invalid name or an unusable file."""
-    path = arguments.file or Path(load(arguments.config, os.environ).security.keys_file)
-    if not path.name:
-        raise ConfigError(f"{_SETTING}: name the file with --file")
+    path = _file(arguments)
     try:
+        if arguments.action == "token":
+            return _make_token(path, arguments.keep)
         return _act(arguments, path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-def _act(arguments: argparse.Namespace, path: Path) -> int:
+def _file(arguments: argparse.Namespace) -> Path:
+    """The file that the command is about; only keys have one in the settings."""
+    if arguments.file is not None:
+        return Path(arguments.file)
     if arguments.action == "token":
-        if path.exists():
-            if arguments.keep:
-                return 0
-            raise ConfigError(f"{path} exists already; delete it first to replace the token")
-        write_secret(path, secrets.token_hex(32) + "\n")
-        return 0
+        raise ConfigError("keys token: name the new file with --file")
+    path = Path(load(arguments.config, os.environ).security.keys_file)
+    if not path.name:
+        raise ConfigError(f"keys {arguments.action}: name the file with --file, or set {_SETTING}")
+    return path
+
+
+def _make_token(path: Path, keep: bool) -> int:
+    if path.exists():
+        if keep:
+            return 0
+        raise ConfigError(f"{path} exists already; delete it first to replace the token")
+    write_secret(path, secrets.token_hex(32) + "\n")
+    return 0
+
+
+def _act(arguments: argparse.Namespace, path: Path) -> int:
+    if not path.exists() and arguments.action != "add":
+        raise ConfigError(f"{path} does not exist; `evoke-proxy keys add` makes it")
     text = read_secret(path, _SETTING) if path.exists() else ""
     keys = Keys.parse(text)
     if arguments.action == "list":
         for caller in keys.callers.values():
             print(f"{caller.name} {caller.tenant}")
         return 0
-    name = checked_name(arguments.name or "")
+    if not arguments.name:
+        raise ConfigError(f"keys {arguments.action}: give the name of the key")
+    name = checked_name(arguments.name)
     if arguments.action == "remove":
         remaining = without(text, name)
         if remaining is None:
-            raise ConfigError(f"no key has the name {name}")
+            raise ConfigError(f"no key in {path} has the name {name}")
         write_secret(path, remaining)
         return 0
+    if name in (caller.name for caller in keys.callers.values()):
+        raise ConfigError(f"{path} has a key of {name} already; remove it first, or choose a name")
     _add(path, text, Caller(name, checked_name(arguments.tenant or name)))
     return 0
 
@@ -83,7 +103,6 @@ def _add(path: Path, text: str, caller: Caller) -> None:
     key = key_of(secrets.token_bytes(32))
     lines = text if not text or text.endswith("\n") else text + "\n"
     lines += f"{line_of(caller, key)}\n"
-    Keys.parse(lines)  # refuses a name that exists already
     write_secret(path, lines)
     print(key)
     print(f"key of tenant {caller.tenant}; it cannot be displayed later", file=sys.stderr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = build_parser(words).parse_args(words)
     try:
-        return _load(arguments.command).run(arguments)
+        code = _load(arguments.command).run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ConfigError as error:
         print(f"evoke-proxy: {error}", file=sys.stderr)
         return 2

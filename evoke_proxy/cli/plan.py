@@ -48,10 +48,10 @@ _ALIASES = {
 
 def size(text: str) -> int:
     """Bytes of a size such as 16GiB, 512M or 4096 (MiB)."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def count(text: str) -> int:
@@ -117,12 +117,12 @@ class ServerOptions:
 
     def value(self, name: str) -> str | None:
         """The value of an option, by its long name; the last one counts."""
-        found = None
+        latest = None
         for i, word in enumerate(self.words):
             option, equals, value = word.partition("=")
             if _ALIASES.get(option, option) == name:
-                found = value if equals else "".join(self.words[i + 1 : i + 2])
-        return found
+                latest = value if equals else "".join(self.words[i + 1 : i + 2])
+        return latest
 
     def number(self, name: str) -> int | None:
         """As `value`, of an option that is a number above 0; None for other values."""
@@ -212,7 +212,7 @@ def table(plan: MemoryPlan) -> list[str]:
         ("cells", f"{plan.cells} of each session (-c {plan.cells * plan.sessions})"),
         (
             "budget",
-            f"{budget} tokens of each session" if budget else "off: a context fits its cells",
+            f"{budget} tokens of each session" if budget else _without_budget(plan),
         ),
         ("on the device", f"{_bytes(plan.device_bytes)} of each session"),
         (
@@ -230,6 +230,13 @@ def table(plan: MemoryPlan) -> list[str]:
         ]
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]
+
+
+def _without_budget(plan: MemoryPlan) -> str:
+    """Why nothing is evicted, and the option that would change it."""
+    quarter = plan.context // 4
+    change = f"; --cells {quarter} keeps a quarter of it there" if plan.shape.layers else ""
+    return f"off: a context fits its cells{change}"
 
 
 def _bytes(number: int) -> str:

@@ -63,7 +63,13 @@ def add_proxy_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _budget(text: str) -> int | str:
-    return text if text in (AUTO, "off") else int(text)
+    if text in (AUTO, "off"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} is not a number of tokens, auto or off"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def load_config(arguments: argparse.Namespace) -> Config:

@@ -38,6 +38,8 @@ EXAMPLES = """examples:
 
 # Seconds that llama-server may take to stop: it writes its blocks to disk.
 _SERVER_STOP_S = 20.0
+# Values of llama-server's --host with which it also listens at 127.0.0.1, where `up` reaches it.
+_REACHABLE_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::")
 # Seconds that the proxy has beside `limits.drain_timeout_s`.
 _PROXY_STOP_S = 15.0
 
@@ -91,6 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     given = planning.ServerOptions(tuple(arguments.server_options))
     port = given.number("--port") or free_port()
     config = _config(arguments, port)
+    host = given.value("--host")
+    if host is not None and host not in _REACHABLE_HOSTS:
+        say(
+            f"--host {host}: evoke-proxy up reaches llama-server at 127.0.0.1; leave --host out,"
+            " because clients connect to the address of --listen"
+        )
+        return 2
     try:
         binary = _server(arguments)
     except BuildError as error:

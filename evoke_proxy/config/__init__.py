@@ -7,9 +7,6 @@ from evoke_proxy.config.schema import (
     AUTO,
     LOG_FORMATS,
     LOG_LEVELS,
-    MAX_HEADERS,
-    MAX_LINE_BYTES,
-    POOLINGS,
     RECALLS,
     RECOVERIES,
     Config,
@@ -31,8 +28,7 @@ from evoke_proxy.config.schema import (
 )
 
 __all__ = [
-    "AUTO", "LOG_FORMATS", "LOG_LEVELS", "MAX_HEADERS", "MAX_LINE_BYTES",
-    "POOLINGS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig",
+    "AUTO", "LOG_FORMATS", "LOG_LEVELS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig",
     "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig",
     "PolicySettings", "PoolConfig",
     "Reloaded", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load",

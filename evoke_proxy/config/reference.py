@@ -1,15 +1,32 @@
-"""Writes docs/configuration.md: `python -m evoke_proxy.config.reference > FILE`."""
+"""Writes what documents the settings, from their declarations in `schema`.
+
+python -m evoke_proxy.config.reference > docs/configuration.md
+python -m evoke_proxy.config.reference example > config/evoke.example.yaml
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
+import textwrap
 from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
 
 import yaml
 
 from evoke_proxy.config.schema import Setting, env_name, sections, settings
 
-_HEAD = """\
+_WIDTH = 100
+_EXAMPLE_HEAD = """\
+# Every setting of evoke-proxy with its default. All are optional, and so is the file.
+# Each has an environment variable (policy.budget is EVOKE_POLICY_BUDGET), which overrides the file;
+# options of the command line override both. Unknown keys and wrong types are refused.
+# Check a file with:  evoke-proxy check-config --config FILE
+"""
+
+
+_PAGE_HEAD = """\
 # Configuration reference
 
 This page is generated from `evoke_proxy/config/schema.py`. Every setting is optional. A setting has
@@ -27,43 +44,78 @@ at the next start.
 
 
 def reference() -> str:
-    """The text of the page: a section for each section of the file, an entry for each setting."""
-    return _HEAD + "\n".join(_lines()) + "\n"
+    """The text of docs/configuration.md: a section of the page for each section of the file."""
+    return _PAGE_HEAD + "\n".join(_page_lines()) + "\n"
 
 
-def _lines() -> Iterator[str]:
+def example() -> str:
+    """The text of config/evoke.example.yaml: every setting with its default."""
+    return "\n".join([_EXAMPLE_HEAD, *_example_lines()]) + "\n"
+
+
+def _by_section() -> Iterator[tuple[str, str, list[Setting]]]:
+    """Name, description and settings of each section; the name of the top level is empty."""
     classes = sections()
-    section = None
-    for key, item in settings().items():
-        prefix = key.rpartition(".")[0]
-        if prefix != section:
-            section = prefix
-            yield ""
-            yield f"## {prefix or 'Top level'}"
-            about = inspect.getdoc(classes[prefix]) if prefix else ""
-            if about:
-                yield ""
-                yield " ".join(about.split())
-        yield ""
-        yield from _entry(key, item)
+    for name, items in groupby(settings().values(), lambda item: item.key.rpartition(".")[0]):
+        yield name, (inspect.getdoc(classes[name]) or "") if name else "", list(items)
 
 
-def _entry(key: str, item: Setting) -> Iterator[str]:
-    default = list(item.default) if isinstance(item.default, tuple) else item.default
-    value = (
-        yaml.safe_dump(default, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
-    )
-    facts = [f"Default: `{value}`." if default != "" else "Default: empty."]
+def _page_lines() -> Iterator[str]:
+    for name, about, items in _by_section():
+        yield from ("", f"## {name or 'Top level'}")
+        if about:
+            yield from ("", " ".join(about.split()))
+        for item in items:
+            yield from ("", *_entry(item))
+
+
+def _entry(item: Setting) -> Iterator[str]:
+    value = _as_yaml(item.default, flow=True)
+    facts = [f"Default: `{value}`." if item.default != "" else "Default: empty."]
     if item.choices:
         facts.append("One of " + ", ".join(f"`{choice}`" for choice in item.choices) + ".")
     if item.reloadable:
         facts.append("*Reloadable.*")
-    yield f"### `{key}`"
-    yield ""
-    yield " ".join(item.doc.split())
-    yield ""
-    yield " ".join([f"Variable: `{env_name(key)}`.", *facts])
+    yield from (f"### `{item.key}`", "", " ".join(item.doc.split()), "")
+    yield " ".join([f"Variable: `{env_name(item.key)}`.", *facts])
+
+
+def _example_lines() -> Iterator[str]:
+    for section, about, items in _by_section():
+        if section:
+            yield from ("", *_comment(about, ""), f"{section}:")
+        for item in items:
+            yield from _example_setting(item, "  " if section else "")
+
+
+def _example_setting(item: Setting, indent: str) -> Iterator[str]:
+    yield from _comment(item.doc, indent)
+    name = item.key.rpartition(".")[2]
+    if isinstance(item.default, tuple) and item.default:
+        yield f"{indent}{name}:"
+        yield from (f"{indent}  - {value}" for value in item.default)
+    else:
+        value = _as_yaml(item.default)
+        yield f"{indent}{name}: " + ('""' if value == "''" else value)
+
+
+def _as_yaml(default: Any, flow: bool | None = None) -> str:
+    value = list(default) if isinstance(default, tuple) else default
+    text = yaml.safe_dump(value, default_flow_style=flow)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    mark = f"{indent}# "
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width=_WIDTH,
+        initial_indent=mark,
+        subsequent_indent=mark,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(example() if sys.argv[1:] == ["example"] else reference(), end="")

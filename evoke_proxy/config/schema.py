@@ -1,7 +1,7 @@
 """Settings: types, ranges, choices, defaults and documentation of every key, as frozen values.
 
 The fields of these classes are the only place that defines a setting. `loader` reads values for
-them, `example` writes config/evoke.example.yaml from them.
+them, `reference` writes their documentation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ RECALLS = ("text", "model", "fused", "none")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
-POOLINGS = ("cls", "mean")
-# cpp-httplib refuses header lines over 8,192 bytes and more than 100 headers; these leave a margin.
-# See core/request/request_head.py.
-MAX_LINE_BYTES = 8000
-MAX_HEADERS = 90
 
 _MAX = 2**40
 _MAX_TOKENS = 2**30  # llama-server counts tokens in 32 bits
@@ -75,9 +70,8 @@ class UpstreamConfig:
         "API key for the proxy's own calls to llama-server. Empty: the client's credentials are"
         " used.",
     )
-    connect_timeout_s: Number = setting(
-        5.0, "Seconds to wait for a connection. An answer may take any time."
-    )
+    # Seconds to wait for a connection; a reachable machine accepts or refuses one within a second.
+    connect_timeout_s: Number = tuning(5.0)
     call_timeout_s: Number = setting(
         60.0, "Seconds for a call of the proxy's own that decodes nothing (render, plan)."
     )
@@ -89,6 +83,7 @@ class UpstreamConfig:
         "Seconds that llama-server may pause within an answer, and may take to complete the head of"
         " an answer that it has started. The start of an answer has no limit: prefill is slow.",
     )
+    # Seconds between two questions whether a server that could not be reached is back.
     probe_interval_s: Number = tuning(2.0)
 
 
@@ -102,14 +97,14 @@ class PoolConfig:
         (), "Servers, each as URL or NAME=URL. Not empty: these are used instead of upstream.url."
     )
     health_interval_s: Number = setting(2.0, "Seconds between two health checks of a server.")
-    health_timeout_s: Number = setting(5.0, "Seconds that a health check may take.")
+    # Seconds that a health check may take; llama-server answers it beside its decoding.
+    health_timeout_s: Number = tuning(5.0)
     failures: Count = setting(
         3, "Consecutive failures of checks or requests after which a server gets no requests."
     )
-    backoff_s: Number = setting(
-        1.0, "Seconds until such a server is checked; doubles with each failed check."
-    )
-    backoff_max_s: Number = setting(30.0, "Upper limit of that delay, seconds.")
+    # Seconds until such a server is checked; doubles with each failed check up to the second value.
+    backoff_s: Number = tuning(1.0)
+    backoff_max_s: Number = tuning(30.0)
 
     @property
     def servers(self) -> dict[str, str]:
@@ -137,38 +132,23 @@ class LimitsConfig:
         1024,
         "Memory, MiB, for the bodies of all running requests. A parsed body counts three times."
         " When it is full, the newest body of the client key with most of them waits briefly and"
-        " is then answered 503.",
+        " is then answered 503. Up to as much again is used for the latest body of each"
+        " conversation, which speeds up parsing the next.",
         reloadable=True,
-    )
-    header_bytes: Annotated[int, Meta(gt=0, le=MAX_LINE_BYTES)] = setting(
-        MAX_LINE_BYTES,
-        "Longest header line and request target, bytes; a longer one is answered 431 or 414.",
-        why="llama-server cannot parse more and reads the rest as another request",
-    )
-    headers: Annotated[int, Meta(gt=0, le=MAX_HEADERS)] = setting(
-        MAX_HEADERS,
-        "Most headers of a request; more are answered 431.",
-        why="llama-server cannot parse more and reads the rest as another request",
     )
     connections: Count = setting(
         512, "Open client connections; a further one is answered 503 and closed."
     )
     idle_timeout_s: Number = setting(
-        60.0, "Seconds that a connection may be idle, and that a request's headers may take."
+        60.0,
+        "Seconds that a connection may be idle, that a request's head may take to arrive, and that"
+        " a client may take to read the next part of an answer.",
     )
     body_timeout_s: Number = setting(120.0, "Seconds that a request's body may take to arrive.")
-    write_timeout_s: Number = setting(
-        60.0, "Seconds that a client may take to read the next part of an answer."
-    )
     sessions: Count = setting(
         64,
         "Conversations whose blocks are kept in memory. The least recently used one of the tenant"
         " with most of them is dropped first.",
-        reloadable=True,
-    )
-    remembered_bodies_mib: Count = setting(
-        1024,
-        "Memory, MiB, for the latest body of each conversation, which speeds up parsing the next.",
         reloadable=True,
     )
     queue: CountOrZero = setting(
@@ -184,11 +164,9 @@ class LimitsConfig:
     queue_timeout_s: Number = setting(
         120.0, "Seconds that a request may wait for a slot.", reloadable=True
     )
-    keepalive_s: Number = setting(
-        5.0,
-        "Seconds between keep-alive comments to a streaming client that waits for a slot.",
-        reloadable=True,
-    )
+    # Seconds between keep-alive comments to a streaming client that waits; proxies between it and
+    # this one close connections that are silent for 30 s or more.
+    keepalive_s: Number = tuning(5.0)
     drain_timeout_s: Number = setting(
         60.0,
         "Seconds that running answers may take to finish after SIGTERM. New requests get 503.",
@@ -202,10 +180,9 @@ class LimitsConfig:
     )
     json_keys: Count = setting(4096, "Most keys of one JSON object.", reloadable=True)
     json_values: Count = setting(
-        100_000, "Most objects, lists and keys of a body in total.", reloadable=True
-    )
-    json_elements: Count = setting(
-        500_000, "Most list elements of a body in total.", reloadable=True
+        100_000,
+        "Most objects, lists and keys of a body in total, and a fifth of the most list elements.",
+        reloadable=True,
     )
     json_number_chars: Count = setting(1000, "Most characters of one number.", reloadable=True)
     messages: Count = setting(
@@ -216,9 +193,6 @@ class LimitsConfig:
     grammar_bytes: CountOrZero = setting(
         65536, "Largest grammar, bytes. 0: grammars are refused.", reloadable=True
     )
-    grammar_depth: Count = setting(
-        256, "Deepest nesting of parentheses in a grammar.", reloadable=True
-    )
     grammar_paths: Count = setting(
         4096,
         "Most paths through a grammar, or a pattern of a JSON schema, at one point: the parts that"
@@ -226,28 +200,25 @@ class LimitsConfig:
         reloadable=True,
     )
     schema_items: Count = setting(
-        1000,
-        "Most entries of enum, type, anyOf, oneOf and allOf in JSON schemas and tools; 4 times as"
-        " many in a whole request.",
+        1024,
+        "Most entries of enum, type, anyOf, oneOf and allOf in JSON schemas and tools, 4 times as"
+        " many in a whole request; and twice the most keys of one object there, 16 times as many in"
+        " a whole request.",
         reloadable=True,
-    )
-    schema_keys: Count = setting(
-        512,
-        "Most keys of one object in JSON schemas and tools; 32 times as many in a whole request.",
-        reloadable=True,
-    )
-    last_n: CountOrZero = setting(
-        262_144, "Largest repeat_last_n and dry_penalty_last_n.", reloadable=True
     )
     n_probs: CountOrZero = setting(
         128, "Largest n_probs, logprobs and top_logprobs.", reloadable=True
     )
-    sampling_items: Count = setting(
-        32,
-        "Most entries of samplers, dry_sequence_breakers, grammar_triggers, lora and"
-        " reasoning_budget_end_tags.",
-        reloadable=True,
-    )
+
+    @property
+    def json_elements(self) -> int:
+        """Most list elements of a body in total; most are numbers or texts, which cost little."""
+        return 5 * self.json_values
+
+    @property
+    def schema_keys(self) -> int:
+        """Most keys of one object in JSON schemas and tools; the time grows with their cube."""
+        return max(1, self.schema_items // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +250,8 @@ class PolicyOptions:
         reloadable=True,
     )
     block_tokens: Count = setting(64, "Largest block, tokens.", reloadable=True)
-    sink_tokens: CountOrZero = setting(
-        16, "First tokens of a prompt, never evicted.", reloadable=True
-    )
-    recent_tokens: CountOrZero = setting(
-        64, "Last tokens of a prompt, never evicted.", reloadable=True
-    )
     reserve_tokens: Count = setting(
         256, "Tokens kept free for the answer when the request has no limit.", reloadable=True
-    )
-    pin_share: Share = setting(
-        0.6,
-        "Share of the budget that pinned blocks may take, of what system prompt and first tokens"
-        " leave.",
-        reloadable=True,
     )
     writeback: bool = setting(
         True,
@@ -300,6 +259,12 @@ class PolicyOptions:
         " copy.",
         reloadable=True,
     )
+    # First tokens of a prompt, never evicted: models attend to them whatever they say.
+    sink_tokens: CountOrZero = tuning(16)
+    # Last tokens of a prompt, never evicted: the end of the question and the start of the answer.
+    recent_tokens: CountOrZero = tuning(64)
+    # Share of the budget that pinned blocks may take, of what system prompt and first tokens leave.
+    pin_share: Share = tuning(0.6)
     # Number of layers whose attention is captured, evenly spread.
     attention_layers: Count = tuning(4)
     # Tokens that the model generates to show what it attends to; 64 at most.
@@ -371,16 +336,6 @@ class EmbedderConfig:
         choices=DEVICES,
     )
     threads: Count = setting(1, "Threads of one inference. llama-server needs the cores more.")
-    pooling: str | None = setting(
-        None, "cls or mean. null: as in 1_Pooling/config.json, else cls.", choices=POOLINGS
-    )
-    output: str | None = setting(
-        None,
-        "Output of the graph to use. null: last_hidden_state or token_embeddings, else the first.",
-    )
-    max_tokens: Count | None = setting(
-        None, "Longer texts are cut. null: as in the directory, else 512."
-    )
     query_instruction: str | None = setting(
         None, "Text before each question. null: as in the directory, else that of bge for cls."
     )
@@ -390,6 +345,7 @@ class EmbedderConfig:
     timeout_ms: Count = setting(
         200, "Milliseconds to embed a question; after that it is ranked by words alone."
     )
+    # Texts that may wait to be embedded; further ones are dropped, of the tenant with most.
     queue: Count = tuning(4096)
     cache_mib: Count = setting(
         64, "Memory for vectors, MiB; the least recently used are dropped first."
@@ -418,7 +374,8 @@ class SnapshotsConfig:
         " a conversation may continue at any of them. Set it for all of them. Not for network file"
         " systems: the index is SQLite.",
     )
-    min_tokens: Count = setting(256, "Shortest prompt to save, tokens.")
+    # Shortest prompt to save, tokens; to decode less takes about as long as to restore it.
+    min_tokens: Count = tuning(256)
     look_ahead: bool = setting(
         True,
         "While a client reads the answer, decode the beginning of its next request.",
@@ -436,15 +393,13 @@ class SnapshotsConfig:
     tenant_mib: CountOrZero = setting(
         0, "Size of one tenant's snapshots, MiB. 0: no separate limit.", reloadable=True
     )
+    # Hours after which the value of an unused snapshot has halved.
     half_life_h: Number = tuning(6.0)
     stall_share: Share = setting(
         0.1, "Share of time that saving may take: each save stops all slots."
     )
-    min_gain: NumberOrZero = setting(
-        2.0,
-        "A restore must save this many times its cost, as measured. 0: restore whenever it saves"
-        " anything.",
-    )
+    # A restore must save this many times its cost, as measured. 0: whenever it saves anything.
+    min_gain: NumberOrZero = tuning(2.0)
     one_at_a_time: bool = setting(
         False,
         "Run only one request at a time. llama-server has been reported to answer from another"
@@ -560,9 +515,31 @@ REMOVED: Mapping[str, str] = {
     "policy.probe_worth_s": _FIXED,
     "policy.infllm_blocks": "infllm is a policy for comparison, see docs/policies.md",
     "policy.bench_fields": "the policy oracle is one of bench.policies, see docs/policies.md",
+    "policy.sink_tokens": _FIXED,
+    "policy.recent_tokens": _FIXED,
+    "policy.pin_share": f"{_FIXED}; a larger policy.budget has room for more pinned blocks",
     "upstream.probe_interval_s": _FIXED,
+    "upstream.connect_timeout_s": _FIXED,
+    "pool.health_timeout_s": _FIXED,
+    "pool.backoff_s": _FIXED,
+    "pool.backoff_max_s": _FIXED,
+    "limits.header_bytes": "request heads are limited to what llama-server can parse",
+    "limits.headers": "request heads are limited to what llama-server can parse",
+    "limits.write_timeout_s": "limits.idle_timeout_s applies to clients that do not read as well",
+    "limits.remembered_bodies_mib": "limits.bodies_mib applies to these bodies as well",
+    "limits.keepalive_s": _FIXED,
+    "limits.json_elements": "limits.json_values allows five list elements for each value",
+    "limits.grammar_depth": _FIXED,
+    "limits.schema_keys": "limits.schema_items allows half as many keys in an object",
+    "limits.last_n": _FIXED,
+    "limits.sampling_items": _FIXED,
     "embedder.queue": _FIXED,
+    "embedder.pooling": "1_Pooling/config.json in embedder.directory replaces it",
+    "embedder.output": "the proxy chooses the output that has a vector for each token",
+    "embedder.max_tokens": "sentence_bert_config.json in embedder.directory replaces it",
     "snapshots.half_life_h": _FIXED,
+    "snapshots.min_tokens": _FIXED,
+    "snapshots.min_gain": _FIXED,
 }
 
 
@@ -687,8 +664,8 @@ def without_api_path(url: str) -> str:
     Clients are configured with URLs that end in /v1, so that is a likely mistake for a server.
     """
     parts = urlsplit(url)
-    kept, api, _ = f"{parts.path}/".partition("/v1/")
-    return urlunsplit((parts.scheme, parts.netloc, kept, "", "")) if api else url
+    prefix, api, _ = f"{parts.path}/".partition("/v1/")
+    return urlunsplit((parts.scheme, parts.netloc, prefix, "", "")) if api else url
 
 
 # A server's name is a label of metrics and part of a path.

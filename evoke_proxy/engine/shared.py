@@ -28,7 +28,7 @@ class Shared:
         self.feed = EventFeed()
         self.embedding = EmbeddingService(config.embedder, self.metrics)
         self.repository = SnapshotRepository(config.snapshots, self.metrics)
-        self.body_memory = BodyMemory(config.limits.remembered_bodies_mib)
+        self.body_memory = BodyMemory(config.limits.bodies_mib)
         self.parser = RequestParser(config, self.metrics)
         self._keeps = bool(config.snapshots.directory)
 
@@ -45,7 +45,7 @@ class Shared:
 
     def adjust(self, config: Config) -> None:
         """Apply another configuration; only keys that can change at run time may differ."""
-        self.body_memory.limit_mib = config.limits.remembered_bodies_mib
+        self.body_memory.limit_mib = config.limits.bodies_mib
         self.parser.adjust(config)
 
     def accepting(self) -> dict[str, Any]:

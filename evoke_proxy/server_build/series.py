@@ -154,10 +154,10 @@ def plain_git_environment(tree: Path) -> dict[str, str]:
     repository's commit into the server's version. The user's git settings may also relax how
     patches apply.
     """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    others = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     ceiling = os.pathsep.join({str(tree.parent), str(tree.parent.resolve())})
     quiet = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-    return {**kept, **quiet, "GIT_CEILING_DIRECTORIES": ceiling}
+    return {**others, **quiet, "GIT_CEILING_DIRECTORIES": ceiling}
 
 
 # The build of the server never reads these: two thirds of the bytes, and build trees of others.

@@ -113,21 +113,21 @@ def find_toolchain(backend: str = "", sanitize: str = "") -> Toolchain:
 
 
 def _find_tools() -> dict[str, str]:
-    found = {
+    tools = {
         "cmake": shutil.which("cmake"),
         "git": shutil.which("git"),
         "make": shutil.which("ninja") or shutil.which("make"),
         "cc": _first_found(os.environ.get("CC"), "gcc", "cc", "clang"),
         "c++": _first_found(os.environ.get("CXX"), "g++", "c++", "clang++"),
     }
-    missing = [name for name, path in found.items() if path is None]
+    missing = [name for name, path in tools.items() if path is None]
     if missing:
         packages = " ".join(_APT_PACKAGES[name] for name in missing)
         raise BuildError(
             f"building llama-server needs {', '.join(missing)}, not found on this machine.\n"
             f"On Debian or Ubuntu:  sudo apt-get install -y {packages}"
         )
-    return {name: path for name, path in found.items() if path is not None}
+    return {name: path for name, path in tools.items() if path is not None}
 
 
 def _first_found(*names: str | None) -> str | None:
@@ -227,8 +227,8 @@ def _visible_gpus() -> str:
         return ""
     command = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True)
-    found = {line.strip().replace(".", "") for line in done.stdout.splitlines()}
-    return ";".join(sorted(name for name in found if name.isdigit()))
+    capabilities = {line.strip().replace(".", "") for line in done.stdout.splitlines()}
+    return ";".join(sorted(name for name in capabilities if name.isdigit()))
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

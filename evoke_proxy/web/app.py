@@ -38,7 +38,7 @@ def create_app(engine: ProxyGateway) -> web.Application:
         body_deadline,
         _map_errors(engine),
         connections.answer_expect,
-        connections.check_head(limits),
+        connections.check_head,
         admin_only_address,
         client_access_check,
     ]

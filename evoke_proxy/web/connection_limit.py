@@ -9,7 +9,9 @@ file descriptors for llama-server, snapshots and the admin API.
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import socket
 from collections import Counter
 
 from aiohttp import web
@@ -20,6 +22,8 @@ from evoke_proxy.errors import CapacityError
 from evoke_proxy.web.connections import ClientConnection, peer_of
 from evoke_proxy.web.error_responses import error_response
 
+# New connections that are accepted in one iteration of the event loop.
+_ACCEPTED_AT_ONCE = 8
 # Descriptors for everything else: idle connections to llama-server, the index, files, logs.
 _OTHER_FILES = 256
 # Refused connections stay open for some time, so that the client can read the response: how many of
@@ -50,8 +54,11 @@ class ClientSite(web.BaseSite):
         if server is None:
             raise RuntimeError("the runner is not set up")
         self._server = await asyncio.get_running_loop().create_server(
-            lambda: _Gate(server, self._limit), self._host, self._port, backlog=self._backlog
+            lambda: _Gate(server, self._limit), self._host, self._port, backlog=_ACCEPTED_AT_ONCE
         )
+        for listener in self._server.sockets:  # the system may queue more than are accepted at once
+            with socket.socket(fileno=os.dup(listener.fileno())) as duplicate:
+                duplicate.listen(self._backlog)
 
 
 class ConnectionLimit:

@@ -27,10 +27,10 @@ class SlowClientGuard:
     async def write(self, request: web.Request, response: web.StreamResponse, chunk: bytes) -> None:
         """Write a part of an answer.
 
-        Raises ConnectionResetError when the client does not read within `limits.write_timeout_s`.
+        Raises ConnectionResetError when the client does not read within `limits.idle_timeout_s`.
         """
         try:
-            async with asyncio.timeout(self._limits.write_timeout_s):
+            async with asyncio.timeout(self._limits.idle_timeout_s):
                 await response.write(chunk)
         except TimeoutError as error:
             self.drop_slow_reader(request)

@@ -31,6 +31,8 @@ START_S = 120.0
 _LISTENS = re.compile(rb"^evoke-proxy listens on http://[^\s:]+:(\d+)", re.MULTILINE)
 _ADMIN_LISTENS = re.compile(rb"^evoke-proxy is operated at http://[^\s:]+:(\d+)", re.MULTILINE)
 _CHAT = "/v1/chat/completions"
+# Values that files and variables could set in earlier versions, and now only code.
+TUNING = {"limits__keepalive_s", "snapshots__min_tokens", "snapshots__min_gain"}
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_s: float = START_S) -> None:
@@ -198,8 +200,13 @@ def _healthy(process: Process) -> bool:
 def proxy(
     upstream: int | None, *options: str, folder: Path | None = None, **settings: object
 ) -> Iterator[Process]:
-    """Run evoke-proxy in front of a port; `policy__budget=512` sets EVOKE_POLICY_BUDGET."""
-    command = [sys.executable, "-m", "evoke_proxy", "serve"]
+    """Run evoke-proxy in front of a port; `policy__budget=512` sets EVOKE_POLICY_BUDGET.
+
+    Values that no variable sets are given through `bench.proxy`.
+    """
+    tuning = {name.replace("__", "."): settings.pop(name) for name in TUNING & settings.keys()}
+    program = ["bench.proxy", json.dumps(tuning)] if tuning else ["evoke_proxy"]
+    command = [sys.executable, "-m", *program, "serve"]
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
     if upstream is not None:
         command += ["--upstream", f"http://127.0.0.1:{upstream}"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_bert import CLS, RED, SEP, unit, write
+from tiny_bert import CLS, POOLED_MEAN, RED, SEP, unit, write
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.engine.assembly import build_router
@@ -23,7 +23,7 @@ UNREACHABLE = {"upstream.url": "http://127.0.0.1:9"}
 
 
 def _config(directory: Path | str, model: str = "auto") -> Config:
-    settings = {"embedder.directory": str(directory), "embedder.pooling": "mean"}
+    settings = {"embedder.directory": str(directory)}
     settings |= {"embedder.timeout_ms": 20_000, "embedder.model": model}
     return load(None, {}, UNREACHABLE | settings | {"embedder.query_instruction": ""})
 
@@ -41,7 +41,7 @@ def test_the_embedding_service_works_between_start_and_stop(
     before = set(threading.enumerate())  # proxies of other test files may run in this process
 
     async def scenario() -> None:
-        async with build_router(_config(write(tmp_path))) as engine:
+        async with build_router(_config(write(tmp_path, **POOLED_MEAN))) as engine:
             query = (await engine.shared.embedding.embed_queries(["red"], "tenant"))[0]
             key = engine.shared.embedding.key("red", "tenant")
             engine.shared.embedding.submit([(key, "red")])

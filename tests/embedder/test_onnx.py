@@ -11,18 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx import TensorProto
-from tiny_bert import BLUE, CLS, FIND, GREEN, KEEP, RED, SEP, TABLE, UNK, unit, write
+from tiny_bert import (
+    BLUE,
+    CLS,
+    FIND,
+    GREEN,
+    KEEP,
+    POOLED_MEAN,
+    RED,
+    SEP,
+    TABLE,
+    UNK,
+    unit,
+    write,
+)  # fmt: skip
 
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
 
-MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
-
 
 def load(directory: Path, **settings: Any) -> OnnxEncoder:
     return OnnxEncoder(EmbedderConfig(directory=str(directory), **settings))
+
+
+def _longest(n_tokens: int) -> dict[str, Any]:
+    """A file for `write`: longer texts are cut."""
+    return {"sentence_bert_config": {"max_seq_length": n_tokens}}
 
 
 def close(found: Any, expected: Any) -> bool:
@@ -36,8 +52,8 @@ def test_vectors_match_the_formula_of_their_pooling(
     tmp_path: Path, inputs: tuple[str, ...] | None, kind: int, pooling: str
 ) -> None:
     declared: dict[str, Any] = {} if inputs is None else {"inputs": inputs}
-    directory = write(tmp_path, kind=kind, **declared)
-    embedder = load(directory, pooling=pooling, document_instruction="")
+    files = POOLED_MEAN if pooling == "mean" else {}
+    embedder = load(write(tmp_path, kind=kind, **declared, **files))
     found = embedder.documents(["red green blue", "", "red", "purple"])
     expected = [(CLS, RED, GREEN, BLUE, SEP), (CLS, SEP), (CLS, RED, SEP), (CLS, UNK, SEP)]
     assert close(found, [unit(*rows[: 1 if pooling == "cls" else None]) for rows in expected])
@@ -46,7 +62,7 @@ def test_vectors_match_the_formula_of_their_pooling(
 
 
 def test_vectors_are_in_the_order_of_their_texts(tmp_path: Path) -> None:
-    embedder = load(write(tmp_path), pooling="mean", max_tokens=400)
+    embedder = load(write(tmp_path, **POOLED_MEAN, **_longest(400)))
     texts = ["red " * (7 * i % 400) for i in range(300)]
     single = np.vstack([embedder.documents([text]) for text in texts])
     assert close(embedder.documents(texts), single)
@@ -57,7 +73,7 @@ def test_vectors_are_in_the_order_of_their_texts(tmp_path: Path) -> None:
 def test_the_tokens_of_one_inference_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedder = load(write(tmp_path), max_tokens=400)
+    embedder = load(write(tmp_path, **_longest(400)))
     sizes = []
 
     class Session:
@@ -75,15 +91,13 @@ def test_texts_are_cut_at_the_maximum_length_of_the_encoder(tmp_path: Path) -> N
         "sentence_bert_config": {"max_seq_length": 6},
         "config": {"max_position_embeddings": 9},
     }
-    embedder = load(write(tmp_path, **files), pooling="mean")
+    embedder = load(write(tmp_path, **files, **POOLED_MEAN))
     assert embedder.recipe.max_tokens == 6
     assert close(embedder.documents(["red " * 30]), unit(CLS, RED, RED, RED, RED, SEP))
-    longer = load(tmp_path, pooling="mean", max_tokens=8)
-    assert close(longer.documents(["red " * 30]), unit(CLS, *[RED] * 6, SEP))
 
 
 def test_huge_texts_and_invalid_unicode_are_embedded(tmp_path: Path) -> None:
-    embedder = load(write(tmp_path), pooling="mean", max_tokens=4)
+    embedder = load(write(tmp_path, **POOLED_MEAN, **_longest(4)))
     found = embedder.documents(["red " * 1_000_000, "half \ud800 of a pair", "\0"])
     assert close(found, [unit(CLS, RED, RED, SEP), unit(CLS, UNK, UNK, SEP), unit(CLS, UNK, SEP)])
 
@@ -91,32 +105,31 @@ def test_huge_texts_and_invalid_unicode_are_embedded(tmp_path: Path) -> None:
 def test_only_queries_get_the_query_instruction(tmp_path: Path) -> None:
     embedder = load(write(tmp_path))
     assert embedder.recipe.query_instruction.startswith("Represent this sentence")
-    instructed = load(tmp_path, pooling="mean", query_instruction="find: ", document_instruction="")
+    write(tmp_path, **POOLED_MEAN)
+    instructed = load(tmp_path, query_instruction="find: ", document_instruction="")
     assert close(instructed.queries(["red"]), unit(CLS, FIND, RED, SEP))
     assert close(instructed.documents(["red"]), unit(CLS, RED, SEP))
 
 
 def test_instructions_and_pooling_are_read_from_the_directory(tmp_path: Path) -> None:
     prompts = {"prompts": {"query": "find: ", "passage": "keep: "}}
-    write(tmp_path, config_sentence_transformers=prompts, **{"1_Pooling__config": MEAN})
+    write(tmp_path, config_sentence_transformers=prompts, **POOLED_MEAN)
     embedder = load(tmp_path)
     assert close(embedder.queries(["red"]), unit(CLS, FIND, RED, SEP))
     assert close(embedder.documents(["red"]), unit(CLS, KEEP, RED, SEP))
 
 
 def test_a_model_in_the_onnx_folder_is_found(tmp_path: Path) -> None:
-    embedder = load(write(tmp_path, file="onnx/model.onnx"), pooling="mean")
+    embedder = load(write(tmp_path, file="onnx/model.onnx", **POOLED_MEAN))
     assert close(embedder.documents(["blue"]), unit(CLS, BLUE, SEP))
 
 
-def test_the_token_output_is_preferred_and_the_setting_overrides_it(tmp_path: Path) -> None:
-    write(tmp_path, outputs=("other", "sentence", "token_embeddings"))
-    assert close(load(tmp_path, pooling="mean").documents(["red"]), unit(CLS, RED, SEP))
-    # The graph pools `sentence` itself, so the pooling setting has no effect.
-    pooled = load(tmp_path, pooling="mean", output="sentence")
-    assert close(pooled.documents(["red", ""]), [unit(CLS)] * 2)
-    write(tmp_path / "second", outputs=("sentence", "scalar"))
-    assert close(load(tmp_path / "second").documents(["red"]), unit(CLS))
+def test_an_output_with_a_row_for_each_token_is_preferred_to_the_first(tmp_path: Path) -> None:
+    write(tmp_path, outputs=("other", "sentence", "token_embeddings"), **POOLED_MEAN)
+    assert close(load(tmp_path).documents(["red"]), unit(CLS, RED, SEP))
+    # The graph pools `sentence` itself, so the pooling of the directory has no effect.
+    write(tmp_path / "second", outputs=("sentence", "scalar"), **POOLED_MEAN)
+    assert close(load(tmp_path / "second").documents(["red", ""]), [unit(CLS)] * 2)
 
 
 def test_the_fingerprint_changes_with_everything_that_changes_the_vectors(tmp_path: Path) -> None:
@@ -125,15 +138,15 @@ def test_the_fingerprint_changes_with_everything_that_changes_the_vectors(tmp_pa
     (tmp_path / "b/model.onnx_data").write_bytes(b"weights beside the graph")
     others = [
         load(write(tmp_path / "c", table=TABLE * 2)),
-        load(tmp_path / "a", pooling="mean"),
-        load(tmp_path / "a", max_tokens=7),
+        load(write(tmp_path / "d", **POOLED_MEAN)),
+        load(write(tmp_path / "e", **_longest(7))),
         load(tmp_path / "b"),
     ]
     assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
 
 
 def test_an_embedder_can_be_used_by_several_threads(tmp_path: Path) -> None:
-    embedder = load(write(tmp_path), pooling="mean")
+    embedder = load(write(tmp_path, **POOLED_MEAN))
     texts = ["red " * (i % 50) + "blue" for i in range(200)]
     expected = embedder.documents(texts)
     with ThreadPoolExecutor(4) as pool:
@@ -181,8 +194,7 @@ def _nan(directory: Path) -> None:
         (_dense_module, {}, "needs sentence_transformers.models.Dense after the encoder"),
         (_nan, {}, "vectors that are not numbers"),
         (write, {"device": "cuda"}, "embedder.device: onnxruntime offers only "),
-        (write, {"output": "nothing"}, "has last_hidden_state, not 'nothing'"),
-        (lambda d: write(d, outputs=("scalar",)), {}, "output scalar has shape []; see embedder."),
+        (lambda d: write(d, outputs=("scalar",)), {}, "output scalar has shape []"),
         (lambda d: write(d, inputs=("pixels",)), {}, "takes pixels; the proxy can give input_ids"),
         (lambda d: write(d, kind=TensorProto.FLOAT), {}, "as whole numbers: export a text encoder"),
         (lambda d: write(d, batch=1), {}, "the embedder failed: "),
@@ -223,3 +235,8 @@ def test_a_missing_package_is_reported_with_the_extra_to_install(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"{package} is not installed; pip install .*\[cpu\]"):
         load(tmp_path)
+
+
+def test_a_directory_whose_name_is_too_long_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"embedder\.directory cannot be read: File name too"):
+        load(tmp_path / ("a" * 300))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,11 +55,24 @@ def test_long_texts_are_truncated(minilm: OnnxEncoder) -> None:
     assert np.abs(cut - start).max() > TOLERANCE
 
 
-def test_wrong_settings_give_other_vectors(minilm_directory: Path) -> None:
-    """Otherwise the comparison with the reference would not test the settings."""
-    for settings in ({"pooling": "cls"}, {"max_tokens": 64}, {"document_instruction": "so: "}):
-        config = EmbedderConfig(directory=str(minilm_directory), **settings)  # type: ignore[arg-type]
-        assert np.abs(OnnxEncoder(config).documents(TEXTS) - REFERENCE).max() > 0.01
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("1_Pooling/config.json", {"pooling_mode": "cls"}),
+        ("sentence_bert_config.json", {"max_seq_length": 64}),
+        ("config_sentence_transformers.json", {"prompts": {"document": "so: "}}),
+    ],
+)
+def test_wrong_files_give_other_vectors(
+    minilm_directory: Path, tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
+    """Otherwise the comparison with the reference would not test the files."""
+    directory = tmp_path / "encoder"
+    shutil.copytree(minilm_directory, directory)
+    (directory / file).parent.mkdir(exist_ok=True)
+    (directory / file).write_text(json.dumps(content), "utf-8")
+    encoder = OnnxEncoder(EmbedderConfig(directory=str(directory)))
+    assert np.abs(encoder.documents(TEXTS) - REFERENCE).max() > 0.01
 
 
 def test_the_nearest_document_is_the_paraphrase_without_a_common_word(minilm: OnnxEncoder) -> None:

@@ -28,6 +28,12 @@ def unit(*rows: int) -> npt.NDArray[np.float32]:
     return np.asarray(mean / np.linalg.norm(mean), dtype=np.float32)
 
 
+# A file for `write`: vectors are means over the tokens.
+POOLED_MEAN = {
+    "1_Pooling__config": {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+}
+
+
 def write(
     directory: Path,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from golden.test_golden_runs import BYTES, check
+from golden.checks import BYTES, check
 
 
 @pytest.mark.parametrize("name", BYTES)

@@ -19,6 +19,7 @@ class Exchange:
     head: bytes
     body: bytes
     writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
 
     async def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
         """Write each part separately, with `pause_s` after it."""
@@ -103,12 +104,12 @@ async def _read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> E
     head = await reader.readuntil(b"\r\n\r\n")
     lowered = head.lower()
     if b"transfer-encoding: chunked" in lowered:
-        return Exchange(head, await _read_chunks(reader), writer)
+        return Exchange(head, await _read_chunks(reader), writer, reader)
     size = 0
     for line in lowered.split(b"\r\n"):
         if line.startswith(b"content-length:"):
             size = int(line.partition(b":")[2])
-    return Exchange(head, await reader.readexactly(size), writer)
+    return Exchange(head, await reader.readexactly(size), writer, reader)
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:

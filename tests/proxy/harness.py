@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import http.client
 import os
 import socket
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
+
+from aiohttp import web_app
 
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
@@ -258,9 +261,16 @@ async def _serve(
             await stop.wait()
         finally:
             await runner.cleanup()
+            # aiohttp keeps its last 1024 applications in this cache, each with all of its proxy.
+            web_app._cached_build_middleware.cache_clear()
 
 
 def server_binary(*, patched: bool) -> str:
     """Return the path of llama-server: from the environment, or built by `make build`."""
     path = os.environ.get("EVOKE_PATCHED_SERVER" if patched else "EVOKE_STOCK_SERVER")
-    return path or str(ensure_server(patched=patched, progress=False))
+    return path or _built_server(patched)
+
+
+@functools.cache
+def _built_server(patched: bool) -> str:
+    return str(ensure_server(patched=patched, progress=False))

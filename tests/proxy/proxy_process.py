@@ -5,19 +5,29 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from harness import ask, until
 
-from evoke_proxy.demo.processes import free_port, healthy, proxy_command
+from bench.proxy import tuned_proxy_command
+from evoke_proxy.demo.processes import free_port, healthy
+
+
+def dotted(settings: Path) -> dict[str, Any]:
+    """The settings of a JSON file by dotted key, also those that only code can set."""
+    sections = json.loads(settings.read_text("utf-8"))
+    return {
+        f"{part}.{key}": value for part, keys in sections.items() for key, value in keys.items()
+    }
 
 
 class ProxyProcess:
-    """A proxy process with a settings file; it is killed at the end of the block."""
+    """A proxy process with the settings of a JSON file; it is killed at the end of the block."""
 
     def __init__(self, upstream: int, settings: Path) -> None:
         self.port, self._admin = free_port(), free_port()
         admin = ["--admin-listen", f"127.0.0.1:{self._admin}"]
-        self._command = [*proxy_command(self.port, upstream), "--config", str(settings), *admin]
+        self._command = [*tuned_proxy_command(self.port, upstream, dotted(settings)), *admin]
 
     def __enter__(self) -> ProxyProcess:
         self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)

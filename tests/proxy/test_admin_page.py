@@ -168,7 +168,13 @@ async def _check_totals(page: Page, running: RunningProxy) -> None:
     assert facts["blocks_recovered"] > 0 and facts["resident"] <= facts["cells"] == 8192
     gauges = """[...document.querySelectorAll('#totals [role=meter]')].map((meter) =>
         [meter.ariaLabel, Number(meter.ariaValueNow), Number(meter.ariaValueMax)])"""
-    await page.wait_for(f"JSON.stringify({gauges}).includes(',{facts['ram']['used']},')")
+    # The page asks again at intervals; both of its numbers and ours may be of different moments.
+    for _ in range(60):
+        shown = await page.evaluate(f"JSON.stringify({gauges})")
+        if all(f",{number}," in shown for number in (facts["ram"]["used"], facts["resident"])):
+            break
+        await asyncio.sleep(0.25)
+        facts = await asyncio.to_thread(admin_call, running, "GET", "overview")
     said = {name: (now, most) for name, now, most in await page.evaluate(gauges)}
     assert said["Saved in RAM"] == (facts["ram"]["used"], facts["ram"]["budget"])
     assert said["Tokens in the KV cache"] == (facts["resident"], 8192)

@@ -9,8 +9,8 @@ from typing import Any
 
 from conversation import FILLER, ChatClient
 from harness import ask, llama_server, server_binary
-from test_recovery import BUDGET, FACT, QUESTION
-from test_tenants import KEYS, proxy_with_keys
+from recovery_texts import BUDGET, FACT, QUESTION
+from tenant_keys import KEYS, proxy_with_keys
 
 NO_BUDGET = 8192
 # Rows of another batch size differ by rounding. Rows decoded behind a hole differ much more.

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-import time
-import urllib.parse
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conversation import FILLER, ChatClient
-from harness import ask, server_binary, until
+from harness import server_binary
+from shipped_stack import PROXY, ROOT, Installed, Program, running
 
-from evoke_proxy.demo.processes import free_port, healthy
+from evoke_proxy.demo.processes import free_port
 
-ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
-FACT, QUESTION, VALUE = "My favorite number is 68285.", "What is my favorite number?", "68285"
-# Turns of about 145 tokens: more than the cells of a slot, fewer than the model was trained on.
-TURNS = 36
 _DEFAULT = re.compile(r"\$\{[A-Z_]+:-([^}]*)\}")
 
 
@@ -99,9 +91,6 @@ class Host:
         return inherited | {"EVOKE_EMBEDDER_MIRROR": "http://127.0.0.1:9"} | native
 
 
-PROXY = [sys.executable, "-m", "evoke_proxy"]
-
-
 @contextmanager
 def stack(host: Host) -> Iterator[None]:
     """Run the one-shot services, then llama-server and the proxy, until the block ends."""
@@ -112,110 +101,39 @@ def stack(host: Host) -> Iterator[None]:
         command = host.command(service, PROXY)
         completed = subprocess.run(command, env=host.environment(service), capture_output=True)
         assert completed.returncode == 0, completed.stderr
-    with ExitStack() as ends:
-        for name, program in (
-            ("llama-server", [server_binary(patched=True)]),
-            ("proxy", [*PROXY, "serve"]),
-        ):
-            service = services[name]
-            env = host.environment(service)
-            if name == "llama-server":
-                env |= {"LLAMA_ARG_PORT": str(host.ports["llama-server:8080"])}
-                env |= {"LLAMA_ARG_THREADS": "1"}
-            log = ends.enter_context((host.folder / f"{name}.log").open("ab"))
-            process = subprocess.Popen(
-                host.command(service, program), env=env, stdout=log, stderr=log
-            )
-            ends.callback(_stop, process)
-            port = host.ports["llama-server:8080" if name == "llama-server" else "0.0.0.0:8090"]
-            until(lambda port=port: healthy(port), f"{name} answers")  # type: ignore[misc]
+    programs = []
+    for name, words, address in (
+        ("llama-server", [server_binary(patched=True)], "llama-server:8080"),
+        ("proxy", [*PROXY, "serve"], "0.0.0.0:8090"),
+    ):
+        service, port = services[name], host.ports[address]
+        env = host.environment(service)
+        if name == "llama-server":
+            env |= {"LLAMA_ARG_PORT": str(port), "LLAMA_ARG_THREADS": "1"}
+        programs.append(Program(name, host.command(service, words), env, port, host.folder))
+    with running(programs, host.folder):
         yield
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    assert process.wait(60) == 0
-
-
-def metric(host: Host, name: str, **labels: str) -> float:
-    """Return a sample of the proxy's metrics, summed over the labels that are not given."""
-    text = ask(host.ports["0.0.0.0:18090"], "GET", "/metrics").body.decode()
-    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
-    pairs = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(float(x.rpartition(" ")[2]) for x in lines if all(pair in x for pair in pairs))
 
 
 def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> None:
     addresses = ("llama-server:8080", "0.0.0.0:8090", "0.0.0.0:18090")
     host = Host(tmp_path, {address: free_port() for address in addresses})
-    client, admin = ChatClient(host.ports["0.0.0.0:8090"], "composed"), host.ports["0.0.0.0:18090"]
-    client.messages.append({"role": "user", "content": FACT})
-    for number in range(TURNS):
-        client.messages.append({"role": "assistant", "content": "Noted."})
-        client.messages.append({"role": "user", "content": f"Turn {number}. {FILLER}"})
+    installed = Installed(
+        clients=host.ports["0.0.0.0:8090"],
+        admin=host.ports["0.0.0.0:18090"],
+        server=host.ports["llama-server:8080"],
+        folder=tmp_path,
+    )
     with stack(host):
-        cells = _cells(host)
-        client.messages.append({"role": "assistant", "content": "Noted."})
-        client.say("The river follows the machine near the old bridge. Name a planet.")
-        turn = client.say(QUESTION)
-        assert VALUE in turn.text
-        assert turn.accounting["n_prompt"] > cells > turn.accounting["n_resident_peak"]
-        assert metric(host, "evoke_blocks_evicted_total") > 0
-        assert metric(host, "evoke_blocks_recovered_total") > 0
-        until(
-            lambda: metric(host, "evoke_embedded_total", kind="question") > 0,
-            "the question has a vector",
-        )
+        client = installed.talk()
+        installed.assert_recalls_beyond_the_cells(client)
         token = (tmp_path / "state/admin-token").read_text("utf-8").strip()
-        bearer = {"Authorization": f"Bearer {token}"}
-        assert ask(admin, "GET", "/evoke/sessions").status == 401
-        assert ask(admin, "GET", "/evoke/sessions", headers=bearer).status == 200
-        _assert_scraped(host)
+        installed.assert_opens_with_the_token(token)
+        installed.assert_scraped(free_port())
     assert list((tmp_path / "blocks").rglob("*")), "no saved blocks are on the volume"
     with stack(host):
-        turn = client.say("And what is it again? What is my favorite number?")
-        assert VALUE in turn.text
-        assert turn.accounting["decoded"] < turn.accounting["n_prompt"] // 2
+        installed.assert_continues_after_a_restart(client)
         assert (tmp_path / "state/admin-token").read_text("utf-8").strip() == token
-
-
-def _cells(host: Host) -> int:
-    props = json.loads(ask(host.ports["llama-server:8080"], "GET", "/props").body)
-    return int(props["evoke"]["limits"]["n_slot_cells"])
-
-
-def _assert_scraped(host: Host) -> None:
-    """Check that Debian's Prometheus, with the shipped configuration, scrapes the proxy."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("needs prometheus: apt-get install prometheus")
-    port, folder = free_port(), host.folder / "prometheus"
-    folder.mkdir()
-    text = (ROOT / "deploy/prometheus/prometheus.yml").read_text("utf-8")
-    config = yaml.safe_load(text.replace("proxy:18090", f"127.0.0.1:{host.ports['0.0.0.0:18090']}"))
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    shutil.copy(ROOT / "deploy/prometheus/alerts.yml", folder)
-    command = ["prometheus", f"--config.file={folder}/prometheus.yml"]
-    command += [f"--storage.tsdb.path={folder}/data", f"--web.listen-address=127.0.0.1:{port}"]
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
-    try:
-        deadline = time.monotonic() + 60
-        while not _scraped(port, "evoke_blocks_recovered_total > 0"):
-            assert time.monotonic() < deadline, (folder / "log").read_text()[-2000:]
-            time.sleep(0.2)
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _scraped(port: int, expression: str) -> bool:
-    query = urllib.parse.urlencode({"query": expression})
-    try:
-        answer = ask(port, "GET", f"/api/v1/query?{query}")
-    except OSError:
-        return False
-    return answer.status == 200 and bool(json.loads(answer.body)["data"]["result"])
 
 
 @pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")])

@@ -122,12 +122,12 @@ def test_a_slow_request_head_has_the_same_time_limit(echo: FakeUpstream) -> None
         assert echo.requests == []
 
 
-@pytest.mark.parametrize("write_timeout_s", [60.0, 0.3], ids=["events", "time"])
+@pytest.mark.parametrize("idle_timeout_s", [60.0, 0.3], ids=["events", "time"])
 def test_an_admin_page_that_does_not_read_is_disconnected_and_others_get_all_events(
-    write_timeout_s: float,
+    idle_timeout_s: float,
 ) -> None:
     """It is disconnected when too many events wait for it, or when it has not read for too long."""
-    with proxy(1, limits__write_timeout_s=write_timeout_s) as running:
+    with proxy(1, limits__idle_timeout_s=idle_timeout_s) as running:
         with (
             _open(running.port, 4096) as slow,
             _open(running.port) as fast,

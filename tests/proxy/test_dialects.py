@@ -5,21 +5,32 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from comparison import comparable, empty_slots, erasable_server
-from conversation import FILLER, events
+from conversation import FILLER
+from dialects import (
+    DIALECTS,
+    JSON,
+    KINDS,
+    PATHS,
+    STREAM,
+    TEXTS,
+    Json,
+    accounting_of,
+    body_of,
+    chat,
+    messages,
+    post,
+    responses,
+    usages,
+)
 from fake_upstream import Exchange, fake_upstream, response
 from harness import Answer, RunningProxy, ask, proxy, server_counter, until
 from weather import CALL, CALL_PREFIX, QUESTION, RESULT_CHAT, TOOLS
 
 BUDGET, LONG = 320, 6000
-JSON = {"Content-Type": "application/json"}
-SYSTEM = "You are a helpful assistant."
-KINDS = ("resident_before", "recovered", "decoded", "omitted")
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -34,76 +45,6 @@ def erasable_proxy(erasable_port: int) -> Iterator[RunningProxy]:
     """A new proxy in front of the erasable server."""
     with proxy(erasable_port) as running:
         yield running
-
-
-def chat(texts: list[str]) -> Json:
-    """Return the body of a chat completion for alternating user and assistant texts."""
-    return {"messages": [{"role": "system", "content": SYSTEM}, *_turns(texts)], "max_tokens": 12}
-
-
-def responses(texts: list[str]) -> Json:
-    """Return the same as a body of the Responses API."""
-    return {"instructions": SYSTEM, "input": [*_turns(texts, True)], "max_output_tokens": 12}
-
-
-def messages(texts: list[str]) -> Json:
-    """Return the same as a body of the Anthropic Messages API."""
-    return {"system": SYSTEM, "messages": [*_turns(texts)], "max_tokens": 12}
-
-
-def _turns(texts: list[str], typed: bool = False) -> Iterator[Json]:
-    """Yield messages by user and assistant in turn.
-
-    With `typed`, an answer is an item of the Responses API.
-    """
-    for number, text in enumerate(texts):
-        if number % 2 == 0:
-            yield {"role": "user", "content": text}
-        elif typed:
-            part = {"type": "output_text", "text": text}
-            yield {"type": "message", "role": "assistant", "content": [part]}
-        else:
-            yield {"role": "assistant", "content": text}
-
-
-DIALECTS: dict[str, Callable[[list[str]], Json]] = {
-    "/v1/chat/completions": chat,
-    "/chat/completions": chat,
-    "/v1/responses": responses,
-    "/responses": responses,
-    "/v1/messages": messages,
-}
-# One path of each dialect.
-PATHS = pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-
-
-def body_of(path: str, texts: list[str], **fields: Any) -> bytes:
-    return json.dumps({**DIALECTS[path](texts), "temperature": 0, **fields}).encode()
-
-
-def post(port: int, path: str, texts: list[str], session: str = "", **fields: Any) -> Answer:
-    headers = JSON | ({"X-Evoke-Session": session} if session else {})
-    return ask(port, "POST", path, body_of(path, texts, **fields), headers)
-
-
-def usages(answer: Answer) -> list[Json]:
-    """Return every usage object of an answer, streamed or not."""
-    if answer.body.startswith(b"{"):
-        items: list[Json] = [json.loads(answer.body)]
-    else:
-        items = list(events(answer.body))
-    holders = [item.get("response") or item.get("message") or item for item in items]
-    return [holder["usage"] for holder in holders if isinstance(holder.get("usage"), dict)]
-
-
-def accounting_of(answer: Answer) -> Json:
-    """Return the token accounting of an answer, which must be in its last usage object only."""
-    assert answer.status == 200, answer.body
-    found = usages(answer)
-    assert ["evoke" in usage for usage in found] == [False] * (len(found) - 1) + [True]
-    accounting: Json = found[-1]["evoke"]
-    return accounting
 
 
 @pytest.mark.parametrize("path", DIALECTS)
@@ -176,7 +117,6 @@ RESULT_TURNS: dict[str, Json] = {
         ]
     },
 }
-TEXTS = ["Tell me about the river.", "It is long.", "And the mountain?"]
 
 
 def _recorded(path: str) -> dict[str, Json]:

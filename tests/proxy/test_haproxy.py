@@ -32,6 +32,7 @@ from harness import (
     server_counter,
     until,
 )
+from proxy_process import dotted
 from smuggled_requests import (
     FRAMING_NAMES,
     HEAD_NAMES,
@@ -43,8 +44,9 @@ from smuggled_requests import (
 from stock_deployment import SAVE_ALWAYS, Deployment, decoded
 from tap import tap
 
+from bench.proxy import tuned_proxy_command
 from evoke_proxy.core.session.identity import SOURCES
-from evoke_proxy.demo.processes import free_port, healthy, proxy_command
+from evoke_proxy.demo.processes import free_port, healthy
 
 CONFIG = Path(__file__).parents[2] / "deploy/haproxy/haproxy.cfg"
 pytestmark = pytest.mark.skipif(
@@ -57,8 +59,8 @@ LONG = " ".join(f"w{number % 211}" for number in range(160))
 
 @contextmanager
 def _proxy(port: int, upstream: int, settings: Path) -> Iterator[subprocess.Popen[bytes]]:
-    admin = ["--admin-listen", "127.0.0.1:0", "--config", str(settings)]
-    with subprocess.Popen([*proxy_command(port, upstream), *admin]) as process:
+    command = tuned_proxy_command(port, upstream, dotted(settings))
+    with subprocess.Popen([*command, "--admin-listen", "127.0.0.1:0"]) as process:
         try:
             until(lambda: healthy(port))
             yield process

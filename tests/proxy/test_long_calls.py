@@ -28,8 +28,8 @@ from harness import (
     server_binary,
     until,
 )
+from probed import FixedSpeed, conversation_with_evicted_fact
 from stock_deployment import SAVE_ALWAYS, Deployment, long_chat
-from test_model_probe import FixedSpeed, conversation_with_evicted_fact
 
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.engine.gateway import RequestTrace

@@ -9,28 +9,11 @@ from typing import Any
 import pytest
 from conversation import ChatClient
 from harness import RunningProxy
-
-from evoke_proxy.core.policy.probe import DecodeSpeed
-
-BUDGET = 320
-# As long as the story, so that it does not fit into room left over by the ranking by text.
-FACT = "My residence is amber falcon. "
-FACT += "The young painter carries seven green lamps upstairs. " * 4
-STORY = "The river follows the old bridge slowly. A wolf often watches the quiet harbor. " * 3
+from probed import BUDGET, FixedSpeed, conversation_with_evicted_fact
 
 
 def _prober(running: RunningProxy) -> Any:
     return running.gateway.server.strategies.budgeted._planner._prober
-
-
-def conversation_with_evicted_fact(port: int, name: str, recall: str) -> ChatClient:
-    """Return a conversation whose first message, a fact, has been evicted."""
-    fields = {"evoke_budget": BUDGET, "evoke_recall": recall}
-    client = ChatClient(port, name, fields)
-    client.say(FACT, max_tokens=4)
-    for _ in range(8):
-        client.say(STORY, max_tokens=4)
-    return client
 
 
 def ask_question(
@@ -46,17 +29,6 @@ def ask_question(
         reply["usage"]["evoke"],
         reply["timings"]["evoke"],
     )
-
-
-class FixedSpeed(DecodeSpeed):
-    """A fixed decode speed, in tokens a second, in place of the measured one."""
-
-    def __init__(self, speed: float) -> None:
-        super().__init__()
-        self._speed = speed
-
-    def seconds(self, tail: int, words: int) -> float:
-        return (tail + words) / self._speed
 
 
 @pytest.mark.parametrize("recall", ["text", "model", "fused"])

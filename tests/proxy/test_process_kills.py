@@ -24,7 +24,7 @@ from harness import (
     until,
 )
 from proxy_process import ProxyProcess
-from test_session_restart import BUDGET, KINDS, TURNS, Deployment, deployment, turn
+from restartable import BUDGET, KINDS, TURNS, Deployment, deployment, turn
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient
+from dialects import KINDS, PATHS, STREAM, accounting_of, body_of, post
 from harness import RunningProxy, ask, llama_server, proxy, server_binary
-from test_dialects import KINDS, PATHS, STREAM, accounting_of, body_of, post
+from recovery_texts import BUDGET, FACT, QUESTION
 
 import bench.policies  # noqa: F401 -- registers baselines
 
-BUDGET = 320
 JSON = {"Content-Type": "application/json"}
-FACT = "The access code of the Meridian vault is 7741."
-QUESTION = "What is the access code of the Meridian vault?"
 # A question about nothing, with too many words to be understood as a follow-up of the last turn.
 UNRELATED = "Zzz yyy xxx qqq vvv kkk?"
 Json = dict[str, Any]

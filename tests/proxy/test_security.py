@@ -350,7 +350,7 @@ def test_a_client_that_does_not_read_releases_its_slot() -> None:
 
     with (
         fake_upstream(send_large_stream) as fake,
-        proxy(fake.port, limits__write_timeout_s=0.3) as running,
+        proxy(fake.port, limits__idle_timeout_s=0.3) as running,
     ):
         body = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
         with socket.create_connection(("127.0.0.1", running.port)) as client:

@@ -42,10 +42,16 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def _serving(
-    *arguments: str, log: Path | None = None
+    *arguments: str, log: Path | None = None, **tuning: object
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Start a proxy process; yields it and the port that it logs."""
+    """Start a proxy process; yields it and the port that it logs.
+
+    Keyword `snapshots__min_gain=...` sets a value that only code can set.
+    """
     command = _command("serve", "--listen", "127.0.0.1:0", *arguments)
+    if tuning:
+        values = {name.replace("__", "."): value for name, value in tuning.items()}
+        command[1:3] = ["-m", "bench.proxy", json.dumps(values)]
     with tempfile.TemporaryFile("w+") if log is None else log.open("w+") as stderr:
         process = subprocess.Popen(command, stderr=stderr, text=True)
         try:
@@ -129,15 +135,20 @@ def test_snapshots_are_on_disk_before_the_proxy_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With this share, the first save delays the second by minutes.
-    settings = {"directory": tmp_path, "stall_share": "0.000001", "min_tokens": 64, "min_gain": 0.0}
-    for key, value in (settings | {"min_free_mib": 0}).items():
+    settings = {"directory": tmp_path, "stall_share": "0.000001", "min_free_mib": 0}
+    for key, value in settings.items():
         monkeypatch.setenv(f"EVOKE_SNAPSHOTS_{key.upper()}", str(value))
     deployment = Deployment(tmp_path)
     decoded_ahead = threading.Event()
     with (
         deployment.server() as server,
         fault_injector(server) as injector,
-        _serving("--upstream", f"http://127.0.0.1:{injector.port}") as (process, port),
+        _serving(
+            "--upstream",
+            f"http://127.0.0.1:{injector.port}",
+            snapshots__min_tokens=64,
+            snapshots__min_gain=0.0,
+        ) as (process, port),
     ):
         chat = Chat([{"role": "user", "content": f"Look. {FILLER * 4}"}])
 
@@ -237,8 +248,8 @@ def test_invalid_settings_exit_with_2() -> None:
         completed = _run(command, "--budget", "143")
         assert (completed.returncode, completed.stdout) == (2, "")
         assert completed.stderr == (
-            "evoke-proxy: policy.budget: 143 is too small: sink_tokens, recent_tokens and one block"
-            " of block_tokens need 144\n"
+            "evoke-proxy: policy.budget: 143 is too small: the first 16 and last 64 tokens, which"
+            " always stay, and one block of block_tokens need 144\n"
         )
     assert _run("serve", "--nonsense").returncode == 2
     assert _run().returncode == 2

@@ -257,6 +257,14 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
     with contextlib.ExitStack() as first:
         first.enter_context(deployment.server(port))
         with deployment.proxy(port, look_ahead=False) as running, _counting_restarts(running):
+            placement = running.gateway.server.strategies.snapshots._placement
+            forget, detected = placement.forget_contents, list[bool]()
+
+            def recording_forget() -> None:
+                detected.append(True)
+                forget()
+
+            placement.forget_contents = recording_forget  # type: ignore[method-assign]
             chat = long_chat(300)
             chat.ask(running.port, "So what is it?")
             running.wait_for_background()
@@ -264,7 +272,7 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
             with contextlib.suppress(OSError, http.client.HTTPException):
                 ask(running.port, "GET", "/health", headers={"X-Large": "a" * 50_000})
             cached, new = chat.ask(running.port, "And now?")
-            assert cached > new and _n_restarts(running) == 0
+            assert cached > new and _n_restarts(running) == 0 and not detected
             running.wait_for_background()
             chat.add_reply()
             first.close()
@@ -273,6 +281,7 @@ def test_a_restarted_stock_server_is_detected_by_its_task_counter(
                 cached, new = chat.ask(running.port, "And after that?")
                 assert cached > new and decoded(port) - before < 100, "it was not restored"
                 running.wait_for_background()
+                assert len(detected) == 1
 
 
 @contextmanager

@@ -14,6 +14,10 @@ import pytest
 from fake_upstream import Exchange, chunked, fake_upstream, response
 from harness import TIMEOUT_S, RunningProxy, ask, pool, proxy, until
 
+from evoke_proxy.adapters.llama.transport import HttpTransport
+from evoke_proxy.config import UpstreamConfig
+from evoke_proxy.errors import UpstreamProtocolError
+
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
 ANSWER = response(b'{"choices":[]}', b"application/json")
@@ -166,6 +170,22 @@ def test_replies_to_the_proxys_own_calls_are_limited_in_size(
         answer = ask(running.port, "POST", "/v1/chat/completions", CHAT, JSON)
         assert answer.status == 200 and answer.body == b'{"choices":[]}'
         assert running.metric("evoke_degraded_total", stage="render") == 1
+
+
+def test_reading_a_reply_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evoke_proxy.adapters.llama.transport.ANSWER_BYTES", 1 << 20)
+
+    async def send_too_much(exchange: Exchange) -> None:
+        await exchange.send(STREAM, *[chunked(b"[" * 65_000)] * 100, b"0\r\n\r\n")
+
+    async def read(port: int) -> bytes:
+        async with HttpTransport(UpstreamConfig(url=f"http://127.0.0.1:{port}")) as transport:
+            async with transport.open("GET", "/x", {}) as reply:
+                return await reply.read()
+
+    with fake_upstream(send_too_much) as fake:
+        with pytest.raises(UpstreamProtocolError, match="over 1048576 bytes"):
+            asyncio.run(read(fake.port))
 
 
 def test_a_slow_server_of_a_pool_delays_only_its_own_requests() -> None:

@@ -23,7 +23,8 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
-N_DAMAGES = 200
+# About half are truncated, the others have a flipped bit; unit tests of the repository damage more.
+N_DAMAGES = 60
 SAVE_SMALL_CHATS = {"min_tokens": 64, "look_ahead": False, "max_count": 8}
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness import RunningProxy, ask, proxy
+from harness import RunningProxy, ask
 from stock_deployment import Deployment
+from tenant_keys import KEYS, NUMBERS, proxy_with_keys
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 BUDGET = 256
-NUMBERS = {"alice": "20011", "bob": "48579"}
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in NUMBERS}
 
 
 def _turns(name: str) -> list[str]:
@@ -55,14 +51,6 @@ def _run_interleaved(running: RunningProxy, seed: int) -> None:
         messages[name].append({"role": "assistant", "content": replies[name]})
         assert other not in replies[name]
     assert all(NUMBERS[name] in replies[name] for name in NUMBERS), replies
-
-
-@contextmanager
-def proxy_with_keys(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
-    lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
-    write_secret(folder / "keys", "\n".join(lines))
-    with proxy(port, security__keys_file=str(folder / "keys"), **settings) as running:
-        yield running
 
 
 def test_tenants_with_budgets_in_one_slot_do_not_mix(patched_port: int, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from conversation import FILLER
+from dialects import DIALECTS, PATHS, STREAM, TEXTS, accounting_of, body_of, post
 from harness import Answer, RunningProxy, ask
-from test_dialects import DIALECTS, PATHS, STREAM, TEXTS, accounting_of, body_of, post
 from weather import TOOLS
 
 BUDGET = 320

@@ -133,6 +133,12 @@ def test_the_error_for_an_occupied_port_names_its_process(tmp_path: Path) -> Non
             assert f"{address} is taken by process {os.getpid()} (" in running.output
 
 
+def test_an_address_at_which_the_proxy_cannot_reach_the_server_is_refused(tmp_path: Path) -> None:
+    with up(tmp_path, server_options=["--host", "127.0.0.2"]) as running:
+        assert running.process.wait(60) == 2
+        assert "--host 127.0.0.2: evoke-proxy up reaches llama-server at" in running.output
+
+
 def test_a_missing_server_is_not_built_without_consent(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
     env = {name: value for name, value in os.environ.items() if not name.startswith("EVOKE_")}

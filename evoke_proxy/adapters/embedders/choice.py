@@ -7,9 +7,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from evoke_proxy.adapters.embedders.catalogue import encoder_named, encoder_names
+from evoke_proxy.adapters.embedders.catalogue import EncoderStore, encoder_named, encoder_names
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
-from evoke_proxy.adapters.embedders.store import EncoderStore
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Encoder

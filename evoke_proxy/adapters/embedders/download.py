@@ -17,8 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from evoke_proxy.adapters.embedders.catalogue import HUB, PinnedEncoder, PinnedFile
-from evoke_proxy.adapters.embedders.store import EncoderStore
+from evoke_proxy.adapters.embedders.catalogue import HUB, EncoderStore, PinnedEncoder, PinnedFile
 from evoke_proxy.errors import DownloadError
 
 _CHUNK = 1 << 18

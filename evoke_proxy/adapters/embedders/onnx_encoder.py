@@ -53,7 +53,7 @@ class OnnxEncoder:
         self._pad = _pad_id(self._tokenizer)
         self._session = _session(model, config)
         self._inputs = _inputs(self._session, model)
-        self._output = _output(self._session, model, config.output)
+        self._output = _output(self._session)
         self.fingerprint = _fingerprint(self._directory, model, self.recipe, self._output)
         self.dimensions = self._try(model)
 
@@ -112,8 +112,7 @@ class OnnxEncoder:
         try:
             return int(self.documents(["", "a " * self.recipe.max_tokens]).shape[1])
         except EmbedderError as error:
-            hint = "see embedder.output, embedder.max_tokens and embedder.pooling"
-            raise ConfigError(f"embedder.directory: {model}: {error}; {hint}") from error
+            raise ConfigError(f"embedder.directory: {model}: {error}") from error
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
@@ -129,7 +128,13 @@ def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
 
 
 def _model_file(directory: Path) -> Path:
-    if not directory.is_dir():
+    try:
+        is_directory = directory.is_dir()
+    except OSError as error:  # the name is too long, or a part of the path cannot be read
+        raise ConfigError(
+            f"embedder.directory cannot be read: {error.strerror}; name another, or {_OR_WITHOUT}"
+        ) from error
+    if not is_directory:
         raise ConfigError(
             f"embedder.directory: {directory} is not a directory; evoke-proxy embedder fetch"
             f" fetches an encoder, or {_OR_WITHOUT}"
@@ -227,11 +232,10 @@ def _inputs(session: Any, model: Path) -> dict[str, npt.DTypeLike]:
     return inputs  # type: ignore[return-value]
 
 
-def _output(session: Any, model: Path, wanted: str | None) -> str:
-    outputs = [value.name for value in session.get_outputs()]
-    if wanted is not None and wanted not in outputs:
-        raise ConfigError(f"embedder.output: {model} has {', '.join(outputs)}, not {wanted!r}")
-    return wanted or next((name for name in _TOKEN_OUTPUTS if name in outputs), str(outputs[0]))
+def _output(session: Any) -> str:
+    """The output with a row for each token if the graph names one, else its first output."""
+    outputs = [str(value.name) for value in session.get_outputs()]
+    return next((name for name in _TOKEN_OUTPUTS if name in outputs), outputs[0])
 
 
 def _fingerprint(directory: Path, model: Path, how: Recipe, output: str) -> bytes:

@@ -14,11 +14,11 @@ import numpy as np
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.prompt.rendered import TokenListLimit, Tokens
 from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
+from evoke_proxy.regular_files import open_regular
 
 # A chat body with more bytes per token of context is not rendered, because its text would occupy
 # the event loop for too long, and no prompt that fits the context is expected to be as long.

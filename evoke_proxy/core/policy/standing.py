@@ -41,7 +41,9 @@ def rule_blocks(view: PolicyView, capacity: int) -> Mask:
     before = np.arange(len(blocks)) < end
     is_system = np.flatnonzero(before & (blocks.roles == _SYSTEM))
     _take(stays, blocks, is_system, int(_SYSTEM_SHARE * capacity))
-    instructions = np.flatnonzero(before & view.index.instructions(blocks))[::-1]
+    points = np.where(before, view.index.instruction_points(blocks), 0.0)
+    instructions = np.flatnonzero(points)[::-1]
+    instructions = instructions[np.argsort(-points[instructions], kind="stable")]
     _take(stays, blocks, instructions, int(_INSTRUCTION_SHARE * capacity))
     for name in _RULE_FILES:
         rules = view.index.named(name, blocks, end)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.converters import responses_indexes
 from evoke_proxy.core.request.json_edit import remove_elements
 from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import cut_long_strings
@@ -93,21 +95,22 @@ def _items(body: bytes, dialect: str) -> list[_Item]:
     elements = parsed.get(key) if isinstance(parsed, dict) else None
     if not isinstance(elements, list):
         return []
-    items: list[_Item] = []
-    at = len(read({**parsed, key: []}))  # 1 when the system prompt is not in the list
-    for element in elements:
-        read_messages = read({key: [element]})
-        role = _role(element, read_messages)
-        # llama-server joins successive texts and calls of the assistant to one message.
-        continues_message = (
-            dialect == "responses" and items and items[-1].role is role is Role.ASSISTANT
+    by_element = [read({key: [element]}) for element in elements]
+    if dialect == "responses":
+        ranges = [range(index, index + 1) for index in responses_indexes(parsed)]
+    else:
+        n_before = len(read({**parsed, key: []}))  # 1 when the system prompt is not in the list
+        ends = list(accumulate(map(len, by_element), initial=n_before))
+        ranges = [range(start, end) for start, end in pairwise(ends)]
+    return [
+        _Item(
+            role=_role(element, messages),
+            messages=indexes,
+            calls=frozenset(call.id for message in messages for call in message.tool_calls),
+            results=frozenset(message.tool_call_id for message in messages) - {""},
         )
-        start = at - 1 if continues_message else at
-        at = start + len(read_messages)
-        calls = frozenset(call.id for message in read_messages for call in message.tool_calls)
-        results = frozenset(message.tool_call_id for message in read_messages) - {""}
-        items.append(_Item(role, range(start, at), calls, results))
-    return items
+        for element, messages, indexes in zip(elements, by_element, ranges, strict=True)
+    ]
 
 
 def _role(element: object, read_messages: Sequence[Message]) -> Role:

@@ -114,20 +114,20 @@ class Layout:
         n_past = view.n_past(len(tokens)) if len(tokens) else 0
         resident = clipped(view.resident, Span(0, n_past))
         boundaries = _ends((*resident, *clipped(view.non_evictable, Span(0, n_past))))
-        kept = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
+        prefix = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
         ranges = [item for item in self.ranges if self._may_match(item, shared, view)]
         boundaries |= _ends(item.span for item in ranges)
-        keeps_all = len(kept) >= len(self.blocks)
-        numbers = self.numbers if keeps_all else next_numbers(b.display_name for b in kept)
-        start = kept[-1].span.end if kept else 0
+        keeps_all = len(prefix) >= len(self.blocks)
+        numbers = self.numbers if keeps_all else next_numbers(b.display_name for b in prefix)
+        start = prefix[-1].span.end if prefix else 0
         options = CutOptions(config.block_tokens, boundaries | {config.sink_tokens}, start, numbers)
         drafts = cut(rendered, messages, options)
-        tail = self._with_labels([_block(draft, turn) for draft in drafts], tokens, kept)
-        unused = self._copies_outside(kept)
+        tail = self._with_labels([_block(draft, turn) for draft in drafts], tokens, prefix)
+        unused = self._copies_outside(prefix)
         # Claimed separately: relabelling the tail must not copy the blocks that stay.
-        kept, claimed_by_kept = _claim_ranges(kept, ranges)
+        prefix, claimed_by_prefix = _claim_ranges(prefix, ranges)
         tail, claimed_by_tail = _claim_ranges(tail, ranges)
-        claimed = (*claimed_by_kept, *claimed_by_tail)
+        claimed = (*claimed_by_prefix, *claimed_by_tail)
         stale = unused.difference(item.label for item in claimed)
         compared_end = max(shared, view.n_common)
         unverified = {item.label for item in claimed if item.span.end > compared_end}
@@ -135,7 +135,7 @@ class Layout:
             session=self.session,
             tokens=tokens,
             generation=rendered.generation,
-            blocks=kept + tail,
+            blocks=prefix + tail,
             stale=stale,
             unverified=(self.unverified - stale) | unverified,
             resident=resident,
@@ -214,11 +214,11 @@ class Layout:
 
     def _kept_prefix(self, limit: int, boundaries: Collection[int], tokens: Tokens) -> BlockTable:
         """The blocks that end at or before `limit`, split at these positions."""
-        kept = self.blocks[: int(self.blocks.ends.searchsorted(limit, "right"))]
-        for i in reversed(kept.crossing(boundaries)):
-            pieces = self._with_labels(_split(kept[i], sorted(boundaries)), tokens, kept[:i])
-            kept = kept[:i] + pieces + kept[i + 1 :]
-        return kept
+        prefix = self.blocks[: int(self.blocks.ends.searchsorted(limit, "right"))]
+        for i in reversed(prefix.crossing(boundaries)):
+            pieces = self._with_labels(_split(prefix[i], sorted(boundaries)), tokens, prefix[:i])
+            prefix = prefix[:i] + pieces + prefix[i + 1 :]
+        return prefix
 
     def _may_match(self, item: SavedRange, shared: int, view: SlotView) -> bool:
         """Whether the tokens of a saved range can equal the new prompt's.
@@ -239,15 +239,15 @@ class Layout:
         pairs = zip(blocks, names, strict=True)
         return BlockTable(replace(block, label=name) for block, name in pairs)
 
-    def _copies_outside(self, kept: BlockTable) -> frozenset[str]:
+    def _copies_outside(self, prefix: BlockTable) -> frozenset[str]:
         """Labels of all copies that belong to none of these blocks."""
         unused = self.stale.union(item.label for item in self.ranges)
-        shared = shared_labels(kept, self.blocks)
+        shared = shared_labels(prefix, self.blocks)
         if shared == len(self.blocks):
             return unused
         rest = self.blocks[shared:]
         copied = compress(rest.labels, rest.copied.tolist())
-        return unused.union(label for label in copied if not kept.has(label))
+        return unused.union(label for label in copied if not prefix.has(label))
 
 
 def _ends(spans: Iterable[Span]) -> set[int]:

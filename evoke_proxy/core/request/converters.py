@@ -161,7 +161,17 @@ def responses_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def responses_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Convert the items of a responses body; successive assistant items become one message."""
+    return _responses_messages(body)[0]
+
+
+def responses_indexes(body: Mapping[str, Any]) -> list[int]:
+    """For each item of `input`: the index of the message that it becomes or is added to."""
+    return _responses_messages(body)[1]
+
+
+def _responses_messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
     messages: list[dict[str, Any]] = []
+    indexes: list[int] = []
     if "instructions" in body:
         messages.append({"role": "system", "content": string(body["instructions"])})
     items = body.get("input")
@@ -169,7 +179,8 @@ def responses_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages.append({"role": "user", "content": items})
     for item in _items(items):
         _add_item(messages, item)
-    return messages
+        indexes.append(len(messages) - 1)
+    return messages, indexes
 
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:

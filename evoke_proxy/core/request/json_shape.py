@@ -141,7 +141,7 @@ class Scan:
             )
         self.elements += int(np.count_nonzero(kinds == _IS_COMMA))
         if self.elements > self._limits.json_elements:
-            _refuse("has more elements", "limits.json_elements", self._limits.json_elements)
+            _refuse("has more list elements", "limits.json_values", self._limits.json_elements)
         self._count_keys(depths, opening, colon)
 
     def _count_keys(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from evoke_proxy.errors import RequestError
 
 # Two buffers of this many entries are allocated for each sampler.
 _LAST_N = ("repeat_last_n", "dry_penalty_last_n")
+# Tokens of 4 bytes: 1 MiB for a buffer.
+_MAX_LAST_N: Final = 262_144
 # For each generated token, this many probabilities with their texts are kept.
 _PROBABILITIES = ("n_probs", "logprobs", "top_logprobs")
 # Each entry costs a sampler with its buffers, a walk over the vocabulary, or a compiled pattern.
@@ -27,12 +29,15 @@ _COSTLY_LISTS = (
     *("samplers", "dry_sequence_breakers", "grammar_triggers", "lora"),
     "reasoning_budget_end_tags",
 )
+_MAX_COSTLY_ENTRIES: Final = 32
+# Deepest nesting of parentheses in a grammar: llama-server parses it by recursion on its stack.
+_MAX_GRAMMAR_DEPTH: Final = 256
 # Each entry costs a little for every token or answer.
 _LISTS = ("stop", "logit_bias", "preserved_tokens", "response_fields")
 # Each entry is a message of a conversation, or a task of its own.
 _BATCHES = ("messages", "input", "prompt", "content", "documents", "texts", "input_extra", "query")
 _SCHEMAS = ("json_schema", "response_format", "tools", "functions", "text")
-# All schemas of a request together may have this many times the members of one object.
+# All schemas of a request together may have this many times the keys of one object.
 _SCHEMA_OBJECTS = 32
 # Lists whose entries become alternatives of a grammar, which takes quadratic time.
 _ALTERNATIVES = frozenset(("enum", "type", "anyOf", "oneOf", "allOf"))
@@ -62,11 +67,11 @@ def check_parameters(body: Mapping[str, Any], shape: Shape, limits: LimitsConfig
         if body.get(name) is not None:
             _refuse(f"{name} is internal to llama-server and not accepted; remove it")
     for name in _LAST_N:
-        _check_number(body, name, limits.last_n, "limits.last_n")
+        _check_number(body, name, _MAX_LAST_N)
     for name in _PROBABILITIES:
         _check_number(body, name, limits.n_probs, "limits.n_probs")
     for name in _COSTLY_LISTS:
-        _check_count(body, name, limits.sampling_items, "limits.sampling_items")
+        _check_count(body, name, _MAX_COSTLY_ENTRIES)
     for name in _LISTS:
         _check_count(body, name, limits.json_keys, "limits.json_keys")
     for name in _BATCHES:
@@ -87,11 +92,8 @@ def check_grammar(grammar: bytes, limits: LimitsConfig) -> None:
             f"the grammar has {len(grammar)} bytes; limits.grammar_bytes allows"
             f" {limits.grammar_bytes}"
         )
-    if nesting(grammar) > limits.grammar_depth:
-        _refuse(
-            "the parentheses of the grammar are nested deeper than limits.grammar_depth allows"
-            f" ({limits.grammar_depth})"
-        )
+    if nesting(grammar) > _MAX_GRAMMAR_DEPTH:
+        _refuse(f"the parentheses of the grammar are nested deeper than {_MAX_GRAMMAR_DEPTH}")
     _check_paths("the grammar", grammar_cost(grammar.decode("utf-8", "replace")), limits)
 
 
@@ -118,7 +120,9 @@ def nesting(grammar: bytes) -> int:
     return int((depths - lowest).max())
 
 
-def _check_number(body: Mapping[str, Any], name: str, limit: int, setting: str) -> None:
+def _check_number(
+    body: Mapping[str, Any], name: str, limit: int, setting: str = "the proxy"
+) -> None:
     value = body.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -127,7 +131,9 @@ def _check_number(body: Mapping[str, Any], name: str, limit: int, setting: str) 
         _refuse(f"{name} is {value!s:.40}; {setting} allows at most {limit}")
 
 
-def _check_count(body: Mapping[str, Any], name: str, limit: int, setting: str) -> None:
+def _check_count(
+    body: Mapping[str, Any], name: str, limit: int, setting: str = "the proxy"
+) -> None:
     value = body.get(name)
     # In `samplers`, each character of a text names a sampler. Elsewhere a text is a single entry.
     counted = list | dict | str if name == "samplers" else list | dict
@@ -207,7 +213,7 @@ def _check_schemas(body: Mapping[str, Any], limits: LimitsConfig) -> None:
         n_keys += len(value)
         if len(value) > limits.schema_keys or n_keys > _SCHEMA_OBJECTS * limits.schema_keys:
             _refuse(
-                "a JSON schema or the tools have more keys than limits.schema_keys allows"
+                "a JSON schema or the tools have more keys than limits.schema_items allows"
                 f" ({limits.schema_keys} in one object)"
             )
         for key, member in value.items():

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Final
 
-from evoke_proxy.config import MAX_HEADERS, MAX_LINE_BYTES
 from evoke_proxy.errors import MethodRefused, RequestError
 
+# Bytes of a header line or a request target, and number of headers. cpp-httplib refuses lines over
+# 8,192 bytes and more than 100 headers; these leave a margin for the headers that are added.
+MAX_LINE_BYTES: Final = 8000
+MAX_HEADERS: Final = 90
 # Methods that llama-server has handlers for. cpp-httplib cannot parse other methods, and has no
 # routes for CONNECT, TRACE and PRI.
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -32,27 +36,25 @@ def check_method(method: str) -> None:
         raise MethodRefused(method, METHODS, is_standard=method in _STANDARD_UNSUPPORTED)
 
 
-def check_target(target: str, limit: int = MAX_LINE_BYTES) -> None:
+def check_target(target: str) -> None:
     """Raise RequestError for a request target that is too long or has forbidden characters."""
-    if _n_bytes(target) > limit:
-        raise target_too_long(limit)
+    if _n_bytes(target) > MAX_LINE_BYTES:
+        raise target_too_long()
     if _FORBIDDEN_IN_TARGET.search(target):
         raise RequestError("the request target has control characters, spaces, or bytes not UTF-8")
 
 
-def check_headers(
-    headers: Mapping[str, str], limit: int = MAX_LINE_BYTES, max_headers: int = MAX_HEADERS
-) -> None:
+def check_headers(headers: Mapping[str, str], max_headers: int = MAX_HEADERS) -> None:
     """Raise RequestError when there are too many headers, or one is too long or malformed."""
     if len(headers) > max_headers:
         raise too_many_headers(max_headers)
     if len(headers.get("Content-Length", "")) > _LENGTH_DIGITS:
         raise RequestError(f"Content-Length has more than {_LENGTH_DIGITS} digits")
-    if _all_plain(headers, limit):
+    if _all_plain(headers):
         return
     for name, value in headers.items():
-        if len(name) + len(": ") + _n_bytes(value) > limit:
-            raise header_too_long(limit)
+        if len(name) + len(": ") + _n_bytes(value) > MAX_LINE_BYTES:
+            raise header_too_long()
         if not _TOKEN.fullmatch(name):
             raise RequestError("the name of a header is not a token")
         if _FORBIDDEN.search(value):
@@ -75,14 +77,15 @@ def malformed_header(headers: Mapping[str, str]) -> str | None:
     return None
 
 
-def target_too_long(limit: int) -> RequestError:
-    """The refusal of a request target over `limit` bytes."""
-    return RequestError(f"the request target is over {limit} bytes", "target_too_long", 414)
+def target_too_long() -> RequestError:
+    """The refusal of a request target over MAX_LINE_BYTES."""
+    message = f"the request target is over {MAX_LINE_BYTES} bytes"
+    return RequestError(message, "target_too_long", 414)
 
 
-def header_too_long(limit: int) -> RequestError:
-    """The refusal of a header line over `limit` bytes."""
-    return RequestError(f"a header line is over {limit} bytes", "headers_too_large", 431)
+def header_too_long() -> RequestError:
+    """The refusal of a header line over MAX_LINE_BYTES."""
+    return RequestError(f"a header line is over {MAX_LINE_BYTES} bytes", "headers_too_large", 431)
 
 
 def too_many_headers(max_headers: int) -> RequestError:
@@ -92,13 +95,14 @@ def too_many_headers(max_headers: int) -> RequestError:
     )
 
 
-def _all_plain(headers: Mapping[str, str], limit: int) -> bool:
+def _all_plain(headers: Mapping[str, str]) -> bool:
     """Whether headers are short, ASCII and well formed: a fast check that most requests pass."""
     names, values = list(headers.keys()), list(headers.values())
+    longest = max(map(len, names), default=0) + len(": ") + max(map(len, values), default=0)
     text = "".join(values)
     return (
         all(names)
-        and max(map(len, names), default=0) + len(": ") + max(map(len, values), default=0) <= limit
+        and longest <= MAX_LINE_BYTES
         and text.isascii()
         and text.isprintable()
         and (not names or _TOKEN.fullmatch("".join(names)) is not None)

@@ -1,6 +1,6 @@
 """Reads how to run a text encoder, and pools its output to vectors of unit length.
 
-The directory may contain files of sentence-transformers; the configuration overrides them.
+The directory may contain files of sentence-transformers; the configuration overrides their prompts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.config import POOLINGS, EmbedderConfig
+from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
 
 Vectors = npt.NDArray[np.float32]
 
+POOLINGS = ("cls", "mean")
 POOLING_FILE = "1_Pooling/config.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 MODULES_FILE = "modules.json"
@@ -81,18 +82,18 @@ class Recipe:
 def recipe(files: Mapping[str, Any], config: EmbedderConfig) -> Recipe:
     """Return the recipe of an encoder.
 
-    `files` maps paths in its directory to parsed JSON; `config` overrides them. ConfigError when
-    the encoder needs a step that the proxy does not run, because its vectors would be wrong.
+    `files` maps paths in its directory to parsed JSON; `config` overrides its prompts. ConfigError
+    when the encoder needs a step that the proxy does not run, because its vectors would be wrong.
     """
     _check_modules(files.get(MODULES_FILE))
-    pooling = config.pooling or _pooling(_mapping(files, POOLING_FILE))
+    pooling = _pooling(_mapping(files, POOLING_FILE))
     prompts = _prompts(_mapping(files, PROMPTS_FILE).get("prompts"))
     query, document = config.query_instruction, config.document_instruction
     if query is None:
         query = prompts.get("query") or (BGE_QUERY if pooling == "cls" and not prompts else "")
     if document is None:
         document = next((prompts[name] for name in _DOCUMENT_PROMPTS if name in prompts), "")
-    return Recipe(pooling, config.max_tokens or _max_tokens(files), query, document)
+    return Recipe(pooling, _max_tokens(files), query, document)
 
 
 def pooled(rows: npt.NDArray[Any], mask: npt.NDArray[Any], pooling: str) -> Vectors:
@@ -140,7 +141,7 @@ def _pooling(file: Mapping[str, Any]) -> str:
     if not wanted <= set(POOLINGS) or len(wanted) > 1:
         raise ConfigError(
             f"embedder.directory: {POOLING_FILE} needs pooling {' and '.join(sorted(wanted))};"
-            f" the proxy has {' or '.join(POOLINGS)} (embedder.pooling overrides the file)"
+            f" the proxy has {' or '.join(POOLINGS)}"
         )
     return next(iter(wanted), "cls")
 

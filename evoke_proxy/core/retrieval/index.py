@@ -33,7 +33,7 @@ from evoke_proxy.core.retrieval.bm25 import (
     sum_evidence,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.instructions import is_restriction, is_standing_instruction
+from evoke_proxy.core.retrieval.instructions import circumstance_points, instruction_points
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import UnitRanker
 from evoke_proxy.core.retrieval.stemming import stem
@@ -76,6 +76,9 @@ _VECTOR_CERTAINTY = 0.8
 # A name that a larger share of the blocks has, and more than _MIN_NAMED_BLOCKS, is that of a common
 # tool and is ignored.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
+
+# What a user asks of all answers, and what limits the user, is said in messages of so many blocks.
+_SHORT_BLOCKS = 2
 
 # The text of a block may overlap its neighbours' by this many characters, because the position of a
 # token in the text of its message is an estimate.
@@ -146,8 +149,8 @@ class Index:
         # By document number: the text to search for phrases, and whether its end is cut off.
         self._phrase_texts: list[str] = []
         self._ends_inside_sentence = array("b")
-        self._is_instruction = array("b")
-        self._is_restriction = array("b")
+        self._instruction_points = array("d")
+        self._circumstance_points = array("d")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -201,9 +204,10 @@ class Index:
         positions = np.zeros(len(self._inverted), np.int64)
         positions[self._documents] = np.arange(len(blocks))
         mentions = partial(self._mentions, first_new=question_start)
-        restrictions = np.array(self._is_restriction, np.bool_)[self._documents]
+        points = self._of(self._circumstance_points)
+        circumstances = np.where(_of_short_messages(blocks), points, 0.0)
         source = _BlockSource(
-            blocks, self._inverted, positions, mentions, restrictions, self._signals
+            blocks, self._inverted, positions, mentions, circumstances, self._signals
         )
         ranker = UnitRanker(source, units, n_ranked)
         cosines = list(self._clause_cosines(query))
@@ -226,10 +230,14 @@ class Index:
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
 
-    def instructions(self, blocks: BlockTable) -> Mask:
-        """Return which blocks [n] of the user contain a standing instruction."""
+    def instruction_points(self, blocks: BlockTable) -> FloatArray:
+        """Return how much each block [n] of the user is like a standing instruction; 0 for no."""
         self.update(blocks)
-        return np.array(self._is_instruction, np.bool_)[self._documents]
+        return np.where(_of_short_messages(blocks), self._of(self._instruction_points), 0.0)
+
+    def _of(self, values: array[float]) -> FloatArray:
+        """Select the values of the blocks from values by document number."""
+        return np.array(values)[self._documents]
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -305,10 +313,9 @@ class Index:
         document = self._inverted.add(block.text)
         self._phrase_texts.append(phrase_text(block.text))
         self._ends_inside_sentence.append(not ends_sentence(block.text))
-        is_instruction = block.role is Role.USER and is_standing_instruction(block.text)
-        self._is_instruction.append(is_instruction)
-        is_restriction_of_user = block.role is Role.USER and is_restriction(block.text)
-        self._is_restriction.append(is_restriction_of_user)
+        is_of_user = block.role is Role.USER
+        self._instruction_points.append(instruction_points(block.text) if is_of_user else 0.0)
+        self._circumstance_points.append(circumstance_points(block.text) if is_of_user else 0.0)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -470,7 +477,7 @@ class _BlockSource:
         inverted: Their terms.
         positions: The index of the block of each active document.
         find_mentions: Returns [n] above 0 for the blocks that a text mentions by name.
-        restrictions: [n] whether the user says in a block what is not possible.
+        circumstances: [n] how likely a block of the user limits what is possible or good.
         signals: The signals that may be used.
     """
 
@@ -478,7 +485,7 @@ class _BlockSource:
     inverted: InvertedIndex
     positions: Positions
     find_mentions: Callable[[str], FloatArray]
-    restrictions: Mask
+    circumstances: FloatArray
     signals: frozenset[str]
 
     def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
@@ -505,6 +512,13 @@ class _BlockSource:
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
         return self.blocks[block].text
+
+
+def _of_short_messages(blocks: BlockTable) -> Mask:
+    """Return which blocks [n] are of messages with at most _SHORT_BLOCKS blocks."""
+    _, message, counts = np.unique(blocks.messages, return_inverse=True, return_counts=True)
+    is_short: Mask = counts[message] <= _SHORT_BLOCKS
+    return is_short
 
 
 def _set_discounted(

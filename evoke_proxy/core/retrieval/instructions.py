@@ -1,64 +1,311 @@
-"""Recognizes standing instructions, restrictions, and questions that restrictions answer.
+"""Recognizes standing instructions and circumstances in what a user says, by its grammar.
 
-A standing instruction is what a user asks of every later answer. A restriction says what is not
-possible; it decides whether a plan is good, and shares no word with the question about the plan.
-English phrases only.
+A standing instruction is what a user asks of every later answer. It tells the assistant what to do
+or states a wish; what it asks holds in general; and it is about how answers are. Each of these is
+worth points, so that no single word decides. A statement that asks for nothing is never one: "My
+lucky number is 7" is about a number, but no instruction. A circumstance is what limits the user: it
+decides whether a plan is good, and shares no word with the question about the plan. English only.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import islice
 
 # A longer text is a document, and not an instruction.
-_MAX_CHARS = 1200
-# The start of a text, a sentence or a clause.
-_SENTENCE = r"(?:^|[.!?:;,\n] ?)(?:and |but |also |so |then |please )?"
-_STANDING = re.compile(
-    r"\b(?:from now on|from here on|going forward|for the rest of (?:this|our|the) (?:chat|con))"
-    r"|\bin (?:all|every|each) (?:of your )?(?:future )?(?:answer|reply|replies|response|message)"
-    r"|\b(?:every time|each time|whenever|when) (?:you (?:answer|reply|respond|write|mention)"
-    r"|i (?:ask|say|send|type|mention) )"
-    r"|(?:" + _SENTENCE + r"|\b(?:you (?:must|should|shall|are to)|(?:want|need|like) you to"
-    r"|make sure (?:to|you)|remember to|please) )(?:always|never) [a-z]"
-    r"|" + _SENTENCE + r"(?:answer|reply|respond|write|speak)(?: to)?(?: me)?(?: only| always)? in "
-    r"|" + _SENTENCE + r"(?:do not|don't) (?:ever|use any|mention)\b"
-    r"|" + _SENTENCE + r"(?:call|address) me [a-z]"
-    r"|\bwhatever i (?:ask|say|write|want)\b"
-    r"|\b(?:all|anything|everything|whatever) (?:that )?you (?:tell|give|send|show|write|say)\b"
-    r"|\byour (?:answers|replies|responses|explanations)\b"
-    r"|\b(?:in|with|after|before|for|of) (?:all|every|each|any) (?:code |of your )?"
-    r"(?:examples?|answers?|repl(?:y|ies)|responses?|snippets?|explanations?|summary|summaries)\b",
-    re.IGNORECASE,
-)
+_MAX_CHARS = 400
+# A text with this many points may be a standing instruction; those with more come first.
+_MIN_POINTS = 2.0
+_SENTENCE = re.compile(r"[^.!?;\n]+[.!?;]?")
+_MAX_SENTENCES = 8
+_WORD = re.compile(r"[\w']+")
 
 
-def is_standing_instruction(text: str) -> bool:
-    """Return whether a user's text asks something of every later answer.
+class _Lexicon:
+    """Words and phrases: entries as of a regular expression, separated by `|`, in lower case.
 
-    English phrases only; other languages need `evoke_keep: pin`.
+    Plain words and beginnings of words (`detail\\w*`) are looked up among the words of a sentence,
+    which is many times faster than searching for them; the rest is searched for.
     """
-    return len(text) <= _MAX_CHARS and _STANDING.search(text) is not None
+
+    def __init__(self, entries: str) -> None:
+        parts = re.findall(r"(?:[^|()]|\((?:[^()]|\([^()]*\))*\))+", entries)
+        plain = {part for part in parts if re.fullmatch(r"[a-z']+", part)}
+        plurals = {part for part in parts if part[-2:] == "s?" and part[:-2].isalpha()}
+        prefixes = {p for p in parts if p[-3:] in (r"\w*", r"\w+") and p[:-3].isalpha()}
+        self._words = frozenset(plain | {p[:-1] for p in plurals} | {p[:-2] for p in plurals})
+        self._prefixes = tuple(part[:-3] for part in prefixes)
+        phrases = [part for part in parts if part not in plain | plurals | prefixes]
+        self._phrases = re.compile(rf"\b(?:{'|'.join(phrases)})(?!\w)") if phrases else None
+
+    def count(self, sentence: str, words: frozenset[str]) -> int:
+        """Return how many entries a lower-case sentence with these words has; two for many."""
+        found = len(self._words & words)
+        if found < 2 and self._phrases is not None:
+            found += self._phrases.search(sentence) is not None
+        if found < 2 and self._prefixes:
+            found += sum(word.startswith(self._prefixes) for word in words)
+        return min(2, found)
 
 
-# A longer text is a report, in which a negation restricts nothing.
-_MAX_RESTRICTION_CHARS = 240
-_RESTRICTION = re.compile(
-    r"\b(?:can't|cannot|can not|couldn't|mustn't|must not|may not|not allowed|isn't allowed|won't"
-    r"|never|no longer|there's no|there is no|out of order|only|at most|until|without|unable"
-    r"|forbid|forbids|forbidden|prohibit\w{0,3}|banned|allerg\w{1,4}|intolerant|vegan|vegetarian"
-    r"|deaf|blind|afraid|terrified|scared|fear of|hate|hates|expired|suspended|broken|closed"
-    r"|budget|limit|diet|pregnant|newborn|asleep|sleeps|doctor)\b",
+# Says by itself that something holds from now on, or for every answer.
+_FROM_NOW_ON = _Lexicon(
+    r"from (?:now|here|today|this point|this moment)(?: on(?:wards?)?)?|henceforth|going forward"
+    r"|in (?:the )?future|until (?:i|we) (?:say|tell|ask)|for the rest of (?:this|our|the) \w+"
+    r"|(?:every|each|all|any) (?:single )?(?:of )?(?:your |the )?(?:future )?(?:time|answers?|reply"
+    r"|replies|responses?|messages?|explanations?|examples?|snippets?|code|summar(?:y|ies)|texts?)"
+    r"|whatever (?:i|we|the)|when(?:ever)? (?:i|you|we) (?:ask|say|send|write|paste|answer|reply"
+    r"|respond|mention|talk|explain|suggest|use)|no matter what|in our (?:chats?|conversations?)"
+    r"|before you (?:answer|reply|respond|suggest|write)"
+)
+# Says that something holds without exception.
+_ALWAYS = _Lexicon(
+    r"always|never|ever|every|each|all|any|anything|everything|nothing|whatever|whenever|only|just"
+    r"|exclusively|at (?:all|most|least)|no more than|under|instead|anymore|any more|all the time"
+    r"|for (?:any|every|each)|if (?:i|you)|no|not|without|rather than"
+)
+_EVERY = frozenset("always never ever every each whenever whatever".split())
+# Addresses the assistant: an imperative at the start of a clause, or what the user wants of it.
+_VERBS = (
+    r"add|address|answer|ask|assume|avoid|be|begin|call|cite|consider|continue|convert|correct"
+    r"|describe|display|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
+    r"|imagine|include|indent|keep|leave|limit|list|make|mark|mention|name|number|omit|phrase|play|prefer|present|pretend|provide|put"
+    r"|quote|refer|refrain|remember|render|repeat|reply|respond|restrict|round|say|shorten|show|sign"
+    r"|skip|spare|speak|spell|start|state|stay|stick|stop|structure|suggest|summari[sz]e|switch|talk"
+    r"|tell|think|translate|treat|use|wrap|write"
+)
+_IMPERATIVE = re.compile(
+    r"(?:(?:do not|don't|dont|no need to|feel free to|try to|be sure to"
+    r"|make sure (?:to|that you|you)) (?:ever |always )?\w+"
+    r"|(?:never|always) (?!been|had|seen|done|met|went|gone|knew|\w+ed\b)\w+"
+    r"|let(?:'s| us) (?:speak|talk|use|stick|keep|switch|continue|stay|write)\b"
+    r"|(?:" + _VERBS + r")\b)",
     re.IGNORECASE,
 )
-_MODAL = re.compile(r"(?:can|could|may|might|should|shall|would|am|is it)\b", re.IGNORECASE)
-_MODAL_INSIDE = re.compile(r"\b(?:can|could|should|shall) (?:i|we)\b", re.IGNORECASE)
+# What may come before an imperative in its clause.
+_OPENING = re.compile(
+    r"(?:(?:and|but|so|also|then|please|pls|hey|hi|ok|okay|kindly|just|do|oh|well|now|henceforth"
+    r"|from (?:now|here|today)(?: on)?|from this \w+(?: on)?) )*",
+    re.IGNORECASE,
+)
+# The same after words that say when: "In every example use Rust".
+_LATER_IMPERATIVE = re.compile(
+    r"(?:in|for|with|to|at|on|after|before) (?:every|each|all|any)(?: [\w']+){1,4}? "
+    r"(?:please |always |never )?(?:" + _VERBS + r")\b",
+    re.IGNORECASE,
+)
+# Where a clause ends, and how many are read.
+_CLAUSE_GAP, _MAX_CLAUSES = re.compile(r"[,:] "), 6
+_WANTS = _Lexicon(
+    r"(?:i|we)(?:'d| would|'ll| will)? (?:also |really |much )?(?:prefer|rather|want"
+    r"|appreciate|expect|insist|(?:do not|don't) (?:want|like|need))"
+    r"|(?:i|we)(?:'d| would) (?:also |really |much )?(?:like|love|hate)"
+    r"|(?:can|could|would|will) you|you (?:can|may|must|should|shall|are to|need to|have to|don't"
+    r" need)|it(?:'s| is| would| helps?|'d) (?:better |help\w* |easier |nice |great )?"
+    r"(?:me |for me )?if you|please|pls|kindly|let's agree|remember to|no need|welcome"
+    r"|do me a favou?r|means? nothing to me|i (?:only|just) understand|my preference|preferably"
+)
+# A taste, which is a wish only if it is one about answers.
+_LIKES = _Lexicon(
+    r"(?:i|we) (?:also |really |much )?(?:like|love|hate|dislike|need|understand|can't stand)"
+)
+_ASSISTANT = frozenset("you your yours you're".split())
+_YOURS = _ASSISTANT | frozenset(
+    "answer answers reply replies response responses explanation explanations"
+    " message messages".split()
+)
+# A wish about what the user does: "I want to know who owns it".
+_OWN_ACTION = re.compile(
+    r"\b(?:i|we)(?:'d| would|'ll| will)? (?:also |really |still |just )?(?:want|need|like|love"
+    r"|prefer|expect|hate) to (?!be called|be addressed|get|have|receive|hear|keep)\w+",
+    re.IGNORECASE,
+)
+# Verbless: "No greetings, no apologies", "Metric units only".
+_MAX_FRAGMENT_WORDS = 8
+_FINITE = frozenset(
+    "is are am was were be been has have had can could must may do does did will would got i we he"
+    " she they it there".split()
+)
+_FRAGMENT_START = frozenset("no not only just always never zero".split())
+# How answers are: their language, form, length, tone, units, and whom they address.
+_ANSWERS = _Lexicon(
+    r"answer\w*|repl(?:y|ies|ying)|respon\w+|messages?|conversations?|chat|talk|speak|write"
+    r"|paragraphs?|sentences?|words|bullets?|bullet points?|lists|(?:as|in) a list|tables?"
+    r"|headings?|markdown|json|yaml|xml|html|csv|code|code blocks?|snippets?|emojis?"
+    r"|emoticons?|smileys|exclamation marks?|dash(?:es)?"
+    r"|capitals?|upper ?case|lower ?case|bold|italics?|plain text|format\w*|styles?"
+    r"|tone|formal\w*|informal|casual\w*|polite\w*|friendly|concise\w*|brief\w*|short\w*|long"
+    r"|detail\w*|step by step|jargon|slang|spelling|grammar|language|english"
+    r"|french|german|spanish|italian"
+    r"|portuguese|dutch|swedish|polish|russian|turkish|arabic|chinese|japanese|korean|hindi|latin"
+    r"|british|american|metric|imperial|units?|celsius|fahrenheit|kilomet\w+|miles|euros?|dollars?"
+    r"|pounds|francs|currency|prices?|dates?|time ?zones?|decimals?|round\w*|numbers|sources?"
+    r"|citations?|you to (?:be|act|sound|behave)|cite|quote\w*|links?|references?"
+    r"|examples?|explanations?|summar\w+|introductions?"
+    r"|disclaimers?|apolog\w+|greetings?|pleasantries|small talk|commentary|spoilers?|warnings?"
+    r"|caveats?|advice|opinions?|options|suggest\w*|guess\w*|assum\w+|confidence|working|rhymes?"
+    r"|poems?|pirate|role|persona|character|interviewer|expert|beginner|professional|child|kid"
+    r"|(?:third|first|second) person|name|nickname|pronouns?|mr|mrs|ms|dr|professor|captain|sir"
+    r"|madam|rust|python|javascript|typescript|java|c\+\+|golang|linux|windows|macos|recipes?"
+    r"|politics|religion|vegetarian|vegan|five|address|call me|level|simpl\w+|easy|plain|reasons"
+)
+_ADDRESSED = frozenset("you your yours me my us user i we i'd i'm".split())
+# An imperative about one thing: "Write a letter to my landlord".
+_ONE_OFF = re.compile(
+    r"^(?:please |pls |can you |could you |would you "
+    r"|i (?:want|need|would like|'d like) (?:you to )?|now |ok |okay |so |and |just )*"
+    r"(?:(?:write|tell|give|show|explain|describe|list|name|find|make"
+    r"|create|summari[sz]e|translate|add|put|compare|suggest|recommend|help|know|provide|plan|draft"
+    r"|call (?!me\b|us\b)|send|let|learn|get|set|do)\b(?: (?:me|us|my|to know|to me|to us))?"
+    r"(?: (?:a|an|the|some|one|more|about|what|how|why|who|which|where|when|this|that|these|those"
+    r"|it|them|his|her|their|our|my|another|(?-i:[A-Z]\w*))"
+    r"|(?: \w+){0,2} (?:what|how|why|who|which|where|about))\b"
+    r"|remember (?:that|the|my|our|his|her|their)\b|(?:do not|don't) let|never mind"
+    r"|call (?:me|us) (?:back|at|on|later|today|tonight|tomorrow|when|before|after)\b"
+    r"|(?:add|put)(?: \w+){1,4} (?:to|on|in|into) (?:the|my|our)\b)",
+    re.IGNORECASE,
+)
+_QUESTION = re.compile(
+    r"^(?:and |but |so |also |ok |then )*(?:what|who|whom|whose|which|where"
+    r"|when (?:is|was|are|did|do|does|will)|why|how|is|are|was|were|am|do (?:i|you|we|they)"
+    r"|does|did|has|have|had|should|may"
+    r"|might|shall|could (?:i|we|it|he|she|they)|can (?:i|we|it|he|she|they)|would (?:i|it))\b",
+    re.IGNORECASE,
+)
+_REQUEST = re.compile(r"(?:can|could|would|will) you\b", re.IGNORECASE)
+_PAST = _Lexicon(
+    r"was|were|had|did|used to|went|came|got|said|told|made|took|found|saw|bought|sold|met|moved"
+    r"|gave|wrote|yesterday|last (?:week|night|month|year|spring|summer|autumn|winter)|ago|tomorrow"
+)
 
 
-def is_restriction(text: str) -> bool:
-    """Return whether a short text says what is not possible, allowed or liked."""
-    return len(text) <= _MAX_RESTRICTION_CHARS and _RESTRICTION.search(text) is not None
+def instruction_points(text: str) -> float:
+    """Return how much a user's text is like a standing instruction: 0 for no, or 2 and more.
+
+    English only; other languages need `evoke_keep: pin`.
+    """
+    if len(text) > _MAX_CHARS:
+        return 0.0
+    sentences = list(_sentences(text))
+    asks = any(map(_is_question, sentences))
+    points = max((_points(sentence, asks) for sentence in sentences), default=0.0)
+    return points if points >= _MIN_POINTS else 0.0
+
+
+def _sentences(text: str) -> Iterator[str]:
+    for match in islice(_SENTENCE.finditer(text), _MAX_SENTENCES):
+        sentence = " ".join(match[0].split())
+        if sentence:
+            yield sentence
+
+
+def _is_question(sentence: str) -> bool:
+    is_asked = sentence.endswith("?") and not _REQUEST.match(sentence)
+    return is_asked or _QUESTION.match(sentence) is not None
+
+
+def _has_imperative(sentence: str) -> bool:
+    """Return whether a clause begins with an imperative that is not about one thing."""
+    for clause in _CLAUSE_GAP.split(sentence, _MAX_CLAUSES):
+        rest = _OPENING.sub("", clause, count=1)
+        is_imperative = _IMPERATIVE.match(rest) or _LATER_IMPERATIVE.match(rest)
+        if is_imperative and not _ONE_OFF.match(rest):
+            return True
+    return False
+
+
+def _has_wish(lowered: str, words: frozenset[str]) -> bool:
+    """Return whether a lower-case sentence says what the user wants of the assistant."""
+    wants = _WANTS.count(lowered, words) or (_YOURS & words and _LIKES.count(lowered, words))
+    return bool(wants) and _OWN_ACTION.search(lowered) is None
+
+
+def _is_fragment(lowered: str, words: frozenset[str]) -> bool:
+    """Return whether a sentence is short and verbless, and excludes something."""
+    listed = _WORD.findall(lowered)
+    is_exclusion = bool(listed) and (listed[0] in _FRAGMENT_START or listed[-1] == "only")
+    return is_exclusion and len(listed) <= _MAX_FRAGMENT_WORDS and not words & _FINITE
+
+
+def _points(sentence: str, asks: bool) -> float:
+    """Return the points of a sentence of a text, which also `asks` a question or does not."""
+    if _is_question(sentence):
+        return 0.0
+    lowered = sentence.lower()
+    words = frozenset(_WORD.findall(lowered))
+    wants, has_imperative = _has_wish(lowered, words), _has_imperative(sentence)
+    holds_on = bool(_FROM_NOW_ON.count(lowered, words))
+    if not (
+        wants or has_imperative or (holds_on and _ASSISTANT & words) or _is_fragment(lowered, words)
+    ):
+        return 0.0
+    points = 2.0 * holds_on + 1.0 * wants + 1.5 * has_imperative
+    points += 1.0 * bool(_ALWAYS.count(lowered, words)) + 0.5 * bool(_ADDRESSED & words)
+    points += (0.0, 1.5, 2.0)[_ANSWERS.count(lowered, words)]
+    if _ONE_OFF.match(sentence):
+        points -= 2.0
+    if not wants and _PAST.count(lowered, words):
+        points -= 2.0
+    # The form of the answer to a question that is asked with it.
+    if asks and not holds_on and not _EVERY & words:
+        points -= 3.0
+    return points
+
+
+# A longer text is a report, in which a negation limits nothing.
+_MAX_CIRCUMSTANCE_CHARS = 240
+_MIN_CIRCUMSTANCE_WORDS, _MIN_CIRCUMSTANCE_POINTS = 4, 2.0
+# Says what is not so, not possible, not liked, or needs care.
+_LIMIT = _Lexicon(
+    r"not|no|never|nothing|nobody|none|neither|nor|cannot|\w+n't|without|un\w+able|only|just|hardly"
+    r"|barely|at (?:most|least)|(?:no )?more than|(?:no )?longer|less than|up to|until|till|since"
+    r"|must|have to|has to|had to|got to|need(?:s|ed)? to|supposed to|trying to|save|saving|quit\w*"
+    r"|forb\w+|prohibit\w*|bann?\w*|rule[sd]? out|allow\w*|permit\w*|protected|limit\w*|capped"
+    r"|max\w*|allerg\w+|intoleran\w+|vegan|vegetarian|diet|deaf|blind|disab\w+|wheelchair|ill|sick\w*"
+    r"|pain\w*|injur\w+|surgery|doctor|pregnan\w+|expecting|newborn|baby|asleep|sleeps?|afraid|scared"
+    r"|terrified|fear\w*|phobia|panic|hates?|dislikes?|stand|dread\w*|nervous|creeps|faints?"
+    r"|swell\w*|expired?|suspended|cancel\w+|broken?|crack\w+|closed?|shut|out of order|lost"
+    r"|stolen|sold|gone"
+    r"|moved|quit|retired|bankrupt|broke|budget|afford|debt|small|tiny|narrow|weak|terrible|bad|old"
+    r"|late|early|far|heavy|strict\w*|busy|away|abroad|shifts?|years old|born|married|divorced"
+)
+# The user's own world.
+_OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
+_VERBAL = frozenset(
+    "is are am was were be been has have had can cannot could must may do does did will would i we"
+    " he she they it there my our his her their the both every".split()
+)
+_YES_NO = re.compile(
+    r"^(?:and |but |so |then |also |ok(?:ay)?,? |hey,? |hi,? )*(?:can|could|may|might|should|shall"
+    r"|would|will|am|is|are|do|does|did|has|have|was|were|any (?:reason|point|chance))\b"
+    r"(?! you (?:tell|give|explain|show|write|list|help|please)| there\b)",
+    re.IGNORECASE,
+)
+_MODAL_INSIDE = re.compile(
+    r"\b(?:can|could|should|shall|may|must) (?:i|we|he|she|they)\b", re.IGNORECASE
+)
+
+
+def circumstance_points(text: str) -> float:
+    """Return how likely a user's short statement limits what is possible or good: 0, 2 or 3.
+
+    A statement has one point, and one each for naming a limit and for being about the user. With
+    one point alone it is no circumstance.
+    """
+    if len(text) > _MAX_CIRCUMSTANCE_CHARS or len(text.split()) < _MIN_CIRCUMSTANCE_WORDS:
+        return 0.0
+    points = 0.0
+    for sentence in _sentences(text):
+        lowered = sentence.lower()
+        words = frozenset(_WORD.findall(lowered))
+        is_statement = _VERBAL & words or "'" in lowered
+        if is_statement and not _is_question(sentence):
+            found = 1.0 + bool(_LIMIT.count(lowered, words)) + bool(_OWN & words)
+            points = max(points, found)
+    return points if points >= _MIN_CIRCUMSTANCE_POINTS else 0.0
 
 
 def asks_for_advice(text: str) -> bool:
-    """Return whether a question asks if something is possible or good."""
-    return bool(_MODAL.match(text.lstrip()) or _MODAL_INSIDE.search(text))
+    """Return whether a question asks if something is so, possible or good."""
+    return bool(_YES_NO.match(text.lstrip()) or _MODAL_INSIDE.search(text))

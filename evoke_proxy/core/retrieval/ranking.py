@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
@@ -46,8 +46,8 @@ _CONTEXT_WEIGHT = 0.5
 _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_WEIGHT = 0.5, 0.5, 0.34
 # The same of the model's attention beside a text that it is fused with.
 _MODEL_WEIGHT = 0.5
-# The same of what a user has said to be impossible, when advice is asked for.
-_RESTRICTION_WEIGHT = 0.34
+# The same of what a user has said about their circumstances, when advice is asked for.
+_CIRCUMSTANCE_WEIGHT = 0.34
 # A unit that the query mentions by name comes before all others.
 _MENTION = 100.0
 # The second look reads this many of the best units of each text, follows so many names from unit to
@@ -82,8 +82,8 @@ class UnitSource(Protocol):
         ...
 
     @property
-    def restrictions(self) -> Mask:
-        """Return [n] whether the user says in a block what is not possible."""
+    def circumstances(self) -> FloatArray:
+        """Return [n] how likely a block of the user limits what is possible or good: 0 to 3."""
         ...
 
     def block_text(self, block: int) -> str:
@@ -163,7 +163,7 @@ class UnitRanker:
         first = self._latest_first(query, first)
         second = self._second_look(query, first)
         if looks and query.clauses and asks_for_advice(query.clauses[0]):
-            first.append(self._restrictions(looks[0]))
+            first.append(self._circumstances(looks[0]))
         return interleaved(
             [*rankings, *first, Ranking(second, _SECOND_LOOK_WEIGHT)], self._units.lengths
         )
@@ -195,11 +195,12 @@ class UnitRanker:
         blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
         return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
 
-    def _restrictions(self, look: _Look) -> Ranking:
-        """Return the units in which the user says what is not possible, best first."""
-        found = np.flatnonzero(self._units.any(self._source.restrictions)[: self._n])[::-1]
-        order = found[np.argsort(-look.scores[found], kind="stable")]
-        return Ranking(order, _RESTRICTION_WEIGHT)
+    def _circumstances(self, look: _Look) -> Ranking:
+        """Return the units in which the user says what limits them, the most fitting first."""
+        points = self._units.maxima(self._source.circumstances)[: self._n]
+        found = np.flatnonzero(points)[::-1]
+        order = found[np.argsort(-(look.scores + points)[found], kind="stable")]
+        return Ranking(order, _CIRCUMSTANCE_WEIGHT)
 
     def _look(self, clause: int, query: Query, cosines: Sequence[FloatArray | None]) -> _Look:
         return self._score(query.clauses[clause], cosines[clause] if cosines else None)

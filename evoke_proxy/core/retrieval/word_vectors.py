@@ -14,6 +14,11 @@ import numpy.typing as npt
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 
+_EPSILON = float(np.finfo(np.float32).eps)
+"""Relative rounding error of one operation."""
+_LARGEST = 128.0
+"""Largest magnitude of a value of `rows`, which are int8."""
+
 
 class WordVectors:
     """Vectors of word pieces; may be used by several threads at a time.
@@ -39,12 +44,21 @@ class WordVectors:
         self.dimensions = int(rows.shape[1])
 
     def vectors(self, texts: Sequence[str]) -> Vectors:
-        """Return the unit vectors [n, d] of n texts; zeros for a text without a known piece."""
-        found = np.zeros((len(texts), self.dimensions), np.float32)
-        for row, text in zip(found, texts, strict=True):
+        """Return the unit vectors [n, d] of n texts; zeros for a text without a known piece.
+
+        A sum no longer than its rounding errors is zero as well: pieces that cancel each other out
+        leave a rest that depends on the processor's order of additions.
+        """
+        sums = np.zeros((len(texts), self.dimensions), np.float32)
+        for row, text in zip(sums, texts, strict=True):
             ids = self._pieces.ids(text)
             if ids:
-                np.matmul(self._scales[ids], self._rows[ids].astype(np.float32), out=row)
-        lengths = np.linalg.norm(found, axis=1, keepdims=True)
-        found /= np.maximum(lengths, 1e-12)
-        return found
+                scales = self._scales[ids]
+                np.matmul(scales, self._rows[ids].astype(np.float32), out=row)
+                # n eps times the sum of the magnitudes bounds the error of a sum of n products.
+                rounding = len(ids) * _EPSILON * _LARGEST * float(np.abs(scales).sum())
+                if float(np.abs(row).max()) <= rounding:
+                    row[:] = 0
+        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+        sums /= np.maximum(lengths, 1e-12)
+        return sums

@@ -104,6 +104,7 @@ def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
         text = (
             f"nothing is evicted, because the context of {n_ctx} tokens fits the cells; for longer"
             f" conversations start llama-server with --ctx-logical {_CONTEXT_PER_BUDGET * n_all}"
+            " (at most what the model was trained for), for a smaller cache with fewer cells (-c)"
         )
         return BudgetStatus(None, text=text)
     tokens = n_cells - min(policy.reserve_tokens, n_cells // _MAX_RESERVE_DIVISOR)

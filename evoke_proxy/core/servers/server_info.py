@@ -69,6 +69,16 @@ class ServerInfo:
         return not self.obstacle
 
     @property
+    def answers_block_calls(self) -> bool:
+        """Whether it answers block calls now without loading its model first."""
+        return self.patched and not self.sleeping
+
+    @property
+    def n_cells_in_all(self) -> int:
+        """Cells that all its slots can fill at the same time; 0 when unpatched or unknown."""
+        return (self.n_slot_cells or 0) * self.n_slots if self.patched else 0
+
+    @property
     def has_slots(self) -> bool:
         """Whether its number of slots is known: it has answered, and a router has none."""
         return self is not UNKNOWN_SERVER and not self.is_router

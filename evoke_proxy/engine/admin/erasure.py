@@ -7,13 +7,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of
-from evoke_proxy.core.model.plan import Evict, Plan
-from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.snapshots.snapshots import Snapshot
 from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.errors import EvokeError, RequestError, UpstreamRejected
+from evoke_proxy.errors import EvokeError, RequestError
 
 _log = logging.getLogger(__name__)
 # Whether to delete a snapshot or record of a tenant and a session.
@@ -30,7 +27,6 @@ class SessionEraser:
     def __init__(self, context: ServedModel) -> None:
         self._context = context
         self._server = context.server
-        self._blocks = context.server.resources.calls.blocks
 
     async def delete(self, conversations: list[Conversation], selects: Selector) -> dict[str, Any]:
         """Delete these conversations, and the files on disk that `selects` chooses.
@@ -68,13 +64,12 @@ class SessionEraser:
         conversations = [item for item in self._server.conversations if item.tenant == tenant]
         repository = context.snapshots.repository if context.snapshots.is_enabled else None
         result = await self.delete(conversations, lambda owner, _session: owner == tenant)
-        if self._server.info.patched:
+        if self._server.info.obstacle != "unreachable":
             try:
-                await self._blocks.run(0, "block-drop", {"all": True, "tenant": tenant})
+                if left := await self._server.strategy.drop_tenant(tenant):
+                    result["left"].append(left)
             except EvokeError as error:
                 result["left"].append(f"copies in llama-server: {error}")
-        elif self._server.info.obstacle != "unreachable":
-            result["left"].append("the RAM cache of llama-server, until it is restarted")
         if repository is not None:
             repository.forget_aside()
             await repository.wait_for_deletions()
@@ -102,9 +97,7 @@ class SessionEraser:
         context = self._context
         left: list[str] = []
         try:
-            slot = await self._slot_with_rows(conversation)
-            if slot is not None:
-                await self._empty(slot, conversation)
+            await self._erase_rows(conversation)
         except EvokeError as error:
             _log.warning(
                 "the rows of session %s could not be deleted from its slot: %s",
@@ -116,67 +109,21 @@ class SessionEraser:
         context.records.forget(conversation.id)
         context.snapshots.forget_contents(conversation)
         try:
-            if self._server.info.patched:
-                # Taking the lock waits for a call that saves rows of the session.
-                async with self._server.slots.locked(conversation.id):
-                    await self._drop_copies(conversation)
+            await self._server.strategy.drop_copies(conversation)
         except EvokeError as error:
             left.append(f"copies in llama-server: {error}")
         return left
 
-    async def _drop_copies(self, conversation: Conversation) -> None:
-        """Delete the copies of a session, including those that the session no longer lists."""
-        answer = await self._blocks.slot(0, conversation.tenant)
-        labels = conversation.labels.union(copies_of(answer, conversation.id))
-        if labels:
-            await self._blocks.drop_copies(labels, conversation.tenant)
-
-    async def _slot_with_rows(self, conversation: Conversation) -> int | None:
-        """The slot that still has the rows of a conversation; None when no slot is known to."""
-        context = self._context
-        slot = self._server.slots.pool.slot_of(conversation.id)
-        if self._server.info.patched:
-            return slot if conversation.budgeted.epoch is not None else None
-        contents, n_slots = conversation.snapshots.contents, len(self._server.slots.pool)
-        # With snapshots.one_at_a_time, llama-server may have more slots than the pool.
-        if contents is None or not 0 <= contents.slot < n_slots:
-            return None
-        if self._server.client.model and not await self._server.client.is_loaded():
-            return None
-        slots = await context.snapshots.list_slots()
-        all_contents = [it.snapshots.contents for it in self._server.conversations]
-        others = [other for other in all_contents if other and other.slot == contents.slot]
-        is_reused = not contents.is_unchanged(slots) and any(
-            other.is_unchanged(slots) for other in others
-        )
-        return None if is_reused else contents.slot
-
-    async def _empty(self, slot: int, conversation: Conversation) -> None:
-        """Erase a slot while no request has it; raises UpstreamError."""
-        session = f"erasing-{conversation.id}"
-        with await self._server.slots.acquire(
-            session, conversation.tenant, True, slot=slot
-        ) as lease:
-            lease.vacated()
-            view = None
-            if self._server.info.patched:
-                answer = await self._blocks.slot(slot, conversation.tenant, LATEST)
-                view = SlotView.parse(answer)
-                if view.epoch != conversation.budgeted.epoch:
-                    return  # the slot has the rows of another session now
-            try:
-                await self._server.client.call("POST", f"/slots/{slot}?action=erase", {})
-            except UpstreamRejected:
-                if view is None:
-                    raise
-                await self._evict_all(view, conversation)
-
-    async def _evict_all(self, view: SlotView, conversation: Conversation) -> None:
-        """Evict all rows except the last, at a server that cannot erase (no --slot-save-path)."""
-        rows = list(view.resident)
-        if rows:
-            rows[-1] = type(rows[-1])(rows[-1].start, rows[-1].end - 1)
-        evicts = tuple(Evict(row) for row in rows if len(row))
-        # Without `reuse=0` the next request could continue the tokens of the slot, all omitted.
-        plan = Plan(evicts=evicts, reuse=0, reason="deleted")
-        await self._blocks.run_plan(PlanCall(plan, view, conversation.owner))
+    async def _erase_rows(self, conversation: Conversation) -> None:
+        """Erase the slots that still have rows of a conversation; raises UpstreamError."""
+        for strategy in self._server.strategies.each():
+            slot = await strategy.slot_with_rows(conversation)
+            if slot is None:
+                continue
+            session = f"erasing-{conversation.id}"
+            # No request has the slot meanwhile.
+            with await self._server.slots.acquire(
+                session, conversation.tenant, True, slot=slot
+            ) as lease:
+                lease.vacated()
+                await strategy.erase_rows(slot, conversation)

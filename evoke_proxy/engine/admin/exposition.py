@@ -104,7 +104,7 @@ class UpstreamMetrics:
                     answered = True
                     raise
                 answered = True
-                if info.patched and not info.sleeping:
+                if info.answers_block_calls:
                     store = block_store(await BlockApi(client).slot(0, "", LATEST))
                 return _Scrape(await self._metrics_of(name, client, info.sleeping), answered, store)
         except (EvokeError, TimeoutError) as error:

@@ -39,7 +39,7 @@ class Overview:
         stores = [store for store in answers if store is not None]
         return self._proxy.metrics.totals() | {
             "budget": self._proxy.config.policy.budget,
-            "cells": sum(_cells(one) for one in served),
+            "cells": sum(one.server.info.n_cells_in_all for one in served),
             "resident": sum(
                 it.budgeted.n_resident for one in served for it in one.server.conversations
             ),
@@ -51,7 +51,7 @@ class Overview:
     async def _store_of(self, served: ServedModel) -> BlockStore | None:
         """The saved blocks of a server; its latest answer when it does not answer in time."""
         server = served.server.info
-        if not server.patched or server.sleeping:
+        if not server.answers_block_calls:
             return self._stores.get(served.server_name)
         try:
             async with asyncio.timeout(_STORE_TIMEOUT_S):
@@ -60,11 +60,6 @@ class Overview:
             return self._stores.get(served.server_name)
         store = self._stores[served.server_name] = block_store(answer)
         return store
-
-
-def _cells(served: ServedModel) -> int:
-    server = served.server.info
-    return (server.n_slot_cells or 0) * server.n_slots if server.patched else 0
 
 
 def _store(stores: Sequence[BlockStore], tier: str, lost: str) -> dict[str, int] | None:

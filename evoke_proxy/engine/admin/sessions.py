@@ -281,7 +281,7 @@ class SessionAdmin:
         When llama-server does not answer in time, the location is that of its latest answer.
         """
         server, slot = self._server.info, self._server.slots.pool.slot_of(conversation.id)
-        if not server.patched or server.sleeping:
+        if not server.answers_block_calls:
             return RowLocations(), not server.sleeping
         try:
             async with asyncio.timeout(_VIEW_TIMEOUT_S):

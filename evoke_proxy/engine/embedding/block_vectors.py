@@ -87,11 +87,11 @@ class BlockVectors:
         return max(0, len(session.layout.blocks) - session.index.n_with_vectors)
 
     def embed_missing(self, session: Session, blocks: BlockTable) -> None:
-        """Embed the blocks of a session that have no vectors, if that takes microseconds for each.
+        """Embed the blocks of a session that have no vectors, if the encoder is immediate.
 
-        So the first question about a long history finds its blocks as well. Those of the last
-        message get vectors in the next turn: they often are the question, which is most similar to
-        itself. May run in a thread.
+        Without this, the first question about a long history would find its blocks by words alone.
+        The blocks of the last message are left out until the next turn: they often are the question
+        itself, which would be its own best match. May run in a thread.
         """
         if not self._embedding.is_immediate or not len(blocks):
             return

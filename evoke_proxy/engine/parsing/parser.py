@@ -1,16 +1,78 @@
-"""Reads chat requests: makes their front alike where that is wanted, and takes out own fields."""
+"""Reads requests: normalizes the front of chats, and removes the proxy's own fields."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from evoke_proxy.adapters.clock import uptime_s
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, NormaliseConfig
 from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
+from evoke_proxy.core.request.large_json import HUGE_BYTES
+from evoke_proxy.core.request.normalise import (
+    BILLING,
+    DATES,
+    MAX_TEXTS,
+    TOOLS,
+    DateFreezer,
+    Path,
+    system_texts,
+    with_sorted_tools,
+    with_texts,
+    without_billing,
+)
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
-from evoke_proxy.engine.parsing.normalizer import Normalizer
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest, tenant_of
 from evoke_proxy.errors import RequestError
+
+
+class Normalizer:
+    """Applies the `normalise` settings, so that unchanged prompts stay in the cache."""
+
+    def __init__(self, config: NormaliseConfig, metrics: Metrics) -> None:
+        self.config = config
+        self._metrics = metrics
+        self._clock = DateFreezer()
+
+    def apply(self, body: bytes, dialect: str, tenant: str) -> bytes:
+        """The normalized body; the same object when nothing changes."""
+        config = self.config
+        if dialect == "completions" or not (config.billing or config.dates_h or config.tools):
+            return body
+        if len(body) > HUGE_BYTES:  # parsing would shorten its long strings
+            return body
+        try:
+            parsed = parse_object(body)
+        except RequestError:  # the request parser reports it
+            return body
+        if parsed.get("evoke") is False:
+            return body
+        texts = dict(self._texts(parsed, dialect, tenant))
+        body = with_texts(body, texts) if texts else body
+        ordered = with_sorted_tools(body, parsed.get("tools")) if config.tools else body
+        if ordered is not body:
+            self._metrics.normalised.labels(what=TOOLS).inc()
+        return ordered
+
+    def _texts(
+        self, parsed: Mapping[str, Any], dialect: str, tenant: str
+    ) -> Iterator[tuple[Path, str]]:
+        """Paths and new contents of the system prompt's texts that change."""
+        for path, text in islice(system_texts(parsed, dialect), MAX_TEXTS):
+            unbilled = without_billing(text) if self.config.billing else text
+            if unbilled != text:
+                self._metrics.normalised.labels(what=BILLING).inc()
+            result = unbilled
+            if self.config.dates_h:
+                result = self._clock.freeze(unbilled, tenant, uptime_s(), self.config.dates_h)
+            if result != unbilled:
+                self._metrics.normalised.labels(what=DATES).inc()
+            if result != text:
+                yield path, result
 
 
 class RequestParser:
@@ -22,7 +84,7 @@ class RequestParser:
         self._bodies = BodyCache()
 
     def adjust(self, config: Config) -> None:
-        """Go on with another configuration."""
+        """Continue with another configuration; applies to the next request."""
         self._config = config
         self._normalizer.config = config.normalise
 

@@ -48,7 +48,7 @@ class SentTurn:
 
 @dataclass(frozen=True, slots=True)
 class PromptIdentity:
-    """What the next request is compared with: a prompt as the client sent it, untruncated.
+    """The prompt that the next request is compared with, as the client sent it, untruncated.
 
     See `identity.SessionPrompt` for the fields.
     """
@@ -61,7 +61,7 @@ class PromptIdentity:
 
     @classmethod
     def of(cls, rendered: Rendered) -> PromptIdentity:
-        """That of a rendered prompt."""
+        """The identity of a rendered prompt."""
         users = rendered.user_ends
         head, last_user_end = (int(users[0]), int(users[-1])) if len(users) else (0, 0)
         return cls(rendered.tokens, head, last_user_end, len(users), rendered.generation)
@@ -69,7 +69,7 @@ class PromptIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a request makes of its conversation's identity, once it is committed."""
+    """The values that a request gives its conversation's identity when it is committed."""
 
     rendered: Rendered
     # What the client calls the conversation.
@@ -546,7 +546,7 @@ class Conversations:
     """The conversations at one server; those in use and pinned ones are kept beyond the limit."""
 
     def __init__(self, policy: PolicyConfig, limit: int, memory: BodyMemory | None = None) -> None:
-        self._memory = memory or BodyMemory(LimitsConfig().remembered_bodies_mib)
+        self._memory = memory or BodyMemory(LimitsConfig().bodies_mib)
         self._memory.add(self._with_bodies)
         self._policy = policy
         self._limit = limit
@@ -716,7 +716,7 @@ class Conversations:
             self._forgotten.popitem(last=False)
 
     def withdraw(self, conversation: Conversation) -> None:
-        """Forget a conversation of which no request was forwarded; it may be resumed later."""
+        """Forget a conversation none of whose requests was forwarded; it may be resumed later."""
         self._by_id.pop(conversation.id, None)
 
     def server_restarted(self, can_adopt: bool) -> dict[str, int]:

@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 # Runs a coroutine in a task that outlives its caller; the text names it in the log.
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
-
-
 # Seconds before each of the first polls of a slot, before every later poll, and between warnings.
 # A generating slot notices a closed connection with its next token. A slot that decodes a prompt
 # checks the connection after a second without any result, and an answer to a poll is a result:
@@ -97,7 +95,8 @@ class SlotLease:
     Attributes:
         slot: the number of the slot.
         victim: the session whose rows may still be in the slot, locked until `vacated`; or None.
-        left: the slot that the request's session has moved from, reserved until `vacated`; or None.
+        previous: the slot that the request's session has moved from, reserved until `vacated`; or
+            None.
         waited: whether the request waited for the slot.
         is_released: whether the lease has ended.
     """
@@ -126,7 +125,7 @@ class SlotLease:
         return self._changed_at > since or (self.waited and self._queue.pool.changed_at > since)
 
     def vacated(self) -> None:
-        """Unlock the victim and `left`: the rows of others are saved, or will not be saved."""
+        """Unlock `victim` and `previous`: the rows of others are saved, or are given up."""
         if not (self._is_vacated or self.is_released):
             self._is_vacated = True
             self._queue.vacated(self.slot)

@@ -96,6 +96,26 @@ class CacheStrategy:
     def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """Delete the copies, snapshots and records of a conversation that was forgotten."""
 
+    async def slot_with_rows(self, conversation: Conversation) -> int | None:
+        """The slot where this strategy left rows of a conversation; None when none has them now."""
+        return None
+
+    async def erase_rows(self, slot: int, conversation: Conversation) -> None:
+        """Delete the rows of a conversation from a slot that the caller has leased.
+
+        Raises UpstreamError when they are still there.
+        """
+
+    async def drop_copies(self, conversation: Conversation) -> None:
+        """Delete the copies of a conversation's rows in llama-server; raises UpstreamError."""
+
+    async def drop_tenant(self, tenant: str) -> str:
+        """Delete all copies of a tenant in llama-server; returns what is left, "" for nothing.
+
+        Raises UpstreamError.
+        """
+        return "the RAM cache of llama-server, until it is restarted"
+
     def server_started(self, server: ServerInfo) -> None:
         """Another instance of llama-server answers: the cache of the previous one is lost."""
 

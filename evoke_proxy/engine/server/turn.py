@@ -22,7 +22,10 @@ from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTurn:
-    """A request that is ready to be forwarded; strategies extend it by what completing it needs."""
+    """A request that is ready to be forwarded.
+
+    Strategies add the fields that they need to complete it.
+    """
 
     request: ParsedRequest
     # Makes calls with the key of the request's client.

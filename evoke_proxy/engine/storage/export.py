@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from evoke_proxy.adapters.snapshot_files import SEALED
-from evoke_proxy.config.regular_files import open_regular
 from evoke_proxy.core.snapshots.snapshots import Snapshot, snapshot_fields
+from evoke_proxy.regular_files import open_regular
 
 _PIECE_BYTES = 1 << 20
 

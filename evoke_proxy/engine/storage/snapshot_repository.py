@@ -28,9 +28,8 @@ from evoke_proxy.core.snapshots.snapshots import (
     superseded,
     surplus,
 )
-from evoke_proxy.engine.storage.file_removal import FileRemover
 from evoke_proxy.engine.storage.index_cache import SnapshotIndexCache
-from evoke_proxy.engine.storage.index_thread import IndexThread
+from evoke_proxy.engine.storage.threads import FileRemover, IndexThread
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
@@ -72,8 +71,8 @@ class SnapshotRepository:
     """Stores snapshots and session records; call `open` first and `close` at the end.
 
     A thread makes the changes of the index one after the other. Removing or marking a snapshot
-    takes effect in memory at once, and in the index soon after. The methods for records that are no
-    coroutines block until the disk has answered: they are for commands; requests use coroutines.
+    takes effect in memory at once, and in the index soon after. Methods for records block until
+    the disk has answered, and are for commands; requests use those that are coroutines.
     """
 
     def __init__(self, config: SnapshotsConfig, metrics: Metrics | None = None) -> None:

@@ -84,10 +84,11 @@ class SlotAssignment:
     async def save_rows(
         self, victim: Conversation | None, view: SlotView, blocks: BlockApi
     ) -> None:
-        """Save the rows of a conversation that loses its slot; after a failure it decodes again.
+        """Save the rows of a conversation that loses its slot.
 
-        Does nothing without a victim. The caller has a lease of the slot that is not yet `vacated`,
-        so no turn of the victim runs during the call.
+        If llama-server refuses, the rows are lost and the next turn of the conversation decodes
+        them again. Does nothing without a victim. The caller has a lease of the slot that is not
+        yet `vacated`, so no turn of the victim runs during the call.
         """
         # Another epoch: another request used the slot since, and its rows are not the victim's.
         if victim is None or victim.budgeted.epoch != view.epoch:

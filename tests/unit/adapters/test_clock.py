@@ -16,7 +16,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import NormaliseConfig
-from evoke_proxy.engine.parsing.normalizer import Normalizer
+from evoke_proxy.engine.parsing.parser import Normalizer
 
 DAY = 86_400.0
 JUMPS = [30 * DAY, 3600.0, -3600.0, -30 * DAY]

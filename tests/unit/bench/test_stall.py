@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import stall
 from bench.stall import summarise
 from bench.stall_processes import Delays, Said
 
@@ -28,6 +31,15 @@ def test_the_summary_compares_with_the_idle_arm_of_the_same_run() -> None:
     summary = summarise([row("idle", 5.0), row("quick", 24.0), row("slow", 26.0)])
     assert summary["missed"] == ["slow"]
     assert (summary["worst_lag_ms"], summary["worst_client_ms"]) == (52.0, 78.0)
+
+
+def test_the_published_run_has_every_arm_and_its_own_summary() -> None:
+    published = json.loads((Path(stall.__file__).parent / "results/stall.json").read_text("utf-8"))
+    assert [row["arm"] for row in published["rows"]] == list(stall.ARMS)
+    named = {"prompt of 1 MiB", "chat of 64 MiB", "deletion of 1000 records", "20 admin pages"}
+    assert named <= published["summary"]["above_idle_ms"].keys()
+    assert summarise(published["rows"]) == published["summary"]
+    assert " --scale" not in published["command"], "the sizes are not those of the arms"
 
 
 def test_a_continued_conversation_begins_with_the_same_tokens() -> None:

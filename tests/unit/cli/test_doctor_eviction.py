@@ -69,6 +69,16 @@ def test_a_change_names_the_option_to_set(state: Eviction, expected: str) -> Non
     assert expected in text
 
 
+def test_no_change_is_advised_where_the_model_was_trained_for_no_longer_context() -> None:
+    assert changes(replace(SHORT, n_ctx_train=8192), ENCODER) == []
+
+
+def test_a_patched_server_without_evoke_ram_needs_a_change() -> None:
+    (text,) = changes(replace(OFF, lacks_ram=True), Config())
+    assert "start it with --evoke-ram 4096 --evoke-disk DIR:32768 --ctx-logical 131072" in text
+    assert hints(replace(OFF, lacks_ram=True)) == []
+
+
 def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> None:
     off = replace(OFF, budget=BudgetStatus(None, "no_block_calls", "not in force", "build it"))
     assert changes(off, Config()) == []
@@ -78,7 +88,7 @@ def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> No
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (OFF, "start it with --evoke-ram 4096 --evoke-disk DIR:32768 --ctx-logical 131072"),
+        (OFF, "without what rules block calls out"),
         (replace(OFF, is_patched=False), "evoke-proxy build-server"),
         (replace(FINE, n_slots=1), "-np 2"),
         (replace(FINE, n_cells=16_384), "-no-kvu"),

@@ -79,3 +79,8 @@ def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     assert "16128 tokens of each session" in text
     assert "896.00 MiB of each session" in text
     assert "7.00 GiB there: saves 6.12 GiB" in text
+
+
+def test_the_table_names_the_option_that_would_evict_where_a_context_fits() -> None:
+    plan = make_plan(SHAPE, MACHINE, Wishes(cells=32_768, context=32_768))
+    assert "off: a context fits its cells; --cells 8192 keeps a quarter" in "\n".join(table(plan))

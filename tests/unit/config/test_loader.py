@@ -11,9 +11,9 @@ import yaml
 
 from evoke_proxy.adapters.secret_files import read_secret
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
-from evoke_proxy.config.example import example
 from evoke_proxy.config.loader import risks_of
 from evoke_proxy.config.policy_names import BUILT_IN
+from evoke_proxy.config.reference import example
 from evoke_proxy.config.schema import REMOVED, all_fields, settings
 from evoke_proxy.errors import ConfigError
 
@@ -27,7 +27,7 @@ def _file(tmp_path: Path, text: str) -> Path:
 
 
 def test_the_example_is_written_from_the_schema() -> None:
-    """If this fails: python -m evoke_proxy.config.example > config/evoke.example.yaml"""
+    """If this fails: python -m evoke_proxy.config.reference example > config/evoke.example.yaml"""
     assert EXAMPLE.read_text() == example()
 
 
@@ -92,28 +92,28 @@ def test_with_an_empty_file_the_defaults_apply(tmp_path: Path) -> None:
 def test_the_command_line_overrides_the_environment_which_overrides_the_file(
     tmp_path: Path,
 ) -> None:
-    path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, sink_tokens: 5}\n")
+    path = _file(tmp_path, "policy: {budget: 201, block_tokens: 32, reserve_tokens: 5}\n")
     env = {"EVOKE_POLICY_BUDGET": "202", "EVOKE_POLICY_BLOCK_TOKENS": "48", "UNRELATED": "x"}
     policy = load(path, env, {"policy.budget": 203, "policy.block_tokens": None}).policy
-    assert (policy.budget, policy.block_tokens, policy.sink_tokens) == (203, 48, 5)
+    assert (policy.budget, policy.block_tokens, policy.reserve_tokens) == (203, 48, 5)
 
 
 def test_a_variable_is_read_with_the_type_of_its_setting() -> None:
     env = {
         "EVOKE_LISTEN": "127.0.0.1:1, [::1]:2",
         "EVOKE_UPSTREAM_API_KEY": "0123",
-        "EVOKE_UPSTREAM_CONNECT_TIMEOUT_S": "7",
+        "EVOKE_UPSTREAM_CALL_TIMEOUT_S": "7",
         "EVOKE_POLICY_BUDGET": "null",
         "EVOKE_EMBEDDER_QUERY_INSTRUCTION": "a text, not YAML: ",
-        "EVOKE_EMBEDDER_POOLING": "null",
+        "EVOKE_EMBEDDER_DOCUMENT_INSTRUCTION": "null",
     }
     config = load(None, env, {})
     assert config.listen == ("127.0.0.1:1", "[::1]:2")
     assert config.upstream.api_key == "0123"
-    assert config.upstream.connect_timeout_s == 7.0
+    assert config.upstream.call_timeout_s == 7.0
     assert config.policy.budget is None
     assert config.embedder.query_instruction == "a text, not YAML: "
-    assert config.embedder.pooling is None
+    assert config.embedder.document_instruction is None
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_a_variable_is_read_with_the_type_of_its_setting() -> None:
         ("policy: {budget: true}", "policy.budget: must be a whole number, auto or off, not True"),
         ("policy: {budget: 1.5}", "policy.budget: must be a whole number, auto or off, not 1.5"),
         ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
-        ("policy: {budget: 90, block_tokens: 11}", "policy.budget: 90 is too small: sink_tokens, "),
-        ("policy: {sink_tokens: -1}", "policy.sink_tokens: must be 0 or more, not -1"),
-        ("policy: {pin_share: 2}", "policy.pin_share: must be at most 1"),
+        ("policy: {budget: 90, block_tokens: 11}", "policy.budget: 90 is too small: the first 16 "),
+        ("limits: {queue: -1}", "limits.queue: must be 0 or more, not -1"),
+        ("snapshots: {stall_share: 2}", "snapshots.stall_share: must be at most 1"),
         ("policy: {name: lru}", "policy.name: 'lru' must be one of evoke"),
         ("policy: 3", "policy: must be a mapping, not 3"),
         ("upstream: {url: 'http://a b'}", "upstream.url: 'http://a b' is not http://HOST:PORT"),
@@ -159,7 +159,6 @@ def test_a_variable_is_read_with_the_type_of_its_setting() -> None:
         ("listen: []", "listen: must name at least one HOST:PORT"),
         ("listen: [nowhere]", "listen: 'nowhere' is not HOST:PORT"),
         ("embedder: {device: tpu}", "embedder.device: 'tpu' is not one of auto, cpu, cuda"),
-        ("embedder: {pooling: max}", "embedder.pooling: 'max' is not one of cls, mean"),
         ("embedder: {cache_mib: 0}", "embedder.cache_mib: must be more than 0, not 0"),
         ("log: {level: 3}", "log.level: must be a text, not 3"),
         ("log: {level: info}\nlog: {level: info}", "log: given twice (line 2)"),
@@ -198,15 +197,6 @@ def test_a_listen_address_may_have_ipv6_brackets_or_no_host() -> None:
 
 def test_the_variable_of_a_setting_is_its_key_in_capitals() -> None:
     assert env_name("upstream.url") == "EVOKE_UPSTREAM_URL"
-
-
-@pytest.mark.parametrize(("key", "limit"), [("header_bytes", 8000), ("headers", 90)])
-def test_header_limits_cannot_exceed_those_of_llama_server(key: str, limit: int) -> None:
-    assert getattr(load(None, {}, {f"limits.{key}": limit}).limits, key) == limit
-    with pytest.raises(
-        ConfigError, match=f"limits.{key}: must be at most {limit}, not {limit + 1}"
-    ):
-        load(None, {}, {f"limits.{key}": limit + 1})
 
 
 @pytest.mark.parametrize(
@@ -294,7 +284,7 @@ def test_the_api_key_is_stripped_of_line_ends() -> None:
         ("upstream.api_key", "two\nlines"),
         ("upstream.api_key", "schlüssel"),
         ("policy.budget", 2**30 + 1),
-        ("limits.headers", 2**64),
+        ("limits.messages", 2**64),
         ("limits.queue", 2**64),
         ("limits.json_depth", 5000),
         ("limits.drain_timeout_s", float("inf")),

@@ -274,8 +274,8 @@ def test_no_call_unpacks_a_literal() -> None:
 
 
 def test_requests_are_served_without_asking_for_the_mode_of_the_server() -> None:
-    """`Strategies.select` decides; besides it, only reports and erasure ask what a server is."""
-    served = ("evoke_proxy.engine.server.", "evoke_proxy.engine.strategies.")
+    """`Strategies.select` decides; besides it, only the routing and the monitor ask."""
+    served = tuple(f"evoke_proxy.engine.{name}." for name in ("server", "strategies", "admin"))
     reads = {
         module: lines
         for module, text in SOURCES.items()

@@ -29,8 +29,7 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
-from evoke_proxy.engine.strategies.budgeted.attention_reader import AttentionReader
-from evoke_proxy.engine.strategies.budgeted.probe import Prober, ProbeRecord
+from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
 from evoke_proxy.errors import PlanRefused, PromptTooLong
@@ -85,7 +84,11 @@ class Planner:
         return rendered
 
     async def truncate(self, turn: RenderedTurn) -> RenderedTurn:
-        """The turn without its oldest messages if the policy truncates; `rendered` gets stale."""
+        """Remove the oldest messages if the policy truncates and the prompt exceeds the budget.
+
+        Returns `turn` itself when nothing is removed. Otherwise its `rendered` still has the
+        removed messages, and the caller renders the new body.
+        """
         config = effective_config(turn.conversation.session.config, turn.chat)
         if not policy_of(config).truncates or config.budget is None:
             return turn
@@ -110,9 +113,11 @@ class Planner:
         return n_ctx is not None and len(rendered.tokens) + max(n_answer, 1) > n_ctx
 
     async def plan(self, turn: RenderedTurn, scope: TurnScope) -> BudgetedTurn:
-        """Make and run a plan, again after one refusal, and again without capturing attention.
+        """Make a plan and have llama-server run it.
 
-        Raises PlanRefused after the last refusal, BudgetTooSmall and PinBudgetExceeded.
+        A refused plan is made once more from a new rendering. A refusal to capture attention does
+        not count as this second attempt: the plan is made again without the capture. Raises
+        PlanRefused after the second refusal, BudgetTooSmall and PinBudgetExceeded.
         """
         n_refused, probe = 0, ProbeRecord()
         while True:

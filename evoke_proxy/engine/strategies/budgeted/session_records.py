@@ -283,9 +283,9 @@ class SessionPersistence:
             self._records.forget(session)
 
     def request_to_remember(self, dialect: str, body: bytes) -> SentTurn | None:
-        """Return what is remembered of a request until its answer is there; None when nothing is.
+        """Return a request whose answer `decode_next_turn` needs; None when it needs none.
 
-        It is needed where whole slots are saved.
+        It needs none where copies are all of a slot, and for dialects other than chat and messages.
         """
         if self._records is None or not self._server.needs_full_state:
             return None
@@ -294,10 +294,12 @@ class SessionPersistence:
         return SentTurn(dialect, body, AnswerReader())
 
     async def decode_next_turn(self, job: SlotJob) -> None:
-        """Decode what the next turn begins with, before a slot is saved whole.
+        """Decode the beginning of the next prompt in a slot, before the slot is saved whole.
 
-        A recurrent state cannot go back. A slot with the answer as it was generated is useless
-        where the history spells it differently. Raises Preempted and other EvokeErrors.
+        The next prompt often contains the answer in another form than it was generated, for example
+        without thoughts. A recurrent state cannot be truncated to the position where they differ,
+        so a snapshot of the generated form could not be used. Raises Preempted and other
+        EvokeErrors.
         """
         conversation = job.conversation
         sent = conversation.budgeted.take_sent()
@@ -312,7 +314,7 @@ class SessionPersistence:
             await self._slot_snapshots.decode_ahead(job, tokens)
 
     def copies_since(self, conversation: Conversation) -> str:
-        """Return the version of the copy list that `save` needs the changes since."""
+        """Return a version of the copy list: `save` needs the changes after it."""
         if not self._server.has_disk:
             return LATEST
         return self._spill.version(conversation.id)
@@ -322,7 +324,9 @@ class SessionPersistence:
         self._spill.note_copied(conversation.id, names)
 
     async def save(self, job: SlotJob, view: SlotView, answer: Mapping[str, Any]) -> None:
-        """Save a session whose slot is as in `view`; ends the lease before it writes own files.
+        """Save a session whose slot `view` describes.
+
+        The lease of the job ends before the proxy writes its own files.
 
         `answer` has the changes of the copy list since `copies_since`, before the latest copies
         were made. Raises Preempted between two calls, and other EvokeErrors.

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_api import slot_in
+from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of, slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.policy.turn import effective_config
-from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.reply.context_error import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
@@ -33,6 +35,7 @@ from evoke_proxy.errors import (
     PromptTooLong,
     RequestError,
     UpstreamError,
+    UpstreamRejected,
     UpstreamTimeout,
     UpstreamUnavailable,
 )
@@ -308,6 +311,38 @@ class BudgetedStrategy(CacheStrategy):
             work = self._slots.drop_copies(conversation, calls.blocks)
             self._server.background.run(work, "dropping forgotten blocks")
 
+    async def slot_with_rows(self, conversation: Conversation) -> int | None:
+        """See CacheStrategy."""
+        if conversation.budgeted.epoch is None:
+            return None
+        return self._server.slots.pool.slot_of(conversation.id)
+
+    async def erase_rows(self, slot: int, conversation: Conversation) -> None:
+        """See CacheStrategy."""
+        blocks = self._server.calls.blocks
+        view = SlotView.parse(await blocks.slot(slot, conversation.tenant, LATEST))
+        if view.epoch != conversation.budgeted.epoch:
+            return  # the slot has the rows of another session now
+        try:
+            await self._server.calls.client.call("POST", f"/slots/{slot}?action=erase", {})
+        except UpstreamRejected:  # it runs without --slot-save-path
+            await blocks.run_plan(PlanCall(_evict_all(view), view, conversation.owner))
+
+    async def drop_copies(self, conversation: Conversation) -> None:
+        """See CacheStrategy; includes copies that the session no longer lists."""
+        blocks = self._server.calls.blocks
+        # Taking the lock waits for a call that saves rows of the session.
+        async with self._server.slots.locked(conversation.id):
+            answer = await blocks.slot(0, conversation.tenant)
+            labels = conversation.labels.union(copies_of(answer, conversation.id))
+            if labels:
+                await blocks.drop_copies(labels, conversation.tenant)
+
+    async def drop_tenant(self, tenant: str) -> str:
+        """See CacheStrategy."""
+        await self._server.calls.blocks.run(0, "block-drop", {"all": True, "tenant": tenant})
+        return ""
+
     async def load(self) -> None:
         """Register the recorded sessions."""
         await self._records.load()
@@ -315,3 +350,13 @@ class BudgetedStrategy(CacheStrategy):
     def server_started(self, server: ServerInfo) -> None:
         """See CacheStrategy."""
         self._records.server_started(server)
+
+
+def _evict_all(view: SlotView) -> Plan:
+    """Evicts all rows of a slot except the last, which llama-server needs."""
+    rows = list(view.resident)
+    if rows:
+        rows[-1] = Span(rows[-1].start, rows[-1].end - 1)
+    evicts = tuple(Evict(row) for row in rows if len(row))
+    # Without `reuse=0` the next request could continue the tokens of the slot, all omitted.
+    return Plan(evicts=evicts, reuse=0, reason="deleted")

@@ -32,14 +32,17 @@ _STEP_TOKENS = 512
 
 
 def decode_steps(begin: int, end: int) -> list[int]:
-    """Return how far to decode with each call, from tokens that are there already to the end."""
+    """Return the position up to which each call decodes, from after `begin` to `end`.
+
+    The first `begin` tokens are in the slot already.
+    """
     return [*range(begin + _STEP_TOKENS, end, _STEP_TOKENS), end]
 
 
 class Lookahead:
     """Decodes ahead of one conversation at a time, under a background lease.
 
-    The tasks are among `tasks`, and are found by the session that they are of.
+    Its tasks run in `tasks`; `cancel` and `wait_until_idle` find them by their session.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Lookahead:
         self.run(self._run_counted(turn, conversation), conversation.id)
 
     def run(self, work: Coroutine[Any, Any, None], session: str) -> asyncio.Task[None]:
-        """Run work in the background that `cancel` and `wait_until_idle` end."""
+        """Run work for a session in the background; `cancel` and `wait_until_idle` end it."""
         task = self._tasks.run(work, "decoding ahead")
         self._sessions[task] = session
         task.add_done_callback(self._sessions.pop)
@@ -78,7 +81,7 @@ class Lookahead:
             task.cancel()
 
     async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
-        """Cancel the tasks of these sessions, or with None all, and wait for them.
+        """Cancel the tasks of these sessions (None: of all), and wait for them.
 
         Also waits until nothing is being saved or sealed for any session.
         """

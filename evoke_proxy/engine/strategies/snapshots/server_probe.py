@@ -29,7 +29,7 @@ class ServerProbe:
         disabled_reason: Why nothing is saved or restored; empty while both work.
         clears_idle_slots: Whether the server empties idle slots when another one starts, or may.
         costs: Measured speeds of decoding, saving and restoring.
-        behaviour: Which promises the server has kept, and what memory it has.
+        behaviour: Whether restoring and decoding ahead have paid off here, and the kind of memory.
     """
 
     def __init__(
@@ -54,11 +54,14 @@ class ServerProbe:
         self.behaviour = ServerBehaviour()
 
     def forget(self) -> None:
-        """Have the next `learn` ask everything: it may be another server."""
+        """Discard the answers, so that the next `learn` asks again: it may be another server."""
         self.fingerprint = ""
 
     def stability(self, tools: bool) -> Stability:
-        """What the server's template keeps, with tools in the request or without."""
+        """Which parts of a prompt the template repeats unchanged in the next one.
+
+        Measured with and without `tools` in the request.
+        """
         return self._with_tools if tools else self._without_tools
 
     def background_slot(self, slot: int) -> int | None:
@@ -191,7 +194,11 @@ async def probe_template(api: StockApi, tools: bool) -> Stability | None:
 
 
 async def _clears_idle_slots(api: StockApi) -> bool:
-    """Try with two words in two empty slots; without two empty slots assume the worst."""
+    """Whether llama-server empties an idle slot when another one starts.
+
+    Tried by decoding two words in each of two empty slots. True when it cannot be tried, unless
+    there is only one slot.
+    """
     slots = await api.list_slots()
     if slots is None or len(slots) <= 1:
         return slots is None
@@ -205,7 +212,10 @@ async def _clears_idle_slots(api: StockApi) -> bool:
 
 
 async def _filled_slot(api: StockApi, idle: Sequence[SlotStatus], clears_idle_slots: bool) -> int:
-    """Return the idle slot with the fewest tokens, but some: an empty file shows no types."""
+    """Return the idle slot with the fewest tokens, at least one.
+
+    The file of an empty slot does not state the types of its rows.
+    """
     least = min(idle, key=lambda status: status.n_tokens)
     filled = [status for status in idle if status.n_tokens]
     if filled and clears_idle_slots:

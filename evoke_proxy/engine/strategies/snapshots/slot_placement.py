@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SnapshotTurn(PreparedTurn):
-    """A prepared turn, and what has to be known of it when its reply has ended."""
+    """A prepared turn, with the values that `record_reply` and decoding ahead need."""
 
     chat: ChatRequest
     # The body as a chat, whatever dialect the client speaks.
@@ -276,7 +276,7 @@ class SlotPlacement:
             await self._transfers.save(contents.slot, contents.tokens, label, self._api)
 
     def label(self, tenant: str, branch: str, kind: str, n_tokens: int) -> SnapshotLabel:
-        """Return what a snapshot of as many tokens is labelled with."""
+        """Return the label of a snapshot with `n_tokens` tokens."""
         seconds = self._probe.costs.prefill.seconds(n_tokens)
         return SnapshotLabel(tenant, self._probe.fingerprint, branch, kind, seconds)
 
@@ -314,7 +314,8 @@ class SlotPlacement:
     async def until_idle(self, turn: SnapshotTurn, is_stopping: Callable[[], bool]) -> None:
         """Wait until llama-server has noticed that the client of a turn has gone.
 
-        Where the slot of the turn is not known: until every request has ended that began since.
+        If the slot of the turn is unknown, wait until all requests that may be the turn's have
+        ended: those that began after the turn was prepared and run at the first poll.
         """
         earlier = {(status.id, status.task) for status in turn.slots_before or ()}
         first: list[set[tuple[int, int | None]]] = []
@@ -353,5 +354,5 @@ def _slot_of_reply(
 
 
 def _holds(contents: SlotContents | None, tokens: Tokens) -> bool:
-    """Whether a slot holds these tokens and nothing else: nothing is to be decoded up to them."""
+    """Whether a slot holds exactly these tokens, so that none of them has to be decoded."""
     return contents is not None and contents.exact and np.array_equal(contents.tokens, tokens)

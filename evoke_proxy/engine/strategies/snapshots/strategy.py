@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import orjson
@@ -15,7 +15,7 @@ from evoke_proxy.core.request.json_parsing import write_in_pieces
 from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.drift import Drift, drift, opening
-from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotStatus
+from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome
 from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -62,6 +62,7 @@ class SnapshotStrategy(CacheStrategy):
         slots, conversations, metrics = server.slots, server.conversations, server.metrics
         self._config = config
         api = self._api = server.calls.stock
+        self._client = server.calls.client
         self._repository = repository
         self._slots = slots
         self._conversations = conversations
@@ -141,9 +142,25 @@ class SnapshotStrategy(CacheStrategy):
         """Cancel decoding ahead for these sessions, or with None for all, and wait for saves."""
         await self._lookahead.wait_until_idle(sessions)
 
-    async def list_slots(self) -> Sequence[SlotStatus] | None:
-        """Return the slots of the server now; None where it does not show them."""
-        return await self._api.list_slots()
+    async def slot_with_rows(self, conversation: Conversation) -> int | None:
+        """See CacheStrategy; raises UpstreamError when llama-server cannot be asked."""
+        contents = conversation.snapshots.contents
+        # With snapshots.one_at_a_time, llama-server may have more slots than the pool.
+        if contents is None or not 0 <= contents.slot < len(self._slots.pool):
+            return None
+        if self._client.model and not await self._client.is_loaded():
+            return None
+        slots = await self._api.list_slots()
+        all_contents = (it.snapshots.contents for it in self._conversations)
+        is_reused = not contents.is_unchanged(slots) and any(
+            other is not None and other.slot == contents.slot and other.is_unchanged(slots)
+            for other in all_contents
+        )
+        return None if is_reused else contents.slot
+
+    async def erase_rows(self, slot: int, conversation: Conversation) -> None:
+        """See CacheStrategy."""
+        await self._client.call("POST", f"/slots/{slot}?action=erase", {})
 
     def forget_contents(self, conversation: Conversation) -> None:
         """Note that nothing of a conversation is in a slot any more."""

@@ -132,7 +132,7 @@ class SnapshotTransfers:
         return ""
 
     def seconds_until_save(self) -> float:
-        """Return the seconds until a save does not stall the server too often; 0 or less: now."""
+        """Return in how many seconds a save keeps to `snapshots.stall_share`; 0 or less: now."""
         return self._probe.costs.next_save_at - time.monotonic()
 
     async def save(self, slot: int, tokens: Tokens, label: SnapshotLabel, api: StockApi) -> bool:
@@ -206,14 +206,17 @@ class SnapshotTransfers:
             self._metrics.saves.labels(result="saved").inc()
 
     def _discard(self, part: str, result: str, reason: str, may_be_written: bool = False) -> None:
-        """Delete a file that is no snapshot; `may_be_written` when llama-server did not answer."""
+        """Delete a part file that does not become a snapshot.
+
+        `may_be_written`: llama-server did not answer the save, and may write the file later.
+        """
         self._repository.discard(part, may_be_written)
         self._metrics.saves.labels(result=result).inc()
         level = logging.INFO if result.startswith("skipped") else logging.WARNING
         _log.log(level, "a slot was not saved: %s", reason)
 
     def _give_up(self, snapshot: Snapshot, result: str, reason: str) -> None:
-        """Never try a snapshot again that a living llama-server did not restore."""
+        """Exclude a snapshot from later restores: llama-server runs, and did not restore it."""
         self._refused.add(snapshot.id)
         self._repository.end_restore(snapshot, useful=False)
         self._probe.behaviour.restore.record(snapshot.n_tokens, 0)

@@ -20,9 +20,8 @@ import pytest
 from model_mirror import Hub, serving
 
 from evoke_proxy.adapters.embedders import download
-from evoke_proxy.adapters.embedders.catalogue import PinnedEncoder, PinnedFile
+from evoke_proxy.adapters.embedders.catalogue import EncoderStore, PinnedEncoder, PinnedFile
 from evoke_proxy.adapters.embedders.download import fetch
-from evoke_proxy.adapters.embedders.store import EncoderStore
 from evoke_proxy.errors import DownloadError
 
 MODEL = bytes(range(256)) * 4000
@@ -172,7 +171,7 @@ def test_after_a_full_disk_the_next_call_continues_the_download(
         "import sys, resource; sys.path[:0] = sys.argv[3:]\n"
         "from test_download import ENCODER\n"
         "from evoke_proxy.adapters.embedders.download import fetch\n"
-        "from evoke_proxy.adapters.embedders.store import EncoderStore\n"
+        "from evoke_proxy.adapters.embedders.catalogue import EncoderStore\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))\n"
         "fetch(ENCODER, EncoderStore(sys.argv[1]), sys.argv[2])\n"
     )

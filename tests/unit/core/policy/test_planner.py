@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,31 +39,78 @@ def decide(view: PolicyView, query: str, config: PolicyConfig) -> Plan:
     return registry.decide(view, question, config)
 
 
+_TRAITS = {
+    "role": tuple(Role),
+    "aliases": ((), (), ("src/a.py",), ("src/a.py", "src/b.py")),
+    "pin_rank": range(1, 11),
+    "preferred": (False,) * 9 + (True,),
+    "cached_state": tuple(BlockState),
+    "tail_state": (BlockState.DROPPED, BlockState.DROPPED, BlockState.SAVED),
+    "end_state": (BlockState.RESIDENT, BlockState.RESIDENT_SAVED),
+}
+# One number for all traits of a block, and one for its words: a draw takes much longer than a plan.
+_TRAIT_SETS = math.prod(map(len, _TRAITS.values()))
+_BLOCKS = st.lists(
+    st.tuples(
+        st.integers(1, 64),
+        st.integers(0, _TRAIT_SETS - 1),
+        st.integers(0, (len(WORDS) + 1) ** 4 - 1),
+    ),
+    min_size=1,
+    max_size=24,
+)
+_STALE = st.sets(st.sampled_from(["old/1", "old/2"]))
+_PINS_IN_10 = st.sampled_from([0, 1, 7])
+_N_FREE = st.integers(0, 400) | st.just(1 << 20)
+_MAX_TOKENS = st.none() | st.integers(0, 2000)
+
+
+def _traits(number: int) -> dict[str, Any]:
+    chosen = {}
+    for name, choices in _TRAITS.items():
+        number, index = divmod(number, len(choices))
+        chosen[name] = choices[index]
+    return chosen
+
+
+def _words(number: int) -> str:
+    """Up to four words, one for each digit of the number that is not 0."""
+    words = []
+    for _ in range(4):
+        number, digit = divmod(number, len(WORDS) + 1)
+        words += [WORDS[digit - 1]] if digit else []
+    return " ".join(words)
+
+
 @st.composite
 def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
     """Views with blocks that tile a prompt, in any possible states, and any slot."""
-    lengths = draw(st.lists(st.integers(1, 64), min_size=1, max_size=24))
-    n_cached = draw(st.integers(0, len(lengths)))
-    pins_in_10 = draw(st.sampled_from([0, 1, 7]))
-    blocks, states, at = [], [], 0
-    for i, length in enumerate(lengths):
-        before_end = i < n_cached
-        state = draw(st.sampled_from(BlockState)) if before_end else _tail_state(draw)
-        blocks.append(_block(draw, i, Span(at, at + length), pins_in_10))
-        states.append(BlockState.SAVED if adopts and before_end else state)
+    drawn = draw(_BLOCKS)
+    n_cached = len(drawn) - draw(st.integers(0, len(drawn)))
+    pins_in_10 = draw(_PINS_IN_10)
+    blocks: list[Block] = []
+    states: list[BlockState] = []
+    at = 0
+    for i, (length, traits, words) in enumerate(drawn):
+        of_block = _traits(traits)
+        blocks.append(_block(i, Span(at, at + length), of_block, _words(words), pins_in_10))
+        if i >= n_cached:
+            states.append(of_block["tail_state"])
+        elif adopts:
+            states.append(BlockState.SAVED)
+        elif i == n_cached - 1:
+            states.append(of_block["end_state"])
+        else:
+            states.append(of_block["cached_state"])
         at += length
-    cached_end = sum(lengths[:n_cached])
-    if n_cached and not adopts:
-        states[n_cached - 1] = draw(
-            st.sampled_from([BlockState.RESIDENT, BlockState.RESIDENT_SAVED])
-        )
-    unaligned = draw(st.integers(0, 150)) if n_cached == len(lengths) and not adopts else 0
+    cached_end = sum(length for length, _, _ in drawn[:n_cached])
+    unaligned = draw(st.integers(0, 150)) if n_cached == len(drawn) and not adopts else 0
     rows = [b.span for b, s in zip(blocks, states, strict=True) if s.resident]
     rows += [Span(cached_end, cached_end + unaligned)]
     foreign_at = cached_end + unaligned + draw(st.integers(0, 3))
     foreign = draw(st.integers(0, 200))
     rows += [Span(foreign_at, foreign_at + foreign)]
-    shares = draw(st.none() | st.just(np.linspace(0.9, 0.1, len(blocks))))
+    shares = np.linspace(0.9, 0.1, len(blocks)) if draw(st.booleans()) else None
     return PolicyView(
         *view_columns(blocks, states),
         attention=shares,
@@ -69,20 +118,16 @@ def views(draw: st.DrawFn, adopts: bool = False) -> PolicyView:
         n_tokens=at + unaligned + draw(st.integers(1, 4)),
         n_past=0 if adopts else cached_end + unaligned,
         resident=merged(rows),
-        n_free=draw(st.integers(0, 400) | st.just(1 << 20)),
-        max_tokens=draw(st.none() | st.integers(0, 2000)),
+        n_free=draw(_N_FREE),
+        max_tokens=draw(_MAX_TOKENS),
         adopt_to=cached_end if adopts else 0,
-        stale=tuple(draw(st.sets(st.sampled_from(["old/1", "old/2"])))),
+        stale=tuple(draw(_STALE)),
         index=Index(),
     )
 
 
-def _tail_state(draw: st.DrawFn) -> BlockState:
-    return draw(st.sampled_from([BlockState.DROPPED, BlockState.DROPPED, BlockState.SAVED]))
-
-
-def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
-    role = draw(st.sampled_from(Role))
+def _block(number: int, span: Span, traits: dict[str, Any], text: str, pins_in_10: int) -> Block:
+    role = traits["role"]
     return Block(
         display_name=f"{role}:{number}#0",
         label=f"s/{span.start}-{span.end}",
@@ -90,10 +135,10 @@ def _block(draw: st.DrawFn, number: int, span: Span, pins_in_10: int) -> Block:
         role=role,
         turn=1,
         message=number // 2,
-        text=" ".join(draw(st.lists(st.sampled_from(WORDS), max_size=4))),
-        aliases=draw(st.sampled_from([(), (), ("src/a.py",), ("src/a.py", "src/b.py")])),
-        pinned=draw(st.integers(1, 10)) <= pins_in_10,
-        preferred=draw(st.integers(0, 9)) == 0,
+        text=text,
+        aliases=traits["aliases"],
+        pinned=traits["pin_rank"] <= pins_in_10,
+        preferred=traits["preferred"],
     )
 
 

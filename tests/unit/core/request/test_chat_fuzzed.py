@@ -20,7 +20,7 @@ from evoke_proxy.core.session.drift import drift, opening
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_checks import check_body
 from evoke_proxy.engine.parsing.body_parsing import parse_object
-from evoke_proxy.engine.parsing.normalizer import Normalizer
+from evoke_proxy.engine.parsing.parser import Normalizer
 from evoke_proxy.errors import RequestError
 
 DIALECTS = ("chat", "responses", "messages", "completions")

@@ -23,7 +23,7 @@ from evoke_proxy.core.request.normalise import (
     with_texts,
     without_billing,
 )
-from evoke_proxy.engine.parsing.normalizer import Normalizer
+from evoke_proxy.engine.parsing.parser import Normalizer
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.86.d24; cc_entrypoint=cli; cch=a5145;"
 
@@ -166,6 +166,14 @@ def test_dates_are_frozen_only_at_both_ends_of_a_long_system_prompt() -> None:
     assert clock.freeze(later, "t", 1.0, 2.0) == first
     another = prompt("Tuesday, 10:31", "2026-11-24", "2026-11-24")
     assert clock.freeze(another, "t", 1.0, 2.0) == another
+
+
+@pytest.mark.parametrize("word", ["now ", "time\t"])
+def test_a_line_is_searched_for_dates_in_linear_time(word: str) -> None:
+    line = word * 5000
+    start = time.thread_time()
+    assert not is_dated(line)
+    assert time.thread_time() - start < 0.05
 
 
 PROMPTS = {

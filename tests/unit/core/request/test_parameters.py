@@ -67,10 +67,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "optional_rules": {"grammar": "root ::= " + "x " * 70 + '\nx ::= "a"?'},
     "optional_parts_of_a_pattern": {"json_schema": {"pattern": "^(a?b?){0,125}$"}},
     "long_pattern": {"tools": [{"input_schema": {"pattern": "a" * 8193}}]},
-    "enum": {"json_schema": {"enum": list(range(1001))}},
+    "enum": {"json_schema": {"enum": list(range(1025))}},
     "enums": {"json_schema": {"allOf": [{"enum": list(range(900))}] * 5}},
-    "any_of": {"tools": [{"name": "x", "input_schema": {"anyOf": [{"type": "null"}] * 1001}}]},
-    "types": {"response_format": {"schema": {"type": ["string"] * 1001}}},
+    "any_of": {"tools": [{"name": "x", "input_schema": {"anyOf": [{"type": "null"}] * 1025}}]},
+    "types": {"response_format": {"schema": {"type": ["string"] * 1025}}},
     "pieces": {"content": "a" * 1_100_000, "with_pieces": True},
     "schema": {"json_schema": _properties(600)},
     "response_format": {
@@ -96,7 +96,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "tokens": {"prompt": list(range(100_000))},
     "grammar": {"grammar": 'root ::= ("a" | "(((" [((((] | ("b" # ((((\n))*' * 200},
     "words_of_a_grammar": {"grammar": "root ::= " + " | ".join(f'"w{i}"' for i in range(3000))},
-    "enum": {"json_schema": {"enum": list(range(1000))}},
+    "enum": {"json_schema": {"enum": list(range(1024))}},
     "property_called_pattern": {"json_schema": {"properties": {"pattern": {"type": "string"}}}},
     "pattern": {"json_schema": {"pattern": r"^\\d{4}-\\d{2}(-\\d{2}(T\\d+)?)?$"}},
     "tokens_of_a_long_text": {"content": "a" * 1_100_000},
@@ -133,7 +133,7 @@ def test_a_limit_of_0_grammar_bytes_refuses_all_grammars() -> None:
     "escaped", ('{"repeat\\u005flast_n": 2147483647}', '\ufeff{"repeat_last_n": 2147483647}')
 )
 def test_an_escaped_key_or_a_byte_order_mark_does_not_hide_a_parameter(escaped: str) -> None:
-    with pytest.raises(RequestError, match="limits.last_n"):
+    with pytest.raises(RequestError, match="repeat_last_n is 2147483647"):
         check_body(escaped.encode(), "", LIMITS)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict
 
-from evoke_proxy.config import MAX_HEADERS, MAX_LINE_BYTES
 from evoke_proxy.core.request.request_head import (
+    MAX_HEADERS,
+    MAX_LINE_BYTES,
     METHODS,
     check_head,
     check_headers,

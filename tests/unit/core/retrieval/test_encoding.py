@@ -36,8 +36,6 @@ def _prompts(**prompts: str) -> dict[str, Any]:
         # sentence-transformers writes this for a model without prompts.
         (CLS | _prompts(query="", document=""), {}, "cls", BGE_QUERY, ""),
         (CLS | {PROMPTS: {"__version__": {}}}, {}, "cls", BGE_QUERY, ""),
-        (MEAN, {"pooling": "cls"}, "cls", BGE_QUERY, ""),
-        (CLS, {"pooling": "mean"}, "mean", "", ""),
         (CLS | _prompts(query="q: ", document="d: "), {"query_instruction": "a: "}, "cls", "a: ",
          "d: "),
         (CLS | _prompts(query="q: ", document="d: "), {"document_instruction": ""}, "cls", "q: ",
@@ -59,25 +57,22 @@ def test_bge_small_needs_only_its_config_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "configured", "tokens"),
+    ("files", "tokens"),
     [
-        ({}, None, 512),
-        ({"config.json": {"max_position_embeddings": 514}}, None, 514),
+        ({}, 512),
+        ({"config.json": {"max_position_embeddings": 514}}, 514),
         ({"config.json": {"max_position_embeddings": 514},
-          "tokenizer_config.json": {"model_max_length": 512}}, None, 512),
+          "tokenizer_config.json": {"model_max_length": 512}}, 512),
         ({"sentence_bert_config.json": {"max_seq_length": 256},
-          "tokenizer_config.json": {"model_max_length": 512}}, None, 256),
-        ({"tokenizer_config.json": {"model_max_length": 10**30}}, None, 512),
-        ({"tokenizer_config.json": {"model_max_length": 1e30}}, None, 512),
-        ({"sentence_bert_config.json": {"max_seq_length": None}}, None, 512),
-        ({"sentence_bert_config.json": {"max_seq_length": 256}}, 300, 300),
-        ({"config.json": "not a mapping"}, None, 512),
+          "tokenizer_config.json": {"model_max_length": 512}}, 256),
+        ({"tokenizer_config.json": {"model_max_length": 10**30}}, 512),
+        ({"tokenizer_config.json": {"model_max_length": 1e30}}, 512),
+        ({"sentence_bert_config.json": {"max_seq_length": None}}, 512),
+        ({"config.json": "not a mapping"}, 512),
     ],
 )  # fmt: skip
-def test_the_maximum_length_is_the_smallest_stated_unless_configured(
-    files: dict[str, Any], configured: int | None, tokens: int
-) -> None:
-    assert recipe(files, EmbedderConfig(max_tokens=configured)).max_tokens == tokens
+def test_the_maximum_length_is_the_smallest_stated(files: dict[str, Any], tokens: int) -> None:
+    assert recipe(files, EmbedderConfig()).max_tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_the_maximum_length_is_the_smallest_stated_unless_configured(
         ({POOLING: {"pooling_mode_max_tokens": True}}, "needs pooling max_tokens; the proxy has"),
         ({POOLING: {"pooling_mode": "lasttoken"}}, "needs pooling lasttoken; the proxy has"),
         ({POOLING: {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}},
-         "needs pooling cls and mean; the proxy has cls or mean (embedder.pooling overrides"),
+         "needs pooling cls and mean; the proxy has cls or mean"),
         ({"modules.json": [{"type": "sentence_transformers.models.Transformer"},
                            {"type": "sentence_transformers.models.Dense"}]},
          "modules.json needs sentence_transformers.models.Dense after the encoder"),
@@ -97,11 +92,6 @@ def test_an_unsupported_pooling_or_module_is_refused(files: dict[str, Any], mess
     with pytest.raises(ConfigError) as refused:
         recipe(files, EmbedderConfig())
     assert message in str(refused.value)
-
-
-def test_the_configuration_overrides_an_unsupported_pooling() -> None:
-    files = {POOLING: {"pooling_mode_max_tokens": True}}
-    assert recipe(files, EmbedderConfig(pooling="mean")).pooling == "mean"
 
 
 def test_the_usual_modules_are_accepted() -> None:

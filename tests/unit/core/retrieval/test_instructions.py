@@ -1,14 +1,22 @@
-"""Recognising standing instructions, restrictions and requests for advice."""
+"""Recognizing standing instructions, circumstances and requests for advice."""
 
 from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
 
 import pytest
 
 from evoke_proxy.core.retrieval.instructions import (
     asks_for_advice,
-    is_restriction,
-    is_standing_instruction,
+    circumstance_points,
+    instruction_points,
 )
+from evoke_proxy.demo.session import NUMBER_ATTRIBUTES, WORD_ATTRIBUTES
+
+DATA = Path(__file__).parents[4] / "bench/data/mtrag_dialogs.json"
+DIALOGS = json.loads(DATA.read_text("utf-8"))["tuning"]
 
 
 @pytest.mark.parametrize(
@@ -24,10 +32,26 @@ from evoke_proxy.core.retrieval.instructions import (
         "In every reply, begin with a summary.",
         "Answer in German.",
         "Don't use any bullet points.",
+        "I'd like your explanations without technical terms.",
+        "Could you stay with Portuguese when we talk?",
+        "hey, short answers pls, i am on the train",
+        "Pounds and ounces mean nothing to me, use grams.",
+        "Treat me like a colleague.",
+        "If you don't know something, just say so instead of guessing.",
+        "No greetings, no apologies.",
+        "Sources for all claims, please.",
+        "We prefer American spelling.",
+        "Respond only with valid YAML.",
+        "I hate it when your replies are long.",
+        "When I paste code, just fix it.",
+        "Let's speak German.",
+        "Just the code, no explanations.",
+        "In every recipe use grams.",
+        "I'd like you to be stricter.",
     ],
 )
-def test_a_standing_instruction_is_recognised(text: str) -> None:
-    assert is_standing_instruction(text)
+def test_a_standing_instruction_is_recognized(text: str) -> None:
+    assert instruction_points(text) >= 2.0
 
 
 @pytest.mark.parametrize(
@@ -38,27 +62,83 @@ def test_a_standing_instruction_is_recognised(text: str) -> None:
         "My mother used to call me every Sunday.",
         "Every time I visit, they have moved the furniture.",
         "What is the answer in the book?",
+        "Tell me about the history of the bridge.",
+        "The parcel arrived yesterday with a broken lid.",
+        "Write a letter to my landlord about the boiler.",
+        "How do I write a summary of a book?",
+        "My lucky number is 73.",
+        "My account number is not 123.",
+        "The code of the door is 4711.",
+        "We paid forty euros for the train.",
+        "I always speak French with my mother.",
+        "He never answers my messages.",
+        "Every answer in the test was wrong.",
+        "I like long walks.",
+        "I need a table for two.",
+        "I want to know the price of each of them.",
+        "Remember my code, it is 4711.",
+        "Put leeks on the shopping list, please.",
+        "Show me another example.",
+        "How long does the course last? Answer in weeks.",
+        "Never been to Paris.",
         "always " * 400,
     ],
 )
-def test_a_remark_is_not_an_instruction(text: str) -> None:
-    assert not is_standing_instruction(text)
+def test_a_remark_is_no_instruction(text: str) -> None:
+    assert instruction_points(text) == 0.0
+
+
+def test_an_instruction_has_more_points_than_a_request() -> None:
+    request = instruction_points("Please keep it short.")
+    assert request < instruction_points("From now on, always answer in French.")
+
+
+def test_questions_of_people_are_no_instructions() -> None:
+    asked = [text for dialog in DIALOGS for text, _ in dialog]
+    found = [text for text in asked if instruction_points(text)]
+    assert len(asked) > 500 and len(found) <= 0.005 * len(asked)
+
+
+@pytest.mark.parametrize("attribute", [*NUMBER_ATTRIBUTES, *WORD_ATTRIBUTES])
+def test_a_fact_of_the_demo_is_no_instruction(attribute: str) -> None:
+    assert instruction_points(f"My {attribute} is 12345.") == 0.0
 
 
 @pytest.mark.parametrize(
     "text",
-    ["Our lease forbids dogs.", "I can't swim.", "My visa has expired.", "We only eat fish."],
+    [
+        "Our lease forbids dogs.",
+        "I really can't swim well.",
+        "My visa has expired.",
+        "We only eat fish.",
+        "My shoulder was operated on in May.",
+        "There is no lift in our house.",
+    ],
 )
-def test_a_short_statement_of_what_is_not_possible_is_a_restriction(text: str) -> None:
-    assert is_restriction(text)
-    assert not is_restriction(text + " And so on." * 30)
+def test_a_limit_has_more_points_than_a_plain_statement(text: str) -> None:
+    assert circumstance_points(text) > circumstance_points("She likes to visit the lake.")
+    assert circumstance_points(text + " And so on." * 30) == 0.0
 
 
-def test_a_plain_statement_is_not_a_restriction() -> None:
-    assert not is_restriction("We went to the lake with my sister.")
+@pytest.mark.parametrize("text", ["Can I swim in the lake?", "Which lake is the deepest?", "Fine."])
+def test_a_question_or_a_word_is_no_circumstance(text: str) -> None:
+    assert circumstance_points(text) == 0.0
 
 
-def test_a_question_with_a_modal_verb_asks_for_advice() -> None:
+@pytest.mark.parametrize(
+    "text", ["in " * 80, "please " * 57, "when i " * 34, ", : " * 60, "it's " * 48, "a. " * 80]
+)
+def test_the_time_for_a_hostile_text_is_short(text: str) -> None:
+    began = time.process_time()
+    for _ in range(10):
+        instruction_points(text)
+        circumstance_points(text)
+    assert time.process_time() - began < 0.1
+
+
+def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
     assert asks_for_advice("Could I adopt a kitten?")
     assert asks_for_advice("Which cake should we bake?")
+    assert asks_for_advice("Does a late dinner suit me?")
     assert not asks_for_advice("Where does my sister live?")
+    assert not asks_for_advice("Can you tell me where my sister lives?")

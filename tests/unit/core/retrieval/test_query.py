@@ -41,6 +41,16 @@ def test_the_number_and_length_of_clauses_are_limited(text: str) -> None:
     assert all(len(clause) <= 2 * 256 + 2 for clause in question.clauses)
 
 
+def test_messages_around_the_question_are_shortened() -> None:
+    """Every word of every clause is looked up, so that a long message would stall other clients."""
+    long = "word and " * 20_000
+    for question in (Query.of("And?", [long], [long]), request(("user", long), ("user", "And?"))):
+        assert len(question.clauses) > 1
+        assert all(len(clause) <= 2 * 256 + 2 for clause in question.clauses)
+    history = [("user", long), ("assistant", long), ("user", "And?")]
+    assert sum(map(len, request(*history).clauses)) < 2000
+
+
 def request(*turns: tuple[str, str]) -> Query:
     messages = [{"role": role, "content": text} for role, text in turns]
     return query_of(parse_chat("chat", {"messages": messages}))

@@ -111,6 +111,8 @@ def test_one_invisible_row_is_added_and_nothing_else_changes(
         file(*WINDOWED[3], version=4),
         file(*WINDOWED[4], version=3),
         file(*WINDOWED[3], version=5),
+        file(*WINDOWED[4], version=5),
+        file(*WINDOWED[3], version=2),
         file(*WINDOWED[3], checkpoints(b"state"), version=3),
         file(*WINDOWED[4], checkpoints(b"state") + b"x", version=4),
         file(*WINDOWED[4], checkpoints(b"state")[:-1], version=4),
@@ -120,7 +122,8 @@ def test_one_invisible_row_is_added_and_nothing_else_changes(
     ],
     ids=[
         *("no windows", "empty", "more", "less", "columns of nothing"),
-        *("version 4 without rotations", "version 3 with rotations", "version 5"),
+        *("version 4 without rotations", "version 3 with rotations"),
+        *("version 5 like 3", "version 5 like 4", "version 2"),
         *("version 3 with checkpoints", "more than checkpoints", "checkpoints that end early"),
         *("checkpoints of another version", "other", "nothing"),
     ],

@@ -11,7 +11,13 @@ import numpy as np
 from repository_fixtures import TOKENS, whole_files, write_state_file
 
 from evoke_proxy.adapters.snapshot_index import Record
-from evoke_proxy.config import Config, LimitsConfig, SnapshotsConfig, UpstreamConfig
+from evoke_proxy.config import (
+    Config,
+    LimitsConfig,
+    PolicyConfig,
+    SnapshotsConfig,
+    UpstreamConfig,
+)
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.engine.admin.admin import Admin
@@ -101,6 +107,20 @@ def test_deleting_a_session_does_not_stop_look_ahead_of_others(tmp_path: Path) -
             wiping = asyncio.get_running_loop().create_task(Admin(engine).wipe("nobody"))
             await asyncio.wait_for(wiping, 60)
             assert of_other.cancelled() and not ended.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_rows_at_a_server_that_does_not_answer_are_reported_as_left() -> None:
+    upstream = UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1)
+
+    async def scenario() -> None:
+        async with build_router(Config(upstream=upstream)) as engine:
+            conversation = engine.conversations.start(EMPTY, None, "")
+            conversation.budgeted.plan_ran(7, PolicyConfig(budget=512))
+            engine.server.slots.pool.record_move(conversation.id, 0)
+            result = await asyncio.wait_for(Admin(engine).delete(conversation.id), 60)
+            assert [line.partition(":")[0] for line in result["left"]] == ["rows in its slot"]
 
     asyncio.run(scenario())
 

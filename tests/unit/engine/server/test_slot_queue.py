@@ -26,7 +26,6 @@ from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.admin.admin import Admin
-from evoke_proxy.engine.admin.erasure import SessionEraser
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
@@ -313,6 +312,27 @@ def test_a_second_release_does_not_free_the_slot_of_the_next_lease() -> None:
         first.vacated()
         assert repr(queue.pool) == "<SlotPool [b*] queued=0>"
         second.release()
+
+    virtual_time.run(work())
+
+
+def test_a_lease_releases_the_slot_that_it_was_exchanged_for() -> None:
+    """llama-server may decode in another slot; a slot that is busy is not taken."""
+
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        queue.restart(2)
+        moving, other = await queue.acquire("a", ""), await queue.acquire("b", "")
+        assert not queue.exchange(moving, other.slot) and (moving.slot, other.slot) == (0, 1)
+        waiting = asyncio.get_running_loop().create_task(queue.acquire("c", ""))
+        await asyncio.sleep(0)
+        other.release()
+        await waiting
+        (third := waiting.result()).release()
+        assert third.slot == 1 and queue.exchange(moving, 1) and moving.slot == 1
+        assert repr(queue.pool) == "<SlotPool [- a*] queued=0>"
+        moving.release()
+        assert queue.pool.idle() and not any(map(queue.pool.is_locked, "abc"))
 
     virtual_time.run(work())
 
@@ -654,10 +674,14 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         (conversation,) = engine.conversations
         done: list[str] = []
 
+        async def list_copies(*_: object) -> dict[str, Any]:
+            return {}
+
         async def drop(*_: object) -> None:
             done.append("dropped")
 
-        monkeypatch.setattr(SessionEraser, "_drop_copies", drop)
+        monkeypatch.setattr(BlockApi, "slot", list_copies)
+        monkeypatch.setattr(BlockApi, "drop_copies", drop)
         engine.monitor.server = ServerInfo("", "", can_adopt=True)
         (await engine.server.slots.acquire(conversation.id, "")).release()
         lease = await engine.server.slots.acquire("other", "")
@@ -788,6 +812,15 @@ def test_many_sessions_of_one_tenant_do_not_displace_those_of_another() -> None:
         conversations.forget_surplus()
     assert [item for item in conversations if item.tenant == "quiet"] == mine
     assert len(conversations) == 8
+
+
+def test_several_sessions_over_the_limit_are_taken_from_the_tenant_that_then_has_most() -> None:
+    conversations = Conversations(PolicyConfig(), 6)
+    for tenant in ["loud"] * 10 + ["quiet"] * 4:
+        conversations.start(_prompt(), None, tenant)
+    assert len(conversations.forget_surplus()) == 8
+    left = [item.tenant for item in conversations]
+    assert (left.count("loud"), left.count("quiet")) == (3, 3)
 
 
 def test_a_stop_waits_for_a_running_copy() -> None:

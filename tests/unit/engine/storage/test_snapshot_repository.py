@@ -29,8 +29,8 @@ from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import STEP, USER
 from evoke_proxy.core.snapshots.snapshots import Snapshot
-from evoke_proxy.engine.storage.file_removal import FileRemover
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.storage.threads import FileRemover
 from evoke_proxy.engine.strategies.snapshots.transfers import _resolve
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from pathlib import Path
 
@@ -89,6 +90,27 @@ def test_deleting_reads_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert {own.session for own in await repository.record_owners()} == {"other"}
 
     asyncio.run(deleted())
+
+
+def test_the_free_space_of_a_disk_that_hangs_is_read_off_the_loop(tmp_path: Path) -> None:
+    readers: list[int] = []
+
+    async def used(repository: SnapshotRepository) -> None:
+        await repository.refresh()
+        await add_snapshot(repository)
+        repository.trim()
+        assert repository.has_room("t", 1.0)
+
+    with open_repository(tmp_path) as repository:
+        read = repository.files.free_bytes
+
+        def recorded() -> int:
+            readers.append(threading.get_ident())
+            return read()
+
+        repository.files.free_bytes = recorded  # type: ignore[method-assign]
+        asyncio.run(used(repository))
+    assert len(readers) >= 2 and threading.get_ident() not in readers
 
 
 def test_a_disk_that_refuses_changes_is_counted_and_logged_once(

@@ -10,10 +10,11 @@ import pytest
 from evoke_proxy.adapters.embedders.catalogue import (
     DEFAULT,
     ENCODERS,
+    EncoderStore,
+    default_directory,
     encoder_named,
     encoder_names,
 )
-from evoke_proxy.adapters.embedders.store import EncoderStore, default_directory
 
 
 def put(store: EncoderStore, name: str) -> Path:
