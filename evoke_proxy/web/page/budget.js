@@ -5,6 +5,11 @@ import { byId } from "./dom.js";
 // What the words of a field mean to the admin API.
 const WORDS = { auto: "auto", off: null, default: "default" };
 const EXAMPLE = "8192";
+let changes = 0;
+
+// How often this page has begun or finished setting a budget. Facts that were asked for at another count
+// may be from before the change.
+export const budgetChanges = () => changes;
 
 export function budgetText(budget) {
   return budget === null || budget === undefined ? "off" : String(budget);
@@ -38,7 +43,13 @@ export function budgetForm(form, send) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
-      await send(parsed(field.value, words));
+      const budget = parsed(field.value, words);
+      changes += 1;
+      try {
+        await send(budget);
+      } finally {
+        changes += 1;
+      }
       complain("");
     } catch (problem) {
       complain(problem.message);
@@ -46,10 +57,17 @@ export function budgetForm(form, send) {
   });
 }
 
-// Shows the budget that is in force, unless its user has typed something that is not set yet.
-export function showBudget(id, text) {
+// Shows the budget that is in force, unless its user has typed something that is not set yet, or a budget
+// was set since the facts were asked for at the count `asked` of changes. Text that its user has selected
+// to type over it stays selected.
+export function showBudget(id, text, asked) {
+  if (asked !== changes) return;
   const field = byId(id);
   const isEdited = field.dataset.current !== undefined && field.value !== field.dataset.current;
-  if (!isEdited || field.value === text) field.value = text;
+  const isSelected = document.activeElement === field && field.selectionEnd > field.selectionStart;
+  if (!isEdited && field.value !== text) {
+    field.value = text;
+    if (isSelected) field.select();
+  }
   field.dataset.current = text;
 }

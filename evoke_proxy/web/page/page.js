@@ -2,7 +2,7 @@
 // makes the page load its data again; everything it shows comes from the admin API.
 
 import { askAgain, call, download, follow, NoAnswer, NoToken } from "./api.js";
-import { budgetForm, budgetText, showBudget } from "./budget.js";
+import { budgetChanges, budgetForm, budgetText, showBudget } from "./budget.js";
 import { accounting, firstTokens } from "./charts.js";
 import { ago, byId, bytes, clock, el, number, plural } from "./dom.js";
 import { bar, blockMap, legend, STATES } from "./map.js";
@@ -73,10 +73,11 @@ async function refreshHead() {
 
 // After the sessions are loaded: their snapshots are counted.
 async function refreshTotals(status) {
+  const asked = budgetChanges();
   const facts = await call("GET", "overview");
   byId("totals").hidden = false;
   byId("totals").replaceChildren(...overview(facts, state.sessions));
-  showBudget("budget", budgetText(facts.budget));
+  showBudget("budget", budgetText(facts.budget), asked);
   problems(status, facts.problems);
 }
 
@@ -128,6 +129,7 @@ budgetForm(byId("default-budget"), async (budget) => {
 async function refreshSession() {
   const id = selectedId(), section = byId("session");
   if (!id) return blank(section, state.sessions.length ? "Select a session on the list." : firstSession(state.mode));
+  const asked = budgetChanges();
   let session;
   try {
     session = await call("GET", `sessions/${encodeURIComponent(id)}`);
@@ -146,7 +148,7 @@ async function refreshSession() {
       await refreshAll();
     });
   }
-  fill(session);
+  fill(session, asked);
 }
 
 function blank(section, text) {
@@ -177,13 +179,13 @@ function skeleton(id) {
   ];
 }
 
-function fill(session) {
+function fill(session, budgetsAsked) {
   byId("name").textContent = displayName(session);
   byId("about").textContent = about(session);
   byId("keep").textContent = session.pinned ? "Unpin" : "Pin";
   byId("keep").dataset.pinned = session.pinned;
   byId("own-budget").hidden = !session.live || !session.blocks.length;
-  showBudget("own", session.own_budget ? budgetText(session.limit) : "default");
+  showBudget("own", session.own_budget ? budgetText(session.limit) : "default", budgetsAsked);
   byId("where").replaceChildren(...(session.blocks.length ? [legend(session.totals), bar(session.totals)] : []));
   byId("mapped").hidden = !session.blocks.length;
   state.map.show(session.blocks);
