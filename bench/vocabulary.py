@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, Tokens
-from evoke_proxy.core.prompt.segment import GAP
+from evoke_proxy.core.prompt.segment import sentence_starts_in
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
@@ -102,7 +102,7 @@ class Renderer:
         if key not in self._rendered:
             head = f"<|im_start|>{message.role}\n"
             encoded = self._tokenizer.encode(f"{head}{message.text}<|im_end|>\n")
-            gaps = [m.end() + len(head) for m in GAP.finditer(message.text) if m.start() > 0]
+            gaps = [at + len(head) for at in sentence_starts_in(message.text)]
             ends = [end for _, end in encoded.offsets]
             starts = np.searchsorted(ends, gaps, "right").astype(np.int64)
             self._rendered[key] = np.array(encoded.ids, np.int32), starts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_steps import longest_step
 
 from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt import segment
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
-from evoke_proxy.core.prompt.segment import CutOptions, Draft, next_numbers
+from evoke_proxy.core.prompt.segment import CutOptions, Draft, next_numbers, sentence_starts_in
 from evoke_proxy.core.request.messages import Message, ToolCall
 
 
@@ -230,3 +232,30 @@ def test_a_long_name_is_truncated() -> None:
     messages = [Message(Role.TOOL, name="n" * 500)]
     [draft] = cut(10, [MessageSpan(0, Role.TOOL, Span(0, 10))], messages, 10)
     assert draft.display_name == "tool:" + "n" * 95 + "#0"
+
+
+# The rule of `sentence_starts_in` as one expression, which searches a text without gaps in one step.
+_GAP = re.compile(
+    r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
+    r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
+)
+
+
+@pytest.mark.parametrize("n_searched", [1, 2, 3, 8192])
+@given(text=st.text("ab.!;。！ \t\r\n\u00a0", max_size=16))  # noqa: RUF001
+def test_a_sentence_starts_behind_each_gap(text: str, n_searched: int) -> None:
+    expected = [gap.end() for gap in _GAP.finditer(text) if gap.start() > 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "_SEARCHED_CHARS", n_searched)
+        assert sentence_starts_in(text) == expected
+
+
+def test_other_threads_run_while_a_long_line_is_cut() -> None:
+    text = " ".join(["2026-11-21"] * 60_000)
+    n = len(text) // 4
+
+    def work() -> None:
+        cut(n, spans_of(n), [Message(Role.USER, text)], n, sentence_starts=[7])
+
+    # The shortest of several runs: in any one of them this thread may lack a processor.
+    assert min(longest_step(work) for _ in range(5)) < 0.02

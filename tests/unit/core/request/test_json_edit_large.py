@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
+from thread_steps import longest_step
 
 from evoke_proxy.core.request.json_edit import edit_top_level
 
@@ -19,40 +17,6 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "one string": lambda: _MESSAGE % (b"a" * (63 * _MIB)),
     "4,000 strings": lambda: b",".join([_MESSAGE % (b"a" * (63 * _MIB // 4000))] * 4000),
 }
-
-
-@pytest.fixture(autouse=True)
-def _short_interval() -> Iterator[None]:
-    """Sets the thread switch interval of the proxy."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(0.001)
-    yield
-    sys.setswitchinterval(before)
-
-
-def longest_step(work: Callable[[], object]) -> float:
-    """The longest CPU time of `work` in another thread while this one cannot run, in seconds."""
-    may_begin, over = threading.Event(), threading.Event()
-
-    def run() -> None:
-        may_begin.wait()
-        work()
-        over.set()
-        may_end.wait()
-
-    may_end = threading.Event()
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    longest, before = 0.0, time.clock_gettime(clock)
-    may_begin.set()
-    while not over.is_set():
-        now = time.clock_gettime(clock)
-        longest, before = max(longest, now - before), now
-    may_end.set()
-    thread.join()
-    return longest
 
 
 @pytest.mark.parametrize("name", BODIES)
