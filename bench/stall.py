@@ -49,6 +49,7 @@ _RECORDED_TOKENS = 8192
 _BYTES_A_TOKEN = 4
 _PAGES = 20
 _PIPELINES = 400
+_PIPELINED = 800
 _PAGE_S = 0.15
 _OTHER = {"Authorization": "Bearer another-tenant"}
 _COLUMNS = (
@@ -294,19 +295,23 @@ def _scrapes(stage: Stage) -> None:
 
 def _pipelining(stage: Stage) -> None:
     """400 connections that send requests without reading the answers to those before."""
-    piece = b"GET /evoke/sessions/none HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 50
+    request = b"GET /evoke/sessions/none HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     selector = selectors.DefaultSelector()
     for _ in range(max(2, stage.size(_PIPELINES))):
         connection = socket.create_connection(("127.0.0.1", stage.port), timeout=_TIMEOUT_S)
         connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, [0])
     while stage.repeats():
         for key, events in selector.select(1.0):
+            n_unanswered: list[int] = key.data
             with contextlib.suppress(BlockingIOError):
                 if events & selectors.EVENT_READ:
-                    key.fileobj.recv(65536)  # type: ignore[union-attr]
-                if events & selectors.EVENT_WRITE:
-                    key.fileobj.send(piece)  # type: ignore[union-attr]
+                    received = key.fileobj.recv(65536)  # type: ignore[union-attr]
+                    n_unanswered[0] -= received.count(b"HTTP/1.1 ")
+                # A connection with more bytes of further requests than the proxy keeps is closed.
+                if events & selectors.EVENT_WRITE and n_unanswered[0] < _PIPELINED - 50:
+                    key.fileobj.send(50 * request)  # type: ignore[union-attr]
+                    n_unanswered[0] += 50
     for key in list(selector.get_map().values()):
         key.fileobj.close()  # type: ignore[union-attr]
 

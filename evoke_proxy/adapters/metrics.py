@@ -249,10 +249,10 @@ class Metrics:
         )
         self.clients_dropped = self._counter(
             "evoke_clients_dropped",
-            "Disconnected clients: too slow, or above the limit on connections.",
+            "Disconnected clients: too slow, too many connections or pipelined requests.",
             "reason",
         )
-        for reason in ("slow_body", "slow_reader", "connections"):
+        for reason in ("slow_body", "slow_reader", "connections", "pipelining"):
             self.clients_dropped.labels(reason=reason)
         self.budget_in_force = self._gauge(
             "evoke_budget_in_force",

@@ -58,6 +58,7 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app.add_routes(routes)
     app.on_response_prepare.append(relay.remove_added_headers)
     app.on_response_prepare.append(logs.add_request_id)
+    app.on_response_prepare.append(connections.announce_close)
     return app
 
 

@@ -25,6 +25,8 @@ _SEPARATOR = len(": ")
 # Requests that are parsed and kept per connection while an earlier one runs. With aiohttp's 32 the
 # first data of 400 connections is parsed for 0.1 s without a pause.
 web_protocol.MAX_MSG_QUEUE_SIZE = 2
+# Bytes that a connection keeps of requests behind those; with more it is closed after an answer.
+_MAX_UNPARSED_BYTES = 65536
 # The prefix length of an IPv6 network that belongs to one client.
 _V6_PREFIX = 64
 
@@ -54,6 +56,14 @@ async def ignore_expect(_: web.Request) -> None:
     """Leave the header Expect to `answer_expect`, whose errors are answered like all others."""
 
 
+async def announce_close(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler that adds `Connection: close` to the last answer of a connection."""
+    connection = request.protocol
+    if isinstance(connection, ClientConnection) and connection.is_closing:
+        response.force_close()
+        response.headers["Connection"] = "close"
+
+
 def peer_of(transport: asyncio.BaseTransport) -> str:
     """The IPv4 address, or the IPv6 network, of the client; empty when there is none."""
     peer = transport.get_extra_info("peername")
@@ -72,21 +82,32 @@ class ClientConnection(RequestHandler):
     It is closed when the client does not read written bytes within `limits.idle_timeout_s`. The
     limit also applies to errors, to what aiohttp itself writes, and while the connection is
     closing. A request that cannot be parsed is answered with an error in the format of its path.
+
+    The socket is read while a request is answered, so that a disconnected client is noticed at
+    once. What the client sends meanwhile is kept for later, up to a limit.
     """
 
     def __init__(self, manager: web.Server, limits: LimitsConfig, metrics: Metrics, **options: Any):
         super().__init__(manager, **options)
         self._limits = limits
         self._dropped = metrics.clients_dropped.labels(reason="slow_reader")
+        self._dropped_pipelines = metrics.clients_dropped.labels(reason="pipelining")
         self._socket: asyncio.Transport | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
+        # Bytes that are parsed later, while aiohttp has paused reading; None when it has not.
+        self._unparsed: bytearray | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether the connection is open and has no request."""
         is_open = self._socket is not None and not self._socket.is_closing()
         return is_open and self._current_request is None and not self._messages
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the connection is closed after the answer to the current request."""
+        return self._close
 
     @property
     def peer(self) -> str:
@@ -108,6 +129,7 @@ class ClientConnection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_timer()
         self._socket = None
+        self._unparsed = None
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -121,6 +143,50 @@ class ClientConnection(RequestHandler):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if self._unparsed is None or not data:
+            self._parse(data)
+        elif self._close or self._force_close:
+            self._unparsed.clear()
+        elif self._is_receiving_body:
+            self._unparsed += data
+            super()._pause_transport_reading()
+        elif len(self._unparsed) + len(data) <= _MAX_UNPARSED_BYTES:
+            self._unparsed += data
+        else:
+            self._unparsed.clear()
+            self._dropped_pipelines.inc()
+            self.close()  # after the answer to the current request
+
+    @property
+    def _is_receiving_body(self) -> bool:
+        """Whether the current request, or else the next, has not arrived completely."""
+        if self._current_request is not None:
+            return not self._current_request.content.is_eof()
+        return bool(self._messages) and not self._messages[0][1].is_eof()
+
+    def _pause_transport_reading(self) -> None:
+        """Stop to parse; stop to read only while the body of the current request arrives."""
+        if self._is_receiving_body:
+            super()._pause_transport_reading()
+        elif self._unparsed is None:
+            self._unparsed = bytearray()
+
+    def _resume_transport_reading(self) -> None:
+        if self._unparsed is None:
+            super()._resume_transport_reading()
+        else:  # later: aiohttp may call this while it parses
+            self._loop.call_soon(self._parse_kept)
+
+    def _parse_kept(self) -> None:
+        if self._unparsed is None or self._reading_paused or self._buffer_paused:
+            return
+        unparsed, self._unparsed = self._unparsed, None
+        if unparsed:
+            self._parse(bytes(unparsed))
+        if not (self._reading_paused or self._buffer_paused):
+            super()._resume_transport_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._current_request is None and not self._messages:
             started = _REQUEST_LINE.match(data)
             if started:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -147,6 +148,38 @@ def test_abandoned_answers_in_both_slots_do_not_delay_another_tenant(tmp_path: P
             answer = _chat(running.port, "quiet", "Hello.")
             assert answer.status == 200 and time.monotonic() - abandoned_at < 2.0
             running.wait_until_idle()
+
+
+@pytest.mark.parametrize("kind", ["patched", "stock"])
+def test_a_slot_is_released_whatever_its_client_sends_before_it_disconnects(kind: str) -> None:
+    """The answers are not streamed, so that no write to the client fails."""
+    more = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    upload = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 4000000\r\n\r\n"
+    binary = server_binary(patched=kind == "patched")
+    with llama_server(binary, "-np", "1", "--slots") as port, proxy(port) as running:
+
+        def is_busy() -> bool:
+            return bool(json.loads(ask(port, "GET", "/slots").body)[0]["is_processing"])
+
+        for ahead in (b"", more, 2 * more, 32 * more, upload + bytes(3_000_000)):
+            messages = [{"role": "user", "content": "Go on for ever."}]
+            body = {"messages": messages, "max_tokens": ENDLESS, "ignore_eos": True}
+            content = json.dumps(body).encode()
+            with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
+                client.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+                    % (len(content), content)
+                )
+                until(is_busy, "the answer has begun")
+                client.sendall(ahead)
+                time.sleep(0.2)
+                assert is_busy()
+            # A stock server looks for disconnected clients when no request has come for a second.
+            time.sleep(1.25)
+            if is_busy():
+                time.sleep(1.25)
+                assert not is_busy(), f"with {len(ahead)} bytes behind the request"
 
 
 @contextmanager
