@@ -9,13 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fake_upstream import Exchange, fake_upstream, response
-from harness import ask, proxy, until
-
-from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
+from harness import ask, until
+from tenant_keys import KEYS, LOUD_AND_QUIET, proxy_with_keys
 
 N_SLOTS, N_LOUD = 2, 16
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in ("loud", "quiet")}
 
 
 def _chat(port: int, name: str) -> int:
@@ -41,11 +38,12 @@ def test_tenants_take_turns_at_a_server_without_a_cache_to_manage(tmp_path: Path
             running_now[0] -= 1
         await exchange.send(response(b"{}", b"application/json"))
 
-    write_secret(tmp_path / "keys", "\n".join(line_of(Caller(n, n), k) for n, k in KEYS.items()))
     with fake_upstream(answer) as fake:
         fake.props = b'{"total_slots":%d}' % N_SLOTS
-        settings = {"security__keys_file": str(tmp_path / "keys")}
-        with proxy(fake.port, **settings) as running, ThreadPoolExecutor(N_LOUD + 1) as pool:
+        with (
+            proxy_with_keys(fake.port, tmp_path, LOUD_AND_QUIET) as running,
+            ThreadPoolExecutor(N_LOUD + 1) as pool,
+        ):
             loud = [pool.submit(_chat, running.port, "loud") for _ in range(N_LOUD)]
             until(lambda: len(arrived) == N_SLOTS, "the slots are taken")
             slots = running.servers[0].slots.pool

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from harness import (
     unused_port,
 )
 from tap import tap
+from tenant_keys import KEYS, proxy_with_keys, write_keys
 
-from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.server.reply import ReplyReader
 from evoke_proxy.errors import Forbidden
@@ -37,19 +36,10 @@ from evoke_proxy.web.operator_access import OperatorAccess
 JSON = {"Content-Type": "application/json"}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello there."}], "max_tokens": 4}
 ENDLESS = CHAT | {"max_tokens": 7000, "ignore_eos": True, "stream": True}
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in ("alice", "bob")}
 
 
 def _bearer(name: str) -> dict[str, str]:
     return {**JSON, "Authorization": f"Bearer {KEYS[name]}", "X-Conversation-Id": "the same"}
-
-
-@contextmanager
-def _keyed(port: int, folder: Path) -> Iterator[RunningProxy]:
-    lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
-    write_secret(folder / "keys", "\n".join(lines))
-    with proxy(port, security__keys_file=str(folder / "keys")) as running:
-        yield running
 
 
 def _begin(port: int, name: str) -> socket.socket:
@@ -84,7 +74,7 @@ def test_tenants_with_the_same_conversation_id_do_not_end_each_others_streams(
     with ExitStack() as stack:
         binary = server_binary(patched=False)
         port = stack.enter_context(llama_server(binary, "-np", "2", "--slots"))
-        running = stack.enter_context(_keyed(port, tmp_path))
+        running = stack.enter_context(proxy_with_keys(port, tmp_path))
         alice = _begin(running.port, "alice")
         body = json.dumps(CHAT).encode()
         answer = ask(running.port, "POST", "/v1/chat/completions", body, _bearer("bob"))
@@ -98,7 +88,7 @@ def test_tenants_with_the_same_conversation_id_do_not_end_each_others_streams(
 
 
 def test_only_the_headers_that_llama_server_reads_are_forwarded_with_keys(tmp_path: Path) -> None:
-    with fake_upstream(answer_ok) as fake, _keyed(fake.port, tmp_path) as running:
+    with fake_upstream(answer_ok) as fake, proxy_with_keys(fake.port, tmp_path) as running:
         extra = {"X-Anything": "1", "Cookie": "a=b", "X-Evoke-Session": "s", "User-Agent": "tests"}
         for path in ("/v1/chat/completions", "/tokenize"):
             body = json.dumps(CHAT).encode()
@@ -228,7 +218,7 @@ def test_a_client_that_reads_no_answers_is_disconnected(
 ) -> None:
     settings: dict[str, Any] = {"limits__idle_timeout_s": 0.5, "limits__connections": 1}
     if with_keys:
-        write_secret(tmp_path / "keys", line_of(Caller("alice", "alice"), KEYS["alice"]))
+        write_keys(tmp_path / "keys")
         settings["security__keys_file"] = str(tmp_path / "keys")
     request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode() * 200
     with proxy(echo.port, **settings) as running:

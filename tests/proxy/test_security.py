@@ -15,24 +15,23 @@ import fake_upstream as fake_upstream_module
 import pytest
 from fake_upstream import Exchange, FakeUpstream, answer_ok, chunked, fake_upstream, response
 from harness import TIMEOUT_S, RunningProxy, ask, proxy, until
+from tenant_keys import KEYS, write_keys
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import load
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.web.client_access import Access
 
 JSON = {"Content-Type": "application/json"}
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
-ALICE, BOB = key_of(b"a" * 32), key_of(b"b" * 32)
+ALICE, BOB = KEYS["alice"], KEYS["bob"]
 UPSTREAM_KEY = "upstream-key-of-the-proxy"
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secrets") / "keys"
-    tenants = (("alice", ALICE), ("bob", BOB))
-    write_secret(path, "".join(line_of(Caller(name, name), key) + "\n" for name, key in tenants))
+    write_keys(path)
     return path
 
 
@@ -90,11 +89,11 @@ def test_no_key_is_forwarded_without_an_upstream_key(echo: FakeUpstream, keys: P
 
 def test_a_removed_key_is_refused_at_once(echo: FakeUpstream, tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+    write_keys(path, ["alice"])
     with proxy(echo.port, security__keys_file=str(path)) as running:
         request = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
         assert ask(running.port, *request).status == 200
-        write_secret(path, line_of(Caller("bob", "bob"), BOB))
+        write_keys(path, ["bob"])
         assert ask(running.port, *request).status == 401
 
 
@@ -102,14 +101,14 @@ def test_a_deleted_key_file_refuses_all_keys_and_a_damaged_one_changes_nothing(
     echo: FakeUpstream, tmp_path: Path
 ) -> None:
     path = tmp_path / "keys"
-    write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+    write_keys(path, ["alice"])
     with proxy(echo.port, security__keys_file=str(path)) as running:
         request = ("POST", "/v1/chat/completions", CHAT, _bearer(ALICE))
         write_secret(path, "nonsense")
         assert ask(running.port, *request).status == 200
         path.unlink()
         assert ask(running.port, *request).status == 401
-        write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+        write_keys(path, ["alice"])
         assert ask(running.port, *request).status == 200
 
 

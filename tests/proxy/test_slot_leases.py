@@ -26,15 +26,12 @@ from harness import (
     until,
 )
 from stock_deployment import Deployment
+from tenant_keys import KEYS, LOUD_AND_QUIET, proxy_with_keys
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.transport import Reply
-from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 
 JSON = {"Content-Type": "application/json"}
-TENANTS = ("loud", "quiet")
-KEYS = {name: key_of(name.encode().ljust(32, b".")) for name in TENANTS}
 # Invalid values of `usage.input_tokens_details`.
 INVALID_DETAILS: list[Any] = [
     [1],
@@ -44,14 +41,6 @@ INVALID_DETAILS: list[Any] = [
     {"cached_tokens": [[{}]]},
     {"cached_tokens": -1},
 ]
-
-
-@contextmanager
-def _keyed(port: int, folder: Path, **settings: object) -> Iterator[RunningProxy]:
-    lines = [line_of(Caller(name, name), key) for name, key in KEYS.items()]
-    write_secret(folder / "keys", "\n".join(lines))
-    with proxy(port, security__keys_file=str(folder / "keys"), **settings) as running:
-        yield running
 
 
 def _chat(port: int, name: str, text: str, path: str = "/v1/chat/completions") -> Answer:
@@ -124,7 +113,7 @@ def test_the_only_slot_is_released_after_answers_with_invalid_usage(
 def test_abandoned_answers_in_both_slots_do_not_delay_another_tenant(tmp_path: Path) -> None:
     with (
         llama_server(server_binary(patched=True), "-np", "2", "--evoke-ram", "64") as port,
-        _keyed(port, tmp_path) as running,
+        proxy_with_keys(port, tmp_path, LOUD_AND_QUIET) as running,
     ):
         assert _chat(running.port, "quiet", "Hello.").status == 200  # warm up
         for path in ("/v1/chat/completions", "/completion"):
@@ -204,7 +193,7 @@ def test_a_tenant_with_32_retrying_connections_does_not_block_another(
     patched_port: int, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"limits__queue": 8, "limits__queue_timeout_s": 60}
-    with _keyed(patched_port, tmp_path, **settings) as running:
+    with proxy_with_keys(patched_port, tmp_path, LOUD_AND_QUIET, **settings) as running:
         stop, refused = threading.Event(), list[Answer]()
 
         def retry(number: int) -> None:

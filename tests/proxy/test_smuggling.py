@@ -29,12 +29,10 @@ from smuggled_requests import (
     unparsable_heads,
 )
 from tap import tap
-
-from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
+from tenant_keys import KEYS, write_keys
 
 JSON = {"Content-Type": "application/json"}
-ALICE = key_of(b"a" * 32)
+ALICE = KEYS["alice"]
 UPSTREAM_KEY = "key-that-only-the-proxy-has"
 
 
@@ -47,7 +45,7 @@ def attacked(
     if has_key := request.param == "with --api-key":
         options += ["--api-key", UPSTREAM_KEY]
         path = tmp_path_factory.mktemp("secrets") / "keys"
-        write_secret(path, line_of(Caller("alice", "alice"), ALICE))
+        write_keys(path, ["alice"])
         settings = {"security__keys_file": str(path), "upstream__api_key": UPSTREAM_KEY}
     with ExitStack() as stack:
         port = stack.enter_context(llama_server(server_binary(patched=False), *options))

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness import RunningProxy, ask
 from stock_deployment import Deployment
-from tenant_keys import KEYS, NUMBERS, proxy_with_keys
+from tenant_keys import KEYS, TENANTS, proxy_with_keys
 
 from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.config import SnapshotsConfig
@@ -17,6 +17,8 @@ from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 BUDGET = 256
+# The fact that each tenant states.
+NUMBERS = dict(zip(TENANTS, ("20011", "48579"), strict=True))
 
 
 def _turns(name: str) -> list[str]:
