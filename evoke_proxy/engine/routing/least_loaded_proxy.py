@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.engine.routing.health_monitor import HealthMonitor
+from evoke_proxy.engine.routing.server_choice import ServerChoice
 from evoke_proxy.errors import RequestError, UpstreamError
 
 # In a request: the name of the server to use; in a reply: the name of the server that answered.
@@ -24,21 +25,11 @@ Opening: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
 class LeastLoadedProxy:
-    """Opens requests at a server of a pool, and at another one when a connection is refused.
+    """Opens requests at a server of a pool, and at another one when a connection is refused."""
 
-    `choose` returns the index of a server, `fail_over` that of another one after a failure. Both
-    raise NoServer when no server takes requests.
-    """
-
-    def __init__(
-        self,
-        servers: HealthMonitor,
-        choose: Callable[[], int],
-        fail_over: Callable[[int, dict[int, int], UpstreamError], int],
-    ) -> None:
+    def __init__(self, servers: HealthMonitor, choice: ServerChoice) -> None:
         self._servers = servers
-        self._choose = choose
-        self._fail_over = fail_over
+        self._choice = choice
 
     @asynccontextmanager
     async def open(
@@ -83,7 +74,7 @@ class LeastLoadedProxy:
 
         A repeatable request goes to another server when a server still loads its model.
         """
-        at, tried = self._choose(), dict[int, int]()
+        at, tried = self._choice.choose(), dict[int, int]()
         while True:
             client = self._servers[at].upstream
             if is_repeatable:
@@ -93,7 +84,7 @@ class LeastLoadedProxy:
             except UpstreamError as error:
                 if error.reached:
                     raise
-                at = self._fail_over(at, tried, error)
+                at = self._choice.fail_over(at, tried, error)
 
     @asynccontextmanager
     async def _tracked(self, at: int, opening: Opening) -> AsyncIterator[Reply]:

@@ -20,8 +20,9 @@ from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER, LeastLo
 from evoke_proxy.engine.routing.migration import migrate_conversation
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.routing.served_model import ServedModel
+from evoke_proxy.engine.routing.server_choice import ServerChoice
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.errors import NoServer, UpstreamError, UpstreamUnavailable
+from evoke_proxy.errors import UpstreamError, UpstreamUnavailable
 
 # The status of a llama-server that still loads its model.
 _STATUS_LOADING = 503
@@ -63,6 +64,8 @@ class PoolGateway:
 
     Attributes:
         servers: the servers by their index in the configuration.
+        pool: the same, as operators see it.
+        choice: chooses the server of a request.
     """
 
     def __init__(self, config: Config, shared: Shared, routers: Mapping[str, ModelRouter]) -> None:
@@ -72,11 +75,10 @@ class PoolGateway:
         self.servers = HealthMonitor(routers, config.pool, self.metrics, self.feed)
         self.pool = self.servers
         self.clients = {name: router.upstream for name, router in routers.items()}
-        self.upstream = LeastLoadedProxy(
-            self.servers, lambda: self._choose(None, {}), self._fail_over
-        )
         limit = _ROUTES_PER_CONVERSATION * config.limits.sessions
         self._affinity = Affinity(len(routers), limit)
+        self.choice = ServerChoice(self.servers, self._affinity)
+        self.upstream = LeastLoadedProxy(self.servers, self.choice)
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> PoolGateway:
@@ -119,7 +121,7 @@ class PoolGateway:
         origin = await run_off_loop(request.body, Origin.of, request)
         tried = dict[int, int]()
         route = self._find_route(origin)
-        at, has_broken_connection = self._choose(route, tried), False
+        at, has_broken_connection = self.choice.choose(route, tried), False
         async with AsyncExitStack() as stack:
             while True:
                 route = await self._route_to(route, at)
@@ -132,7 +134,7 @@ class PoolGateway:
                     if error.reached and (has_broken_connection or not may_have_crashed):
                         raise
                     has_broken_connection |= error.reached
-                    at = self._fail_over(at, tried, error)
+                    at = self.choice.fail_over(at, tried, error)
                     trace.begin_attempt()
             yield exchange
             self.servers.pool.request_served(at)
@@ -205,27 +207,6 @@ class PoolGateway:
                     with self._tracked(route, origin):  # recorded even if the request is refused
                         return route
         return None
-
-    def _choose(self, route: Route | None, tried: Mapping[int, int]) -> int:
-        """The index of the server for a request; NoServer when none takes requests.
-
-        `tried` maps each server that failed to the number of times its breaker had opened then.
-        """
-        home = route.server if route is not None else None
-        at = self.servers.pool.choose(home, self._affinity.bound, tried)
-        if at is None:
-            wait_s = self.servers.pool.retry_after(asyncio.get_running_loop().time())
-            failed = f", {len(tried)} failed just now" if tried else ""
-            raise NoServer(f"{self.servers.described()}{failed}; try again later", wait_s)
-        return at
-
-    def _fail_over(self, at: int, tried: dict[int, int], error: UpstreamError) -> int:
-        """Report the failure of a server, and choose another one; NoServer when none is left."""
-        tried[at] = self.servers.pool.members[at].breaker.openings
-        self.servers.report_failure(error)
-        other = self._choose(None, tried)
-        self.servers.count_failover(at, error)
-        return other
 
     async def _route_to(self, route: Route | None, at: int) -> Route:
         """The route of a conversation to the server `at`; moves the conversation if needed."""

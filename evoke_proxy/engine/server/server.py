@@ -92,12 +92,13 @@ class Server:
         AWAITED.set(trace.waits)
         calls = self.resources.calls.as_caller(request.headers)
         await self.monitor.ensure_current(calls.client)
+        selected = self.strategy  # another instance may answer before the turn ends
         strategy: CacheStrategy = self.strategies.passthrough
         scope = TurnScope(request, trace, self.slots, self.resources.metrics, calls)
         reply = ReplyReader(trace)
         try:
             if isinstance(request, ParsedChat):
-                strategy = self.strategy
+                strategy = selected
                 turn = await strategy.prepare(request, scope)
             else:
                 turn = await self.strategies.passthrough.prepare(request, scope)
@@ -113,7 +114,7 @@ class Server:
                     observe=reply.feed,
                     headers=dict(turn.response_headers),
                     usage_extra=turn.usage_extra,
-                    edit_error=self.strategy.edit_error,
+                    edit_error=selected.edit_error,
                     session=turn.remembered.id if turn.remembered is not None else None,
                 )
         except UpstreamError as error:

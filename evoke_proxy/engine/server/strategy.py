@@ -5,6 +5,7 @@ The strategies themselves are in engine/strategies.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class ServerResources:
     is_stopping: Callable[[], bool]
 
 
-class CacheStrategy:
+class CacheStrategy(ABC):
     """Decides how requests use llama-server's cache: with a budget, with snapshots, or unmanaged.
 
     A server has one object of each strategy, and selects one for each request. A running turn is
@@ -68,6 +69,7 @@ class CacheStrategy:
         """Edits the body of an error reply; None: errors are relayed as they are."""
         return None
 
+    @abstractmethod
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """Lease a slot and bring its cache into the state that the request needs.
 
@@ -75,7 +77,6 @@ class CacheStrategy:
         each step that may fail. Raises RequestError and CapacityError. Other failures are counted
         here, and the turn is forwarded without a plan.
         """
-        raise NotImplementedError
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Whether the slots of a turn may not be released before `drain` has returned."""
@@ -147,9 +148,9 @@ class CacheStrategy:
 class AnyBodyStrategy(CacheStrategy):
     """A strategy that also serves requests whose body cannot be read."""
 
+    @abstractmethod
     async def prepare(self, request: ParsedRequest, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

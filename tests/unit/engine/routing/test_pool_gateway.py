@@ -245,9 +245,11 @@ def test_a_request_fails_over_until_no_server_is_left() -> None:
         _set_healthy(gateway, 0, 1)
         refused = UpstreamUnavailable("no", "http://one:1", reached=False)
         tried: dict[int, int] = {}
-        assert gateway._fail_over(0, tried, refused) == 1
+        assert gateway.choice.fail_over(0, tried, refused) == 1
         with pytest.raises(NoServer) as none:
-            gateway._fail_over(1, tried, UpstreamUnavailable("no", "http://two:2", reached=False))
+            gateway.choice.fail_over(
+                1, tried, UpstreamUnavailable("no", "http://two:2", reached=False)
+            )
         assert none.value.retry_after >= 1 and none.value.status == 503
         assert "2 failed just now" in str(none.value)
         sample = gateway.metrics.registry.get_sample_value
