@@ -88,10 +88,14 @@ def tools() -> list[Json]:
             "function": {
                 "name": name,
                 "description": about,
-                "parameters": {"type": "object", "properties": given, "required": list(given)},
+                "parameters": {
+                    "type": "object",
+                    "properties": properties,
+                    "required": list(properties),
+                },
             },
         }
-        for name, (about, given) in descriptions.items()
+        for name, (about, properties) in descriptions.items()
     ]
 
 
@@ -204,11 +208,11 @@ class Session:
             self.read.setdefault(step.path, []).append(len(self.messages) - 1)
 
     def _body(self) -> Json:
-        given = {"messages": self.messages, "tools": tools(), "max_tokens": ANSWER_TOKENS}
-        given |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+        body = {"messages": self.messages, "tools": tools(), "max_tokens": ANSWER_TOKENS}
+        body |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
         if self.arm == "no_eviction":
-            return given | {"evoke_policy": self.arm}
-        return given | {"evoke_policy": self.arm, "evoke_budget": self.budget}
+            return body | {"evoke_policy": self.arm}
+        return body | {"evoke_policy": self.arm, "evoke_budget": self.budget}
 
     def _turn(self, kind: str, read_messages: Sequence[int] = ()) -> Json:
         reply = chat(self.front, self._body(), {"X-Evoke-Session": f"agent-{self.arm}"})
@@ -222,8 +226,8 @@ class Session:
             now = saved_rows(self.upstream, self.folder)
             back = self.witness.look(now, kept, turn["n_prompt"])
             if read_messages:
-                given = self._body().items()
-                plain = {key: value for key, value in given if not key.startswith("evoke")}
+                body = self._body().items()
+                plain = {key: value for key, value in body if not key.startswith("evoke")}
                 turn |= file_row_counts(positions(self.upstream, plain, read_messages), now, back)
         return turn
 

@@ -57,8 +57,8 @@ def _process_of(port: int) -> int:
     """Return the process ID of the child that listens on this port."""
     for path in Path("/proc/self/task").glob("*/children"):
         for pid in path.read_text(encoding="ascii").split():
-            given = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if f"127.0.0.1:{port}".encode() in given and b"serve" in given:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if f"127.0.0.1:{port}".encode() in arguments and b"serve" in arguments:
                 return int(pid)
     raise RuntimeError("the proxy's process is not among our children")
 

@@ -116,8 +116,8 @@ def directly(sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
 def _row(what: str, tokens: int, times: Sequence[float]) -> dict[str, Any]:
     middle = statistics.median(times)
     p95 = statistics.quantiles(times, n=20)[-1]
-    given = {"median_ms": middle, "p95_ms": p95, "min_ms": min(times), "max_ms": max(times)}
-    return {"what": what, "tokens": tokens, "n": len(times), **given, "per_s": 1e3 / middle}
+    times_ms = {"median_ms": middle, "p95_ms": p95, "min_ms": min(times), "max_ms": max(times)}
+    return {"what": what, "tokens": tokens, "n": len(times), **times_ms, "per_s": 1e3 / middle}
 
 
 def summed(rows: Sequence[record.Row]) -> dict[str, Any]:

@@ -75,10 +75,10 @@ class Bench:
         parser = self.engine.parser
         read = parser._parse
 
-        def timed(*given: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
             began = cpu_s()
             try:
-                return read(*given)
+                return read(*arguments)
             finally:
                 self.reading_s += cpu_s() - began
 
@@ -142,9 +142,9 @@ async def measure(arm: str, blocks: int, turns: int) -> dict[str, Any]:
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
     each = blocks // n_sessions
-    given = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
+    settings = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
     engine, server = (
-        build_router(load(None, {}, {"upstream.url": "http://none", **given})),
+        build_router(load(None, {}, {"upstream.url": "http://none", **settings})),
         SilentServer(),
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]

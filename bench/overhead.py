@@ -13,8 +13,8 @@ llama-server with random weights. The proxy writes the times into its log:
 
 Dialog: the last turns of real dialogs (`bench/data`) of 14,000 to 22,000 tokens in 370 to 690
 messages, on a budget of an eighth, with the defaults and the vocabulary of Qwen2. The bars are 6 ms
-of own time in the median and 15 ms in the 90th percentile; every turn looks up again what the first
-look found.
+of own time in the median and 15 ms in the 90th percentile; every turn has a second look-up, for
+what the first one found.
 
 First byte: the same chat turn through the proxy and directly to another server, in pairs, measured
 by the client (`bench.first_bytes`). Result: the median of the differences."""

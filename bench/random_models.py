@@ -175,23 +175,23 @@ def _packed(size: tuple[int, ...], random: np.random.Generator) -> np.ndarray[An
 def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     """Tokenizer and chat template of the bundled model or of another; the number of tokens."""
     source = _vocabulary_file(shape.vocabulary) if shape.vocabulary else bundled_model()
-    given: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         key: field.contents() for key, field in gguf.GGUFReader(source).fields.items()
     }
-    tokens, types = given["tokenizer.ggml.tokens"], given["tokenizer.ggml.token_type"]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     if shape.thinks:
         tokens, types = [*tokens, *_THOUGHT], [*types, *[gguf.TokenType.USER_DEFINED] * 2]
-    writer.add_tokenizer_model(given["tokenizer.ggml.model"])
-    writer.add_tokenizer_pre(given["tokenizer.ggml.pre"])
+    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(given["tokenizer.ggml.merges"])
-    writer.add_eos_token_id(given["tokenizer.ggml.eos_token_id"])
-    if "tokenizer.ggml.bos_token_id" in given:
-        writer.add_bos_token_id(given["tokenizer.ggml.bos_token_id"])
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(metadata["tokenizer.ggml.eos_token_id"])
+    if "tokenizer.ggml.bos_token_id" in metadata:
+        writer.add_bos_token_id(metadata["tokenizer.ggml.bos_token_id"])
     writer.add_add_bos_token(shape.bos)
-    if "tokenizer.chat_template" in given:
-        writer.add_chat_template(given["tokenizer.chat_template"])
+    if "tokenizer.chat_template" in metadata:
+        writer.add_chat_template(metadata["tokenizer.chat_template"])
     return len(tokens)
 
 

@@ -178,9 +178,9 @@ def find(stack: Haystack, encoder: Encoder | None) -> list[dict[str, Any]]:
 
 
 def _vectors(blocks: BlockTable, encoder: Encoder) -> list[tuple[str, Vectors]]:
-    given = [(block.label, chunks_of(block.text)) for block in blocks]
-    flat = iter(encoder.documents([piece for _, parts in given for piece in parts]))
-    return [(label, np.stack(list(islice(flat, len(parts))))) for label, parts in given]
+    chunks = [(block.label, chunks_of(block.text)) for block in blocks]
+    flat = iter(encoder.documents([piece for _, parts in chunks for piece in parts]))
+    return [(label, np.stack(list(islice(flat, len(parts))))) for label, parts in chunks]
 
 
 def _embedded(question: Query, encoder: Encoder | None) -> Query:

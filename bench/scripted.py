@@ -93,7 +93,7 @@ def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> byt
         "content": [],
     }
     message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
-    given = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
+    delta = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
     ends = {"stop_reason": "tool_use", "stop_sequence": None}
     stream_events: list[Json] = [
         {"type": "message_start", "message": message},
@@ -102,7 +102,7 @@ def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> byt
             "index": 0,
             "content_block": {"type": "tool_use", "id": id, "name": name, "input": {}},
         },
-        {"type": "content_block_delta", "index": 0, "delta": given},
+        {"type": "content_block_delta", "index": 0, "delta": delta},
         {"type": "content_block_stop", "index": 0},
         {"type": "message_delta", "delta": ends, "usage": {"output_tokens": 1}},
         {"type": "message_stop"},

@@ -95,8 +95,8 @@ class Stage:
         """One request on a connection of its own: status and body of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=_TIMEOUT_S)
         try:
-            given = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(method, path, body, {**given, **(headers or {})})
+            defaults = {"Content-Type": "application/json"} if body is not None else {}
+            connection.request(method, path, body, {**defaults, **(headers or {})})
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -56,8 +56,8 @@ def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
     found = None
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
-            given = json.loads(call["function"]["arguments"])
-            called[call["id"]] = (call["function"]["name"], str(given.get("filePath", "")))
+            arguments = json.loads(call["function"]["arguments"])
+            called[call["id"]] = (call["function"]["name"], str(arguments.get("filePath", "")))
         found = None
         if message["role"] == "tool":
             name, path = called[message["tool_call_id"]]

@@ -133,15 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser("python bench/data/convert.py", description=__doc__)
     parser.add_argument("bfcl", type=Path, help="bfcl_eval/data of ShishirPatil/gorilla")
     parser.add_argument("mtrag", type=Path, help="reference.jsonl of IBM/mt-rag-benchmark")
-    given = parser.parse_args()
-    for name, made in (("bfcl_memory", bfcl(given.bfcl)), ("mtrag_un", mtrag(given.mtrag))):
+    arguments = parser.parse_args()
+    for name, made in (("bfcl_memory", bfcl(arguments.bfcl)), ("mtrag_un", mtrag(arguments.mtrag))):
         path = HERE / f"{name}.json"
         path.write_text(json.dumps(made, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
         for each in made:
             n_tokens = sum(map(len, each["messages"])) // 4
             print(each["id"], len(each["messages"]), "messages", len(each["questions"]), n_tokens)
     path = HERE / "mtrag_dialogs.json"
-    text = json.dumps(dialogs(given.mtrag), ensure_ascii=False, indent=0)
+    text = json.dumps(dialogs(arguments.mtrag), ensure_ascii=False, indent=0)
     path.write_text(text + "\n", encoding="utf-8")
 
 

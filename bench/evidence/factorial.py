@@ -48,7 +48,7 @@ _REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
         (ranking, "_FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)),
     ),
     "neighbours": ((ranking, "with_neighbours", _same),),
-    "second look": ((ranking.UnitRanker, "_second_look", _nothing),),
+    "second look": ((ranking.UnitRanker, "_second_look_up", _nothing),),
     "standing share": tuple(
         (standing, name, 0.0)
         for name in ("_INSTRUCTION_SHARE", "_RULES_SHARE", "_TASK_SHARE", "_RECENT_SHARE")

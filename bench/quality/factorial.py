@@ -113,8 +113,8 @@ def _pairs(factor: str) -> Iterator[tuple[Combination, Combination]]:
     """Every combination with the factor, and the same without it."""
     for one in ALL:
         if getattr(one, factor):
-            given = {name: getattr(one, name) for name in FACTORS}
-            yield one, Combination(**{**given, factor: False})
+            signals = {name: getattr(one, name) for name in FACTORS}
+            yield one, Combination(**{**signals, factor: False})
 
 
 def _answers(

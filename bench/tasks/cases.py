@@ -164,9 +164,9 @@ def _sentenced(split: str) -> list[str]:
 
 @cache
 def _dialogs() -> Mapping[str, list[list[Exchange]]]:
-    given = json.loads(DIALOGS.read_text("utf-8"))
+    splits = json.loads(DIALOGS.read_text("utf-8"))
     return {
-        split: [[(asked, said) for asked, said in dialog] for dialog in given[split]]
+        split: [[(asked, said) for asked, said in dialog] for dialog in splits[split]]
         for split in SPLITS
     }
 

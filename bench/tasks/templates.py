@@ -86,14 +86,14 @@ class Templates:
 
 def read(split: str) -> Templates:
     """Return the templates of a split."""
-    given: Mapping[str, Any] = tomllib.loads((HERE / f"{split}.toml").read_text("utf-8"))
+    tables: Mapping[str, Any] = tomllib.loads((HERE / f"{split}.toml").read_text("utf-8"))
     return Templates(
         split=split,
-        replies=given["replies"],
-        openings=given["openings"],
-        pools=given["pools"],
-        scenes=[Scene(**each) for each in given["scene"]],
-        pairs=[Pair(**each) for each in given["pair"]],
+        replies=tables["replies"],
+        openings=tables["openings"],
+        pools=tables["pools"],
+        scenes=[Scene(**each) for each in tables["scene"]],
+        pairs=[Pair(**each) for each in tables["pair"]],
     )
 
 

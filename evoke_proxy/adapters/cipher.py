@@ -64,8 +64,8 @@ class EncryptedFormat(DiskFormat):
             except self._error as error:  # Tink turns an OSError of `out` into an error of its own
                 reason = str(error).partition("\n")[0]
                 raise SnapshotUnusable("disk", f"{Path(source).name}: {reason}") from error
-        with open(target, "rb") as written:
-            os.fsync(written.fileno())
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
         return True
 
     def decode_file(self, source: str, target: str, aad: bytes) -> bool:

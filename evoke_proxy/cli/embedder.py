@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the action; returns 1 when the encoder cannot be fetched or is not there."""
     overrides = {"embedder.store": arguments.store, "embedder.mirror": arguments.mirror}
-    given = {key: value for key, value in overrides.items() if value is not None}
-    config = load(arguments.config, os.environ, given)
+    options = {key: value for key, value in overrides.items() if value is not None}
+    config = load(arguments.config, os.environ, options)
     store = EncoderStore(config.embedder.store)
     if arguments.action == "list":
         return _list(config, store)

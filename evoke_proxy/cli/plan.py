@@ -96,15 +96,15 @@ def add_wishes(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; raises ConfigError when the model cannot be read."""
-    given = ServerOptions(tuple(arguments.server_options))
+    options = ServerOptions(tuple(arguments.server_options))
     try:
         server = finished_server_path()
     except BuildError:
         server = None
     state = default_state(str(arguments.model))
-    plan = plan_for(arguments.model, arguments, given, server, state)
+    plan = plan_for(arguments.model, arguments, options, server, state)
     program = str(server) if server is not None else "llama-server"
-    command = server_command(program, ["-m", str(arguments.model)], given, state, plan)
+    command = server_command(program, ["-m", str(arguments.model)], options, state, plan)
     print("\n".join([*table(plan), "", shlex.join(command)]))
     return 0
 
@@ -133,7 +133,7 @@ class ServerOptions:
 def plan_for(
     model: Path,
     arguments: argparse.Namespace,
-    given: ServerOptions,
+    options: ServerOptions,
     server: Path | None,
     state: Path,
 ) -> MemoryPlan:
@@ -141,21 +141,21 @@ def plan_for(
     machine = measure(server, state)
     if arguments.vram is not None:
         machine = replace(machine, device=arguments.vram)
-    return make_plan(read_shape(model), machine, wishes(arguments, given))
+    return make_plan(read_shape(model), machine, wishes(arguments, options))
 
 
-def wishes(arguments: argparse.Namespace, given: ServerOptions) -> Wishes:
+def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
     """What the command line asks for."""
-    sessions = given.number("--parallel") or arguments.sessions or 1
-    cells = given.number("--ctx-size")
-    types = [given.value(f"--cache-type-{name}") or "f16" for name in "kv"]
+    sessions = options.number("--parallel") or arguments.sessions or 1
+    cells = options.number("--ctx-size")
+    types = [options.value(f"--cache-type-{name}") or "f16" for name in "kv"]
     for name in types:
         if name not in KV_TYPES:
             raise ConfigError(f"{name}: no type of the KV cache; known: {', '.join(KV_TYPES)}")
-    ram = given.number("--evoke-ram")
+    ram = options.number("--evoke-ram")
     return Wishes(
         sessions=sessions,
-        context=given.number("--ctx-logical") or arguments.context,
+        context=options.number("--ctx-logical") or arguments.context,
         cells=cells // sessions if cells else arguments.cells,
         ram_mib=ram or (arguments.ram // _MIB if arguments.ram is not None else None),
         disk_mib=arguments.disk // _MIB if arguments.disk is not None else None,
@@ -173,7 +173,7 @@ def default_state(model: str) -> Path:
 def server_command(
     program: str,
     model: Sequence[str],
-    given: ServerOptions,
+    options: ServerOptions,
     state: Path,
     plan: MemoryPlan | None,
 ) -> list[str]:
@@ -194,10 +194,10 @@ def server_command(
     words = [
         word
         for name, value in wanted.items()
-        if given.value(name) is None
+        if options.value(name) is None
         for word in (name, value)
     ]
-    return [program, *model, *words, *given.words]
+    return [program, *model, *words, *options.words]
 
 
 def table(plan: MemoryPlan) -> list[str]:

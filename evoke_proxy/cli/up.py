@@ -90,10 +90,10 @@ class Stack:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run both until a signal; 1 when something cannot be started, 2 for wrong settings."""
-    given = planning.ServerOptions(tuple(arguments.server_options))
-    port = given.number("--port") or free_port()
+    options = planning.ServerOptions(tuple(arguments.server_options))
+    port = options.number("--port") or free_port()
     config = _config(arguments, port)
-    host = given.value("--host")
+    host = options.value("--host")
     if host is not None and host not in _REACHABLE_HOSTS:
         say(
             f"--host {host}: evoke-proxy up reaches llama-server at 127.0.0.1; leave --host out,"
@@ -107,19 +107,19 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if binary is None or not _ports_are_free(config, port):
         return 1
-    model, state, plan = _planned(arguments, given, binary)
-    command = planning.server_command(str(binary), model, given, state, plan)
+    model, state, plan = _planned(arguments, options, binary)
+    command = planning.server_command(str(binary), model, options, state, plan)
     for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
-        command += [name, value] if given.value(name) is None else []
+        command += [name, value] if options.value(name) is None else []
     keeps_slots = plan is not None and plan.shape.kind != "dense"
-    if keeps_slots and given.value("--slot-save-path") is None:
+    if keeps_slots and options.value("--slot-save-path") is None:
         command += ["--slot-save-path", str(state / "slots")]
         _private(state / "slots")
     _private(state)
     if plan is not None:
         print("\n".join([*planning.table(plan), ""]))
     print(shlex.join(command), flush=True)
-    env = _proxy_environment(given, config, state / "slots" if keeps_slots else None)
+    env = _proxy_environment(options, config, state / "slots" if keeps_slots else None)
     stack = Stack(
         server=Child(
             "llama-server", command, os.environ, state / "llama-server.log", _SERVER_STOP_S
@@ -226,7 +226,7 @@ def _ports_are_free(config: Config, port: int) -> bool:
 
 
 def _planned(
-    arguments: argparse.Namespace, given: planning.ServerOptions, binary: Path
+    arguments: argparse.Namespace, options: planning.ServerOptions, binary: Path
 ) -> tuple[Sequence[str], Path, MemoryPlan | None]:
     """The options that name the model, the directory of its state, and the plan."""
     name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
@@ -234,7 +234,7 @@ def _planned(
     if arguments.model is None:
         say("the model is not here yet: cells and memory are defaults, change them after --")
         return ["-hf", arguments.hf_repo], state, None
-    plan = planning.plan_for(arguments.model, arguments, given, binary, state)
+    plan = planning.plan_for(arguments.model, arguments, options, binary, state)
     return ["-m", str(arguments.model)], state, plan
 
 
@@ -254,11 +254,11 @@ def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:
 
 
 def _proxy_environment(
-    given: planning.ServerOptions, config: Config, slots: Path | None
+    options: planning.ServerOptions, config: Config, slots: Path | None
 ) -> dict[str, str]:
     """The environment of the proxy: with the server's key, and the directory of its slots."""
     env = dict(os.environ)
-    key = given.value("--api-key")
+    key = options.value("--api-key")
     if key and not config.upstream.api_key:
         env[env_name("upstream.api_key")] = key
     if slots is not None and not config.snapshots.directory:

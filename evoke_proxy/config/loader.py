@@ -330,8 +330,8 @@ def _unknown_key(name: str, prefix: str) -> str:
     own = [key.removeprefix(prefix) for key in keys() if key.startswith(prefix)]
     siblings = own if prefix else [*(key for key in own if "." not in key), *sections()]
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
-    elsewhere = [key for key in keys() if key.rpartition(".")[2] == name]
-    nearest = prefix + near[0] if near else (elsewhere or [""])[0]
+    in_any_section = [key for key in keys() if key.rpartition(".")[2] == name]
+    nearest = prefix + near[0] if near else (in_any_section or [""])[0]
     hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(siblings)}"
     return f"{prefix}{name}: unknown key; {hint}"
 

@@ -61,10 +61,10 @@ def _by_section() -> Iterator[tuple[str, str, list[Setting]]]:
 
 
 def _page_lines() -> Iterator[str]:
-    for name, about, items in _by_section():
+    for name, description, items in _by_section():
         yield from ("", f"## {name or 'Top level'}")
-        if about:
-            yield from ("", " ".join(about.split()))
+        if description:
+            yield from ("", " ".join(description.split()))
         for item in items:
             yield from ("", *_entry(item))
 
@@ -81,9 +81,9 @@ def _entry(item: Setting) -> Iterator[str]:
 
 
 def _example_lines() -> Iterator[str]:
-    for section, about, items in _by_section():
+    for section, description, items in _by_section():
         if section:
-            yield from ("", *_comment(about, ""), f"{section}:")
+            yield from ("", *_comment(description, ""), f"{section}:")
         for item in items:
             yield from _example_setting(item, "  " if section else "")
 

@@ -169,9 +169,9 @@ def _arm(name: str, arm: Mapping[str, Any], width: int) -> str:
     turns = arm["turns"]
     rows = [turn_cells(number, turn) for number, turn in enumerate(turns, 1)]
     result = "recalled" if arm["recalled"] else "not recalled"
-    about = f"{_ARM_DESCRIPTIONS.get(name, '')} Result: {result}, “{escape(arm['answer'])}”"
+    caption = f"{_ARM_DESCRIPTIONS.get(name, '')} Result: {result}, “{escape(arm['answer'])}”"
     return f"""<h3>{escape(name)}</h3>
-<p>{about}</p>
+<p>{caption}</p>
 {_figure(name, turns, width)}
 <details><summary>Token accounting of every turn</summary>
 {html_table(rows, TURN_COLUMNS)}

@@ -122,8 +122,8 @@ class EventFeed:
         subscriber = Subscriber(disconnect)
         if after is not None and after > self._number:  # a number of an earlier proxy
             after = 0
-        missed = [e for e in self._recent if after is not None and e.number > after]
-        for event in missed[-_MAX_WAITING:]:
+        earlier = [e for e in self._recent if after is not None and e.number > after]
+        for event in earlier[-_MAX_WAITING:]:
             subscriber.offer(event)
         if self._has_ended:
             subscriber.end()

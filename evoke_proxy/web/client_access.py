@@ -85,8 +85,8 @@ class Access:
         caller = request.get(_CALLER)
         if caller is None:
             return request.headers
-        given = request.headers.items()
-        headers = CIMultiDict((k, v) for k, v in given if k.lower() not in CREDENTIALS)
+        items = request.headers.items()
+        headers = CIMultiDict((k, v) for k, v in items if k.lower() not in CREDENTIALS)
         self._add_credentials(headers)
         headers[TENANT] = caller.tenant
         return headers

@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 
 from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
 from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, TAIL_BYTES
-from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting, with_accounting_in_tail
+from evoke_proxy.core.reply.reply_edit import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.routing.proxy_gateway import RequestOpener
 from evoke_proxy.errors import MethodRefused, RequestError, UpstreamError
 from evoke_proxy.web.client_access import ACCESS

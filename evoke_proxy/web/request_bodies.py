@@ -79,10 +79,10 @@ async def measure_parts(request: web.Request, config: Config) -> AsyncIterator[b
 
 def _content_type(request: web.Request) -> str:
     """The Content-Type; RequestError for two of them, since servers disagree on which counts."""
-    given = request.headers.getall("Content-Type", [""])
-    if len(given) > 1:
+    types = request.headers.getall("Content-Type", [""])
+    if len(types) > 1:
         raise RequestError("the request has more than one Content-Type header")
-    return given[0]
+    return types[0]
 
 
 async def _read(request: web.Request, scan: Scan | None, share: BodyShare) -> bytes:

@@ -43,15 +43,15 @@ _FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
 _CONTEXT_WEIGHT = 0.5
 # Weights of the rankings beside that of the whole text: one clause of several, a message that the
 # user sent before the last one, and what the best units name.
-_CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_WEIGHT = 0.5, 0.5, 0.34
+_CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
 # The same of the model's attention beside a text that it is fused with.
 _MODEL_WEIGHT = 0.5
 # The same of what a user has said about their circumstances, when advice is asked for.
 _CIRCUMSTANCE_WEIGHT = 0.34
 # A unit that the query mentions by name comes before all others.
 _MENTION = 100.0
-# The second look reads this many of the best units of each text, follows so many names from unit to
-# unit, and ignores a name that more units contain.
+# The second look-up reads this many of the best units of each text, follows at most this many names
+# from unit to unit, and ignores a name that more than this many units contain.
 _READ_UNITS, _MAX_HOPS, _MAX_NAMED_UNITS = 2, 5, 6
 # It reads at most so many units that it has found itself. Each hop makes them worth less.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
@@ -92,7 +92,7 @@ class UnitSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Look:
+class _TextScores:
     """The scores of the units for one text.
 
     Attributes:
@@ -103,10 +103,10 @@ class _Look:
     scores: FloatArray
     has_evidence: FloatArray
 
-    def plus(self, other: _Look, weight: float) -> _Look:
-        """Return the sum of two looks, the other one weighted."""
+    def plus(self, other: _TextScores, weight: float) -> _TextScores:
+        """Return the sum of both, the other one weighted."""
         evidence = np.maximum(self.has_evidence, other.has_evidence)
-        return _Look(self.scores + weight * other.scores, evidence)
+        return _TextScores(self.scores + weight * other.scores, evidence)
 
     def ranking(self, weight: float) -> Ranking:
         """Return the units with evidence and a score above the mean; of equals the latest first."""
@@ -141,31 +141,31 @@ class UnitRanker:
         rankings = list[Ranking]()
         if model_relevance is not None:
             by_model = self._units.maxima(model_relevance)[: self._n]
-            model_look = _Look(standardized(by_model), by_model)
+            model_scores = _TextScores(standardized(by_model), by_model)
             # It is also fused with the text of a single question. Several signals of the text are
             # added there, so that a block without its words would not be found by the model alone.
             weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
-            rankings.append(model_look.ranking(weight))
-        look = partial(self._look, query=query, cosines=cosines)
+            rankings.append(model_scores.ranking(weight))
+        score = partial(self._score_clause, query=query, cosines=cosines)
         n_own, n_asked = query.n_own, query.n_own + query.n_earlier
-        context = [look(i) for i in range(n_asked, len(query.clauses))]
-        looks = list[_Look]()
+        context = [score(i) for i in range(n_asked, len(query.clauses))]
+        texts = list[_TextScores]()
         if n_own != 1 and query.text:
-            looks.append(self._score(query.text, topic_cosines))
-        looks += [look(i) for i in range(n_own)]
-        looks = [self._in_context(one, context) for one in looks]
+            texts.append(self._score(query.text, topic_cosines))
+        texts += [score(i) for i in range(n_own)]
+        texts = [self._in_context(one, context) for one in texts]
         if model_relevance is not None and query.n_own == 1:
-            looks[0] = looks[0].plus(model_look, 1.0)
-        weights = [1.0, *[_CLAUSE_WEIGHT] * (len(looks) - 1)]
-        looks += [look(i) for i in range(n_own, n_asked)]
-        weights += [_EARLIER_WEIGHT] * (len(looks) - len(weights))
-        first = [one.ranking(weight) for one, weight in zip(looks, weights, strict=False)]
+            texts[0] = texts[0].plus(model_scores, 1.0)
+        weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
+        texts += [score(i) for i in range(n_own, n_asked)]
+        weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
+        first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         first = self._latest_first(query, first)
-        second = self._second_look(query, first)
-        if looks and query.clauses and asks_for_advice(query.clauses[0]):
-            first.append(self._circumstances(looks[0]))
+        second = self._second_look_up(query, first)
+        if texts and query.clauses and asks_for_advice(query.clauses[0]):
+            first.append(self._circumstances(texts[0]))
         return interleaved(
-            [*rankings, *first, Ranking(second, _SECOND_LOOK_WEIGHT)], self._units.lengths
+            [*rankings, *first, Ranking(second, _SECOND_LOOK_UP_WEIGHT)], self._units.lengths
         )
 
     def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
@@ -195,24 +195,26 @@ class UnitRanker:
         blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
         return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
 
-    def _circumstances(self, look: _Look) -> Ranking:
+    def _circumstances(self, text: _TextScores) -> Ranking:
         """Return the units in which the user says what limits them, the most fitting first."""
         points = self._units.maxima(self._source.circumstances)[: self._n]
         found = np.flatnonzero(points)[::-1]
-        order = found[np.argsort(-(look.scores + points)[found], kind="stable")]
+        order = found[np.argsort(-(text.scores + points)[found], kind="stable")]
         return Ranking(order, _CIRCUMSTANCE_WEIGHT)
 
-    def _look(self, clause: int, query: Query, cosines: Sequence[FloatArray | None]) -> _Look:
+    def _score_clause(
+        self, clause: int, query: Query, cosines: Sequence[FloatArray | None]
+    ) -> _TextScores:
         return self._score(query.clauses[clause], cosines[clause] if cosines else None)
 
     @staticmethod
-    def _in_context(look: _Look, context: Sequence[_Look]) -> _Look:
+    def _in_context(scores: _TextScores, context: Sequence[_TextScores]) -> _TextScores:
         weight = _CONTEXT_WEIGHT
         for one in context:
-            look, weight = look.plus(one, weight), weight / 2
-        return look
+            scores, weight = scores.plus(one, weight), weight / 2
+        return scores
 
-    def _score(self, text: str, cosines: FloatArray | None) -> _Look:
+    def _score(self, text: str, cosines: FloatArray | None) -> _TextScores:
         """Return the scores of the units for one text."""
         by_words, by_neighbours = self._bm25(text)
         near = with_neighbours(by_words, _NEIGHBOUR_SCORES)
@@ -232,7 +234,7 @@ class UnitRanker:
         if mentions.any():
             scores = scores + np.where(mentions > 0, _MENTION + mentions, 0.0)
             evidence = np.maximum(evidence, mentions)
-        return _Look(scores, evidence)
+        return _TextScores(scores, evidence)
 
     def _bm25(self, text: str) -> tuple[FloatArray, FloatArray]:
         """Return the BM25 scores [u] of the units, and of the units with their neighbours."""
@@ -266,10 +268,10 @@ class UnitRanker:
             self._counts[word_stem] = counts
         return counts
 
-    def _second_look(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
+    def _second_look_up(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
         """Return the units that share a rare name or value with the best ones, nearest first.
 
-        Names that the query has are left out: the first look has found them. What is found is read
+        Names of the query are left out: the first look-up has found them. The units found are read
         in turn, the nearest first, so that a chain of names is followed.
         """
         texts = (query.text, *query.clauses)

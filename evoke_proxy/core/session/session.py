@@ -277,8 +277,10 @@ class Session:
 
     def confirm_copies(self, copies: Mapping[str, Span]) -> None:
         """Keep the possibly lost copies that llama-server reports with the same range, by label."""
-        lost, self._possibly_lost = self._possibly_lost, {}
-        self.add_copies((label, span) for label, span in lost.items() if copies.get(label) == span)
+        expected, self._possibly_lost = self._possibly_lost, {}
+        self.add_copies(
+            (label, span) for label, span in expected.items() if copies.get(label) == span
+        )
 
     def resume(self, tokens: Tokens, copies: Mapping[str, Span]) -> None:
         """Continue a session of an earlier proxy process, before its first turn here.

@@ -117,6 +117,6 @@ def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
     listed_args = status.get("args") if isinstance(status, Mapping) else None
     args = listed_args if isinstance(listed_args, list) else []
     for name, options in _LAYOUT.items():
-        if given_at := [at for at, arg in enumerate(args) if arg in options]:
-            layout[name] = args[given_at[-1] :][:2]
+        if positions := [at for at, arg in enumerate(args) if arg in options]:
+            layout[name] = args[positions[-1] :][:2]
     return layout

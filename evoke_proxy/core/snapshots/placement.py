@@ -45,7 +45,7 @@ class Placement:
     # Contents of the conversation in its slot; None when there are none.
     live: SlotContents | None = None
     # Contents that have left their slot, and may be in the RAM cache.
-    in_ram: SlotContents | None = None
+    predicted_ram: SlotContents | None = None
     # Tokens of the prompt that the RAM cache is predicted to have.
     predicted_tokens: int = 0
     # Tokens of the prompt that need no decoding if nothing is restored.
@@ -64,16 +64,18 @@ def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement
     if live is not None and not live.can_continue(situation.prompt):
         erased, contents, live = live.slot, None, None
     reuse = situation.behaviour.expected_reuse(contents, live is not None, situation.prompt)
-    in_ram = None
+    predicted_ram = None
     if contents is not None and live is None:
-        in_ram = contents if contents.at > situation.behaviour.ram_valid_since else None
-    predicted = 0 if in_ram is None else common_prefix(in_ram.tokens, situation.prompt)
+        predicted_ram = contents if contents.at > situation.behaviour.ram_valid_since else None
+    predicted = (
+        0 if predicted_ram is None else common_prefix(predicted_ram.tokens, situation.prompt)
+    )
     worth_it = match is not None and _is_worth_restoring(match, reuse, situation, costs)
     target = _restore_slot(situation) if worth_it else None
     return Placement(
-        source="live" if live is not None else "new" if in_ram is None else "ram",
+        source="live" if live is not None else "new" if predicted_ram is None else "ram",
         live=live,
-        in_ram=in_ram,
+        predicted_ram=predicted_ram,
         predicted_tokens=predicted,
         reuse=reuse,
         erased_slot=erased,
@@ -82,7 +84,7 @@ def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement
     )
 
 
-def slot_to_name(situation: Situation, in_ram: SlotContents | None) -> int | None:
+def slot_to_name(situation: Situation, predicted_ram: SlotContents | None) -> int | None:
     """Return the slot that the request names; None where llama-server finds a better one.
 
     One slot needs no name. Where idle slots are emptied, the slot may be empty when the request
@@ -93,7 +95,7 @@ def slot_to_name(situation: Situation, in_ram: SlotContents | None) -> int | Non
         return None
     now = next((item for item in situation.slots or () if item.id == situation.leased), None)
     is_empty = now is not None and not now.n_tokens
-    return None if in_ram is not None and is_empty else situation.leased
+    return None if predicted_ram is not None and is_empty else situation.leased
 
 
 def _live(situation: Situation) -> SlotContents | None:

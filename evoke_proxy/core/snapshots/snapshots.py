@@ -185,8 +185,8 @@ def surplus(
     deleted_ids = {item.id for item, _ in deleted}
     deletable = [item for item in deletable if item.id not in deleted_ids]
     remaining = [item for item in remaining if item.id not in deleted_ids]
-    freed = sum(item.n_bytes for item, _ in deleted)
-    return deleted + _over_room(remaining, deletable, bounds, free_bytes + freed)
+    freed_bytes = sum(item.n_bytes for item, _ in deleted)
+    return deleted + _over_room(remaining, deletable, bounds, free_bytes + freed_bytes)
 
 
 def _over_quota(

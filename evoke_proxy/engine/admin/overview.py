@@ -62,8 +62,8 @@ class Overview:
         return store
 
 
-def _store(stores: Sequence[BlockStore], tier: str, lost: str) -> dict[str, int] | None:
-    """Bytes of one tier of all servers, and the number of copies that it lost."""
+def _store(stores: Sequence[BlockStore], tier: str, loss: str) -> dict[str, int] | None:
+    """Bytes of one tier of all servers, and the number of its copies that were lost."""
     budget = sum(getattr(store, f"{tier}_budget") for store in stores)
     if not budget:
         return None
@@ -71,7 +71,7 @@ def _store(stores: Sequence[BlockStore], tier: str, lost: str) -> dict[str, int]
     return {
         "used": used,
         "budget": budget,
-        lost: sum(getattr(store, f"{tier}_{lost}") for store in stores),
+        loss: sum(getattr(store, f"{tier}_{loss}") for store in stores),
     }
 
 

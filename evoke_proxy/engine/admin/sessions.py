@@ -233,16 +233,16 @@ class SessionAdmin:
     async def export(self, id: str) -> Iterator[bytes]:
         """A tar archive of a session, in pieces; see `archive`."""
         conversation, items = self._find(id)
-        directory, about = self.context.snapshots.repository.files.directory, {}
+        directory, row = self.context.snapshots.repository.files.directory, {}
         if conversation is not None:
             where, is_fresh = await self._locate(conversation)
-            about = self._row(conversation, {}) | {
+            row = self._row(conversation, {}) | {
                 "fresh": is_fresh,
                 "prompt": conversation.tokens.tolist(),
                 "blocks": await self._block_map(conversation, where, names=True),
                 "history": [turn.to_json() for turn in conversation.history],
             }
-        return archive(directory, items, {"session": about})
+        return archive(directory, items, {"session": row})
 
     def _row(
         self, conversation: Conversation, branches: dict[str, list[Snapshot]]

@@ -17,15 +17,15 @@ _PIECE_BYTES = 1 << 20
 
 
 def archive(
-    directory: Path, snapshots: Sequence[Snapshot], about: Mapping[str, Any] | None = None
+    directory: Path, snapshots: Sequence[Snapshot], extra: Mapping[str, Any] | None = None
 ) -> Iterator[bytes]:
     """Yield a tar archive piece by piece; each piece is read from disk when it is requested.
 
-    The manifest contains the tokens of each snapshot, and the members of `about`. Raises OSError
+    The manifest contains the tokens of each snapshot, and the members of `extra`. Raises OSError
     when a file is missing, cannot be read, or becomes shorter while it is read.
     """
     items = [snapshot_fields(item) | {"tokens": item.tokens.tolist()} for item in snapshots]
-    manifest = {"version": 1, **(about or {}), "snapshots": items}
+    manifest = {"version": 1, **(extra or {}), "snapshots": items}
     yield from _entry("manifest.json", json.dumps(manifest).encode())
     for item in snapshots:
         yield from _file(directory / (item.id + SEALED))

@@ -15,7 +15,7 @@ from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.session.identity import MIN_SHARE, MIN_SHARED
-from evoke_proxy.core.session.remains import SavedSession, most_similar, saved_sessions
+from evoke_proxy.core.session.saved_sessions import SavedSession, most_similar, saved_sessions
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotQueue

@@ -14,7 +14,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
-from evoke_proxy.core.reply.context_error import with_context_advice
+from evoke_proxy.core.reply.reply_edit import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors

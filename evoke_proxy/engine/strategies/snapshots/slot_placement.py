@@ -50,7 +50,7 @@ class SnapshotTurn(PreparedTurn):
     # The snapshot that was restored, until its use is known.
     restored: Match | None = None
     # Contents of a slot that the RAM cache may have, until that is known, and how many tokens.
-    in_ram: SlotContents | None = None
+    predicted_ram: SlotContents | None = None
     predicted_tokens: int = 0
     # The slots as they were before the turn; None where the server does not show them.
     slots_before: Sequence[SlotStatus] | None = None
@@ -121,7 +121,7 @@ class SlotPlacement:
         turn = replace(
             turn,
             decision=placement.source,
-            in_ram=placement.in_ram,
+            predicted_ram=placement.predicted_ram,
             predicted_tokens=placement.predicted_tokens,
         )
         scope.turn = turn
@@ -138,12 +138,12 @@ class SlotPlacement:
                     decision="restored",
                     branch=branch,
                     restored=placement.restore,
-                    in_ram=None,
+                    predicted_ram=None,
                 )
         turn = replace(
             turn,
             min_prefix=live.min_prefix if live is not None else 0,
-            slot=slot_to_name(situation, turn.in_ram),
+            slot=slot_to_name(situation, turn.predicted_ram),
         )
         scope.turn = turn
         if self._may_save(turn, live):
@@ -255,12 +255,12 @@ class SlotPlacement:
             promised = min(reuse, len(turn.boundary))
             self._probe.behaviour.rollback.record(promised, done.cached)
         self._note_ram(turn, done.cached)
-        return replace(turn, n_prefilled=done.decoded, restored=None, in_ram=None)
+        return replace(turn, n_prefilled=done.decoded, restored=None, predicted_ram=None)
 
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
         """Record whether the RAM cache had what it was predicted to have."""
-        if turn.in_ram is not None:
-            self._probe.behaviour.note_ram(turn.in_ram, turn.predicted_tokens, cached)
+        if turn.predicted_ram is not None:
+            self._probe.behaviour.note_ram(turn.predicted_ram, turn.predicted_tokens, cached)
 
     async def save_contents(self, conversation: Conversation) -> None:
         """Save what a conversation's slot holds, if that is certain and worth it."""

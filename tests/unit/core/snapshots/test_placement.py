@@ -71,7 +71,7 @@ def test_a_slot_that_cannot_be_rolled_back_is_erased_and_not_reused() -> None:
     shorter = situation(prompt=tokens(PROMPT[:30]), contents=contents(min_prefix=50))
     placement = decide(shorter, None, COSTS)
     assert (placement.source, placement.erased_slot, placement.reuse) == ("new", 0, 0)
-    assert placement.live is None and placement.in_ram is None
+    assert placement.live is None and placement.predicted_ram is None
 
 
 def test_contents_that_left_their_slot_are_predicted_in_ram_until_a_miss() -> None:
@@ -81,7 +81,7 @@ def test_contents_that_left_their_slot_are_predicted_in_ram_until_a_miss() -> No
     assert (placement.source, placement.predicted_tokens, placement.reuse) == ("ram", 60, 60)
     behaviour.note_ram(contents(), predicted=60, cached=0)
     placement = decide(situation(slots=emptied, behaviour=behaviour), None, COSTS)
-    assert (placement.source, placement.in_ram, placement.reuse) == ("new", None, 0)
+    assert (placement.source, placement.predicted_ram, placement.reuse) == ("new", None, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Adds the token accounting of a turn to the `usage` of its reply; other bytes stay unchanged.
+"""Edits replies: adds the token accounting to the `usage`, and advice to an error. No other byte
+changes.
 
 One JSON document contains both timings and usage: the complete answer, or the last event of a
 stream that has a usage.
@@ -20,6 +21,12 @@ from evoke_proxy.errors import RequestError
 _USAGE_PATHS = (("usage",), ("response", "usage"))
 # Longer lines are not edited.
 _MAX_LINE_BYTES = 32 * 1024 * 1024
+# Agents recognise these words and shorten their history, so the message keeps them.
+_UPSTREAM_TEXT = "exceeds the available context size"
+_ADVICE = (
+    ". A chat may be longer than the KV cache: start llama-server with --ctx-logical N, where N is"
+    " at most what the model was trained for"
+)
 
 
 def with_accounting(document: bytes, extra: Mapping[str, Any]) -> bytes:
@@ -77,6 +84,25 @@ class UsageEditor:
         if not line.is_complete or not line.data.startswith(DATA_FIELD):
             return line.data
         return DATA_FIELD + with_accounting(line.data[len(DATA_FIELD) :], self._extra)
+
+
+def with_context_advice(body: bytes) -> bytes:
+    """The body of an error reply, with advice at the end of its message.
+
+    A body of any other error is returned unchanged, as is one that is not JSON.
+    """
+    if _UPSTREAM_TEXT.encode() not in body:
+        return body
+    try:
+        value = json.loads(body)
+        error = value.get("error") if isinstance(value, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
+        if not isinstance(message, str) or _UPSTREAM_TEXT not in message:
+            return body
+        edited = json.dumps(message + _ADVICE).encode()
+        return edit_nested(body, ("error",), {"message": edited})
+    except (ValueError, RecursionError, RequestError):
+        return body
 
 
 def _encoded(accounting: TokenAccounting, extra: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.layout import labels
-from evoke_proxy.core.session.remains import SavedSession, most_similar, saved_sessions
+from evoke_proxy.core.session.saved_sessions import SavedSession, most_similar, saved_sessions
 
 TOKENS = np.arange(1, 301, dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""Adding the token accounting to the usage of a reply."""
+"""Edits of replies: token accounting in the usage, and advice in the error of a too long prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.reply import usage_edit
-from evoke_proxy.core.reply.usage_edit import UsageEditor, with_accounting
+from evoke_proxy.core.reply import reply_edit
+from evoke_proxy.core.reply.reply_edit import UsageEditor, with_accounting, with_context_advice
 
 ACCOUNTING = {
     "decoded": 3,
@@ -91,7 +91,7 @@ def test_complete_lines_are_passed_on_at_once() -> None:
 
 
 def test_an_overlong_line_is_passed_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_edit, "_MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(reply_edit, "_MAX_LINE_BYTES", 10)
     edit = UsageEditor({})
     assert edit.feed(b"data: 1") == b""
     assert edit.feed(b"2345") == b"data: 12345"
@@ -112,5 +112,40 @@ def test_a_large_document_is_edited_without_being_parsed(
         raise AssertionError("the document is parsed")
 
     if len(large) > 1_000_000:
-        monkeypatch.setattr(usage_edit.json, "loads", refused)
+        monkeypatch.setattr(reply_edit.json, "loads", refused)
     assert with_accounting(large, {}) == expected_document
+
+
+TOO_LONG = (
+    "request (6149 tokens) exceeds the available context size (1024 tokens), try increasing it"
+)
+CHAT_ERROR = {
+    "error": {"code": 400, "message": TOO_LONG, "type": "exceed_context_size_error", "n_ctx": 1}
+}
+MESSAGES_ERROR = {"type": "error", "error": {"type": "invalid_request_error", "message": TOO_LONG}}
+
+
+@pytest.mark.parametrize("error", [CHAT_ERROR, MESSAGES_ERROR])
+def test_advice_with_the_option_is_added_to_the_message(error: dict[str, object]) -> None:
+    edited = json.loads(with_context_advice(json.dumps(error).encode()))
+    message = edited["error"].pop("message")
+    assert message.startswith(TOO_LONG)
+    assert "--ctx-logical" in message
+    assert edited["error"] == {k: v for k, v in error["error"].items() if k != "message"}  # type: ignore[attr-defined]
+    assert edited.get("type") == error.get("type")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b'{"error":{"message":"no such model"}}',
+        b'{"error":"exceeds the available context size"}',
+        b'{"error":{"message":3},"x":"exceeds the available context size"}',
+        b'["exceeds the available context size"]',
+        b"exceeds the available context size",
+        b'{"error":{"message":"exceeds the available context size"}',
+    ],
+)
+def test_any_other_error_is_unchanged(body: bytes) -> None:
+    assert with_context_advice(body) == body
