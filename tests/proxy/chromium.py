@@ -24,6 +24,9 @@ _OPTIONS = (
     *("--remote-debugging-port=0", "--hide-scrollbars", "about:blank"),
 )
 TIMEOUT_S = 60.0
+# What a page shows when a wait fails: its focus, its open dialogs and its texts.
+_STATE = """[document.activeElement.outerHTML.slice(0, 300), document.querySelectorAll("dialog[open]").length,
+    document.body.innerText.slice(0, 3000)]"""
 
 
 def browser() -> str | None:
@@ -87,7 +90,8 @@ class Page:
         """Wait until a JavaScript expression is true; returns its value."""
         deadline = time.monotonic() + TIMEOUT_S
         while not (value := await self.evaluate(expression)):
-            assert time.monotonic() < deadline, (expression, self.errors)
+            if time.monotonic() > deadline:
+                raise AssertionError((expression, self.errors, await self.evaluate(_STATE)))
             await asyncio.sleep(0.05)
         return value
 

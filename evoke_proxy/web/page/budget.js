@@ -24,15 +24,16 @@ function parsed(text, words) {
   throw new Error(`Type a number of tokens (${EXAMPLE}), ${words.join(" or ")}.`);
 }
 
-// Has a form send its budget by `send(budget)`. Shows the error of the field or of the proxy beside the
-// field until its text changes. The words of the form are those in bold in its help.
-export function budgetForm(form, send) {
+// Has a form send its budget by `send(budget)`, then calls `refresh`. Shows the error of the field or of the
+// proxy beside the field until its text changes. The words of the form are those in bold in its help.
+export function budgetForm(form, send, refresh) {
   const field = form.querySelector("input"), error = form.querySelector(".error");
   const words = [...form.querySelectorAll(".help b")].map((word) => word.textContent);
   function complain(message) {
     error.textContent = message;
     field.setAttribute("aria-invalid", String(Boolean(message)));
   }
+  let latest = Promise.resolve();  // the setting that is under way: the next one waits for it
   field.setAttribute("aria-invalid", "false");
   field.addEventListener("input", () => complain(""));
   field.addEventListener("keydown", (event) => {
@@ -43,14 +44,20 @@ export function budgetForm(form, send) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
-      const budget = parsed(field.value, words);
+      const given = field.value, budget = parsed(given, words);
+      const setting = latest.then(() => send(budget));
+      latest = setting.catch(() => {});
       changes += 1;
       try {
-        await send(budget);
+        await setting;
       } finally {
         changes += 1;
       }
+      field.dataset.current = budgetText(budget);
+      // Keep what its user has typed since.
+      if (field.value === given) field.value = field.dataset.current;
       complain("");
+      refresh();
     } catch (problem) {
       complain(problem.message);
     }

@@ -118,11 +118,7 @@ function drain(server) {
   });
 }
 
-budgetForm(byId("default-budget"), async (budget) => {
-  await call("PUT", "budget", { budget });
-  byId("budget").dataset.current = byId("budget").value = budgetText(budget);
-  await refreshAll();
-});
+budgetForm(byId("default-budget"), (budget) => call("PUT", "budget", { budget }), refreshAll);
 
 // ---- the selected session ------------------------------------------------------------------------
 
@@ -142,11 +138,7 @@ async function refreshSession() {
     state.shown = id;
     state.map = blockMap((action, block) => act(id, action, block));
     section.replaceChildren(...skeleton(id));
-    budgetForm(byId("own-budget"), async (budget) => {
-      await call("PATCH", `sessions/${encodeURIComponent(id)}`, { budget });
-      byId("own").dataset.current = byId("own").value = budgetText(budget);
-      await refreshAll();
-    });
+    budgetForm(byId("own-budget"), (budget) => call("PATCH", `sessions/${encodeURIComponent(id)}`, { budget }), refreshAll);
   }
   fill(session, asked);
 }
