@@ -25,8 +25,8 @@ _OPTIONS = (
 )
 TIMEOUT_S = 60.0
 # What a page shows when a wait fails: its focus, its open dialogs and its texts.
-_STATE = """[document.activeElement.outerHTML.slice(0, 300), document.querySelectorAll("dialog[open]").length,
-    document.body.innerText.slice(0, 3000)]"""
+_STATE = """[document.activeElement.outerHTML.slice(0, 300),
+    document.querySelectorAll("dialog[open]").length, document.body.innerText.slice(0, 3000)]"""
 
 
 def browser() -> str | None:

@@ -234,7 +234,7 @@ def test_a_long_name_is_truncated() -> None:
     assert draft.display_name == "tool:" + "n" * 95 + "#0"
 
 
-# The rule of `sentence_starts_in` as one expression, which searches a text without gaps in one step.
+# The rule of `sentence_starts_in` as one expression: a text without gaps is searched in one step.
 _GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001
     r"|(?<![ \t\r\n])[ \t\r]*\n[ \t\r\n]*)(?=[^ \t\r\n])"
