@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 
-from evoke_proxy.adapters.llama.transport import PIECE_BYTES, Reply
+from evoke_proxy.adapters.llama.transport import BUFFERED_BYTES, PIECE_BYTES, Reply
 from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, TAIL_BYTES
 from evoke_proxy.core.reply.reply_edit import UsageEditor, with_accounting, with_accounting_in_tail
 from evoke_proxy.engine.routing.proxy_gateway import RequestOpener
@@ -187,7 +188,8 @@ async def _with_accounting(
 ) -> AsyncIterator[bytes]:
     """The chunks with the token accounting in their usage.
 
-    An answer that is no event stream is read to its end before its first byte is sent.
+    An answer that is no event stream is read to its end before its first byte is sent. When it is
+    larger than BUFFERED_BYTES, all but its end is sent before, without Content-Length.
     """
     if "Content-Encoding" in response.headers:
         return chunks
@@ -195,12 +197,40 @@ async def _with_accounting(
         return _edited(chunks, extra)
     if response.content_type != "application/json":
         return chunks
-    parts = [chunk async for chunk in chunks]
+    parts, size = list[bytes](), 0
+    async for chunk in chunks:
+        parts.append(chunk)
+        size += len(chunk)
+        if size > BUFFERED_BYTES:
+            response.content_length = None
+            return _edited_at_end(parts, chunks, extra)
     tail = _pop_tail(parts)
     edit = with_accounting_in_tail if parts else with_accounting
     parts.append(edit(tail, extra))
     response.content_length = sum(map(len, parts))
     return _pieces(parts)
+
+
+async def _edited_at_end(
+    parts: list[bytes], more: AsyncIterator[bytes], extra: Mapping[str, Any]
+) -> AsyncIterator[bytes]:
+    """The parts and what follows them, with the token accounting in the usage at the end."""
+    tail, size = deque[bytes](), 0
+    async for chunk in _joined(parts, more):
+        tail.append(chunk)
+        size += len(chunk)
+        while size - len(tail[0]) >= TAIL_BYTES:
+            size -= len(tail[0])
+            yield tail.popleft()
+    yield with_accounting_in_tail(b"".join(tail), extra)
+
+
+async def _joined(parts: list[bytes], more: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for part in _pieces(parts):
+        yield part
+    parts.clear()
+    async for chunk in more:
+        yield chunk
 
 
 async def _with_edited_error(

@@ -45,6 +45,8 @@ _MAX_LINE_BYTES = 64 * 1024
 PIECE_BYTES: Final = 256 * 1024
 # The largest reply to a call of the proxy: a rendering of some million tokens fits.
 ANSWER_BYTES = 256 * 1024 * 1024
+# Of a larger reply to a client, this much is kept before any of it is sent to the client.
+BUFFERED_BYTES: Final = 8 * 1024 * 1024
 BodyParts: TypeAlias = tuple[bytes | memoryview, ...]
 # A request body: bytes, parts that are sent one after the other, or a stream from a client.
 Body: TypeAlias = bytes | BodyParts | AsyncIterable[bytes]
@@ -67,15 +69,21 @@ class Reply:
     url: str
     _response: aiohttp.ClientResponse
     _read_timeout_s: float | None = None
-    # The whole body, when it was read already.
-    _body: tuple[bytes, ...] | None = None
+    # The part of the body that was read already; `chunks` yields it first.
+    _body: tuple[bytes, ...] = ()
 
     async def buffered(self) -> Reply:
-        """Read the whole body; returns the reply whose `chunks` yield it.
+        """Read the body, or BUFFERED_BYTES of it; returns the reply whose `chunks` yield all of it.
 
-        Raises UpstreamError when the body breaks off.
+        Raises UpstreamError when the body breaks off before.
         """
-        return replace(self, _body=tuple([chunk async for chunk in self.chunks()]))
+        parts, size = list[bytes](), 0
+        async for chunk in self.chunks():
+            parts.append(chunk)
+            size += len(chunk)
+            if size > BUFFERED_BYTES:
+                break
+        return replace(self, _body=tuple(parts))
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives, without decoding it.
@@ -83,10 +91,8 @@ class Reply:
         Raises UpstreamError when the body breaks off, or when nothing arrives for
         `upstream.read_timeout_s`.
         """
-        if self._body is not None:
-            for chunk in self._body:
-                yield chunk
-            return
+        for chunk in self._body:
+            yield chunk
         while True:
             with mapped_errors(self.url):
                 async with asyncio.timeout(self._read_timeout_s):
