@@ -25,8 +25,10 @@ _SEPARATOR = len(": ")
 # Requests that are parsed and kept per connection while an earlier one runs. With aiohttp's 32 the
 # first data of 400 connections is parsed for 0.1 s without a pause.
 web_protocol.MAX_MSG_QUEUE_SIZE = 2
-# Bytes that a connection keeps of requests behind those; with more it is closed after an answer.
+# Bytes that a connection keeps of requests behind those. With more it is not read for a second, and
+# then closed after the current answer.
 _MAX_UNPARSED_BYTES = 65536
+_MAX_PAUSE_S = 1.0
 # The prefix length of an IPv6 network that belongs to one client.
 _V6_PREFIX = 64
 
@@ -97,6 +99,7 @@ class ClientConnection(RequestHandler):
         self._request_line = (b"", b"")
         # Bytes that are parsed later, while aiohttp has paused reading; None when it has not.
         self._unparsed: bytearray | None = None
+        self._pause_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -130,6 +133,7 @@ class ClientConnection(RequestHandler):
         self._cancel_timer()
         self._socket = None
         self._unparsed = None
+        self._cancel_pause()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -147,15 +151,34 @@ class ClientConnection(RequestHandler):
             self._parse(data)
         elif self._close or self._force_close:
             self._unparsed.clear()
-        elif self._is_receiving_body:
+        else:
             self._unparsed += data
-            super()._pause_transport_reading()
-        elif len(self._unparsed) + len(data) <= _MAX_UNPARSED_BYTES:
-            self._unparsed += data
+            if self._is_receiving_body:
+                super()._pause_transport_reading()
+            elif len(self._unparsed) > _MAX_UNPARSED_BYTES and self._pause_timer is None:
+                super()._pause_transport_reading()
+                self._time_pause()
+
+    def _time_pause(self) -> None:
+        self._pause_timer = self._loop.call_later(
+            _MAX_PAUSE_S, self._end_pause, self._current_request
+        )
+
+    def _end_pause(self, request: web.BaseRequest | None) -> None:
+        """Close the connection after the answer to `request`, unless that is being sent already.
+
+        Until then, discard what the client sends.
+        """
+        self._pause_timer = None
+        if self._unparsed is None or self._is_receiving_body:
+            return
+        if request is None or self._current_request is not request:
+            self._time_pause()
         else:
             self._unparsed.clear()
             self._dropped_pipelines.inc()
-            self.close()  # after the answer to the current request
+            self.close()
+            super()._resume_transport_reading()
 
     @property
     def _is_receiving_body(self) -> bool:
@@ -181,6 +204,7 @@ class ClientConnection(RequestHandler):
         if self._unparsed is None or self._reading_paused or self._buffer_paused:
             return
         unparsed, self._unparsed = self._unparsed, None
+        self._cancel_pause()
         if unparsed:
             self._parse(bytes(unparsed))
         if not (self._reading_paused or self._buffer_paused):
@@ -241,6 +265,11 @@ class ClientConnection(RequestHandler):
         if self._socket is not None and self._socket.get_write_buffer_size():
             self._dropped.inc()
             self._socket.abort()
+
+    def _cancel_pause(self) -> None:
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+            self._pause_timer = None
 
     def _cancel_timer(self) -> None:
         if self._write_timer is not None:

@@ -34,6 +34,7 @@ class _Server:
     """A server whose requests are answered with the length of their body, when they may be."""
 
     metrics: Metrics = field(default_factory=Metrics)
+    pause_s: float = 0.0
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     was_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -46,6 +47,7 @@ class _Server:
         except asyncio.CancelledError:
             self.was_cancelled.set()
             raise
+        await asyncio.sleep(self.pause_s)
         return web.Response(text=f"<{len(body)}>")
 
     @property
@@ -157,8 +159,31 @@ def test_a_disconnected_client_is_noticed_while_its_request_is_answered(ahead: b
                 await asyncio.sleep(0.005)
             assert not server.was_cancelled.is_set()
             writer.close()
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(2.0):
                 await server.was_cancelled.wait()
+
+    _run(test)
+
+
+def test_any_number_of_requests_is_answered_when_each_answer_takes_less_than_a_second() -> None:
+    n_sent = 1500
+    request = _REQUEST.replace(b"Host", b"X: %s\r\nHost" % (b"x" * 1000))
+
+    async def test(server: _Server) -> None:
+        async with server.connected() as (reader, writer, _open):
+
+            async def send() -> None:
+                for _ in range(n_sent):
+                    writer.write(request)
+                    await writer.drain()
+
+            server.may_answer.set()
+            server.pause_s = 0.006
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(send())
+                for _ in range(n_sent):
+                    assert (await reader.readuntil(b">")).endswith(b"<0>")
+            assert server.n_closed == 0
 
     _run(test)
 
@@ -171,7 +196,9 @@ def test_a_connection_with_too_many_bytes_ahead_is_closed_after_an_answer() -> N
                 await writer.drain()
             (connection,) = _open()
             while not connection.is_closing:
-                assert len(connection._unparsed or b"") <= 65536
+                assert (
+                    len(connection._unparsed or b"") <= 65536 + 262144
+                )  # and what is read at once
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.5)  # bytes that arrive after it is closed would reset it
             server.may_answer.set()
