@@ -189,7 +189,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
     parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))
     parser.add_argument("--lengths", default="1000,4000,7000", help="tokens (1000,4000,7000)")
-    parser.add_argument("--questions", type=int, default=60, help="at least so many a cell (60)")
+    parser.add_argument(
+        "--questions", type=int, default=60, help="the least number of questions per cell (60)"
+    )
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--servers", type=int, default=1, help="how many at a time (1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of a server (1)")

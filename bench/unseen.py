@@ -40,7 +40,7 @@ _COLUMNS = ("set", "arm", "n", "right", "visible", "low", "high")
 
 
 def scripts(name: str, tokens: int, questions: int) -> list[Script]:
-    """Return sessions of one set with at least so many questions, each about `tokens` long."""
+    """Return sessions of one set with at least this many questions, each about `tokens` long."""
     asked = _questions(name)
     made: list[Script] = []
     while sum(len(script.probes) for script in made) < questions:

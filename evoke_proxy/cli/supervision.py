@@ -25,7 +25,7 @@ _MAX_LOG_BYTES = 64 << 20
 
 
 def backoff_s(n_crashes: int) -> float:
-    """Seconds to wait before the start after so many crashes in a row, the first being 1."""
+    """Seconds to wait before a start that follows this many crashes in a row, at least 1."""
     return min(_LAST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (n_crashes - 1))
 
 

@@ -163,7 +163,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file or pipe; OSError when nobody writes to the pipe."""
+    """The text of a file or pipe; OSError when no process writes to the pipe."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if stat.S_ISFIFO(os.fstat(handle).st_mode):

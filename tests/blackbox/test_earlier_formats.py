@@ -34,7 +34,7 @@ TOLERANCE = 0.25
 # The fixtures may not be deleted for their age.
 NO_MAX_AGE = {"snapshots__max_age_h": 10_000_000}
 REASON = re.compile(
-    r"(version|another (key|model|build)|set aside|put aside|not used|made anew|not written down)",
+    r"(version|another (key|model|build)|set aside|put aside|not used|cannot be recorded)",
     re.IGNORECASE,
 )
 KINDS = ("decoded", "recovered", "resident_before", "omitted")

@@ -33,7 +33,7 @@ class PinnedEncoder:
     """An encoder at one revision of its repository.
 
     Attributes:
-        name: What the user calls it.
+        name: Its name on the command line and in settings.
         repository: Its repository on the model hub.
         revision: The commit.
         licence: SPDX identifier.
@@ -159,7 +159,7 @@ class EncoderStore:
         return [encoder for encoder in ENCODERS if self.has(encoder)]
 
     def remove(self, encoder: PinnedEncoder) -> bool:
-        """Delete an encoder and what a fetch of it has left; False when there was nothing."""
+        """Delete an encoder and its unfinished files; False when there were none."""
         existed = False
         for path in (self.directory(encoder), self.draft(encoder)):
             if path.is_dir():

@@ -1,4 +1,4 @@
-"""The calls of one llama-server, bound to the key of whoever they are made for."""
+"""The calls of one llama-server, bound to the key of one caller."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 class ServerCalls:
     """All calls of one llama-server, with one key.
 
-    A request binds the key of its client once, with `as_caller`. What is done for the request, also
-    after its reply, makes its calls through that value. Calls for no client are made through the
-    value that `of` returns.
+    A request binds the key of its client once, with `as_caller`; all work for it, also after its
+    reply, makes its calls through that value. Work for no client uses the value that `of` returns.
     """
 
     # Opens requests, and makes the calls that any llama-server answers.

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-# The event loop runs at least so many times before a time limit expires.
+# The number of iterations of the event loop before a time limit may expire.
 _STEPS = 20
 
 

@@ -18,9 +18,8 @@ _TEXT_OVERLAP = 40
 _MAX_NAME = 100
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 64
-# The gap between two sentences or lines, from its first character that tells: white space behind
-# the end of a sentence, a line break and what follows, or nothing behind a full stop that needs no
-# space.
+# The gap between two sentences or lines: white space behind the end of a sentence, a line break and
+# the white space behind it, or nothing behind a full stop that needs no space.
 _GAP = re.compile(
     r"(?<=[.!?;。！？])[ \t\r\n]+|\n[ \t\r\n]*|(?<=[。！？])(?=[^ \t\r\n])"  # noqa: RUF001
 )

@@ -77,7 +77,8 @@ _VECTOR_CERTAINTY = 0.8
 # tool and is ignored.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
 
-# What a user asks of all answers, and what limits the user, is said in messages of so many blocks.
+# Instructions for all answers, and circumstances of the user, are in messages of at most this many
+# blocks.
 _SHORT_BLOCKS = 2
 
 # The text of a block may overlap its neighbours' by this many characters, because the position of a

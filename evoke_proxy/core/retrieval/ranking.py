@@ -53,12 +53,12 @@ _MENTION = 100.0
 # The second look-up reads this many of the best units of each text, follows at most this many names
 # from unit to unit, and ignores a name that more than this many units contain.
 _READ_UNITS, _MAX_HOPS, _MAX_NAMED_UNITS = 2, 5, 6
-# It reads at most so many units that it has found itself. Each hop makes them worth less.
+# It reads at most this many of the units that it has found. Each hop lowers their worth.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
 _SENTENCE_START_CERTAINTY = 0.6
 _MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
-# Of so many of the best units of a text, a later version comes before an earlier one. It contains
-# the same words of the query, and this share of all words of both.
+# Among this many of the best units of a text, a later version comes before an earlier one. It
+# contains the same words of the query, and this share of all words of both.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 # Longest query, in terms.
 _MAX_TERMS = 256

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _MIB = 1 << 20
-# llama-server rounds the cells of a slot up to a multiple of this, and decodes so many at once.
+# llama-server rounds the cells of a slot up to a multiple of the first number, and decodes batches
+# of as many tokens as the second.
 _CELL_STEP, _BATCH = 256, 512
 # Bytes of one value of a KV type of llama-server.
 KV_TYPES: Mapping[str, float] = {

@@ -91,9 +91,9 @@ class RequestParser:
     async def parse(self, incoming: IncomingRequest) -> ParsedRequest:
         """Read a request, and take the proxy's own fields out of its body.
 
-        Raises RequestError for wrong fields of the proxy. With keys of the proxy's own also when
-        the body cannot be read: llama-server might find in it what is taken out here. A large body
-        is read in a thread.
+        Raises RequestError for wrong fields of the proxy. Where clients have keys, also when the
+        body cannot be read: llama-server might read the proxy's fields from it. A large body is
+        read in a thread.
         """
         return await run_off_loop(incoming.body, self._parse, incoming)
 

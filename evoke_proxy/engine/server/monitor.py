@@ -1,4 +1,4 @@
-"""Monitors what one llama-server is, whether it answers, and whether it was started again.
+"""Monitors the capabilities of one llama-server, whether it answers, and whether it restarted.
 
 Only calls of the proxy decide that: `GET /props` here, and `GET /health` in a pool. When a relayed
 request fails, the server is queried before the next request. The failure itself proves nothing,

@@ -59,7 +59,7 @@ async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], 
         if loop.time() - warned_at > _WARN_EVERY_S:
             warned_at = loop.time()
             _log.warning(
-                "llama-server has been busy for %.0f s with a request whose client is gone; its"
+                "llama-server has been busy for %.0f s for a disconnected client; its"
                 " slot is not used until it is idle",
                 loop.time() - began,
             )
@@ -155,7 +155,7 @@ class BackgroundLease:
     Attributes:
         slots: the numbers of the slots.
         session: the session that is locked; None when the work changes no session.
-        preempted: whether a request has come.
+        preempted: whether a request has arrived.
         has_decoded: whether `run` was called, so that the slots may have changed.
         is_released: whether the lease has ended.
     """
@@ -219,9 +219,9 @@ class BackgroundLease:
             self._queue.background_ended(self)
 
     def check(self) -> None:
-        """Raise Preempted when a request has come."""
+        """Raise Preempted when a request has arrived."""
         if self.preempted:
-            raise Preempted("a request has come")
+            raise Preempted("a request has arrived")
 
     def preempt(self, grace_s: float) -> None:
         """Set `preempted`, and cancel the call in `run` after `grace_s` seconds."""
@@ -236,11 +236,11 @@ class BackgroundLease:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a call that a request may cancel.
 
-        Raises Preempted when a request cancels it or has come before, and what the call raises.
+        Raises Preempted when a request cancels it or has arrived before, and what the call raises.
         """
         if self.preempted:
             work.close()
-            raise Preempted("a request has come")
+            raise Preempted("a request has arrived")
         was_busy, self._is_busy, self.has_decoded = self._is_busy, True, True
         try:
             async with asyncio.TaskGroup() as group:
@@ -251,7 +251,7 @@ class BackgroundLease:
                 self._timer.cancel()
                 self._timer = None
         if task.cancelled():
-            raise Preempted("a request has come")
+            raise Preempted("a request has arrived")
         result, error = task.result()
         if error is not None:
             raise error
@@ -295,7 +295,7 @@ class SlotQueue:
         return self._pool
 
     def adjust(self, limits: LimitsConfig) -> None:
-        """Apply other limits to requests that come from now on."""
+        """Apply other limits to requests that arrive from now on."""
         self._limits = limits
         self._pool.max_queue, self._pool.tenant_queue = limits.queue, limits.tenant_queue
 

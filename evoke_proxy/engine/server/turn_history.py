@@ -13,7 +13,7 @@ from evoke_proxy.engine.server.turn import PreparedTurn
 
 
 def publish_start(turn: PreparedTurn, feed: EventFeed) -> None:
-    """Publish what the plan of a turn has moved, when the turn is about to be forwarded."""
+    """Publish the blocks that the plan of a turn has moved, before the turn is forwarded."""
     conversation = turn.remembered
     if conversation is None:
         return
@@ -66,7 +66,7 @@ def _record(turn: PreparedTurn, outcome: Outcome, number: int) -> TurnRecord:
 
 
 def _without_accounting(turn: PreparedTurn, outcome: Outcome, number: int) -> TurnRecord:
-    """The record of a turn from what an unpatched server says of a reply that has ended."""
+    """The record of a turn from the timings and usage of an unpatched server."""
     cached, decoded, _ = cost_of(outcome.timings or {}, outcome.usage or {})
     prefilled = min(cached, turn.n_prefilled)
     cached, decoded = cached - prefilled, decoded + prefilled

@@ -14,7 +14,7 @@ class Passthrough(AnyBodyStrategy):
     """The strategy that changes nothing.
 
     Where clients have keys, requests wait here for a free slot, in turn by tenant: llama-server
-    serves requests in the order in which they come, so one tenant could keep all others waiting.
+    serves requests in the order of their arrival, so one tenant could delay all others.
     """
 
     mode = "pass-through"

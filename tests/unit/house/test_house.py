@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -307,6 +307,29 @@ def test_the_folders_of_unit_tests_mirror_the_packages() -> None:
         for folder in folders - outside
         if not any((package / folder).is_dir() for package in packages)
     ] == []
+
+
+def names_no_module(test: Path, folders: Sequence[Path]) -> bool:
+    """Whether the name of a test file begins with no module or sub-package of these folders."""
+    name = test.stem.removeprefix("test_")
+    below = (path for folder in folders if folder.is_dir() for path in folder.iterdir())
+    subjects = {path.stem for path in below if path.is_dir() or path.suffix == ".py"}
+    return not any(name == subject or name.startswith(f"{subject}_") for subject in subjects)
+
+
+def test_a_unit_test_is_found_by_the_name_of_its_module() -> None:
+    """`test_health_monitor.py` or `test_health_monitor_restarts.py` test `health_monitor.py`."""
+    tests = Path(__file__).parents[1]
+    outside = ("deploy", "house")
+    files = [path for path in tests.rglob("test_*.py") if path.parent.name not in outside]
+    assert [
+        str(path.relative_to(tests))
+        for path in files
+        if names_no_module(
+            path, [base / path.parent.relative_to(tests) for base in (ROOT, ROOT.parent)]
+        )
+    ] == []
+    assert names_no_module(tests / "web/test_elsewhere.py", [ROOT / "web"])
 
 
 def test_benches_follow_the_rules_for_names_parameters_and_calls() -> None:

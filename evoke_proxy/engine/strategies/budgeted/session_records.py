@@ -1,9 +1,9 @@
 """Keeps budgeted sessions across restarts of llama-server and of the proxy.
 
-While no request needs the server, a session is written down in three parts: its copies go to the
-server's disk tier (`CopySpill`), its slot to a snapshot where copies are not all of it
-(`SlotSnapshots`), and its state to the index (`SessionRecords`). After a restart llama-server says
-which copies it still has, and the next turn adopts them or restores the slot.
+While no request needs the server, a session is saved in three parts: its copies in the disk tier of
+the server (`CopySpill`), its slot in a snapshot if copies lack a part of its state
+(`SlotSnapshots`), and its own state in the index (`SessionRecords`). After a restart llama-server
+lists the copies that it still has, and the next turn adopts them or restores the slot.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from evoke_proxy.engine.strategies.snapshots.lookahead import next_turn_prefix
 from evoke_proxy.errors import SnapshotUnusable
 
 _log = logging.getLogger(__name__)
-# Blocks of one session whose vectors are written down; with 384 numbers and four sentences each
-# that is 12 MiB. When there are more, only the latest are written again.
+# Blocks of one session whose vectors are recorded: 12 MiB with four vectors of 384 numbers for each
+# block. Of more blocks only the latest are recorded.
 _MAX_VECTOR_BLOCKS = 2048
 
 
@@ -68,7 +68,7 @@ class CopySpill:
         return str(self._on_disk[session][0]) if session in self._on_disk else ""
 
     def note_copied(self, session: str, names: Iterable[str]) -> None:
-        """Note that copies were made now; llama-server does not state that older ones are gone."""
+        """Note that copies are new; llama-server does not report that their files are outdated."""
         _, on_disk = self._on_disk.get(session, (0, set[str]()))
         on_disk.difference_update(names)
 
@@ -87,11 +87,11 @@ class CopySpill:
             await job.calls.blocks.run(job.slot, "block-spill", call)
 
     def _read(self, conversation: Conversation, answer: Mapping[str, Any]) -> set[str]:
-        """The names of a session's copies that are on disk, as far as llama-server has stated."""
+        """The names of a session's copies that llama-server has reported to be on disk."""
         version = int(answer.get("version") or 0)
         changed = copies_of(answer, conversation.id)
         before, names = self._on_disk.get(conversation.id, (0, set[str]()))
-        if version < before:  # of another server
+        if version < before:  # the list is that of another server
             names = set()
         on_disk = {name for name, copy in changed.items() if copy.get("on_disk")}
         names = (names - changed.keys()) | on_disk
@@ -103,8 +103,8 @@ class CopySpill:
 class VectorRecords:
     """Writes the vectors of a session's blocks as parts of its record.
 
-    Each part has what was embedded since the one before, so that a turn writes little. They serve
-    the first question after a restart; without them the blocks are embedded again.
+    Each part has the vectors that were made since the previous part, so that a turn writes little.
+    The first question after a restart uses them; without them the blocks are embedded again.
     """
 
     def __init__(self, embedding: EmbeddingService) -> None:
@@ -118,7 +118,7 @@ class VectorRecords:
             try:
                 vectors |= decode_vectors(part.packed, self._embedding.mark)
             except ValueError as error:
-                _log.warning("vectors of session %s are made anew: %s", session, error)
+                _log.warning("recorded vectors of session %s are not used: %s", session, error)
         self._n_written[session] = len(vectors)
         return vectors
 
@@ -140,12 +140,12 @@ class VectorRecords:
         try:
             await repository.write_record(part)
         except SnapshotUnusable as error:
-            _log.warning("vectors of session %s are not written down: %s", session, error)
+            _log.warning("vectors of session %s cannot be recorded: %s", session, error)
             return
         self._n_written[session] = n_written + len(new)
 
     def forget(self, session: str) -> None:
-        """Note that the record of a session was deleted, and all its parts."""
+        """Note that the record of a session was deleted with all its parts."""
         self._n_written.pop(session, None)
 
     def _vectors(self, keys: Sequence[bytes]) -> Vectors:
@@ -169,7 +169,7 @@ class SessionRecords:
     async def load(self, home: str, homes: Sequence[str]) -> None:
         """Register the recorded sessions that were at the server `home`, one of `homes`.
 
-        Sessions of servers that are not configured any more belong to the first one. Unreadable
+        Sessions of servers that are no longer configured belong to the first one. Unreadable
         records are deleted.
         """
         records = await self._repository.read_records()
@@ -185,11 +185,11 @@ class SessionRecords:
                     vectors = self._vectors.read(conversation.id, parts[conversation.id])
                     conversation.vectors.loaded(vectors)
             except (ValueError, zlib.error) as error:
-                _log.warning("session %s was not written down as agreed: %s", record.id, error)
+                _log.warning("the record of session %s is not used: %s", record.id, error)
                 self.forget(record.id)
 
     async def write(self, conversation: Conversation, recorded: SessionRecord) -> None:
-        """Write a session and its new vectors; not when it was forgotten meanwhile."""
+        """Write a session and its new vectors, unless it was forgotten in the meantime."""
         await self._vectors.write(conversation, self._repository)
         packed = await asyncio.to_thread(_encode, recorded)
         if self._is_forgotten(conversation):
@@ -205,7 +205,7 @@ class SessionRecords:
             self.update_overrides(conversation)
 
     def update_overrides(self, conversation: Conversation) -> None:
-        """Write soon what an operator has changed of a session."""
+        """Record the settings that an operator has made for a session, soon."""
         overrides = conversation.overrides
 
         def changed(record: Record) -> Record:
@@ -227,7 +227,7 @@ class SessionRecords:
 
 
 class SessionPersistence:
-    """Saves sessions, and brings back what they had.
+    """Saves sessions, and restores their rows and copies.
 
     Copies go to llama-server's disk tier where it has one; records need `slot_snapshots`.
     """
@@ -256,28 +256,28 @@ class SessionPersistence:
         self._server = UNKNOWN_SERVER
 
     def server_started(self, server: ServerInfo) -> None:
-        """Forget what the disk tier of the earlier server instance had."""
+        """Forget the contents of the disk tier of the earlier server instance."""
         self._server = server
         self._spill.clear()
         self.discovery.server_started(server.can_find)
 
     @property
     def saves_answers(self) -> bool:
-        """Whether copies must cover generated tokens: after a restart nothing else has them."""
+        """Whether copies must cover generated tokens: after a restart no other data has them."""
         return self._records is not None or self._server.has_disk
 
     async def load(self) -> None:
-        """Register the sessions that were written down."""
+        """Register the recorded sessions."""
         if self._records is not None:
             await self._records.load(self._home, self._homes)
 
     def update_overrides(self, conversation: Conversation) -> None:
-        """Write soon what an operator has changed of a session."""
+        """Record the settings that an operator has made for a session, soon."""
         if self._records is not None:
             self._records.update_overrides(conversation)
 
     def forget(self, session: str) -> None:
-        """Delete what was written of a session: no request continues it."""
+        """Delete the record of a session, which no request continues."""
         self._spill.forget(session)
         if self._records is not None:
             self._records.forget(session)
@@ -285,7 +285,8 @@ class SessionPersistence:
     def request_to_remember(self, dialect: str, body: bytes) -> SentTurn | None:
         """Return a request whose answer `decode_next_turn` needs; None when it needs none.
 
-        It needs none where copies are all of a slot, and for dialects other than chat and messages.
+        It needs none if copies have all of a slot's state, and for dialects other than chat and
+        messages.
         """
         if self._records is None or not self._server.needs_full_state:
             return None
@@ -294,7 +295,7 @@ class SessionPersistence:
         return SentTurn(dialect, body, AnswerReader())
 
     async def decode_next_turn(self, job: SlotJob) -> None:
-        """Decode the beginning of the next prompt in a slot, before the slot is saved whole.
+        """Decode the beginning of the next prompt in a slot, before the whole slot is saved.
 
         The next prompt often contains the answer in another form than it was generated, for example
         without thoughts. A recurrent state cannot be truncated to the position where they differ,
@@ -320,7 +321,7 @@ class SessionPersistence:
         return self._spill.version(conversation.id)
 
     def note_copied(self, conversation: Conversation, names: Iterable[str]) -> None:
-        """Note that copies of a session were made just now."""
+        """Note that these copies of a session are new."""
         self._spill.note_copied(conversation.id, names)
 
     async def save(self, job: SlotJob, view: SlotView, answer: Mapping[str, Any]) -> None:
@@ -338,7 +339,7 @@ class SessionPersistence:
         if self._records is None or recorded is None:
             return
         if self._conversations.get(conversation.id) is not conversation:
-            return  # it was deleted, and must not be written again
+            return  # it was deleted, and must not be recorded again
         if self._server.needs_full_state and self._slot_snapshots is not None:
             job.lease.check()
             await self._slot_snapshots.save(job)

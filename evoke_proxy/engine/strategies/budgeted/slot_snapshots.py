@@ -36,7 +36,7 @@ class SlotSnapshots:
     async def decode_ahead(self, job: SlotJob, tokens: Tokens) -> None:
         """Decode the prompt `tokens` in the slot of a job, which keeps its holes and its budget.
 
-        Raises Preempted when a request comes, and UpstreamErrors.
+        Raises Preempted when a request arrives, and UpstreamErrors.
         """
         conversation = job.conversation
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):

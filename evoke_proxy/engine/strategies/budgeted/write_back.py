@@ -27,9 +27,9 @@ from evoke_proxy.errors import PlanRefused
 
 _log = logging.getLogger(__name__)
 
-# Seconds before copying begins: most clients that answer a reply at once have done so by then.
+# Seconds before copying begins: most clients that send their next request at once have sent it.
 _PAUSE_S = 0.02
-# The most tokens of one call, unless one block has more: a call blocks decoding for milliseconds.
+# The most tokens of one call, or one larger block: a call blocks decoding for milliseconds.
 _BATCH_TOKENS = 256
 # Share of the host memory for copies that is left free for blocks that a plan evicts.
 _SPARE_SHARE = 0.25
@@ -61,7 +61,7 @@ class WriteBack:
 
     def start(self) -> None:
         """Start copying if the server is idle and conversations are waiting."""
-        if len(self._waiting) > len(self._slots.pool):  # some have lost their slots
+        if len(self._waiting) > len(self._slots.pool):  # some conversations have lost their slots
             slot_of, waiting = self._slots.pool.slot_of, self._waiting
             self._waiting = {id: waiting[id] for id in waiting if slot_of(id) is not None}
         if self._waiting and not self._is_running and self._slots.pool.idle():
@@ -69,7 +69,7 @@ class WriteBack:
             self._tasks.run(self._run(), "copying blocks")
 
     async def _run(self) -> None:
-        """Copy the waiting conversations one by one, until a request comes."""
+        """Copy the waiting conversations one by one until a request arrives."""
         try:
             await asyncio.sleep(_PAUSE_S)
             while self._waiting:
@@ -115,7 +115,7 @@ class WriteBack:
     async def _copy_unsaved(self, job: SlotJob) -> None:
         """Copy the unsaved blocks and record the session.
 
-        Raises Preempted between two calls when a request comes, and PlanRefused.
+        Raises Preempted between two calls when a request arrives, and PlanRefused.
         """
         conversation, lease, blocks = job.conversation, job.lease, job.calls.blocks
         await self._records.decode_next_turn(job)

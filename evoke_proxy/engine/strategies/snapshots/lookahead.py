@@ -1,4 +1,4 @@
-"""Decodes what the next turn begins with, while the client reads the answer."""
+"""Decodes the beginning of the next turn while the client reads the answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
-# Tokens of one call: a request that comes in waits for the rest of it at most.
+# Tokens of one call: a new request waits for at most one call.
 _STEP_TOKENS = 512
 
 
@@ -76,7 +76,7 @@ class Lookahead:
         return task
 
     def cancel(self, keep: Collection[asyncio.Task[None]] = ()) -> None:
-        """Cancel all tasks but those to keep."""
+        """Cancel all tasks except those to keep."""
         for task in self._sessions.keys() - keep:
             task.cancel()
 
@@ -142,7 +142,7 @@ class Lookahead:
     def _lease(
         self, turn: SnapshotTurn, conversation: Conversation, contents: SlotContents
     ) -> BackgroundLease | None:
-        """Lease the slot of the contents, or all of them; None when a request runs or comes."""
+        """Lease the slot of the contents, or all slots; None when a request runs or arrives."""
 
         async def settle() -> None:
             await self._placement.until_idle(turn, lambda: self._slots.is_closed)
@@ -157,7 +157,7 @@ class Lookahead:
         tokens: Tokens,
         lease: BackgroundLease,
     ) -> None:
-        """Decode as far as `tokens`, in steps; raises Preempted when a request comes."""
+        """Decode as far as `tokens`, in steps; raises Preempted when a request arrives."""
         contents, api = conversation.snapshots.contents, turn.calls.stock
         if contents is None:
             return
@@ -182,7 +182,7 @@ class Lookahead:
         conversation.snapshots.contents_changed(with_status(complete, slots))
 
     async def _save(self, turn: SnapshotTurn, conversation: Conversation, tokens: Tokens) -> None:
-        """Save what was decoded ahead, if that is worth it and nothing has changed it."""
+        """Save the tokens decoded ahead if they are worth a snapshot and the slot is unchanged."""
         if self._transfers.reason_not_to_save(turn.request.tenant, tokens):
             return
         contents, api = conversation.snapshots.contents, turn.calls.stock
@@ -208,7 +208,7 @@ class Lookahead:
 async def next_turn_prefix(
     body: bytes, answer: AnswerReader, render: Callable[[bytes], Awaitable[Tokens]]
 ) -> Tokens | None:
-    """The tokens that the next turn of a conversation begins with, whatever the user writes.
+    """The tokens with which the next turn of a conversation begins, independent of its question.
 
     `body` is the latest request, `answer` the reply to it, and `render` returns the tokens of a
     body. Returns None when the history that follows cannot be derived from the answer. Raises what

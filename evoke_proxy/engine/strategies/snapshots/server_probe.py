@@ -22,12 +22,13 @@ _UNKNOWN = Stability(boundary=False, ahead=False)
 
 
 class ServerProbe:
-    """Holds what is known of one unpatched server; `learn` asks it.
+    """The measured properties of one unpatched server; `learn` measures them.
 
     Attributes:
         fingerprint: Identifies the model and the cache layout; empty until `learn` has succeeded.
-        disabled_reason: Why nothing is saved or restored; empty while both work.
-        clears_idle_slots: Whether the server empties idle slots when another one starts, or may.
+        disabled_reason: Why snapshots are neither saved nor restored; empty when they are.
+        clears_idle_slots: Whether the server empties idle slots when another one starts; True while
+            that is unknown.
         costs: Measured speeds of decoding, saving and restoring.
         behaviour: Whether restoring and decoding ahead have paid off here, and the kind of memory.
     """
@@ -44,9 +45,9 @@ class ServerProbe:
         self._config = config
         self._without_tools = self._with_tools = _UNKNOWN
         self._lock = asyncio.Lock()
-        self._stated_fingerprint = ""  # what the server states, without the layout
+        self._stated_fingerprint = ""  # from the answers of the server, without the layout
         self._layout: Cache | None = None
-        self._all_busy = False  # no slot was idle when they were to be tried out
+        self._all_busy = False  # no slot was idle, so saving was not tried
         self.fingerprint = ""
         self.disabled_reason = ""
         self.clears_idle_slots = True
@@ -54,30 +55,30 @@ class ServerProbe:
         self.behaviour = ServerBehaviour()
 
     def forget(self) -> None:
-        """Discard the answers, so that the next `learn` asks again: it may be another server."""
+        """Discard the fingerprint, so that the next `learn` probes the server again."""
         self.fingerprint = ""
 
     def stability(self, tools: bool) -> Stability:
-        """Which parts of a prompt the template repeats unchanged in the next one.
+        """The parts of a prompt that the template repeats unchanged in the next prompt.
 
-        Measured with and without `tools` in the request.
+        They are measured with and without `tools` in the request.
         """
         return self._with_tools if tools else self._without_tools
 
     def background_slot(self, slot: int) -> int | None:
         """Return the slot that background work in `slot` has to lease; None for all slots.
 
-        All of them where llama-server chooses the slot of a request, or empties idle ones.
+        All slots are leased if llama-server chooses the slot of a request or empties idle slots.
         """
         n_slots = len(self._slots.pool)
         one = n_slots > 1 and not self.clears_idle_slots and 0 <= slot < n_slots
         return slot if one else None
 
     async def learn(self, api: StockApi, own: SlotLease | None = None) -> None:
-        """Ask what is not known yet, with the calls of `api`; raises UpstreamError.
+        """Measure what is unknown, with the calls of `api`; raises UpstreamError.
 
-        Slots are tried out only while no other request has one; `own` is the lease of the caller.
-        If another request has one, a later call tries them out.
+        Saving is tried only while no other request has a slot; `own` is the lease of the caller. If
+        another request has one, a later call tries it.
         """
         async with self._lock:
             if not self.fingerprint:
@@ -93,7 +94,7 @@ class ServerProbe:
         stated = await api.fingerprint()
         self._without_tools = await probe_template(api, False) or _UNKNOWN
         self._with_tools = await probe_template(api, True) or self._without_tools
-        # The most careful assumptions, until a file shows what memory it is.
+        # The memory that allows least, until a file shows which one it is.
         behaviour = ServerBehaviour(is_dense=False, has_windows=True)
         lease = self._slots.others(own)
         if lease is not None:
@@ -112,9 +113,9 @@ class ServerProbe:
     async def detect_memory(
         self, part: str, copied: SlotCopy, behaviour: ServerBehaviour | None = None
     ) -> None:
-        """Take the kind of memory from the first file that llama-server has written.
+        """Read the kind of memory from the first file that llama-server has written.
 
-        No file exists before a slot was idle. Raises SnapshotUnusable when it is not there.
+        Raises SnapshotUnusable when the file is missing.
         """
         behaviour = behaviour or self.behaviour
         if not behaviour.is_detected:
@@ -124,21 +125,21 @@ class ServerProbe:
             behaviour.is_detected = True
 
     async def is_same_server(self, api: StockApi) -> bool:
-        """Return whether the server is the one that `learn` asked; called before save or restore.
+        """Whether the server is the one that `learn` has probed; for use before each transfer.
 
-        Forgets everything when it is another one.
+        Calls `forget` when it is another one.
         """
-        # Compared with what was known at the time of the call, whatever is learnt meanwhile.
+        # Another task may replace both during the call.
         expected, stated = self.fingerprint, self._stated_fingerprint
         same = expected and await api.fingerprint() == stated
         if same and expected == self.fingerprint:
             return True
-        _log.warning("llama-server has changed: snapshots from before are not used any more")
+        _log.warning("llama-server has changed: earlier snapshots are not used")
         self.forget()
         return False
 
     def describe(self) -> str:
-        """One line for the log and for readiness checks."""
+        """The state of snapshots in one line, for the log and for readiness checks."""
         if self.disabled_reason:
             return f"snapshots are off: {self.disabled_reason}"
         limits = []
@@ -155,7 +156,7 @@ class ServerProbe:
         return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
 
     async def _try_saving(self, api: StockApi, behaviour: ServerBehaviour) -> str:
-        """Save an idle slot and read the file; return why that does not work, or "".
+        """Save an idle slot and read the file; return why that failed, "" when it did not.
 
         Sets the memory kind and the layout from the file.
         """
@@ -185,7 +186,7 @@ class ServerProbe:
 
 
 async def probe_template(api: StockApi, tools: bool) -> Stability | None:
-    """Return what the server's chat template keeps; None when it refuses such a conversation."""
+    """Return which parts the chat template keeps; None when it refuses the test messages."""
     try:
         texts = [await api.apply_template(body) for body in probe_bodies(tools)]
     except UpstreamRejected:
@@ -196,7 +197,7 @@ async def probe_template(api: StockApi, tools: bool) -> Stability | None:
 async def _clears_idle_slots(api: StockApi) -> bool:
     """Whether llama-server empties an idle slot when another one starts.
 
-    Tried by decoding two words in each of two empty slots. True when it cannot be tried, unless
+    The test decodes two words in each of two empty slots. True when it is not possible, unless
     there is only one slot.
     """
     slots = await api.list_slots()

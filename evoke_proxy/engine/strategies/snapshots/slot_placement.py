@@ -38,10 +38,10 @@ class SnapshotTurn(PreparedTurn):
     """A prepared turn, with the values that `record_reply` and decoding ahead need."""
 
     chat: ChatRequest
-    # The body as a chat, whatever dialect the client speaks.
+    # The body as a chat, converted from the dialect of the client.
     body: bytes
     prompt: Tokens
-    # The first tokens of `prompt`, which the next turn begins with, too.
+    # The first tokens of `prompt`, with which the next turn begins, too.
     boundary: Tokens
     # The branch of snapshots that the turn continues.
     branch: str = ""
@@ -49,10 +49,10 @@ class SnapshotTurn(PreparedTurn):
     slot: int | None = None
     # The snapshot that was restored, until its use is known.
     restored: Match | None = None
-    # Contents of a slot that the RAM cache may have, until that is known, and how many tokens.
+    # Contents that the RAM cache is predicted to have, and the number of tokens that they share.
     predicted_ram: SlotContents | None = None
     predicted_tokens: int = 0
-    # The slots as they were before the turn; None where the server does not show them.
+    # The slots before the turn; None where the server does not list them.
     slots_before: Sequence[SlotStatus] | None = None
     # See `SlotContents.min_prefix`.
     min_prefix: int = 0
@@ -60,7 +60,7 @@ class SnapshotTurn(PreparedTurn):
 
 
 class SlotPlacement:
-    """Restores, decodes and saves for turns; writes `Conversation.snapshots`."""
+    """Restores, decodes and saves slots for turns; writes `Conversation.snapshots`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SlotPlacement:
     async def prepare(
         self, scope: TurnScope, turn: SnapshotTurn, conversation: Conversation, lease: SlotLease
     ) -> SnapshotTurn:
-        """Bring as much of the prompt into the slot as is cheaper to restore than to decode.
+        """Restore the part of the prompt that is cheaper to restore than to decode.
 
         Saves the boundary of the prompt when that is worth it. `scope.turn` is the stage that was
         reached, also when this raises.
@@ -166,7 +166,7 @@ class SlotPlacement:
         return slots
 
     def forget_contents(self) -> None:
-        """Note that llama-server has restarted: neither slots nor its RAM cache hold anything."""
+        """Note that llama-server has restarted: its slots and its RAM cache are empty."""
         for conversation in self._conversations:
             conversation.snapshots.contents_changed(None)
         self._probe.behaviour.ram_valid_since = time.monotonic()
@@ -174,16 +174,18 @@ class SlotPlacement:
     async def _restore(
         self, scope: TurnScope, turn: SnapshotTurn, placement: Placement
     ) -> SlotContents | None:
-        """Return what the slot holds after a restore; None when nothing was restored."""
+        """Return the contents of the slot after a restore; None when nothing was restored."""
         match, slot, api = placement.restore, placement.restore_slot, turn.calls.stock
         if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
-        # Set before the call: a turn that is cancelled meanwhile has to end the restore.
+        # Set before the call: a turn that is cancelled during the call must end the restore.
         scope.turn = replace(turn, restored=match)
         try:
             restored = await self._transfers.restore(match, slot, api)
         except UpstreamError:
-            scope.turn = turn  # counted as failed: the reply says nothing about the snapshot
+            scope.turn = (
+                turn  # counted as failed: the reply does not show whether the snapshot was used
+            )
             raise
         if not restored:
             scope.turn = turn
@@ -198,7 +200,7 @@ class SlotPlacement:
         )
 
     def _may_save(self, turn: SnapshotTurn, live: SlotContents | None) -> bool:
-        """Whether the boundary is to be decoded and saved; counts why not."""
+        """Whether to decode and save the boundary; counts the reason if not."""
         if len(turn.boundary) < self._config.min_tokens or _holds(live, turn.boundary):
             return False
         reason = self._transfers.reason_not_to_save(
@@ -208,7 +210,7 @@ class SlotPlacement:
             reason = "rate"
         pool = self._slots.pool
         if not reason and self._probe.clears_idle_slots and not (len(pool) == 1 or pool.alone()):
-            reason = "cleared"  # before it could be saved, should another request begin
+            reason = "cleared"  # another request may empty the slot before it is saved
         if reason and reason != "there":
             self._metrics.saves.labels(result=f"skipped_{reason}").inc()
         return not reason
@@ -216,13 +218,13 @@ class SlotPlacement:
     async def _save_boundary(
         self, scope: TurnScope, turn: SnapshotTurn, live: SlotContents | None, reuse: int
     ) -> SnapshotTurn:
-        """Decode up to the boundary and no further, and save that."""
+        """Decode up to the boundary, and save the slot."""
         api = turn.calls.stock
         scope.trace.stage = "prefill"
         try:
             done = await api.prefill(turn.boundary, turn.slot)
         except UpstreamRejected as error:
-            # The prompt is too long, most likely: llama-server tells the client so itself.
+            # Most likely the prompt is too long, which llama-server reports to the client.
             self._metrics.saves.labels(result="skipped_rejected").inc()
             _log.info("no boundary: status %d", error.status)
             return turn
@@ -247,7 +249,7 @@ class SlotPlacement:
     def _learn_from_prefill(
         self, turn: SnapshotTurn, live: SlotContents | None, done: PrefillResult, reuse: int
     ) -> SnapshotTurn:
-        """Record what a prefill shows of the server's promises."""
+        """Record what a prefill shows about the costs and the behaviour of the server."""
         self._probe.costs.prefilled(done.decoded, done.seconds)
         if turn.restored is not None:
             self._transfers.record_reuse(turn.restored, done.cached)
@@ -258,12 +260,12 @@ class SlotPlacement:
         return replace(turn, n_prefilled=done.decoded, restored=None, predicted_ram=None)
 
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
-        """Record whether the RAM cache had what it was predicted to have."""
+        """Record whether the RAM cache had the predicted contents."""
         if turn.predicted_ram is not None:
             self._probe.behaviour.note_ram(turn.predicted_ram, turn.predicted_tokens, cached)
 
     async def save_contents(self, conversation: Conversation) -> None:
-        """Save what a conversation's slot holds, if that is certain and worth it."""
+        """Save the slot of a conversation if its contents are certain and worth a snapshot."""
         contents = conversation.snapshots.contents
         if contents is None or not contents.exact:
             return
@@ -281,7 +283,7 @@ class SlotPlacement:
         return SnapshotLabel(tenant, self._probe.fingerprint, branch, kind, seconds)
 
     async def record_reply(self, turn: SnapshotTurn, outcome: Outcome) -> None:
-        """Record what the reply has left in its slot, while the slot is still leased."""
+        """Record the contents of the slot after a reply, while the slot is leased."""
         timings = outcome.timings or {}
         cached, decoded, generated = cost_of(timings, outcome.usage or {})
         self._probe.costs.prefilled(decoded, seconds_of(timings.get("prompt_ms")))
@@ -297,7 +299,7 @@ class SlotPlacement:
         if conversation is None or slots is None:
             return
         status = _slot_of_reply(turn, slots, cached + decoded + generated)
-        # Where the slot is not known, llama-server may have its contents in RAM all the same.
+        # Even if the slot is unknown, llama-server may have its contents in RAM.
         left = SlotContents(
             status.id if status is not None else -1,
             turn.prompt,
@@ -312,7 +314,7 @@ class SlotPlacement:
             pool.record_move(conversation.id, status.id)
 
     async def until_idle(self, turn: SnapshotTurn, is_stopping: Callable[[], bool]) -> None:
-        """Wait until llama-server has noticed that the client of a turn has gone.
+        """Wait until llama-server has noticed that the client of a turn has disconnected.
 
         If the slot of the turn is unknown, wait until all requests that may be the turn's have
         ended: those that began after the turn was prepared and run at the first poll.
@@ -333,7 +335,7 @@ class SlotPlacement:
 
 
 def with_status(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> SlotContents:
-    """Return the contents with the status that their slot has now."""
+    """Return the contents with the present status of their slot."""
     return replace(
         contents, status=next((item for item in slots or () if item.id == contents.slot), None)
     )
@@ -342,7 +344,7 @@ def with_status(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> S
 def _slot_of_reply(
     turn: SnapshotTurn, slots: Sequence[SlotStatus], n_tokens: int
 ) -> SlotStatus | None:
-    """The slot that a reply was in, after which it holds about `n_tokens` tokens."""
+    """The slot of a reply, which has about `n_tokens` tokens after the reply."""
     if turn.slot is not None:
         return next((status for status in slots if status.id == turn.slot), None)
     if len(slots) == 1:
@@ -354,5 +356,5 @@ def _slot_of_reply(
 
 
 def _holds(contents: SlotContents | None, tokens: Tokens) -> bool:
-    """Whether a slot holds exactly these tokens, so that none of them has to be decoded."""
+    """Whether a slot has exactly these tokens, so that none of them must be decoded."""
     return contents is not None and contents.exact and np.array_equal(contents.tokens, tokens)

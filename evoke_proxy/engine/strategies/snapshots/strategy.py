@@ -33,10 +33,10 @@ from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
 
 _log = logging.getLogger(__name__)
-# A step of decoding ahead that ends within this time is not cut off: llama-server would notice
-# later than that.
+# A step of decoding ahead that ends within this time is not cancelled: llama-server would take
+# longer to notice that.
 _PREEMPT_GRACE_S = 0.2
-# How other dialects are written as chats, and where llama-server counts their tokens.
+# Converters of other dialects to chats, and the paths where llama-server counts their tokens.
 _AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
@@ -44,9 +44,9 @@ _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/respo
 class SnapshotStrategy(CacheStrategy):
     """Serves chats from an unpatched server; use as an async context manager.
 
-    Snapshots of a conversation's slot are saved at the end of its history, and restored when the
-    slot has been taken by others or the server was restarted. Leaving the context ends all work in
-    the background. Without a snapshot directory the strategy is never selected nor entered.
+    Snapshots of a conversation's slot are saved at the end of its history, and restored when other
+    conversations have used the slot or the server was restarted. Leaving the context ends all
+    background work. Without a snapshot directory the strategy is never selected nor entered.
     """
 
     mode = "snapshots"
@@ -104,12 +104,12 @@ class SnapshotStrategy(CacheStrategy):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is a directory for snapshots."""
+        """Whether a directory for snapshots is configured."""
         return bool(self._config.directory)
 
     @property
     def repository(self) -> SnapshotRepository:
-        """Where the snapshots are kept."""
+        """Stores the snapshots."""
         return self._repository
 
     @property
@@ -119,11 +119,11 @@ class SnapshotStrategy(CacheStrategy):
 
     @property
     def description(self) -> str:
-        """What is done for conversations; "" before the server was asked."""
+        """See CacheStrategy; "" before the server was probed."""
         return self.probe.describe() if self.probe.fingerprint else ""
 
     def adjust(self, config: Config) -> None:
-        """Take over other limits for what is stored."""
+        """Apply other limits to stored snapshots."""
         self._repository.adjust(config.snapshots)
 
     def running(self) -> SnapshotStrategy:
@@ -135,7 +135,7 @@ class SnapshotStrategy(CacheStrategy):
         return 1 if self._config.one_at_a_time else server.n_slots
 
     def preempt_background(self) -> None:
-        """End work in the background: a request has arrived."""
+        """End background work, because a request has arrived."""
         self._slots.preempt(_PREEMPT_GRACE_S)
 
     async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
@@ -143,7 +143,7 @@ class SnapshotStrategy(CacheStrategy):
         await self._lookahead.wait_until_idle(sessions)
 
     async def slot_with_rows(self, conversation: Conversation) -> int | None:
-        """See CacheStrategy; raises UpstreamError when llama-server cannot be asked."""
+        """See CacheStrategy; raises UpstreamError when llama-server does not answer."""
         contents = conversation.snapshots.contents
         # With snapshots.one_at_a_time, llama-server may have more slots than the pool.
         if contents is None or not 0 <= contents.slot < len(self._slots.pool):
@@ -163,21 +163,21 @@ class SnapshotStrategy(CacheStrategy):
         await self._client.call("POST", f"/slots/{slot}?action=erase", {})
 
     def forget_contents(self, conversation: Conversation) -> None:
-        """Note that nothing of a conversation is in a slot any more."""
+        """Note that no slot has rows of a conversation."""
         conversation.snapshots.contents_changed(None)
 
     def server_started(self, server: ServerInfo) -> None:
-        """Forget what the earlier server instance held."""
+        """Forget the contents of the earlier server instance."""
         self.probe.forget()
         self._placement.forget_contents()
 
     def selected(self, server: ServerInfo) -> None:
-        """Ask a new server instance what it is; one that sleeps is left to sleep."""
+        """Probe a new server instance, unless it sleeps."""
         if not server.sleeping:
-            self._tasks.run(self.probe.learn(self._api), "learning what llama-server is")
+            self._tasks.run(self.probe.learn(self._api), "probing llama-server")
 
     async def check(self) -> str:
-        """Return a line for readiness checks; asks a server that was not asked yet."""
+        """See CacheStrategy; probes the server if that was not done yet."""
         try:
             await self.probe.learn(self._api)
         except EvokeError as error:
@@ -185,7 +185,7 @@ class SnapshotStrategy(CacheStrategy):
         return self.probe.describe()
 
     async def save_all(self) -> None:
-        """Save what slots hold of conversations and no snapshot has yet."""
+        """Save the rows of conversations in slots that no snapshot has."""
         await self.wait_until_idle()
         for conversation in list(self._conversations):
             try:
@@ -221,10 +221,10 @@ class SnapshotStrategy(CacheStrategy):
             return replace(turn, slot=None) if isinstance(turn, SnapshotTurn) else turn
 
     async def _managed(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
-        """Lease a slot and bring as much of the prompt into it as can be had cheaply.
+        """Lease a slot, and restore or decode the part of the prompt for which that pays off.
 
         Raises SlotsBusy when no slot becomes free, and EvokeError for failures of llama-server;
-        `scope.turn` is then what was done.
+        `scope.turn` is then the stage that was reached.
         """
         self.preempt_background()
         with scope.trace.waiting():
@@ -249,7 +249,7 @@ class SnapshotStrategy(CacheStrategy):
         arrival = Arrival(rendered, request.hint)
         scope.join(conversation, arrival)
         lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
-        lease.vacated()  # llama-server decides what it keeps of what others have left
+        lease.vacated()  # llama-server decides which rows of others it keeps
         if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
@@ -257,7 +257,9 @@ class SnapshotStrategy(CacheStrategy):
         await self._note_drift(conversation, turn)
         with scope.trace.waiting():  # restoring, decoding and saving may take long
             turn = await self._placement.prepare(scope, turn, conversation, lease)
-        if turn.slot is not None and chat.dialect != "messages":  # it has no field for a slot
+        if (
+            turn.slot is not None and chat.dialect != "messages"
+        ):  # that dialect has no field for a slot
             members = {"id_slot": orjson.dumps(turn.slot)}
             turn = replace(turn, forwarded=await turn.with_members(members, chat.keys))
         scope.turn = turn
@@ -266,14 +268,14 @@ class SnapshotStrategy(CacheStrategy):
     async def _prepare_unmanaged(
         self, request: ParsedChat, scope: TurnScope, reason: str
     ) -> PreparedTurn:
-        """Lease slots for a request of which nothing is kept."""
+        """Lease slots for a request that leaves no snapshot."""
         scope.turn = replace(scope.turn, decision=f"guest:{reason}")
         with scope.trace.waiting():
             await self._assignment.acquire_ephemeral(request, scope)
         return scope.turn
 
     async def _render(self, request: ParsedChat, scope: TurnScope) -> SnapshotTurn | None:
-        """Render a request; None when llama-server counts other tokens than the rendering has."""
+        """Render a request; None when llama-server counts another number of tokens."""
         scope.trace.stage = "render"
         chat = request.chat
         body, calls = request.body, scope.turn.calls
@@ -301,7 +303,7 @@ class SnapshotStrategy(CacheStrategy):
         )
 
     async def _note_drift(self, conversation: Conversation, turn: SnapshotTurn) -> None:
-        """Record why a request does not continue the one before it, if it does not."""
+        """Record why a request does not continue the previous one of its conversation."""
         sent = SentRequest(
             turn.body, turn.boundary, await run_off_loop(turn.body, _opening, turn.body)
         )
@@ -315,14 +317,18 @@ class SnapshotStrategy(CacheStrategy):
         change = await run_off_loop(larger, _drift, before.body, turn.body)
         conversation.snapshots.drifted(change.summary())
         self._metrics.drifts.labels(cause=change.cause).inc()
-        _log.info("session %s departs from what it was: %s", conversation.id, change.summary())
+        _log.info(
+            "session %s does not continue its previous prompt: %s",
+            conversation.id,
+            change.summary(),
+        )
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
-        """Return True for every managed turn: its slot is looked at while it is leased."""
+        """Return True for every managed turn: its slot is queried while it is leased."""
         return isinstance(turn, SnapshotTurn)
 
     async def drain(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Wait until llama-server is done with the turn, and record what its slot holds.
+        """Wait until llama-server has ended the turn, and record the contents of its slot.
 
         The wait ends early when the proxy stops.
         """
@@ -348,10 +354,10 @@ class SnapshotStrategy(CacheStrategy):
 def request_before(
     conversations: Iterable[Conversation], conversation: Conversation, sent: SentRequest
 ) -> SentRequest | None:
-    """Return the request that one of a conversation is expected to continue.
+    """Return the request that the next one of a conversation is expected to continue.
 
-    For a new conversation, the latest of the same name, or with the same opening: when the front of
-    a prompt changes, nothing but these connects the two.
+    For a new conversation that is the latest request with the same name or the same opening: when
+    the beginning of a prompt changes, nothing else connects the two.
     """
     if conversation.snapshots.sent is not None:
         return conversation.snapshots.sent
@@ -369,7 +375,7 @@ def request_before(
 
 
 def _opening(body: bytes) -> bytes:
-    """What the user of a chat said first."""
+    """The first message of the user of a chat."""
     return opening(parse_object(body))
 
 
@@ -379,5 +385,5 @@ def _drift(before: bytes, now: bytes) -> Drift:
 
 
 def _chat_body(body: bytes, dialect: str) -> bytes:
-    """The body of another dialect as that of a chat."""
+    """Convert the body of another dialect to that of a chat."""
     return write_in_pieces(_AS_CHAT[dialect](parse_object(body)), orjson.dumps)

@@ -40,7 +40,7 @@ class SnapshotTransfers:
         self._probe = probe
         self._metrics = metrics
         self._tasks = tasks
-        self._refused: set[str] = set()  # ids that llama-server did not restore
+        self._refused: set[str] = set()  # ids of snapshots that llama-server did not restore
 
     def find(self, tenant: str, tokens: Tokens) -> Match | None:
         """Return the snapshot that saves most of decoding these tokens; None without any."""
@@ -112,7 +112,7 @@ class SnapshotTransfers:
         self._repository.end_restore(match.snapshot, useful=False)
 
     def reason_not_to_save(self, tenant: str, tokens: Tokens, waited_for: bool = False) -> str:
-        """Return why these tokens are not worth a snapshot now; "" when they are.
+        """Return why these tokens are not worth a snapshot now, "" when they are.
 
         `waited_for` says that a request waits for as long as the save takes.
         """
@@ -233,4 +233,4 @@ async def _resolve(future: asyncio.Future[bool], work: Coroutine[Any, Any, bool]
         raise
     except Exception as error:
         future.set_exception(error)
-        future.exception()  # retrieved, even if nobody waits any more
+        future.exception()  # retrieved, even if no request waits any more
