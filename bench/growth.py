@@ -4,7 +4,7 @@ Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each co
 which continues. The whole engine runs in this process, in front of a server that answers at once
 (`bench.growth_server`); network and server are left out. Times are processor time of this
 process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens
-and are ranked by words.
+and are ranked by words and by the built-in word vectors; with `--embedder none` by words alone.
 
 * `own`: all work before the request can be forwarded, the sum of the next two
 * `reading`: parsing the request and the server's rendering of its prompt
@@ -137,14 +137,21 @@ async def _unanswered(*_: object) -> AsyncIterator[Reply]:
     yield Reply.__new__(Reply)
 
 
-async def measure(arm: str, blocks: int, turns: int) -> dict[str, Any]:
-    """Return a row: medians over the turns of one conversation with this many saved blocks."""
+async def measure(arm: str, blocks: int, turns: int, embedder: str = "auto") -> dict[str, Any]:
+    """Return a row: medians over the turns of one conversation with this many saved blocks.
+
+    `embedder` is the setting `embedder.model`.
+    """
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
     each = blocks // n_sessions
-    settings = {"policy.budget": min(BUDGET, each * BLOCK // 4), "limits.sessions": n_sessions + 1}
+    settings: dict[str, object] = {
+        "policy.budget": min(BUDGET, each * BLOCK // 4),
+        "limits.sessions": n_sessions + 1,
+    }
+    settings |= {"upstream.url": "http://none", "embedder.model": embedder}
     engine, server = (
-        build_router(load(None, {}, {"upstream.url": "http://none", **settings})),
+        build_router(load(None, {}, settings)),
         SilentServer(),
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]
@@ -234,10 +241,11 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _measured_in_a_process(arm: str, blocks: int, turns: int) -> dict[str, Any]:
+def _measured_in_a_process(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a row in a process of its own, so that its memory is its own."""
-    command = [sys.executable, "-m", "bench.growth", "--turns", str(turns), "--only", arm]
-    done = subprocess.run([*command, str(blocks)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.growth", "--turns", str(args.turns)]
+    command += ["--embedder", args.embedder, "--only", arm, str(blocks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -249,12 +257,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.only:
         arm, blocks = args.only
-        print(json.dumps(asyncio.run(measure(arm, int(blocks), args.turns))))
+        print(json.dumps(asyncio.run(measure(arm, int(blocks), args.turns, args.embedder))))
         return 0
     rows = []
     for arm in args.arms:
         for blocks in args.sizes:
-            rows.append(_measured_in_a_process(arm, blocks, args.turns))
+            rows.append(_measured_in_a_process(arm, blocks, args))
             print(record.table(rows[-1:], _COLUMNS), flush=True)
     summary = summarise(rows)
     print(record.table(rows, _COLUMNS))
@@ -269,6 +277,9 @@ def _parser() -> argparse.ArgumentParser:
         "--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of saved blocks"
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--embedder", choices=("auto", "none"), default="auto", help="embedder.model (auto)"
+    )
     parser.add_argument(
         "--only",
         nargs=2,

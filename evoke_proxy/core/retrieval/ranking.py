@@ -177,7 +177,8 @@ class UnitRanker:
         for ranking in rankings:
             best = list[int]()
             for unit in ranking.order[:_COMPARED_UNITS].tolist():
-                words.setdefault(unit, self._content_words(unit))
+                if unit not in words:
+                    words[unit] = self._content_words(unit)
                 older = (i for i, other in enumerate(best) if other < unit)
                 versions = (i for i in older if _is_version(words[unit], words[best[i]], asked))
                 best.insert(next(versions, len(best)), unit)
