@@ -17,6 +17,7 @@ from typing import Any
 
 from bench import record
 from bench.chat_turns import budget_of, percentile
+from evoke_proxy.demo.client import events
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _PATH = "/v1/chat/completions"
@@ -85,8 +86,8 @@ def _first_byte(port: int, body: bytes, session: str) -> tuple[float, int]:
         connection.close()
     if response.status != 200:
         raise RuntimeError(f"{_PATH}: {response.status} {rest[:500]!r}")
-    events = [json.loads(line[6:]) for line in rest.split(b"\n") if line.startswith(b"data: {")]
-    tokens = [event["usage"]["prompt_tokens"] for event in events if event.get("usage")]
+    parsed = events(iter(rest.splitlines()))
+    tokens = [event["usage"]["prompt_tokens"] for event in parsed if event.get("usage")]
     return ms, int(tokens[-1])
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evoke_proxy.core.reply.event_stream import EventReader
+
 TIMEOUT_S = 120.0
 _SLOT_TIMEOUT_S = 10.0
-_DATA = b"data:"
+_MAX_EVENT_BYTES = 32 << 20
 
 
 class DemoError(Exception):
@@ -152,11 +154,15 @@ def _read(response: http.client.HTTPResponse, started: float) -> Reply:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an event stream, comments and `[DONE]` left out."""
+    """Yield the JSON objects of an event stream, without comments and `[DONE]`."""
+    reader = EventReader(_MAX_EVENT_BYTES)
     for line in lines:
-        payload = line.strip().removeprefix(_DATA).strip()
-        if line.startswith(_DATA) and payload.startswith(b"{"):
-            yield json.loads(payload)
+        yield from _objects(reader.feed(line.rstrip(b"\r\n") + b"\n"))
+    yield from _objects(reader.close())
+
+
+def _objects(found: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    return (json.loads(data) for data in found if data.startswith(b"{"))
 
 
 def content(event: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from llama import Llama, running
+from mode_calls import evicting
 
 CONTEXT = ("-c", "4096", "--evoke-ram", "64")
 
@@ -52,3 +53,10 @@ def server(request: pytest.FixtureRequest) -> Llama:
         chosen.erase(slot)
     chosen.post("/slots/0?action=block-drop", {"all": True})
     return chosen
+
+
+@pytest.fixture(scope="module")
+def scored() -> Iterator[Llama]:
+    """The patched server with --kv-eviction 2: blocks unused for longest are evicted first."""
+    with evicting(2, "-np", "1") as server:
+        yield server

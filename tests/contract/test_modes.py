@@ -17,12 +17,6 @@ def streaming() -> Iterator[Llama]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def scored() -> Iterator[Llama]:
-    with evicting(2, "-np", "1") as server:
-        yield server
-
-
 def test_the_oldest_complete_blocks_are_evicted(streaming: Llama) -> None:
     streaming.erase()
     answer = streaming.complete(text(600), n_predict=1500, marker=False)

@@ -13,12 +13,6 @@ from mode_calls import BLOCK, FIRST, evicting, resident, spans, text
 
 
 @pytest.fixture(scope="module")
-def scored() -> Iterator[Llama]:
-    with evicting(2, "-np", "1") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def by_attention() -> Iterator[Llama]:
     with evicting(3, "-np", "1") as server:
         yield server

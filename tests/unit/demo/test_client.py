@@ -94,6 +94,9 @@ def test_a_refused_connection_raises_demo_error() -> None:
 
 def test_events_skip_comments_and_the_done_marker() -> None:
     assert len(list(events(iter(STREAM.splitlines(keepends=True))))) == 4
+    assert len(list(events(iter(STREAM.splitlines())))) == 4
+    # The last event counts without the blank line after it.
+    assert list(events(iter([b": comment", b"", b'data: {"a":', b"data: 1}"]))) == [{"a": 1}]
     assert content({"choices": []}) == "" == content({"usage": {}})
 
 
