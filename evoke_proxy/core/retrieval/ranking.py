@@ -64,6 +64,8 @@ _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 _MAX_TERMS = 256
 
 _WORD = re.compile(r"\w+")
+# In an ASCII text the only words that may be names: those that are not all lower case.
+_ASCII_NAME = re.compile(r"(?<!\w)[a-z]*+[A-Z0-9_]\w*")
 
 
 class UnitSource(Protocol):
@@ -333,7 +335,8 @@ def names_in(text: str) -> dict[str, float]:
     the start of a sentence may be another word.
     """
     names = dict[str, float]()
-    for match in _WORD.finditer(text):
+    pattern = _ASCII_NAME if text.isascii() else _WORD
+    for match in pattern.finditer(text):
         word, start = match[0], match.start()
         is_value = not word.isalpha() or not (word.islower() or word[1:].islower())
         if len(word) < 2 or not (is_value or word[0].isupper()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
@@ -119,3 +121,8 @@ def test_names_are_capitalised_within_a_sentence_or_have_unusual_characters() ->
     certain = {"mira", "kolt", "48213", "api_port", "maxretry", "nasa"}
     assert {name for name, certainty in names_in(text).items() if certainty == 1.0} == certain
     assert 0.0 < names_in("Greta left. Paul stayed.")["paul"] < 1.0
+
+
+@given(st.text(st.sampled_from("abzAZ09_ .,!?-\n'"), max_size=40))
+def test_names_of_ascii_texts_are_those_of_all_texts(text: str) -> None:
+    assert names_in(text) == names_in(f"{text} \N{MIDDLE DOT}")
