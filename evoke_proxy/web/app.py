@@ -18,6 +18,7 @@ from evoke_proxy.web.chat import answer_chat, answer_count
 from evoke_proxy.web.client_access import ACCESS, Access, client_access_check
 from evoke_proxy.web.coalescing import COALESCER, RequestCoalescer
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, admin_only_address
+from evoke_proxy.web.relay_queue import RELAY_QUEUE, RelayQueue
 from evoke_proxy.web.request_bodies import BODY_BUDGET, CHECKER, measure_parts, read_body
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD, SlowClientGuard, body_deadline
 
@@ -49,6 +50,7 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app[SLOW_CLIENT_GUARD] = SlowClientGuard(engine.config.limits, engine.metrics)
     app[CHECKER] = BodyChecker()
     app[BODY_BUDGET] = BodyBudget(lambda: engine.config.limits.bodies_mib)
+    app[RELAY_QUEUE] = RelayQueue(engine)
     app[ACTIVE_REQUESTS] = ActiveRequests(lambda: engine.shared.draining)
     app[COALESCER] = RequestCoalescer()
     # [\s\S], because a dot does not match an encoded newline.
@@ -82,7 +84,10 @@ async def _answer(request: web.Request, engine: ProxyGateway) -> web.StreamRespo
     is_checked = request.path in endpoints.JSON_PATHS or request.path in endpoints.FORM_PATHS
     if request.method == "POST" and (is_checked or engine.config.security.keys_file):
         async with read_body(request, engine.config) as body:
-            return await relay.passthrough(request, engine.upstream, body)
+            headers, target = relay.request_headers(request), relay.raw_target(request)
+            queue = request.app[RELAY_QUEUE]
+            async with queue.open(request, target, headers, body) as reply:
+                return await relay.send(request, reply)
     streamed = measure_parts(request, engine.config) if request.can_read_body else None
     return await relay.passthrough(request, engine.upstream, streamed)
 

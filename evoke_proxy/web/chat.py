@@ -16,6 +16,7 @@ from evoke_proxy.errors import EvokeError
 from evoke_proxy.web import relay
 from evoke_proxy.web.client_access import ACCESS
 from evoke_proxy.web.logs import FACTS
+from evoke_proxy.web.relay_queue import RELAY_QUEUE
 from evoke_proxy.web.request_bodies import read_body
 from evoke_proxy.web.sse_keepalive import KeepaliveStream, check
 
@@ -84,8 +85,8 @@ async def answer_count(
     async with read_body(request, gateway.config, COPIES) as body:
         incoming = _incoming(request, dialect, body)
         parsed = await gateway.parser.parse(incoming)
-        opening = gateway.upstream.open(
-            "POST", incoming.target, incoming.forwarded_headers, parsed.body
+        opening = request.app[RELAY_QUEUE].open(
+            request, incoming.target, incoming.forwarded_headers, parsed.body
         )
         async with opening as reply:
             return await relay.send(request, reply)

@@ -31,6 +31,12 @@ JSON_PATHS = frozenset(
 
 # Paths with forms as bodies.
 FORM_PATHS = frozenset(("/v1/audio/transcriptions", "/audio/transcriptions"))
+# Of both, those whose requests are computed in slots.
+TASK_PATHS = FORM_PATHS | frozenset(
+    """
+    /embedding /embeddings /v1/embeddings /rerank /reranking /v1/rerank /v1/reranking
+    """.split()
+)
 
 # Answered without a client key, which load balancers do not have, by a call of the proxy itself.
 HEALTH_PATHS = frozenset(("/health", "/v1/health"))

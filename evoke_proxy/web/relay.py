@@ -90,9 +90,9 @@ def raw_target(request: web.Request) -> str:
 
 
 async def passthrough(
-    request: web.Request, upstream: RequestOpener, body: bytes | AsyncIterator[bytes] | None = None
+    request: web.Request, upstream: RequestOpener, body: AsyncIterator[bytes] | None = None
 ) -> web.StreamResponse:
-    """Forward a request with this body, or with these parts of one, and relay the answer."""
+    """Forward a request, with the parts of its body if it has one, and relay the answer."""
     headers = request_headers(request)
     async with upstream.open(request.method, raw_target(request), headers, body) as reply:
         return await send(request, reply)
