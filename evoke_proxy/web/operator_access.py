@@ -20,6 +20,10 @@ from evoke_proxy.errors import Forbidden, RequestError, Unauthenticated
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+# Characters that end the host in a URL, or precede it.
+_NO_HOST = frozenset("@/?#\\")
+
+
 class OperatorAccess:
     """Checks the address and the token of requests to the admin API.
 
@@ -131,6 +135,8 @@ def _refuse_names(request: web.Request) -> None:
     """
     host = ""
     try:
+        if _NO_HOST.intersection(request.host):
+            raise ValueError("not a host and a port")
         host = urlsplit(f"//{request.host}").hostname or ""
         ipaddress.ip_address(host)
     except ValueError:

@@ -101,7 +101,8 @@ def test_the_client_address_has_no_admin_and_the_admin_address_no_llama_server(
                 "these are paths of llama-server"
             )
         # A page of another site whose host name resolves to this address.
-        assert _status(admin, "/evoke/sessions", {"Host": "evil.example"}) == 403
+        for host in ("evil.example", "evil.example@127.0.0.1", "127.0.0.1#a", "127.0.0.1/a"):
+            assert _status(admin, "/evoke/sessions", {"Host": host}) == 403
         for host in ("localhost:1", "[::1]", "127.0.0.1"):
             assert _status(admin, "/evoke/sessions", {"Host": host}) == 200
 

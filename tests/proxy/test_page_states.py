@@ -75,6 +75,20 @@ def test_an_operator_signs_in_or_closes_the_dialog(tmp_path: Path) -> None:
         _open(running.port, check)
 
 
+def test_a_link_with_an_invalid_escape_opens_the_page_without_a_session() -> None:
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#sessions", "None yet"))
+        await page.evaluate("location.hash = '#/%'")
+        await asyncio.sleep(0.3)
+        await page.evaluate("location.reload()")
+        await page.wait_for("location.hash === '#/%' && Number(document.body?.dataset.drawn) > 0")
+        await page.wait_for(_shows("#sessions", "None yet"))
+        assert not await page.evaluate("document.body.innerText.includes('malformed')")
+
+    with proxy(unused_port()) as running:
+        _open(running.port, check)
+
+
 def test_the_page_reports_that_its_proxy_has_stopped() -> None:
     script = axe_script()
 

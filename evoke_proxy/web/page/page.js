@@ -13,7 +13,9 @@ import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY } from "./word
 // What goes on after an answer, such as the copying of new blocks, is no event: it is loaded a while later.
 const MAX_EVENTS = 200, REFRESH_MS = 20000, AFTERWARDS_MS = 2500;
 const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false };
-const selectedId = () => decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null;
+const selectedId = () => {
+  try { return decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null; } catch { return null; } // not one of our links
+};
 const list = sessionList(selectedId);
 
 // ---- notices -------------------------------------------------------------------------------------
