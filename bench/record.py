@@ -91,7 +91,7 @@ def tell(
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Return the rows as aligned text; floats have three significant digits."""
     cells = [[_cell(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
+    widths = [max(len(row[i]) for row in [columns, *cells]) for i in range(len(columns))]
     lines = [columns, *cells]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))

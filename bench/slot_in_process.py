@@ -136,7 +136,7 @@ class SlotInProcess:
         )
         return True
 
-    def _run(self, plan: Plan, rendered: Rendered, view: SlotView) -> list[tuple[Span, str | None]]:
+    def _run(self, plan: Plan, rendered: Rendered, view: SlotView) -> list[tuple[Span, str]]:
         n_past = view.n_past(len(rendered.tokens))
         rows = np.zeros(len(rendered.tokens), np.bool_)
         n_same = min(len(self._rows), n_past)
@@ -155,9 +155,9 @@ class SlotInProcess:
         return evicted
 
 
-def _decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str | None]]:
+def _decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str]]:
     """Give rows to the positions from `start` on, within the decode budget."""
-    evicted: list[tuple[Span, str | None]] = []
+    evicted: list[tuple[Span, str]] = []
     if not stream.budget:
         rows[start:] = True
         return evicted
@@ -185,7 +185,7 @@ def _decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, st
 
 def _next_evicted(
     rows: Mask, at: int, stream: DecodeBudget, spared: Mask, waiting: list[Block]
-) -> tuple[Span, str | None] | None:
+) -> tuple[Span, str] | None:
     """Evict the next block of the order that is decoded, or else the oldest rows."""
     recent = max(0, at - stream.recent)
     for i, block in enumerate(waiting):
@@ -202,7 +202,7 @@ def _next_evicted(
     while end < recent and end - first < stream.block and rows[end] and not spared[end]:
         end += 1
     rows[first:end] = False
-    return Span(first, end), None
+    return Span(first, end), f"auto/{first}-{end}"
 
 
 def _spans(rows: Mask) -> tuple[Span, ...]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
@@ -84,6 +84,20 @@ class Block:
     pinned: bool = False
     preferred: bool = False
     priority: float = 1.0
+
+    def pieces(self, n_tokens: int) -> Iterator[Block]:
+        """Yield parts of at most `n_tokens` with labels of their own; none of a shorter block."""
+        start, end = self.span.start, self.span.end
+        if end - start <= n_tokens:
+            return
+        for at in range(start, end, n_tokens):
+            span = Span(at, min(end, at + n_tokens))
+            yield replace(self, label=f"{self.label}/{span.start}-{span.end}", span=span)
+
+
+def block_of_piece(label: str) -> str:
+    """Return the label of the block that a piece with this label is part of."""
+    return label.rpartition("/")[0]
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:

@@ -18,8 +18,10 @@ from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.planner import (
     Candidates,
     Choice,
+    TailRoom,
     WorkingSet,
     capacity_for_blocks,
+    free_tokens,
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
@@ -45,6 +47,8 @@ _FEW_QUESTIONS = 3
 # which are useless in part, then the rules for every answer.
 _RANKED = 1.0
 _LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
+# What is added to the scores of a tail: to blocks that stay, and to those that ask the question.
+_KEPT, _ASKS = 9.0, 18.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,19 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return spend(candidates, scores, capacity, spending)
 
-        tail_scores = scores
+        tail_scores, tail_room = scores, None
         if room is not None and config.budget is not None:
             if 2 * view.n_to_decode > config.budget:
                 tail_scores = _tail_scores(view, query, config, keep, scores)
-                tail_scores = tail_scores + np.where(kept(spending, view, scores, room), 9.0, 0.0)
-        return Choice(scores.round(9), tail_scores.round(9), select, keeps_earlier=True)
+            if 2 * view.n_to_decode > config.budget or _decodes_earlier_text(view):
+                stays = kept(spending, view, scores, room)
+                tail_scores = tail_scores + np.where(stays, _KEPT, 0.0)
+                tail_room = _tail_room(view, config, room, stays)
+                if tail_room is not None:
+                    tail_scores[question_start(view.blocks) :] += _ASKS
+        return Choice(
+            scores.round(9), tail_scores.round(9), select, keeps_earlier=True, tail_room=tail_room
+        )
 
     return choose
 
@@ -109,6 +120,31 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
+
+
+def _decodes_earlier_text(view: PolicyView) -> bool:
+    """Return whether a turn decodes text before its question, such as an answer of its client."""
+    return view.first_new_block < question_start(view.blocks)
+
+
+def _tail_room(view: PolicyView, config: PolicyConfig, room: int, stays: Mask) -> TailRoom | None:
+    """Return the room for earlier blocks when text before the question competes with them.
+
+    Such text needs some free room while it is decoded, and room for the blocks of it that stay.
+    None when the turn decodes no such text, or its question takes most of the budget.
+    """
+    blocks, budget = view.blocks, config.budget
+    first_asked = question_start(blocks)
+    n_asked = view.n_tokens - int(blocks.starts[first_asked])
+    is_earlier_text = np.arange(len(blocks)) >= view.first_new_block
+    is_earlier_text[first_asked:] = False
+    n_new = int(blocks.lengths[is_earlier_text].sum())
+    if budget is None or not n_new or 2 * n_asked > budget:
+        return None
+    kept_blocks = stays & is_earlier_text
+    free = free_tokens(n_new, budget, config.block_tokens)
+    left = min(room, budget - n_asked - min(n_new, free))
+    return TailRoom(left - int(blocks.lengths[kept_blocks].sum()), kept_blocks, free, n_asked)
 
 
 def _max_unit_tokens(capacity: int | None, query: Query) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
-from evoke_proxy.core.model.blocks import Block, count, merged
+from evoke_proxy.core.model.blocks import Block, Span, count, merged, without
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.view import PolicyView
 
@@ -23,6 +23,13 @@ _MAX_RESERVE_DIVISOR = 4
 # llama-server decodes text longer than the budget in pieces. The best earlier blocks keep this
 # share of the budget's free part; otherwise a long message would be answered without any of them.
 _EARLIER_SHARE = 0.5
+# A block that is only partly decoded leaves in pieces of this many tokens, as do complete ones of
+# which only a part may leave. llama-server would cut across blocks, and no block could have the
+# copy.
+_PIECE_TOKENS = 16
+# The budget divided by this, and at least a piece, is free for the part of a short tail that does
+# not stay.
+_FREE_DIVISOR = 16
 # Number of blocks that are tried before the ones that no longer fit are removed from the rest.
 _TRIED_AT_ONCE = 64
 # Number of blocks that are sorted at once.
@@ -83,6 +90,23 @@ Select = Callable[[Candidates, FloatArray, int | None], WorkingSet]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TailRoom:
+    """Room for earlier blocks beside a tail of which not all has to stay.
+
+    Attributes:
+        earlier: Tokens that earlier blocks may take.
+        kept: [n] blocks of the tail that stay; the others are evicted while it is decoded.
+        free: Tokens that stay free for these others; see `free_tokens`.
+        question_tokens: How many of the last tokens ask the question, and stay.
+    """
+
+    earlier: int
+    kept: Mask
+    free: int
+    question_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """Scores and selection of a policy for one view.
 
@@ -93,12 +117,14 @@ class Choice:
         select: Selects the working set by `scores`.
         keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
             turn's own text would take all of it.
+        tail_room: The room beside a tail of which not all has to stay; None when all of it has.
     """
 
     scores: FloatArray
     tail_scores: FloatArray
     select: Select
     keeps_earlier: bool = False
+    tail_room: TailRoom | None = None
 
 
 def make_plan(view: PolicyView, config: PolicyConfig, choice: Choice, recovers: bool) -> Plan:
@@ -126,6 +152,11 @@ class _Planner:
         self._capacity = self._room
         if choice.keeps_earlier:
             self._capacity = capacity_for_blocks(view, config)
+        if self._capacity is not None and choice.tail_room is not None:
+            self._capacity = max(self._capacity, choice.tail_room.earlier)
+        # Whether the working set exceeds what fits beside the complete tail, and whether the policy
+        # has chosen that.
+        self._is_streamed = self._is_over_capacity = False
 
     def plan(self) -> Plan:
         """Return the plan for a slot that continues, or for one that adopts saved blocks."""
@@ -133,10 +164,12 @@ class _Planner:
             return self._adopting_plan()
         return self._continuing_plan()
 
-    @property
-    def _is_over_capacity(self) -> bool:
-        """Whether the policy may fill more than fits beside the tail."""
-        return self._room is not None and self._capacity is not None and self._room < self._capacity
+    def _select(self) -> WorkingSet:
+        """Return the working set, and note whether it exceeds what fits beside the tail."""
+        selected = self._choice.select(self._candidates, self._choice.scores, self._capacity)
+        self._is_streamed = self._room is not None and selected.n_rows > self._room
+        self._is_over_capacity = self._is_streamed and self._capacity != self._room
+        return selected
 
     @property
     def _is_infeasible(self) -> bool:
@@ -145,7 +178,7 @@ class _Planner:
 
     def _continuing_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
-        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
+        selected = self._select()
         evicted = candidates.resident & ~selected.chosen
         loaded = self._loadable_now(selected)
         needs_rows = loaded.any() and self._config.budget is not None
@@ -167,7 +200,7 @@ class _Planner:
 
     def _adopting_plan(self) -> Plan:
         view, candidates = self._view, self._candidates
-        selected = self._choice.select(candidates, self._choice.scores, self._capacity)
+        selected = self._select()
         n_free = view.n_free + count(view.resident)
         room = _room_in_cells(n_free, view.n_to_decode, self._config.budget)
         loaded = load_order(candidates, self._choice.scores, selected.chosen, room)
@@ -175,6 +208,7 @@ class _Planner:
         if not blocks or blocks[-1].span.end != view.adopt_to:
             # The block that decoding continues from does not fit: decode the whole prompt.
             no_blocks = np.zeros(len(loaded), dtype=bool)
+            self._is_streamed = True
             stream = self._stream(no_blocks, no_blocks)
             return Plan(
                 stream=stream, drops=self._drops(), reason="no free cells to adopt the blocks"
@@ -222,45 +256,68 @@ class _Planner:
         config = self._config
         if config.budget is None:
             return DecodeBudget(0)
-        indexes = self._protected_blocks(resident, protected, config.budget - config.least_budget)
+        least_recent, least_free = config.recent_tokens, config.block_tokens
+        n_incomplete = _PIECE_TOKENS - 1 if self._is_streamed else 0
+        tail_room = self._choice.tail_room
+        if tail_room is not None and self._is_over_capacity:
+            least_recent = min(least_recent, tail_room.question_tokens)
+            least_free = tail_room.free - n_incomplete
+            protected = protected | tail_room.kept
+        room = config.budget - config.sink_tokens - least_recent - least_free
+        indexes = self._protected_blocks(resident, protected, room, n_incomplete)
+        spans = merged(self._view.blocks[i].span for i in indexes)
+        spans = without(spans, [Span(0, config.sink_tokens)])
+        left = config.budget - config.sink_tokens - count(spans) - n_incomplete
+        recent = max(least_recent, min(config.recent_tokens, left - config.block_tokens))
         return DecodeBudget(
             budget=config.budget,
             sink=config.sink_tokens,
-            recent=config.recent_tokens,
-            block=config.block_tokens,
-            protect=merged(self._view.blocks[i].span for i in indexes),
+            recent=recent,
+            block=max(1, min(config.block_tokens, left - recent)),
+            protect=spans,
             order=self._eviction_order(resident, indexes),
         )
 
-    def _protected_blocks(self, resident: Mask, wanted: Mask, room: int) -> list[int]:
-        """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`."""
+    def _protected_blocks(
+        self, resident: Mask, wanted: Mask, room: int, n_incomplete: int
+    ) -> list[int]:
+        """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`.
+
+        The first tokens are protected anyway, and take no room. `n_incomplete` tokens of the room
+        are for pinned blocks only.
+        """
         blocks = self._view.blocks
         is_new = blocks.starts >= self._view.decode_from
-        pinned = np.flatnonzero(blocks.pinned & (resident | is_new))
-        others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks)
-        lengths, indexes = blocks.lengths, list[int]()
-        for i in [*pinned.tolist(), *others.tolist()]:
-            length = int(lengths[i])
-            if length <= room:
-                indexes.append(i)
-                room -= length
+        pinned = np.flatnonzero(blocks.pinned & (resident | is_new)).tolist()
+        others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks).tolist()
+        sink = self._config.sink_tokens
+        lengths = blocks.ends - np.maximum(blocks.starts, np.minimum(sink, blocks.ends))
+        indexes = list[int]()
+        for each, spared in ((pinned, 0), (others, n_incomplete)):
+            for i in each:
+                length = int(lengths[i])
+                if length <= room - spared:
+                    indexes.append(i)
+                    room -= length
         return indexes
 
     def _eviction_order(self, resident: Mask, protected: list[int]) -> tuple[Block, ...]:
         """Return blocks that may be evicted while decoding: earlier ones, then the turn's own.
 
-        Each part begins with the least valuable block.
+        Each part begins with the least valuable block. Pieces of the turn's own blocks come last,
+        for blocks that are not complete yet.
         """
         blocks = self._view.blocks
         evictable = blocks.starts >= self._config.sink_tokens
         evictable[protected] = False
         earlier = evictable & resident
         new = evictable & (blocks.starts >= self._view.decode_from)
-        indexes = [
-            by_score(earlier, -self._choice.scores, blocks),
-            by_score(new, -self._choice.tail_scores, blocks),
-        ]
-        return tuple(blocks.pick(np.concatenate(indexes)))
+        own = by_score(new, -self._choice.tail_scores, blocks)
+        old = by_score(earlier, -self._choice.scores, blocks)
+        order = blocks.pick(np.concatenate([old, own]))
+        if self._is_streamed:
+            order += [piece for block in blocks.pick(own) for piece in block.pieces(_PIECE_TOKENS)]
+        return tuple(order)
 
     def _reason(self, selected: WorkingSet) -> str:
         """Return an explanation of the plan for logs."""
@@ -290,6 +347,16 @@ def capacity_for_blocks(view: PolicyView, config: PolicyConfig) -> int | None:
     if room is None or config.budget is None:
         return None
     return max(room, int((config.budget - config.least_budget) * _EARLIER_SHARE))
+
+
+def free_tokens(n_tail: int, budget: int, block_tokens: int) -> int:
+    """Return the tokens that stay free for the part of a tail that does not stay.
+
+    A tail within the budget may leave in pieces of blocks. A longer one is a whole conversation,
+    of which the blocks stay complete, because their texts are ranked later.
+    """
+    most = 2 * block_tokens + _PIECE_TOKENS
+    return most if n_tail > budget else min(most, max(_PIECE_TOKENS, budget // _FREE_DIVISOR))
 
 
 def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> int:

@@ -145,7 +145,10 @@ class Layout:
         )
 
     def with_saved(self, copies: Iterable[tuple[str, Span]]) -> Layout:
-        """Add copies, given as pairs of label and span."""
+        """Add copies, given as pairs of label and span.
+
+        A copy of a part of a block splits the block, so that the rest of it can be saved, too.
+        """
         copied, labels_of_blocks = self.in_pool.copy(), set[str]()
         ranges = {item.label: item for item in self.ranges}
         starts, ends = self.blocks.starts, self.blocks.ends
@@ -156,12 +159,28 @@ class Layout:
             elif starts[at] == span.start and ends[at] == span.end:
                 copied[at] = True
                 labels_of_blocks.add(label)
-        return replace(
+        saved = replace(
             self,
             blocks=self.blocks.with_copies(copied),
             ranges=tuple(ranges.values()),
             stale=self.stale - labels_of_blocks - ranges.keys(),
         )
+        return saved._split_at_ranges()
+
+    def _split_at_ranges(self) -> Layout:
+        """Split the blocks where saved ranges begin or end, and give them the ranges inside."""
+        end = int(self.blocks.ends[-1]) if len(self.blocks) else 0
+        inside_blocks = [item for item in self.ranges if item.span.end <= end]
+        if not inside_blocks:
+            return self
+        boundaries = _ends(item.span for item in inside_blocks)
+        blocks = self._kept_prefix(end, boundaries, self.tokens)
+        unused = self._copies_outside(blocks)
+        blocks, claimed = _claim_ranges(blocks, inside_blocks)
+        labels_claimed = {item.label for item in claimed}
+        ranges = tuple(item for item in self.ranges if item.span.end > end)
+        stale = unused.difference(labels_claimed, (item.label for item in ranges))
+        return replace(self, blocks=blocks, ranges=ranges, stale=stale)
 
     def without_saved(self, labels: Collection[str]) -> Layout:
         """Remove copies that llama-server does not have, or has with other tokens.

@@ -15,7 +15,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import ROLES
-from evoke_proxy.core.model.blocks import Role, Span, clipped
+from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, merged
 from evoke_proxy.core.model.plan import Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
 from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
@@ -191,8 +191,6 @@ class Session:
         self.layout = layout
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins
-        if not adopt_to:
-            self._unconfirmed = {}
         return turn
 
     def plan(self, turn: Turn) -> Plan:
@@ -201,6 +199,8 @@ class Session:
 
     def applied(self, turn: Turn, plan: Plan) -> None:
         """Record that llama-server has run the complete plan."""
+        if plan.adopt is None:
+            self._unconfirmed = self._possible_pieces()
         self._update_copies(plan)
         # Rows that are decoded from here on are newer than their copies.
         start = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
@@ -226,6 +226,7 @@ class Session:
         `begin` again to plan without them.
         """
         self.layout = self.layout.without_saved(unknown)
+        self._unconfirmed = {k: v for k, v in self._unconfirmed.items() if k not in unknown}
 
     def plan_replaced(self) -> None:
         """Record that a plan which the session has not made has run after its own plan."""
@@ -372,12 +373,26 @@ class Session:
         return self._with_unconfirmed(layout_on(view)), 0
 
     def _with_unconfirmed(self, layout: Layout) -> Layout:
-        """Return the layout with copies of the blocks that the decode budget may have saved."""
+        """Return the layout with copies of what the decode budget may have saved.
+
+        A block may have been saved as a whole, or else in pieces.
+        """
         if not self._unconfirmed:
             return layout
+        unconfirmed = self._unconfirmed.items()
         is_out = ~layout.in_cache & (layout.blocks.ends <= layout.n_past)
         pairs = [(block.label, block.span) for block in layout.blocks.pick(is_out)]
-        return layout.with_saved(pair for pair in pairs if pair in self._unconfirmed.items())
+        layout = layout.with_saved(pair for pair in pairs if pair in unconfirmed)
+        lost = merged(block.span for block in layout.blocks.pick(is_out & ~layout.in_pool))
+        return layout.with_saved(
+            (label, span) for label, span in unconfirmed if any(s.encloses(span) for s in lost)
+        )
+
+    def _possible_pieces(self) -> dict[str, Span]:
+        """Return the unconfirmed pieces of blocks that may not have a copy as a whole, by label."""
+        saved = self.layout.saved if self._unconfirmed else frozenset()
+        pieces = self._unconfirmed.items()
+        return {label: span for label, span in pieces if block_of_piece(label) in saved}
 
     def _policy_view(
         self, inputs: _TurnInputs, layout: Layout, adopt_to: int, task: Task

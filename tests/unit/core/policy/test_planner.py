@@ -22,6 +22,7 @@ from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import planner, registry
 from evoke_proxy.core.policy.evoke import reread_file_blocks
 from evoke_proxy.core.policy.registry import saves_evicted
+from evoke_proxy.core.policy.standing import question_start
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
@@ -238,7 +239,10 @@ def test_a_plan_can_be_run_and_stays_within_the_budget(
             for block, state in zip(later.blocks, states_of(later), strict=True)
             if state.resident
         )
-        assert resident_tokens(later) <= max(least, stays + unaligned)
+        # beside text that is decoded before the question
+        asked = int(view.blocks.starts[question_start(view.blocks)])
+        beside = config.budget - (view.n_tokens - asked) if asked >= view.decode_from else 0
+        assert resident_tokens(later) <= max(least, stays + unaligned, beside)
         assert plan.stream is not None and plan.stream.min_budget <= config.budget
     elif not plan.infeasible:
         assert needed <= config.budget
@@ -535,7 +539,8 @@ def test_a_tail_over_the_budget_evicts_all_blocks_that_may_be_evicted() -> None:
     # the blocks that must stay take the half of the budget reserved for earlier blocks
     assert moves_of(plan) == "-s/1 -s/2 -s/4 -s/5 -s/6"
     assert plan.stream is not None
-    assert plan.stream.protect == (Span(0, 64), Span(192, 256), Span(448, 512))
+    # without the first tokens, which llama-server protects anyway
+    assert plan.stream.protect == (Span(16, 64), Span(192, 256), Span(448, 512))
 
 
 def test_with_a_tail_over_the_budget_the_best_earlier_blocks_are_kept() -> None:
@@ -549,6 +554,56 @@ def test_with_a_tail_over_the_budget_the_best_earlier_blocks_are_kept() -> None:
     assert recency.infeasible and not recency.over_capacity
 
 
+def test_an_answer_that_is_decoded_with_the_question_takes_no_room_from_the_best_blocks() -> None:
+    view = block_view([*FILLER[:8], *["an answer"] * 4, "number3 number5 number6"], "rsssssssddddd")
+    answer = {i: Role.ASSISTANT for i in range(8, 12)}
+    blocks = (
+        replace(block, role=answer.get(i, Role.USER), message=min(i, 8) if i < 12 else 9)
+        for i, block in enumerate(view.blocks)
+    )
+    view = replace(
+        view, blocks=BlockTable(blocks), n_past=512, resident=(Span(0, 64),), n_tokens=13 * 64
+    )
+    plan = decide(view, "number3 number5 number6", CONFIG)
+    assert plan.over_capacity and plan.stream is not None
+    assert {"s/3", "s/5", "s/6"} <= {load.label for load in plan.loads}
+    protected = {at for span in plan.stream.protect for at in range(span.start, span.end)}
+    assert protected >= set(range(3 * 64, 4 * 64)) | set(range(5 * 64, 7 * 64))
+    assert plan.stream.min_budget <= 512 and plan.stream.recent == 32
+    # the answer leaves before the question
+    whole = [block.label for block in plan.stream.order if block.label.count("/") == 1]
+    assert whole == ["s/8", "s/9", "s/10", "s/11", "s/12"]
+
+
+def test_a_block_that_is_not_complete_leaves_in_pieces() -> None:
+    """llama-server would cut it at multiples of 64 tokens, across the ends of blocks."""
+    view = block_view(FILLER[:2], "rr", tail=0)
+    new = [
+        replace(view.blocks[1], label=label, span=span, message=number)
+        for number, (label, span) in enumerate(
+            [("s/a", Span(128, 168)), ("s/b", Span(168, 184)), ("s/c", Span(184, 248))], 2
+        )
+    ]
+    columns = [np.append(mask, [False] * 3) for mask in (view.in_cache, view.in_pool)]
+    view = replace(view, blocks=BlockTable([*view.blocks, *new]), in_cache=columns[0],
+                   in_pool=columns[1], n_tokens=900)  # fmt: skip
+    plan = decide(view, "", CONFIG)
+    assert plan.stream is not None and plan.stream.block + 15 + plan.stream.recent <= 512
+    order = {block.label: block.span for block in plan.stream.order}
+    pieces = {label: span for label, span in order.items() if label.count("/") > 1}
+    assert {"s/a", "s/b", "s/c"} <= order.keys()
+    assert pieces == {
+        f"{label}/{span.start}-{span.end}": span
+        for label, ends in (("s/a", (128, 144, 160, 168)), ("s/c", (184, 200, 216, 232, 248)))
+        for span in map(Span, ends, ends[1:])
+    }
+    names = list(order)
+    assert all(names.index(label) >= len(order) - len(pieces) for label in pieces)
+    short = decide(replace(view, n_tokens=250), "", CONFIG)
+    assert short.stream is not None
+    assert not [block for block in short.stream.order if block.label.count("/") > 1]
+
+
 def test_the_server_evicts_irrelevant_blocks_first_and_old_before_new_ones() -> None:
     view = block_view([*FILLER[:4], "new text", "other text"], "rrrrdd")
     view = replace(view, n_past=256, resident=(Span(0, 256),), n_tokens=6 * 64 + 10)
@@ -558,14 +613,14 @@ def test_the_server_evicts_irrelevant_blocks_first_and_old_before_new_ones() -> 
     assert [victim.label for victim in plan.stream.order] == ["s/3", "s/2", "s/1", "s/4", "s/5"]
 
 
-def test_in_a_long_turn_the_block_its_question_is_about_is_evicted_last() -> None:
+def test_in_a_long_turn_the_block_its_question_is_about_stays() -> None:
     texts = [*FILLER[:2], "the oslo vault code is 48213", *FILLER[3:8]]
     document = replace(block_view(texts, "dddddddd"), n_past=0, resident=())
     query = " ".join(texts) + " filler" * 200 + " so what is the oslo vault code?"
     plan = decide(document, query, CONFIG)
     assert plan.stream is not None
-    order = [victim.label for victim in plan.stream.order]
-    assert order[-1] == "s/2"
+    assert any(span.encloses(Span(128, 192)) for span in plan.stream.protect)
+    assert "s/2" not in {victim.label for victim in plan.stream.order}
 
 
 def test_both_ends_of_a_very_long_turn_are_used_as_the_query() -> None:

@@ -178,6 +178,23 @@ def test_a_saved_range_across_a_block_boundary_is_stale() -> None:
     assert states(next_layout) == "r" * (len(next_layout.blocks) - 2) + "dd"
 
 
+def test_a_copy_of_a_part_splits_its_block_so_that_the_rest_can_be_saved() -> None:
+    layout = COLD.with_saved([("auto/80-100", Span(80, 100))])
+    at = layout.blocks.find(Span(80, 100))
+    assert at is not None and layout.blocks[at].label == "auto/80-100"
+    assert layout.blocks.copied.tolist() == [i == at for i in range(len(layout.blocks))]
+    ends = [block.span.end for block in layout.blocks]
+    assert {80, 100} <= set(ends) and ends[:-1] == [b.span.start for b in layout.blocks][1:]
+    assert layout.ranges == () and layout.stale == frozenset()
+
+
+def test_a_copy_of_a_part_replaces_the_older_copy_of_its_block() -> None:
+    block = COLD.blocks[2]
+    part = Span(block.span.start, block.span.end - 4)
+    layout = with_copies(COLD, block).with_saved([("auto/part", part)])
+    assert layout.stale == {block.label} and layout.saved == {"auto/part"}
+
+
 def test_a_second_copy_of_a_saved_block_is_stale() -> None:
     earlier = with_copies(COLD, COLD.blocks[2])
     copy = SavedRange("auto/3", COLD.blocks[2].span)

@@ -356,6 +356,30 @@ def test_a_broken_off_reply_loses_no_copies() -> None:
     assert accounting.recovered >= 30
 
 
+def test_a_broken_off_reply_loses_no_pieces_of_blocks() -> None:
+    """In pieces, llama-server has saved blocks that were not complete when it needed their room."""
+    engine = Engine(replace(CONFIG, budget=160))
+    conversation = conversation_of(150)
+    engine.turn(conversation, words(9, 5))
+    conversation.messages[-1] = (Role.ASSISTANT, words(10, 150))
+    conversation.say(Role.USER, words(11, 20))
+    engine.turn(conversation, words(12, 20), reported=False)
+    assert any(name.count("/") == 2 for name in engine.slot.store)
+    for _ in range(2):
+        conversation.say(Role.USER, words(13, 10))
+        engine.turn(conversation, words(14, 5))
+        engine.write_back()
+    # A block that left in pieces counts as saved until llama-server refuses to load it.
+    unknown = engine.session.layout.saved - engine.slot.store.keys()
+    assert unknown
+    n_written_back = engine.session.layout.generation
+    engine.session.failed(unknown)
+    engine.begin(conversation)
+    layout = engine.session.layout
+    assert layout.saved_end(n_written_back) == n_written_back
+    assert layout.saved <= engine.slot.store.keys()
+
+
 def test_blocks_that_were_never_decoded_have_no_copy() -> None:
     engine = Engine()
     conversation = conversation_of(1500)
@@ -691,6 +715,29 @@ def test_blocks_that_are_decoded_again_are_saved_again() -> None:
     assert older and older <= {save.label for save in unsaved}
     engine.write_back()
     assert engine.session.unsaved(engine.slot.view([])) == []
+
+
+@given(
+    turns=st.lists(st.tuples(st.integers(1, 1000), st.booleans()), min_size=1, max_size=8),
+    budget=st.sampled_from([160, 256, 400, 512]),
+)
+@settings(max_examples=60)
+def test_every_row_has_a_copy_when_the_client_writes_the_answers(
+    turns: list[tuple[int, bool]], budget: int
+) -> None:
+    """The answers are decoded with the next question, and leave the slot in pieces meanwhile."""
+    engine = Engine(replace(CONFIG, budget=budget))
+    conversation = conversation_of(150)
+    for seed, goes_back in turns:
+        engine.turn(conversation, words(seed, 5))
+        engine.write_back()
+        layout = engine.session.layout
+        assert layout.saved_end(layout.generation) == layout.generation
+        assert layout.saved <= engine.slot.store.keys()
+        if goes_back:
+            conversation.messages = conversation.messages[: 3 + seed % len(conversation.messages)]
+        conversation.messages[-1] = (Role.ASSISTANT, words(seed, 20 + seed % 150))
+        conversation.say(Role.USER, words(seed + 1, 1 + seed % 40))
 
 
 def test_a_resumed_session_uses_copies_that_do_not_overlap_and_drops_the_others() -> None:
