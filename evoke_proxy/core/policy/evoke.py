@@ -99,14 +99,17 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
 
         tail_scores, tail_room = scores, None
         if room is not None and config.budget is not None:
+            asks = question_start(view.blocks)
+            left = _room_beside_tail(view, config, room)
             if 2 * view.n_to_decode > config.budget:
                 tail_scores = _tail_scores(view, query, config, keep, scores)
-            if 2 * view.n_to_decode > config.budget or _decodes_earlier_text(view):
-                stays = kept(spending, view, scores, room)
+            if 2 * view.n_to_decode > config.budget or left is not None:
+                stays = kept(spending, view, scores, room if left is None else left)
                 tail_scores = tail_scores + np.where(stays, _KEPT, 0.0)
-                tail_room = _tail_room(view, config, room, stays)
-                if tail_room is not None:
-                    tail_scores[question_start(view.blocks) :] += _ASKS
+            if left is not None:
+                tail_scores[asks:] += _ASKS
+                stays[asks:] = stays[: view.first_new_block] = False
+                tail_room = TailRoom(left, stays, view.n_tokens - int(view.blocks.starts[asks]))
         return Choice(
             scores.round(9), tail_scores.round(9), select, keeps_earlier=True, tail_room=tail_room
         )
@@ -122,29 +125,21 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
 
 
-def _decodes_earlier_text(view: PolicyView) -> bool:
-    """Return whether a turn decodes text before its question, such as an answer of its client."""
-    return view.first_new_block < question_start(view.blocks)
+def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int | None:
+    """Return the tokens for which earlier blocks compete with text before the question.
 
-
-def _tail_room(view: PolicyView, config: PolicyConfig, room: int, stays: Mask) -> TailRoom | None:
-    """Return the room for earlier blocks when text before the question competes with them.
-
-    Such text needs some free room while it is decoded, and room for the blocks of it that stay.
-    None when the turn decodes no such text, or its question takes most of the budget.
+    A turn may decode such text, for example an answer of another server. What does not stay of it
+    needs some free room while it is decoded. None when the turn decodes no such text, or when its
+    question takes most of the budget.
     """
-    blocks, budget = view.blocks, config.budget
-    first_asked = question_start(blocks)
-    n_asked = view.n_tokens - int(blocks.starts[first_asked])
-    is_earlier_text = np.arange(len(blocks)) >= view.first_new_block
-    is_earlier_text[first_asked:] = False
-    n_new = int(blocks.lengths[is_earlier_text].sum())
-    if budget is None or not n_new or 2 * n_asked > budget:
+    starts, budget, asks = view.blocks.starts, config.budget, question_start(view.blocks)
+    if budget is None or view.first_new_block >= asks:
         return None
-    kept_blocks = stays & is_earlier_text
-    free = free_tokens(n_new, budget, config.block_tokens)
-    left = min(room, budget - n_asked - min(n_new, free))
-    return TailRoom(left - int(blocks.lengths[kept_blocks].sum()), kept_blocks, free, n_asked)
+    n_asked = view.n_tokens - int(starts[asks])
+    n_before = view.n_to_decode - n_asked
+    if 2 * n_asked > budget:
+        return None
+    return min(room, budget - n_asked - free_tokens(n_before, budget, config.block_tokens))
 
 
 def _max_unit_tokens(capacity: int | None, query: Query) -> int:

@@ -91,19 +91,17 @@ Select = Callable[[Candidates, FloatArray, int | None], WorkingSet]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailRoom:
-    """Room for earlier blocks beside a tail of which not all has to stay.
+    """Room beside a question and the text before it that a turn decodes.
 
     Attributes:
-        earlier: Tokens that earlier blocks may take.
-        kept: [n] blocks of the tail that stay; the others are evicted while it is decoded.
-        free: Tokens that stay free for these others; see `free_tokens`.
-        question_tokens: How many of the last tokens ask the question, and stay.
+        n_tokens: Tokens for earlier blocks and those of the text that stay.
+        kept: [n] blocks of the text that stay; the others are evicted while it is decoded.
+        n_asked: How many of the last tokens ask the question, and stay.
     """
 
-    earlier: int
+    n_tokens: int
     kept: Mask
-    free: int
-    question_tokens: int
+    n_asked: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +115,8 @@ class Choice:
         select: Selects the working set by `scores`.
         keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
             turn's own text would take all of it.
-        tail_room: The room beside a tail of which not all has to stay; None when all of it has.
+        tail_room: The room beside the question, when the turn also decodes text before it, of which
+            not all has to stay; None when all has to.
     """
 
     scores: FloatArray
@@ -153,7 +152,8 @@ class _Planner:
         if choice.keeps_earlier:
             self._capacity = capacity_for_blocks(view, config)
         if self._capacity is not None and choice.tail_room is not None:
-            self._capacity = max(self._capacity, choice.tail_room.earlier)
+            n_kept = int(self._candidates.lengths[choice.tail_room.kept].sum())
+            self._capacity = max(self._capacity, choice.tail_room.n_tokens - n_kept)
         # Whether the working set exceeds what fits beside the complete tail, and whether the policy
         # has chosen that.
         self._is_streamed = self._is_over_capacity = False
@@ -260,8 +260,9 @@ class _Planner:
         n_incomplete = _PIECE_TOKENS - 1 if self._is_streamed else 0
         tail_room = self._choice.tail_room
         if tail_room is not None and self._is_over_capacity:
-            least_recent = min(least_recent, tail_room.question_tokens)
-            least_free = tail_room.free - n_incomplete
+            least_recent = min(least_recent, tail_room.n_asked)
+            n_before = self._view.n_to_decode - tail_room.n_asked
+            least_free = free_tokens(n_before, config.budget, config.block_tokens) - n_incomplete
             protected = protected | tail_room.kept
         room = config.budget - config.sink_tokens - least_recent - least_free
         indexes = self._protected_blocks(resident, protected, room, n_incomplete)
@@ -455,7 +456,7 @@ def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
     ranked = scores[order]
     equal = np.flatnonzero(ranked[1:] == ranked[:-1])
     if len(equal):
-        for first in np.setdiff1d(equal, equal + 1).tolist():
+        for first in equal[np.diff(equal, prepend=-2) > 1].tolist():
             end = first + int((ranked[first:] == ranked[first]).sum())
             order[first:end] = sorted(
                 order[first:end].tolist(), key=lambda i: blocks[i].display_name

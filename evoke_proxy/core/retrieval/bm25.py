@@ -12,8 +12,10 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms
@@ -163,7 +165,7 @@ class InvertedIndex:
         for term, count in counts.items():
             postings = self._postings.get(term)
             if postings is None:
-                postings = self._postings[term] = (array("l"), array("d"))
+                postings = self._postings[term] = (array("q"), array("d"))
                 self._fuzzy_terms.add(term)
                 self._terms_of_stem.setdefault(stem(term), []).append(term)
             postings[0].append(number)
@@ -256,9 +258,11 @@ class InvertedIndex:
         postings = self._postings.get(term)
         if postings is None:
             return np.zeros(0, np.int64), np.zeros(0)
-        documents = np.array(postings[0])
+        documents, counts = _copied(postings[0], np.int64), _copied(postings[1], np.float64)
+        if self._n_active == len(self._active):
+            return documents, counts
         active = self._active[documents]
-        return documents[active], np.array(postings[1])[active]
+        return documents[active], counts[active]
 
     def _evidence(self, term: str, documents: Positions, counts: FloatArray) -> Evidence:
         frequency = len(documents)
@@ -266,6 +270,14 @@ class InvertedIndex:
         weight *= _FUNCTION_WORD_WEIGHT if term in FUNCTION_WORDS else 1.0
         scores = weight * counts * (_K1 + 1) / (counts + self._length_norms[documents])
         return Evidence(documents, scores, np.minimum(counts, 1.0), weight)
+
+
+def _copied(values: array[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Return a copy of values that are in memory as numpy stores them; an array cannot be empty.
+
+    This takes a tenth of the time of `np.array`. A view would keep the array from growing.
+    """
+    return np.frombuffer(values, dtype).copy()
 
 
 def sum_evidence(evidence: Iterable[Evidence], size: int) -> tuple[FloatArray, FloatArray]:

@@ -63,6 +63,8 @@ def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
     units = np.concatenate([ranking.order for ranking in rankings])
     spent = [lengths[ranking.order].cumsum() / ranking.weight for ranking in rankings]
     merged = units[np.argsort(np.concatenate(spent), kind="stable")]
-    _, first = np.unique(merged, return_index=True)
-    order: Positions = merged[np.sort(first)]
+    # The last write to a place wins, so that the reversed order leaves the first place of a unit.
+    first = np.zeros(len(lengths), np.int64)
+    first[merged[::-1]] = np.arange(len(merged))[::-1]
+    order: Positions = merged[first[merged] == np.arange(len(merged))]
     return order

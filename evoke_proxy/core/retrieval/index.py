@@ -517,8 +517,10 @@ class _BlockSource:
 
 def _of_short_messages(blocks: BlockTable) -> Mask:
     """Return which blocks [n] are of messages with at most _SHORT_BLOCKS blocks."""
-    _, message, counts = np.unique(blocks.messages, return_inverse=True, return_counts=True)
-    is_short: Mask = counts[message] <= _SHORT_BLOCKS
+    messages = blocks.messages
+    firsts = np.flatnonzero(np.diff(messages, prepend=-1))
+    counts = np.diff(firsts, append=len(messages))
+    is_short: Mask = np.repeat(counts <= _SHORT_BLOCKS, counts)
     return is_short
 
 
