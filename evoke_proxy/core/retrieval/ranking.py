@@ -60,6 +60,9 @@ _MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
 # Among this many of the best units of a text, a later version comes before an earlier one. It
 # contains the same words of the query, and this share of all words of both.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
+# Two units are compared by stems when they share this much of their words as they are written, or
+# when one has fewer words than these.
+_MIN_WRITTEN_SHARE, _FEW_WRITTEN_WORDS = 0.3, 12
 # Longest query, in terms.
 _MAX_TERMS = 256
 
@@ -127,6 +130,8 @@ class UnitRanker:
         self._norms = _length_norms(lengths)
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
         self._counts: dict[str, FloatArray] = {}
+        self._stems_of: dict[str, Sequence[str]] = {}
+        self._words_of: dict[int, frozenset[str]] = {}
 
     def order(
         self,
@@ -174,21 +179,44 @@ class UnitRanker:
         """Return rankings in which a later version of a unit comes before the earlier one."""
         asked = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
         asked -= _FUNCTION_STEMS
-        words = dict[int, set[str]]()
+        stems = dict[int, set[str]]()
         found = list[Ranking]()
         for ranking in rankings:
             best = list[int]()
             for unit in ranking.order[:_COMPARED_UNITS].tolist():
-                if unit not in words:
-                    words[unit] = self._content_words(unit)
-                older = (i for i, other in enumerate(best) if other < unit)
-                versions = (i for i in older if _is_version(words[unit], words[best[i]], asked))
-                best.insert(next(versions, len(best)), unit)
+                place = len(best)
+                for i, other in enumerate(best):
+                    if other < unit and self._may_be_version(unit, other):
+                        for each in (unit, other):
+                            if each not in stems:
+                                stems[each] = self._content_stems(each)
+                        if _is_version(stems[unit], stems[other], asked):
+                            place = i
+                            break
+                best.insert(place, unit)
             order = np.array([*best, *ranking.order[_COMPARED_UNITS:].tolist()], np.int64)
             found.append(Ranking(order, ranking.weight))
         return found
 
-    def _content_words(self, unit: int) -> set[str]:
+    def _may_be_version(self, unit: int, other: int) -> bool:
+        """Return whether two units share enough words as they are written to compare their stems.
+
+        Most units do not, and stems take many times as long. Few words say nothing.
+        """
+        words, others = self._written_words(unit), self._written_words(other)
+        if min(len(words), len(others)) < _FEW_WRITTEN_WORDS:
+            return True
+        n_shared = len(words & others)
+        return n_shared >= _MIN_WRITTEN_SHARE * (len(words) + len(others) - n_shared)
+
+    def _written_words(self, unit: int) -> frozenset[str]:
+        """Return the words of a unit's beginning as they are written, in lower case."""
+        words = self._words_of.get(unit)
+        if words is None:
+            words = self._words_of[unit] = frozenset(self._read(unit).lower().split())
+        return words
+
+    def _content_stems(self, unit: int) -> set[str]:
         """Return the stems of a unit's first words, without function words."""
         stems = {stem(term) for term in terms_of(self._read(unit))}
         return stems - _FUNCTION_STEMS
@@ -255,11 +283,15 @@ class UnitRanker:
         by_neighbours = (weights * near * (_K1 + 1) / (near + self._neighbour_norms)).sum(axis=0)
         return by_words, by_neighbours
 
-    def _stems(self, text: str) -> list[str]:
+    def _stems(self, text: str) -> Sequence[str]:
         """Return the stems of a text's terms, each once; misspelt terms are corrected."""
-        terms = list(dict.fromkeys(terms_of(text)))[:_MAX_TERMS]
-        corrected = self._source.corrected(terms)
-        return list(dict.fromkeys(stem(corrected.get(term, term)) for term in terms))
+        stems = self._stems_of.get(text)
+        if stems is None:
+            terms = list(dict.fromkeys(terms_of(text)))[:_MAX_TERMS]
+            corrected = self._source.corrected(terms)
+            stems = list(dict.fromkeys(stem(corrected.get(term, term)) for term in terms))
+            self._stems_of[text] = stems
+        return stems
 
     def _unit_counts(self, word_stem: str) -> FloatArray:
         """Return how often each unit [u] contains forms of a word."""
@@ -307,19 +339,24 @@ class UnitRanker:
 
         The names become read ones.
         """
-        scores, total = np.zeros(self._n), math.log1p(self._n / 2)
+        scores, total = dict[int, float](), math.log1p(self._n / 2)
         for name, weight in names_in(self._read(unit)).items():
             name_stem = stem(name)
             if name_stem in read_names:
                 continue
             read_names.add(name_stem)
-            counts = self._unit_counts(name_stem)
-            frequency = int((counts > 0).sum())
-            if 1 < frequency <= _MAX_NAMED_UNITS:
-                scores[counts > 0] += weight * math.log1p(self._n / frequency)
-        scores[unit] = 0.0
-        linked = np.flatnonzero(scores)
-        return [(i, min(1.0, float(scores[i]) / total)) for i in linked.tolist()]
+            units = self._units_with(name_stem)
+            if 1 < len(units) <= _MAX_NAMED_UNITS:
+                rarity = weight * math.log1p(self._n / len(units))
+                for other in units:
+                    scores[other] = scores.get(other, 0.0) + rarity
+        scores.pop(unit, None)
+        return [(i, min(1.0, scores[i] / total)) for i in sorted(scores)]
+
+    def _units_with(self, word_stem: str) -> set[int]:
+        """Return the units that contain forms of a word."""
+        blocks, _ = self._source.form_counts(word_stem)
+        return {unit for unit in self._units.of_block[blocks].tolist() if unit < self._n}
 
 
 def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
