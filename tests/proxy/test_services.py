@@ -200,8 +200,10 @@ class Pod:
 
     def command(self, container: Mapping[str, Any], entry: Sequence[str]) -> list[str]:
         """The command line of a container; `entry` is the entry point of its image."""
-        words = [*container.get("command", entry), *container.get("args", ())]
-        return [self.native(container, word) for word in words]
+        command, args = container.get("command"), container.get("args", ())
+        # The entry point is a program of this machine: a checkout may be below a mounted path.
+        first = entry if command is None else [self.native(container, word) for word in command]
+        return [*first, *(self.native(container, word) for word in args)]
 
     def initialise(self) -> None:
         """Run the containers that run first, in order."""
