@@ -13,13 +13,14 @@ import http.client
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,9 @@ TICK_S = 0.002
 ASK_S = 0.005
 # The client's small request; its answer is relayed without being read.
 SMALL = ("POST", "/tokenize", b'{"content":"hello"}')
-_STUCK_S = 0.015
+# Callbacks whose lines are listed take longer; the interval of the samples.
+_LONG_S = 0.008
+_SAMPLE_S = 0.001
 _BYTES_A_TOKEN = 4
 _BEGINS = np.array([1, 2, 3, 4], np.int32)
 _DIMENSIONS = 384
@@ -78,7 +81,7 @@ class Delays:
 class LoopProbe:
     """Measures the event loop it runs in: its lag, and the longest of its callbacks.
 
-    With `where` a thread notes on which line the loop stood when it was late.
+    With `where` a timer of the process samples the lines at which long callbacks spend their time.
     """
 
     def __init__(self, where: bool = False) -> None:
@@ -92,6 +95,8 @@ class LoopProbe:
         self._lags = Delays(TICK_S)
         self._processor_s = self._wall_s = self._collecting_s = 0.0
         self._lines: dict[str, int] = {}
+        # Lines of the callback that runs now.
+        self._samples: list[str] = []
 
     def start(self) -> None:
         """Begin; called in the loop."""
@@ -104,13 +109,17 @@ class LoopProbe:
             wall, processor = time.perf_counter(), time.thread_time()
             run(handle)
             if threading.get_ident() == self._thread:
-                self._processor_s = max(self._processor_s, time.thread_time() - processor)
+                taken_s = time.thread_time() - processor
+                self._processor_s = max(self._processor_s, taken_s)
                 self._wall_s = max(self._wall_s, time.perf_counter() - wall)
+                if self._where:
+                    self._note_lines(taken_s)
 
         gc.callbacks.append(self._collected)
         asyncio.Handle._run = timed  # type: ignore[method-assign,assignment]
         if self._where:
-            threading.Thread(target=self._watch, daemon=True).start()
+            signal.signal(signal.SIGPROF, self._sample)
+            signal.setitimer(signal.ITIMER_PROF, _SAMPLE_S, _SAMPLE_S)
 
     def row(self) -> dict[str, Any]:
         """The lag in ms; processor and wall time of the longest callback."""
@@ -118,7 +127,7 @@ class LoopProbe:
         row |= {"callback_cpu_ms": self._processor_s * 1000, "callback_ms": self._wall_s * 1000}
         row["collection_ms"] = self._collecting_s * 1000
         if self._where:
-            row["where"] = sorted(self._lines.items(), key=lambda item: -item[1])[:8]
+            row["where"] = sorted(self._lines.items(), key=lambda item: -item[1])[:16]
         return row
 
     def _collected(self, phase: str, _: dict[str, int]) -> None:
@@ -135,17 +144,21 @@ class LoopProbe:
         finally:
             self._loop.call_at(self._due, self._tick)
 
-    def _watch(self) -> None:
-        while True:
-            time.sleep(TICK_S)
-            if self._loop.time() - self._due > _STUCK_S:
-                frame = sys._current_frames().get(self._thread)
-                lines = traceback.extract_stack(frame)[-7:]
-                said = " < ".join(
-                    f"{os.path.basename(line.filename)}:{line.lineno} {line.name}"
-                    for line in reversed(lines)
-                )
-                self._lines[said] = self._lines.get(said, 0) + 1
+    def _sample(self, _: int, frame: FrameType | None) -> None:
+        """Note the line at which the event loop is; runs in its thread."""
+        names: list[str] = []
+        while frame is not None and len(names) < 7:
+            code = frame.f_code
+            names.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")
+            frame = frame.f_back
+        self._samples.append(" < ".join(names))
+
+    def _note_lines(self, taken_s: float) -> None:
+        """Count the lines of a callback that has taken long, and begin the next one's."""
+        if taken_s > _LONG_S:
+            for line in self._samples:
+                self._lines[line] = self._lines.get(line, 0) + 1
+        self._samples.clear()
 
 
 class NoEncoder:

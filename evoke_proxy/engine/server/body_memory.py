@@ -6,6 +6,7 @@ the next request differs. Without it the next request is parsed and rendered com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakMethod
@@ -43,9 +44,12 @@ class BodyMemory:
     def __init__(self, limit_mib: int) -> None:
         self.limit_mib = limit_mib
         self._holders: list[WeakMethod[Holders]] = []
+        # An upper bound of `n_bytes`: what the latest count found, and all that was added since.
+        self._most_bytes = 0.0
 
     def add(self, holders: Holders) -> None:
         """Include the holders that a method returns, until the object of the method is deleted."""
+        self._most_bytes = math.inf  # they are counted by the next `trim`
         self._holders.append(WeakMethod(holders))
 
     @property
@@ -53,8 +57,17 @@ class BodyMemory:
         """Estimate of the memory of all cached bodies, in bytes."""
         return sum(holder.body_bytes for holder in self._all())
 
+    def may_have_grown(self, n_bytes: int) -> None:
+        """Record that one holder has this many bytes now, and may have had fewer before."""
+        self._most_bytes += n_bytes
+
     def trim(self) -> None:
-        """Drop bodies until the limit is met; those that a request uses stay."""
+        """Drop bodies until the limit is met; those that a request uses stay.
+
+        The holders are read only when there may be more bytes than the limit allows.
+        """
+        if self._most_bytes <= self.limit_mib << 20:
+            return
         by_tenant: dict[str, list[tuple[Holder, int]]] = {}
         sizes: dict[str, int] = {}
         for holder in self._all():
@@ -63,6 +76,7 @@ class BodyMemory:
                 sizes[holder.tenant] = sizes.get(holder.tenant, 0) + size
                 if not holder.in_use:
                     by_tenant.setdefault(holder.tenant, []).append((holder, size))
+        self._most_bytes = sum(sizes.values())
         over = sum(sizes.values()) - (self.limit_mib << 20)
         while over > 0 and by_tenant:
             most = max(by_tenant, key=lambda tenant: sizes[tenant])
@@ -70,6 +84,7 @@ class BodyMemory:
             holder.drop_bodies()
             sizes[most] -= size
             over -= size
+            self._most_bytes -= size
             if not by_tenant[most]:
                 del by_tenant[most]
 

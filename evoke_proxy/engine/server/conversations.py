@@ -26,6 +26,7 @@ from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
 from evoke_proxy.engine.parsing.body_cache import CachedBody
 from evoke_proxy.engine.server.body_memory import BodyMemory, Holder
+from evoke_proxy.engine.server.conversation_index import ConversationIndex
 
 # Records of turns that a conversation keeps.
 _MAX_RECORDS = 256
@@ -553,6 +554,9 @@ class Conversations:
         self._can_adopt = True
         # By id, the least recently used first.
         self._by_id: OrderedDict[str, Conversation] = OrderedDict()
+        # All of them but the ephemeral ones, which are in `_ephemeral`.
+        self._index: ConversationIndex[Conversation] = ConversationIndex()
+        self._ephemeral: dict[str, Conversation] = {}
         # Ids of forgotten conversations, the earliest first: slots may still name them.
         self._forgotten: OrderedDict[str, None] = OrderedDict()
 
@@ -578,8 +582,13 @@ class Conversations:
             if each.cached_body or each.snapshots.sent or each.budgeted.sent
         ]
 
-    def drop_bodies(self) -> None:
-        """Drop bodies over the memory limit, which all servers of a proxy share."""
+    def limit_bodies(self, latest: Conversation | None) -> None:
+        """Drop bodies over the memory limit, which all servers of a proxy share.
+
+        `latest` is the conversation whose turn has ended: those of others have not grown.
+        """
+        if latest is not None:
+            self._memory.may_have_grown(latest.body_bytes)
         self._memory.trim()
 
     def __len__(self) -> int:
@@ -599,9 +608,9 @@ class Conversations:
 
     def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
         """The conversation that a prompt continues; None when it continues none."""
-        lasting = [each for each in self._by_id.values() if not each.ephemeral]
+        candidates = self._index.candidates(tenant, rendered.tokens)
         n_users = len(rendered.user_ends)
-        return self.get(find(lasting, hint, tenant, rendered.tokens, n_users))
+        return self.get(find(candidates, hint, tenant, rendered.tokens, n_users))
 
     def start(
         self, rendered: Rendered, hint: Hint | None, tenant: str, ephemeral: bool = False
@@ -610,7 +619,7 @@ class Conversations:
         session = Session(uuid.uuid4().hex[:12], tenant, self._policy, self._can_adopt)
         identity = ConversationIdentity(PromptIdentity.of(rendered), hint)
         conversation = Conversation(session, identity, ephemeral)
-        self._by_id[conversation.id] = conversation
+        self._register(conversation)
         return conversation
 
     def resume(
@@ -620,13 +629,13 @@ class Conversations:
         resumed = Session(session, tenant, self._policy, self._can_adopt)
         identity = ConversationIdentity(PromptIdentity.of(rendered), hint)
         conversation = Conversation(resumed, identity)
-        self._by_id[conversation.id] = conversation
+        self._register(conversation)
         return conversation
 
     def recall(self, record: SessionRecord) -> Conversation:
         """Register the conversation of a record, as the most recently used one."""
         conversation = Conversation.of_record(record, self._policy)
-        self._by_id[conversation.id] = conversation
+        self._register(conversation)
         return conversation
 
     def move(self, conversation: Conversation, target: Conversations) -> None:
@@ -636,7 +645,7 @@ class Conversations:
         """
         moved = conversation.for_other_server(target._can_adopt)
         moved.apply(target.policy)
-        target._by_id[moved.id] = moved
+        target._register(moved)
         conversation.has_moved = True
         self.forget(conversation)
 
@@ -661,23 +670,35 @@ class Conversations:
         conversation.cached_body = arrival.cached_body
         if arrival.cached_body is not None:
             arrival.cached_body.rendered = arrival.rendered
+        self._memory.may_have_grown(conversation.body_bytes)
         if conversation.id in self._by_id:
+            self._register(conversation)
             self._by_id.move_to_end(conversation.id)
 
     def _started(
         self, request: ChatRequest, rendered: Rendered, hint: Hint | None, tenant: str
     ) -> Conversation:
-        others = self.of_tenant(tenant)
-        named = hint is not None and not hint.weak and any(hint.text == k.name for k in others)
+        named = False
+        if hint is not None and not hint.weak:
+            named = self._index.has_name(tenant, hint.text)
         is_ours = hint is not None and hint.ours
-        n_tokens = len(rendered.tokens)
-        ephemeral = not is_ours and is_side_request(request, n_tokens, bool(others), named)
+        n_tokens, has_others = len(rendered.tokens), self._index.has_tenant(tenant)
+        ephemeral = not is_ours and is_side_request(request, n_tokens, has_others, named)
         return self.start(rendered, hint, tenant, ephemeral)
 
-    def of_tenant(self, tenant: str) -> list[Conversation]:
-        """The conversations of a tenant without the ephemeral ones."""
-        every = self._by_id.values()
-        return [each for each in every if each.tenant == tenant and not each.ephemeral]
+    def _register(self, conversation: Conversation) -> None:
+        """List a conversation, or list it under its present identity."""
+        self._by_id[conversation.id] = conversation
+        if conversation.ephemeral:
+            self._ephemeral[conversation.id] = conversation
+        else:
+            self._index.put(conversation)
+
+    def _unregister(self, conversation: Conversation) -> bool:
+        """Remove a conversation from all lists; False when it is in none."""
+        self._index.remove(conversation.id)
+        self._ephemeral.pop(conversation.id, None)
+        return self._by_id.pop(conversation.id, None) is not None
 
     def forget_surplus(self) -> Collection[Conversation]:
         """Forget ephemeral conversations and those over the limit, and return them.
@@ -685,11 +706,11 @@ class Conversations:
         Over the limit, the tenant with the most conversations loses its least recently used one
         first: no tenant can displace a conversation of a tenant that has fewer.
         """
-        ephemeral = [each for each in self._by_id.values() if each.ephemeral]
+        ephemeral = self._ephemeral.values()
         surplus = [each for each in ephemeral if not (each.in_use or each.pinned)]
         for conversation in surplus:
             self.forget(conversation)
-        if len(self._by_id) <= self._limit:  # the usual case, which takes one pass
+        if len(self._by_id) <= self._limit:  # the usual case, which reads none of the others
             return surplus
         counts = Counter(each.tenant for each in self._by_id.values())
         idle: dict[str, deque[Conversation]] = {}
@@ -709,7 +730,7 @@ class Conversations:
 
     def forget(self, conversation: Conversation) -> None:
         """Forget a conversation that no request uses; does nothing when it was forgotten before."""
-        if self._by_id.pop(conversation.id, None) is None:
+        if not self._unregister(conversation):
             return
         self._forgotten[conversation.id] = None
         if len(self._forgotten) > _MAX_FORGOTTEN:
@@ -717,7 +738,7 @@ class Conversations:
 
     def withdraw(self, conversation: Conversation) -> None:
         """Forget a conversation none of whose requests was forwarded; it may be resumed later."""
-        self._by_id.pop(conversation.id, None)
+        self._unregister(conversation)
 
     def server_restarted(self, can_adopt: bool) -> dict[str, int]:
         """Record that all slots are empty, and that only the copies on disk are left.

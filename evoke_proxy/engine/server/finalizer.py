@@ -80,7 +80,7 @@ class TurnFinalizer:
         with self._guarded("failed to forget sessions"):
             self._forget(turn)
         with self._guarded("failed to drop cached bodies"):
-            self._server.conversations.drop_bodies()
+            self._server.conversations.limit_bodies(turn.conversation)
         with self._guarded("failed to start background work"):
             strategy.start_background(turn, outcome)
 
