@@ -57,8 +57,8 @@ class BodyMemory:
         """Estimate of the memory of all cached bodies, in bytes."""
         return sum(holder.body_bytes for holder in self._all())
 
-    def may_have_grown(self, n_bytes: int) -> None:
-        """Record that one holder has this many bytes now, and may have had fewer before."""
+    def record_growth(self, n_bytes: int) -> None:
+        """Record that one holder has this many bytes now; it may have had fewer before."""
         self._most_bytes += n_bytes
 
     def trim(self) -> None:

@@ -588,7 +588,7 @@ class Conversations:
         `latest` is the conversation whose turn has ended: those of others have not grown.
         """
         if latest is not None:
-            self._memory.may_have_grown(latest.body_bytes)
+            self._memory.record_growth(latest.body_bytes)
         self._memory.trim()
 
     def __len__(self) -> int:
@@ -670,7 +670,7 @@ class Conversations:
         conversation.cached_body = arrival.cached_body
         if arrival.cached_body is not None:
             arrival.cached_body.rendered = arrival.rendered
-        self._memory.may_have_grown(conversation.body_bytes)
+        self._memory.record_growth(conversation.body_bytes)
         if conversation.id in self._by_id:
             self._register(conversation)
             self._by_id.move_to_end(conversation.id)

@@ -108,14 +108,14 @@ def test_the_holders_are_read_only_when_the_limit_may_be_exceeded() -> None:
     memory.trim()
     assert n_read == 1, "the holders must be read once, to count them"
     server.held.append(HeldBody("a", 5 * MIB))
-    memory.may_have_grown(5 * MIB)
+    memory.record_growth(5 * MIB)
     memory.trim()
     assert n_read == 1, "9 MiB cannot exceed 10 MiB"
     for _ in range(2):  # the same body, recorded twice, is only an upper bound
-        memory.may_have_grown(5 * MIB)
+        memory.record_growth(5 * MIB)
         memory.trim()
     assert n_read == 3 and memory.n_bytes == 9 * MIB
     server.held.append(HeldBody("a", 2 * MIB))
-    memory.may_have_grown(2 * MIB)
+    memory.record_growth(2 * MIB)
     memory.trim()
     assert memory.n_bytes == 7 * MIB, "the least recently used body must be dropped"
