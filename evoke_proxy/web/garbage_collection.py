@@ -14,14 +14,14 @@ from collections.abc import Callable
 # New objects between two collections of the first generation. A turn of a long conversation makes
 # thousands of objects and hardly any cycles: with Python's default of 700, collections take a
 # twentieth of its time.
-NEW_OBJECTS = 8_000
+NEW_OBJECTS = 4_000
 # The highest threshold, which turns off Python's own full collections.
 _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
 # Collections of the second generation since the last full one. From `_WORTH_IT` on, a full
 # collection runs when no request has run for two intervals; from `_OVERDUE` on, in any case.
-_WORTH_IT, _OVERDUE = 500, 5000
-# Collections of the first generation between two of the second, which then take at most 5 ms.
+_WORTH_IT, _OVERDUE = 1000, 10_000
+# Collections of the first generation between two of the second, which then take at most 3 ms.
 _FIRST_FOR_SECOND = 2
 
 

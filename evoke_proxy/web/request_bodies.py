@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from io import BytesIO
 
 from aiohttp import web
 
@@ -93,58 +92,39 @@ async def _read(request: web.Request, scan: Scan | None, share: BodyShare) -> by
         if most and announced > most:
             raise web.HTTPRequestEntityTooLarge(most, announced)
         await share.announce(announced)
-    buffer = _BodyBuffer(announced or 0)
+    parts: list[bytes] = []
+    size = 0
     try:
         async with asyncio.timeout(None) as stop:
             with share.reading(stop):
                 async for part in request.content.iter_any():
-                    size = buffer.size + len(part)
+                    size += len(part)
                     if most and size > most:
                         raise web.HTTPRequestEntityTooLarge(most, size)
                     await share.take(len(part))
                     if scan is not None:
                         scan.take(part)
-                    buffer.write(part)
+                    parts.append(part)
     except TimeoutError as error:
         if not share.refused:
             raise
         raise BodyMemoryFull from error
-    return await buffer.whole()
+    return await joined(parts, size)
 
 
-class _BodyBuffer:
-    """Collects the parts of a body without ever copying all of it in the event loop.
+async def joined(parts: list[bytes], size: int) -> bytes:
+    """The parts of a body, `size` bytes in all, as one; empties the list.
 
-    A buffer that grows is copied each time it has to move, which takes tens of milliseconds for a
-    large body. Memory for a body of announced length is therefore reserved at once; the operating
-    system provides it as it is written.
+    Large ones are joined in a thread: `bytes.join` releases the interpreter's lock while it copies.
+    A buffer that grows instead would be copied now and then in the event loop, and one that is
+    reserved at once would be filled with zeros there; both take tens of milliseconds.
     """
+    if size <= LARGE_BYTES:
+        return b"".join(parts)
+    return await asyncio.to_thread(_join, parts)
 
-    def __init__(self, announced: int) -> None:
-        """`announced` is the Content-Length; 0 when it is unknown."""
-        self.size = 0
-        self._announced = announced
-        # Owns the only reference to its bytes, so that it writes to them in place.
-        self._reserved = BytesIO(bytes(announced))
-        # Parts that arrived without an announcement.
-        self._parts: list[bytes] = []
 
-    def write(self, part: bytes) -> None:
-        """Add a part."""
-        self.size += len(part)
-        if self.size <= self._announced:
-            self._reserved.write(part)
-        else:
-            self._parts.append(part)
-
-    async def whole(self) -> bytes:
-        """All parts; called once."""
-        self._reserved.truncate()
-        reserved = self._reserved.getvalue()
-        if not self._parts:
-            return reserved
-        parts = [reserved, *self._parts]
-        self._parts = []
-        if self.size <= LARGE_BYTES:
-            return b"".join(parts)
-        return await asyncio.to_thread(b"".join, parts)  # it releases the interpreter's lock
+def _join(parts: list[bytes]) -> bytes:
+    body = b"".join(parts)
+    parts.clear()  # frees them in this thread
+    return body
