@@ -17,10 +17,12 @@ Float32Array = npt.NDArray[np.float32]
 
 # Number of rows at the end of a prompt that count in addition to those of generated tokens.
 _WINDOW = 32
+# Factor of the sum of earlier rows before each new row.
 _DECAY = 0.95
 # The most query rows that llama-server keeps.
 MAX_QUERIES = 64
-# The share of a block whose attention per token is the mean.
+# The share of attention of a block whose attention per token equals the mean; see
+# `attention_shares`.
 _MEAN_SHARE = 0.5
 
 
@@ -50,6 +52,7 @@ class Capture:
         return {"op": "attn-capture", "layers": list(layers)} | settings
 
 
+# The op of a block plan that turns the capture off.
 NO_CAPTURE: dict[str, Any] = {"op": "attn-capture", "layers": []}
 
 
@@ -143,10 +146,10 @@ def attention_shares(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Query rows of the end of a prompt.
+    """Query vectors of the last captured tokens.
 
     Attributes:
-        rows: [layer, row, head, channel].
+        rows: Query vectors [layer, row, head, channel].
     """
 
     rows: Float32Array
@@ -169,7 +172,7 @@ class KeyBounds:
     """
 
     def __init__(self) -> None:
-        # [layer, 2, key]: the least and the greatest keys.
+        # By label, [layer, 2, key]: the least and the greatest keys of the block.
         self._bounds: dict[str, Float32Array] = {}
 
     def missing(self, blocks: BlockTable) -> list[int]:

@@ -40,14 +40,15 @@ _MAX_FILE_SHARE = 0.5
 # the room.
 _MAX_UNIT_TOKENS = 768
 _MAX_UNIT_SHARE = 0.9
-# More questions than these have less room each.
+# With more questions than this, the largest unit is smaller, so that each question gets one.
 _FEW_QUESTIONS = 3
-# What the ranking adds to a keep-score in [0, 1]: more than any keep-score, so that room is spent
-# on the ranking first. Above the ranked blocks is what goes on, then the files that it works on,
-# which are useless in part, then the rules for every answer.
+# What the ranking adds to a keep-score in [0, 1]: at least the largest keep-score, so that ranked
+# blocks come first.
 _RANKED = 1.0
+# Scores above those of ranked blocks: of the running task or a chat's last messages, of the files
+# that the turn works on, and of rules for every answer.
 _LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
-# What is added to the scores of a tail: to blocks that stay, and to those that ask the question.
+# Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
 
 
@@ -87,7 +88,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             order = _unit_order(view, query, config, units)
         scores = keep + _ranked(order, units)
         if room is not None:
-            # The newest first, where the files leave no room for all of it.
+            # Newer live blocks score higher, in case that not all of them fit beside the files.
             scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
             if parameters.relevance > 0 and uses_text(config):
                 scores[reread_file_blocks(view, query, config)] = _REREAD
@@ -126,11 +127,11 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
 
 
 def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int | None:
-    """Return the tokens for which earlier blocks compete with text before the question.
+    """Return the tokens for earlier blocks and for text before the question that the turn decodes.
 
-    A turn may decode such text, for example an answer of another server. What does not stay of it
-    needs some free room while it is decoded. None when the turn decodes no such text, or when its
-    question takes most of the budget.
+    Such text is, for example, an answer that another server generated. `free_tokens` are left out,
+    for the part of the text that is evicted while it is decoded. None when the turn decodes no such
+    text, or when its question takes more than half of the budget.
     """
     starts, budget, asks = view.blocks.starts, config.budget, question_start(view.blocks)
     if budget is None or view.first_new_block >= asks:
@@ -143,9 +144,9 @@ def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int 
 
 
 def _max_unit_tokens(capacity: int | None, query: Query) -> int:
-    """Return the longest message that is taken as a whole.
+    """Return the length, in tokens, of the longest message that is ranked as a whole.
 
-    Each question has a share of the room, and one message may take most of it.
+    With many questions each has a share of the capacity, and one message may take most of a share.
     """
     if capacity is None:
         return _MAX_UNIT_TOKENS
@@ -154,7 +155,10 @@ def _max_unit_tokens(capacity: int | None, query: Query) -> int:
 
 
 def _unit_order(view: PolicyView, query: Query, config: PolicyConfig, units: Units) -> Positions:
-    """Return the units in the order of `policy.recall`; none while the model was not probed."""
+    """Return the indexes of the units that the query finds, best first, by `policy.recall`.
+
+    With `model`, there are none before the model is probed.
+    """
     model_relevance = view.model_relevance if config.recall in ("model", "fused") else None
     if not uses_text(config):
         if model_relevance is None:
@@ -175,9 +179,10 @@ def _ranked(order: Positions, units: Units) -> FloatArray:
 def _tail_scores(
     view: PolicyView, query: Query, config: PolicyConfig, keep: FloatArray, scores: FloatArray
 ) -> FloatArray:
-    """Return the scores by which the turn's own text is evicted while it is decoded.
+    """Return the scores [n] by which the turn's own text is evicted while it is decoded.
 
-    Text that asks the question is compared with both ends of it, because all of it matches.
+    Blocks of the question are ranked by the beginning and the end of the question only: the
+    complete question contains their words, so it would match all of them.
     """
     first = question_start(view.blocks)
     relevance = relevance_scores(view, query.narrowed(_NARROW_CHARS), config)
@@ -259,8 +264,8 @@ def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
 
 
 register(evoke_policy("evoke", EvokeParameters()))
-# The control without recovery: it makes the same choice, and loses evicted blocks.
+# The baseline without recovery: it makes the same choice, and evicted blocks are lost.
 register(Policy(name="discard", choose=evoke_choice(), uses_query=True))
-# The shortened prompt fits the budget, or nearly fits it.
+# Messages that must stay can exceed the budget; then blocks of the shortened prompt are evicted.
 register(Policy(name="truncate", choose=evoke_choice(), truncates=True))
 register(Policy(name="no_eviction", choose=None))

@@ -17,8 +17,8 @@ from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 # Ranges that an operator pins, ascending and disjoint.
 Pins = tuple[Span, ...]
 
-# Pins may use their share of at least the budget divided by this, even when the system prompt and
-# sinks leave less.
+# `pin_share` is taken of the budget without the system prompt and sinks, but at least of the budget
+# divided by this.
 _MIN_PIN_DIVISOR = 4
 
 

@@ -23,12 +23,13 @@ _MAX_RESERVE_DIVISOR = 4
 # llama-server decodes text longer than the budget in pieces. The best earlier blocks keep this
 # share of the budget's free part; otherwise a long message would be answered without any of them.
 _EARLIER_SHARE = 0.5
-# A block that is only partly decoded leaves in pieces of this many tokens, as do complete ones of
-# which only a part may leave. llama-server would cut across blocks, and no block could have the
-# copy.
+# After whole blocks, the eviction order lists the blocks of the turn's own text in pieces of this
+# many tokens, so that llama-server can evict a part of a block, for example of one that is not
+# completely decoded yet. Otherwise it would evict ranges across block boundaries, whose copies
+# belong to no block.
 _PIECE_TOKENS = 16
-# The budget divided by this, and at least a piece, is free for the part of a short tail that does
-# not stay.
+# While a tail within the budget is decoded, the budget divided by this, and at least one piece,
+# stays free for the part of the tail that is evicted.
 _FREE_DIVISOR = 16
 # Number of blocks that are tried before the ones that no longer fit are removed from the rest.
 _TRIED_AT_ONCE = 64
@@ -91,12 +92,12 @@ Select = Callable[[Candidates, FloatArray, int | None], WorkingSet]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailRoom:
-    """Room beside a question and the text before it that a turn decodes.
+    """Room for blocks in a turn that decodes text before its question and may evict part of it.
 
     Attributes:
-        n_tokens: Tokens for earlier blocks and those of the text that stay.
-        kept: [n] blocks of the text that stay; the others are evicted while it is decoded.
-        n_asked: How many of the last tokens ask the question, and stay.
+        n_tokens: Tokens for earlier blocks and for the kept blocks of that text.
+        kept: [n] blocks of that text to keep; its other blocks are evicted while it is decoded.
+        n_asked: Number of tokens at the end of the prompt that ask the question; all of them stay.
     """
 
     n_tokens: int
@@ -115,8 +116,8 @@ class Choice:
         select: Selects the working set by `scores`.
         keeps_earlier: Whether a share of the budget is kept for the best earlier blocks when the
             turn's own text would take all of it.
-        tail_room: The room beside the question, when the turn also decodes text before it, of which
-            not all has to stay; None when all has to.
+        tail_room: Set when the turn decodes text before its question and may evict part of it;
+            None when the tail is not divided.
     """
 
     scores: FloatArray
@@ -154,8 +155,8 @@ class _Planner:
         if self._capacity is not None and choice.tail_room is not None:
             n_kept = int(self._candidates.lengths[choice.tail_room.kept].sum())
             self._capacity = max(self._capacity, choice.tail_room.n_tokens - n_kept)
-        # Whether the working set exceeds what fits beside the complete tail, and whether the policy
-        # has chosen that.
+        # Whether the working set exceeds the room beside the complete tail, and whether it does so
+        # because the policy's capacity is larger than that room.
         self._is_streamed = self._is_over_capacity = False
 
     def plan(self) -> Plan:
@@ -257,6 +258,7 @@ class _Planner:
         if config.budget is None:
             return DecodeBudget(0)
         least_recent, least_free = config.recent_tokens, config.block_tokens
+        # The piece that is being decoded cannot be evicted before it is complete.
         n_incomplete = _PIECE_TOKENS - 1 if self._is_streamed else 0
         tail_room = self._choice.tail_room
         if tail_room is not None and self._is_over_capacity:
@@ -284,8 +286,8 @@ class _Planner:
     ) -> list[int]:
         """Return indexes of pinned blocks, then of the best wanted ones, that fit into `room`.
 
-        The first tokens are protected anyway, and take no room. `n_incomplete` tokens of the room
-        are for pinned blocks only.
+        Sink tokens are always protected, so they take no room. Only pinned blocks may use the last
+        `n_incomplete` tokens of the room.
         """
         blocks = self._view.blocks
         is_new = blocks.starts >= self._view.decode_from
@@ -351,10 +353,11 @@ def capacity_for_blocks(view: PolicyView, config: PolicyConfig) -> int | None:
 
 
 def free_tokens(n_tail: int, budget: int, block_tokens: int) -> int:
-    """Return the tokens that stay free for the part of a tail that does not stay.
+    """Return how many tokens stay free while a tail is decoded and partly evicted.
 
-    A tail within the budget may leave in pieces of blocks. A longer one is a whole conversation,
-    of which the blocks stay complete, because their texts are ranked later.
+    A tail within the budget is evicted in pieces of blocks, which needs little room. A longer tail
+    is a whole conversation: its blocks are evicted as a whole, so that later turns can rank and
+    recover them, and this needs room for two blocks.
     """
     most = 2 * block_tokens + _PIECE_TOKENS
     return most if n_tail > budget else min(most, max(_PIECE_TOKENS, budget // _FREE_DIVISOR))
@@ -372,7 +375,11 @@ def _room_in_cells(n_free: int, n_to_decode: int, budget_left: int | None) -> in
 
 
 def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candidates:
-    """Return what can be chosen: resident blocks, and saved ones below the decoding start."""
+    """Return the blocks of a view, and which of them are resident, loadable or required.
+
+    A block is loadable when evicted blocks are saved (`recovers`), it has a copy, and it ends at or
+    before the first position to decode. No block is resident in a slot that adopts blocks.
+    """
     adopts = view.adopt_to > 0
     blocks, start = view.blocks, view.decode_from
     starts, ends, lengths = blocks.starts, blocks.ends, blocks.lengths
@@ -408,24 +415,11 @@ def fill_capacity(
     return WorkingSet(chosen, room < 0, candidates.n_rows(chosen))
 
 
-def choose_best(
-    candidates: Candidates, scores: FloatArray, capacity: int | None, margin: float | FloatArray
-) -> WorkingSet:
-    """Return the required blocks, then the most valuable others that fit into the capacity.
-
-    A block that does not fit is skipped for a smaller one of less value. `margin`, one number or
-    one per block [n], is added to the scores of resident blocks, which need not be moved.
-    """
-
-    def fill(room: int) -> Mask:
-        adjusted = scores + np.where(candidates.was_resident, margin, 0.0)
-        return best_fit(candidates.optional, adjusted, candidates.blocks, room)
-
-    return fill_capacity(candidates, capacity, fill)
-
-
 def best_fit(wanted: Mask, scores: FloatArray, blocks: BlockTable, room: int) -> Mask:
-    """Return the result of `first_fit` in the order of `by_score`; sort only as far as needed."""
+    """Return the wanted blocks [n] that fit into `room`, taken greedily, the best score first.
+
+    This is `first_fit` in the order of `by_score`, but sorts only as many blocks as needed.
+    """
     lengths, taken = blocks.lengths, np.zeros(len(blocks), np.bool_)
     remaining = np.flatnonzero(wanted & (lengths <= room))
     while len(remaining):
@@ -443,7 +437,7 @@ def best_fit(wanted: Mask, scores: FloatArray, blocks: BlockTable, room: int) ->
 
 
 def load_order(candidates: Candidates, scores: FloatArray, wanted: Mask, room: int) -> Mask:
-    """Return the wanted blocks that fit into `room`: required ones, then the most valuable."""
+    """Return the wanted blocks [n] that fit into `room`: required ones, then the best scores."""
     priority = scores + np.where(candidates.required, _MUST_LOAD, 0.0)
     order = by_score(wanted, priority, candidates.blocks)
     return first_fit(order, candidates.lengths, room)

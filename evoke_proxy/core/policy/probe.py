@@ -89,8 +89,10 @@ def reason_to_skip(
 ) -> str:
     """Return why a turn is not probed, as one word; empty when it is probed.
 
-    `seconds` is the expected duration of the probe. `confidence`, in [0, 1], says how certain the
-    ranking by text is; the lower it is, the longer a probe may take.
+    `off`: the configuration does not probe. `nothing_out`: no block is evicted with a copy.
+    `long_tail`: the tail leaves no room for found blocks. `too_dear`: the probe would take too
+    long. `seconds` is the expected duration of the probe. `confidence`, in [0, 1], says how certain
+    the ranking by text is; the lower it is, the longer a probe may take.
     """
     if not may_probe(config) or config.budget is None:
         return "off"
@@ -103,7 +105,7 @@ def reason_to_skip(
 
 
 def evicted_with_copy(view: PolicyView) -> Positions:
-    """Return the indexes of the blocks that have a copy and no rows in the cache."""
+    """Return the indexes of the blocks before the tail that have a copy and are not resident."""
     in_cache = view.in_cache & (view.adopt_to == 0)
     return np.flatnonzero(view.in_pool & ~in_cache & (view.blocks.ends <= view.decode_from))
 
@@ -114,7 +116,7 @@ def blocks_with_rows(view: PolicyView) -> Positions:
 
 
 def spans_of(view: PolicyView, indexes: Positions) -> list[list[int]]:
-    """Return the spans of these blocks in the form of block calls."""
+    """Return [start, end] of each of these blocks, as calls to llama-server contain them."""
     starts, ends = view.blocks.starts[indexes].tolist(), view.blocks.ends[indexes].tolist()
     return [[start, end] for start, end in zip(starts, ends, strict=True)]
 
@@ -124,7 +126,8 @@ def most_likely(
 ) -> Positions:
     """Return the ascending indexes of at most `limit` blocks that the queries may attend to.
 
-    Blocks without bounds come first, then those with the highest bounds.
+    Blocks without bounds come first, then those with the highest bounds. Without queries, the last
+    blocks of the prompt are returned.
     """
     indexes = blocks_with_rows(view)
     if len(indexes) <= limit or queries is None:

@@ -31,7 +31,8 @@ class Policy:
 
     Attributes:
         name: The value of `policy.name` and `evoke_policy`.
-        choose: Pure function that scores the blocks of a view for a query; None evicts nothing.
+        choose: Pure function that scores the blocks of a view for a query, and selects those to
+            keep; None for a policy that evicts nothing.
         saves_evicted: Whether evicted blocks are saved and may be loaded again.
         quotes_evicted: Whether the text of evicted blocks may be quoted in the request, with
             `policy.recovery: breadcrumb`.
@@ -70,7 +71,7 @@ def policy_of(config: PolicyConfig) -> Policy:
     policy = _POLICIES.get(config.name)
     if policy is None:
         check_policy_name(config.name)  # raises
-        raise AssertionError(f"{config.name} has a name and no policy")
+        raise AssertionError(f"the policy name {config.name!r} is valid, but has no policy")
     return policy
 
 
@@ -140,7 +141,7 @@ def capture_of(config: PolicyConfig) -> Capture | None:
 def _choice(
     policy: Policy, choose: Choose, view: PolicyView, query: Query, config: PolicyConfig
 ) -> Choice:
-    """Return the choice of a policy, with the blocks that the client requests above all others."""
+    """Return the choice of a policy; blocks that the client requests score above all others."""
     choice = choose(view, query, config)
     if not (query.requested and saves_evicted(config)):
         return choice

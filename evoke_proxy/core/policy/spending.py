@@ -1,4 +1,8 @@
-"""Spends the room of a budget: on what stays, on the ranking, then on what is worth keeping."""
+"""Selects the working set of the evoke policy within a capacity in tokens.
+
+Blocks that stay whatever the query finds are taken first, then the ranked units, then the other
+blocks with the highest scores.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ BEFORE_RANKING = 3.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spending:
-    """The order in which room is spent.
+    """The order in which units and blocks are taken.
 
     Attributes:
         units: The units of the blocks.
-        order: Indexes of the units that the question needs, best first.
-        margin: Added to the scores of resident blocks that the ranking does not reach, one number
-            or one per block [n].
+        order: Indexes of the units that the query finds, best first.
+        margin: Added to the scores of resident blocks when the blocks that are left after the
+            ranking compete; one number, or one per block [n].
     """
 
     units: Units
@@ -34,10 +38,10 @@ class Spending:
 def spend(
     candidates: Candidates, scores: FloatArray, capacity: int | None, spending: Spending
 ) -> WorkingSet:
-    """Return the required blocks, then the ranked units that fit, then the best other blocks.
+    """Return the working set: required blocks, ranked units that fit, then the best other blocks.
 
-    A unit is taken as a whole or, when only some of its blocks have rows, as far as they have. One
-    that does not fit is skipped for a shorter one.
+    Of a unit, the blocks with resident or saved rows are taken, all or none. A unit that does not
+    fit is skipped, and a later, shorter one may be taken. None as capacity takes all blocks.
     """
 
     def fill(room: int) -> Mask:
@@ -54,14 +58,14 @@ def spend(
 
 
 def kept(spending: Spending, view: PolicyView, scores: FloatArray, room: int) -> Mask:
-    """Return the blocks [n] to keep of all, as if each had rows, for `room` tokens."""
+    """Return the blocks [n] of the whole prompt to keep in `room` tokens, if all had rows."""
     taken = best_fit(scores >= BEFORE_RANKING, scores, view.blocks, room)
     lengths = view.blocks.lengths
     return taken | _first_fit(spending, lengths, ~taken, room - int(lengths[taken].sum()))
 
 
 def _first_fit(spending: Spending, lengths: Positions, wanted: Mask, room: int) -> Mask:
-    """Return the wanted blocks of the ranked units that fit into `room`, taken in their order."""
+    """Return the wanted blocks [n] of the ranked units that fit into `room`, best unit first."""
     units = spending.units
     costs = units.sums(np.where(wanted, lengths, 0))[spending.order]
     is_taken = np.zeros(len(units), np.bool_)

@@ -1,6 +1,6 @@
-"""Chooses what stays beside the ranking: instructions that hold for every answer, live work.
+"""Chooses blocks to keep whatever the query finds: rules for every answer, and current work.
 
-Each kind has a share of the room, so that none displaces what the question needs.
+Each kind of block may use a share of the room, so that none displaces what the question needs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from evoke_proxy.core.policy.view import PolicyView
 # rules of the project, the tool results of a running task, and the last messages of a chat.
 _SYSTEM_SHARE, _INSTRUCTION_SHARE, _RULES_SHARE = 0.5, 0.1, 0.15
 _TASK_SHARE, _RECENT_SHARE = 0.3, 0.1
-# Files with rules for agents; their newest reading holds for the whole project.
+# Names of files with rules for agents; the newest reading of each applies to the whole project.
 _RULE_FILES = ("claude.md", "agents.md")
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
 
 
 def question_start(blocks: BlockTable) -> int:
-    """Return the index of the first block of what is asked: the last message or tool results."""
+    """Return the index of the first block of the question: of the last message.
+
+    When the last message is a tool result, the question begins with the first of the tool results
+    that directly precede it. 0 without blocks.
+    """
     if not len(blocks):
         return 0
     last = int(blocks.messages[-1])
@@ -32,7 +36,11 @@ def question_start(blocks: BlockTable) -> int:
 
 
 def rule_blocks(view: PolicyView, capacity: int) -> Mask:
-    """Return the blocks [n] that hold for every answer, for `capacity` tokens."""
+    """Return the blocks [n] with rules for every answer, in shares of `capacity` tokens.
+
+    These are the system prompt, standing instructions of the user, the clearest first, and the
+    newest reading of each rules file. Blocks of the question are not among them.
+    """
     blocks = view.blocks
     stays = np.zeros(len(blocks), np.bool_)
     end = question_start(blocks)
@@ -54,7 +62,12 @@ def rule_blocks(view: PolicyView, capacity: int) -> Mask:
 
 
 def live_blocks(view: PolicyView, capacity: int) -> Mask:
-    """Return the blocks [n] of a running task or a chat's last messages, for `capacity` tokens."""
+    """Return the blocks [n] of current work, in shares of `capacity` tokens.
+
+    In a task, where the last message is a tool result, these are the user's last message and the
+    newest messages after it; in a chat, the newest messages. Blocks of the question are not among
+    them.
+    """
     blocks = view.blocks
     stays = np.zeros(len(blocks), np.bool_)
     end = question_start(blocks)
@@ -71,7 +84,7 @@ def live_blocks(view: PolicyView, capacity: int) -> Mask:
 
 
 def _take(stays: Mask, blocks: BlockTable, indexes: Positions, room: int) -> None:
-    """Add the blocks that fit, in this order."""
+    """Set `stays` for the blocks at `indexes` that fit into `room` tokens, taken in this order."""
     for i in indexes.tolist():
         if room <= 0:
             return
@@ -82,7 +95,10 @@ def _take(stays: Mask, blocks: BlockTable, indexes: Positions, room: int) -> Non
 
 
 def _take_newest(stays: Mask, blocks: BlockTable, indexes: range, room: int) -> None:
-    """Add the newest messages, up to the first that does not fit."""
+    """Set `stays` for the newest messages in a range of blocks, up to the first that is too long.
+
+    Only the blocks of a message that are in the range count.
+    """
     starts, messages = blocks.starts, blocks.messages
     end = indexes.stop
     while end > indexes.start:

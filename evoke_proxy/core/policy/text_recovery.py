@@ -133,7 +133,7 @@ def _room(view: PolicyView, config: PolicyConfig) -> int:
 
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Group the blocks that follow each other in one message."""
+    """Group blocks that directly follow each other in the same message."""
     runs: list[list[Block]] = []
     for block in blocks:
         before = runs[-1][-1] if runs else None
@@ -160,7 +160,7 @@ def _text_of(run: Sequence[Block], request: ChatRequest, spans: Sequence[Message
 
 
 def _last_answerable(request: ChatRequest) -> int | None:
-    """Return the index of the last message of a user or a tool."""
+    """Return the index of the last message of a user or a tool; None without one."""
     for at in range(len(request.messages) - 1, -1, -1):
         if request.messages[at].role in (Role.USER, Role.TOOL):
             return at
@@ -168,7 +168,11 @@ def _last_answerable(request: ChatRequest) -> int | None:
 
 
 def _insertion_point(dialect: str, body: bytes) -> tuple[list[str | int], str] | None:
-    """Return the path in the body of that message's text, and the type of a part with text."""
+    """Return where to insert text into the last message of a user or a tool.
+
+    A path in the body, to a text or to a list of parts, and the `type` of a part with text; None
+    without such a message.
+    """
     key, part_type = _LISTS[dialect]
     items = parsed_json(body).get(key)
     if isinstance(items, str):

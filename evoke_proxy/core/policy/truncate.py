@@ -114,7 +114,7 @@ def _items(body: bytes, dialect: str) -> list[_Item]:
 
 
 def _role(element: object, read_messages: Sequence[Message]) -> Role:
-    """Return the role of an element; one with a tool result answers a call."""
+    """Return the role of an element: TOOL if it has a tool result, else that of its messages."""
     roles = [message.role for message in read_messages]
     if Role.TOOL in roles:
         return Role.TOOL
@@ -145,9 +145,13 @@ def _run_starts(items: Sequence[_Item], indexes: Sequence[int], role: Role) -> s
 
 
 def _items_inside_calls(items: Sequence[_Item]) -> set[int]:
-    """Return the items after a tool call up to its result: no group may begin at one of them."""
+    """Return the indexes of the items after a tool call, up to and including its result.
+
+    A group that began at one of them would separate the result from its call.
+    """
     call_indexes: dict[str, int] = {}
-    starts: list[int] = []  # for each item, the first index from which no group may begin up to it
+    # For each item, the index after the earliest call that it answers; its own index + 1 if none.
+    starts: list[int] = []
     for index, item in enumerate(items):
         calls = (call_indexes[id] + 1 for id in item.results & call_indexes.keys())
         starts.append(min(calls, default=index + 1))
@@ -162,6 +166,7 @@ def _items_inside_calls(items: Sequence[_Item]) -> set[int]:
 
 
 def _groups(indexes: Sequence[int], group_starts: Collection[int]) -> list[list[int]]:
+    """Divide the indexes into groups; the first, and each of `group_starts`, begins a new one."""
     groups: list[list[int]] = []
     for index in indexes:
         if index in group_starts or not groups:

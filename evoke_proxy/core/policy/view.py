@@ -16,7 +16,7 @@ from evoke_proxy.core.retrieval.index import Index
 _OLD_FOCUS, _NEW_TOPIC = 0.7, 0.3
 # A topic with a lower cosine to the focus begins another task.
 _SAME_TASK_COSINE = 0.3
-# Recency halves after this many tokens. It never reaches 0: distant blocks still have an order.
+# Recency is 1/2 at this distance in tokens. It never reaches 0: distant blocks still have an order.
 _HALF_LIFE = 512
 # Extra distance, in tokens, of blocks before a task boundary.
 _BOUNDARY_DISTANCE = 8 * _HALF_LIFE
@@ -72,7 +72,7 @@ class PolicyView:
         resident: All rows of the slot. Those from `n_past` on belong to another text and are
             removed when the request starts.
         non_evictable: Rows that llama-server does not evict, in blocks of their own.
-        n_free: Number of free cells in the cache.
+        n_free: Number of free cells in the KV cache.
         max_tokens: Limit on the tokens of the answer; None for no limit.
         adopt_to: When above 0, the slot contains another text, and saved blocks cover
             [0, adopt_to).
@@ -83,8 +83,8 @@ class PolicyView:
         recovered: [n] blocks recovered in this turn or the last ones; None: no block.
         attention: [n] share of attention that each block got last, 0 to 1, with mean 0.5; None
             while none was captured.
-        last_attended: [n] turn in which each block last got at least the mean share, or was cut;
-            None while no attention was captured.
+        last_attended: [n] turn in which each block last got at least the mean share, and at least
+            the turn that created the block; None while no attention was captured.
         model_relevance: [n] relevance of each block by the model's attention in a probe, 0 to 1;
             None without a probe.
     """
@@ -169,10 +169,11 @@ DEFAULT_KEEP_WEIGHTS = KeepWeights()
 def keep_scores(
     view: PolicyView, sink_tokens: int, weights: KeepWeights = DEFAULT_KEEP_WEIGHTS
 ) -> FloatArray:
-    """Return the worth of each block [n] in the cache, in [0, 1], independent of the query.
+    """Return how much each block [n] is worth keeping, in [0, 1], independent of the query.
 
-    A block is worth the minimum of its role, raised by the weighted mean of the signals that are
-    available, and multiplied by priority and preference. Sinks and pinned blocks are worth 1.
+    The worth is m + (1 - m) s, for the minimum m of the block's role and the weighted mean s of the
+    available signals, times the block's priority, and times 2 when it is preferred; at most 1.
+    Sinks and pinned blocks are worth 1.
     """
     blocks = view.blocks
     least = _MIN_WORTH_BY_ROLE[blocks.roles]
@@ -201,6 +202,10 @@ def _mean_signal(view: PolicyView, weights: KeepWeights) -> FloatArray:
 
 
 def _recency(view: PolicyView) -> FloatArray:
+    """Return h / (h + d) [n], for h = _HALF_LIFE and the distance d of a block to the prompt's end.
+
+    Blocks before the start of the task count as _BOUNDARY_DISTANCE further away.
+    """
     ends = view.blocks.ends
     distance = view.n_tokens - ends
     distance = distance + np.where(ends <= view.task.start, _BOUNDARY_DISTANCE, 0)
