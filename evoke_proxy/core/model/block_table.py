@@ -65,7 +65,7 @@ class BlockTable(Sequence[Block]):
     Attributes:
         starts, ends: token positions of each block [n].
         messages: index of the message that each block belongs to [n].
-        turns: turn that cut each block [n].
+        turns: turn that created each block [n].
         roles: role of each block as an index into ROLES [n].
         pinned, preferred: the client's marks [n].
         priority: factor of each block's keep-score [n].
@@ -110,7 +110,7 @@ class BlockTable(Sequence[Block]):
 
     @property
     def turns(self) -> Positions:
-        """Turn that cut each block [n]."""
+        """Turn that created each block [n]."""
         return self._columns.turns
 
     @property
@@ -177,7 +177,7 @@ class BlockTable(Sequence[Block]):
         return table
 
     def same_blocks(self, other: BlockTable) -> bool:
-        """Whether another table shares this one's blocks; false does not mean that they differ."""
+        """Whether both tables share the same blocks in memory; if not, they may still be equal."""
         return self._blocks is other._blocks
 
     def with_copies(self, copied: Mask) -> BlockTable:
@@ -246,7 +246,7 @@ class BlockTable(Sequence[Block]):
         return at if at < len(self) and self._blocks[at].span == span else None
 
     def adjacent(self) -> Positions:
-        """Indexes of the blocks whose successor adjoins them in the same message."""
+        """Indexes of the blocks that the next block directly follows, in the same message."""
         touch = self.ends[:-1] == self.starts[1:]
         return np.flatnonzero(touch & (self.messages[:-1] == self.messages[1:]))
 

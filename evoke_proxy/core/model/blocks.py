@@ -13,7 +13,7 @@ from itertools import pairwise
 class Span:
     """A half-open range [start, end) of prompt positions.
 
-    ValueError unless 0 <= start <= end.
+    Creating one raises ValueError unless 0 <= start <= end.
     """
 
     start: int
@@ -64,10 +64,10 @@ class Block:
         label: unique name in calls to llama-server; includes a hash of all tokens up to its end.
         span: token positions in the prompt.
         role: author of the message.
-        turn: number of the session's turn that cut the block.
+        turn: number of the session's turn that created the block.
         message: index of the message in the request.
         text: approximate text of these tokens.
-        aliases: other names that a text may use: path, file name, tool, ids.
+        aliases: other names by which a text may mention the block: path, file name, tool, ids.
         pinned: whether the block must stay resident.
         preferred: whether the client marked its message "prefer".
         priority: factor of its keep-score, which the client sets for a turn.
@@ -86,7 +86,7 @@ class Block:
     priority: float = 1.0
 
     def pieces(self, n_tokens: int) -> Iterator[Block]:
-        """Yield parts of at most `n_tokens` with labels of their own; none of a shorter block."""
+        """Yield parts of at most `n_tokens` with labels of their own; nothing if the block fits."""
         start, end = self.span.start, self.span.end
         if end - start <= n_tokens:
             return
@@ -153,7 +153,7 @@ def clipped(spans: Sequence[Span], part: Span) -> tuple[Span, ...]:
 
 
 def count(spans: Iterable[Span]) -> int:
-    """Number of positions in disjoint spans."""
+    """Return the number of positions in disjoint spans."""
     return sum([span.end - span.start for span in spans])
 
 

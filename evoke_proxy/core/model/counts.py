@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# More tokens than any context has; a larger number is a mistake and would spoil sums.
+# More tokens than any context has; a larger number is an error and is not counted.
 MAX_TOKENS = 1 << 40
 # The weight of the latest measurement in a moving mean.
 _NEW_SHARE = 0.3
@@ -24,7 +24,7 @@ def is_count(value: object) -> bool:
 
 
 def seconds_of(value: object) -> float:
-    """Convert a JSON number of milliseconds to seconds; 0.0 when it is no usable number."""
+    """Convert a JSON number of milliseconds to seconds; 0.0 unless it is from 0 to MAX_TOKENS."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0.0
     return value / 1000 if 0 <= value <= MAX_TOKENS else 0.0

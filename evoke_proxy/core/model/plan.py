@@ -55,12 +55,12 @@ class DecodeBudget:
     """The budget that llama-server enforces in the slot while it decodes. Counts are tokens.
 
     Attributes:
-        budget: most resident rows; 0 turns the budget off.
-        sink: leading positions that are never evicted.
-        recent: trailing positions that are never evicted.
-        block: rows evicted at a time once `order` is used up, oldest first.
+        budget: maximum number of resident rows; 0 turns the budget off.
+        sink: number of leading positions that are never evicted.
+        recent: number of trailing positions that are never evicted.
+        block: number of rows evicted at a time, oldest first, once all of `order` is evicted.
         protect: ranges that are never evicted.
-        order: blocks that are saved under their labels and evicted, first to last.
+        order: blocks that are saved under their labels and evicted, in this order.
     """
 
     budget: int
@@ -102,11 +102,12 @@ class Plan:
         saves, evicts, loads, drops: actions on blocks.
         stream: decode budget to set; None leaves it unchanged.
         adopt: replacement of the slot's content; None keeps it.
-        reuse: most tokens of the slot that the next request may reuse; None for no limit.
-        infeasible: tail and reserve do not fit beside what must stay; the plan frees what it can
-            and the decode budget does the rest.
-        over_capacity: tail and reserve do not fit beside the blocks that the plan keeps; the decode
-            budget protects these and evicts tokens of the tail.
+        reuse: maximum number of the slot's tokens that the next request may reuse; None for no
+            limit.
+        infeasible: whether tail and reserve do not fit beside the rows that must stay; the plan
+            then evicts all others, and llama-server evicts rows of the tail while it decodes.
+        over_capacity: whether tail and reserve do not fit beside the blocks that the plan keeps;
+            the decode budget then protects these blocks, and rows of the tail are evicted.
         reason: explanation for logs.
     """
 

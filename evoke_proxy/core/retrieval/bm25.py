@@ -24,6 +24,7 @@ from evoke_proxy.core.retrieval.stemming import stem
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
 _K1 = 1.2
 _B = 0.75
+# Factor of the weight of function words.
 _FUNCTION_WORD_WEIGHT = 0.1
 # A term with a larger document frequency than this share is not expanded to similar terms.
 _MAX_EXPANDED_SHARE = 0.05
@@ -53,7 +54,8 @@ FUNCTION_WORDS = frozenset(
 
 # The score of a block that contains none of the query's phrases is reduced by this share. Phrases
 # are the ordered pairs of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
-# (2005). Their weight for pairs is a tenth; here the scores also compete with recency.
+# (2005). Their pairs have the weight 0.1; the weight here is larger because these scores also
+# compete with recency.
 _PHRASE_SHARE = 0.35
 WITHOUT_PHRASE = 1.0 - _PHRASE_SHARE
 
@@ -273,9 +275,10 @@ class InvertedIndex:
 
 
 def _copied(values: array[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """Return a copy of values that are in memory as numpy stores them; an array cannot be empty.
+    """Return a numpy copy of an array whose items have the memory format of `dtype`.
 
-    This takes a tenth of the time of `np.array`. A view would keep the array from growing.
+    The array must not be empty. This takes a tenth of the time of `np.array`. A view is not
+    possible, because an array that others view cannot grow.
     """
     return np.frombuffer(values, dtype).copy()
 

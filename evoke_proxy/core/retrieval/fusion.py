@@ -24,12 +24,15 @@ def standardized(scores: FloatArray) -> FloatArray:
         return scores
     centred = scores - scores.mean()
     spread = float(np.sqrt((centred @ centred) / len(centred)))
-    fused: FloatArray = centred / spread if spread > _MIN_SPREAD else np.zeros(len(scores))
-    return fused
+    scaled: FloatArray = centred / spread if spread > _MIN_SPREAD else np.zeros(len(scores))
+    return scaled
 
 
 def with_neighbours(values: FloatArray, shares: Sequence[float]) -> FloatArray:
-    """Return values [..., u] plus shares of those of the units 1, 2, ... before and after."""
+    """Add to each of values [..., u] the given shares of the values of its neighbours.
+
+    `shares[0]` applies to the units directly before and after, `shares[1]` to the next ones.
+    """
     smoothed: FloatArray = values.copy()
     for distance, share in enumerate(shares, 1):
         smoothed[..., distance:] += share * values[..., :-distance]
@@ -43,7 +46,7 @@ class Ranking:
 
     Attributes:
         order: Indexes of the ranked units, best first.
-        weight: The tokens it gets for one token of a ranking of weight 1.
+        weight: How many tokens this ranking gets for each token of a ranking of weight 1.
     """
 
     order: Positions
@@ -53,8 +56,9 @@ class Ranking:
 def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
     """Return the units of all rankings, each once, so that each ranking gets its share of tokens.
 
-    A unit comes when its ranking has spent as many tokens, relative to its weight, as the others;
-    `lengths` [u] are the tokens of the units. Of equal ones the earlier ranking comes first.
+    Units are ordered by the tokens of their ranking up to and including the unit, divided by the
+    ranking's weight. `lengths` [u] are the tokens of the units. Of equal ones the earlier ranking
+    comes first. A unit in several rankings is placed where it comes first.
     """
     if not rankings:
         return np.zeros(0, np.int64)
@@ -63,7 +67,7 @@ def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
     units = np.concatenate([ranking.order for ranking in rankings])
     spent = [lengths[ranking.order].cumsum() / ranking.weight for ranking in rankings]
     merged = units[np.argsort(np.concatenate(spent), kind="stable")]
-    # The last write to a place wins, so that the reversed order leaves the first place of a unit.
+    # The last write wins, so that writing in reversed order leaves the first position of each unit.
     first = np.zeros(len(lengths), np.int64)
     first[merged[::-1]] = np.arange(len(merged))[::-1]
     order: Positions = merged[first[merged] == np.arange(len(merged))]

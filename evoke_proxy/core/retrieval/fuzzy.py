@@ -15,13 +15,16 @@ import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
 
+# Terms of other lengths are not compared.
 _MIN_CHARS = 4
 _MAX_CHARS = 40
 # An n-gram that a larger share of the terms contains does not distinguish them. It is ignored when
 # more than _ALWAYS_COUNTED terms contain it.
 _MAX_SHARE = 0.05
 _ALWAYS_COUNTED = 64
+# Of the indexed terms, this many with the largest overlap of trigrams are compared by bigrams.
 _MAX_CANDIDATES = 10
+# Terms with a lower similarity are not similar.
 _MIN_SIMILARITY = 0.5
 # Terms whose trigrams overlap less cannot have half of their bigrams in common.
 _MIN_TRIGRAM_OVERLAP = 0.2
@@ -135,7 +138,7 @@ class FuzzyTerms:
 
 
 def comparable(term: str) -> bool:
-    """Return whether similar spellings of a term may mean the same; false for a number."""
+    """Return whether a term is compared with others: 4 to 40 letters or digits, and no number."""
     return _MIN_CHARS <= len(term) <= _MAX_CHARS and term.isalnum() and not term.isdigit()
 
 

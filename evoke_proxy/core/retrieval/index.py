@@ -43,10 +43,11 @@ from evoke_proxy.core.retrieval.vectors import DocumentVectors, outlier_scores
 # The signals that blocks can be ranked by.
 SIGNALS = ("words", "grams", "vectors", "names")
 
+# The index is rebuilt when the documents of removed blocks outnumber this, and the present blocks.
 _COMPACT_ABOVE = 1024
-# At this rank a block's evidence counts half.
+# At this rank, from 0, a block's evidence counts half.
 _HALF_RANK = 24
-# Weight of the clause that comes from the turn before.
+# Weight of a clause that comes from an earlier turn.
 _CONTEXT_WEIGHT = 0.5
 # Weight of similar terms beside exact ones.
 _FUZZY_WEIGHT = 0.9
@@ -57,28 +58,29 @@ _MENTION = 2.0
 _NEIGHBOUR, _NEIGHBOUR_WITHOUT_TERM = 0.75, 0.4
 # Only the neighbours of this many best blocks are considered.
 _MAX_NEIGHBOURED = 32
-# A term in a larger share of the blocks does not locate the fact in a block's text.
+# A term that more than this share of the blocks contain does not show which sentence of a block
+# matches the query.
 _MAX_LOCATING_SHARE = 0.25
-# This many texts are searched for phrases, shared by the clauses.
+# Maximum number of texts that are searched for phrases; the clauses of a query share it.
 _MAX_PHRASE_SEARCHES = 48
 
 # Cormack, Clarke and Buettcher, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank
 # Learning Methods" (2009).
 _RRF_K = 60
-# Blocks at lower ranks never fit a budget.
+# Number of blocks that a ranking contains; a budget has no room for blocks at lower ranks.
 _MAX_RANK = 128
-# Blocks with at least this share of the best evidence compete with it; a budget has room for few.
+# Blocks with at least this share of the best evidence compete with the best block. More than
+# _FEW_BLOCKS of them lower the confidence, because a budget may not have room for all.
 _COMPETING_SHARE, _FEW_BLOCKS = 0.75, 4
 # Upper limit of the confidence in a ranking by vectors alone: the share of paraphrased questions
 # whose block is among the few that an encoder ranks first (bench.retrieval).
 _VECTOR_CERTAINTY = 0.8
 
-# A name that a larger share of the blocks has, and more than _MIN_NAMED_BLOCKS, is that of a common
-# tool and is ignored.
+# A name that more than this share of the blocks have is ignored, when these are more than
+# _MIN_NAMED_BLOCKS: it is, for example, the name of a tool that most turns call.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
 
-# Instructions for all answers, and circumstances of the user, are in messages of at most this many
-# blocks.
+# Standing instructions and circumstances are recognized in messages of at most this many blocks.
 _SHORT_BLOCKS = 2
 
 # The text of a block may overlap its neighbours' by this many characters, because the position of a
@@ -121,7 +123,8 @@ class _QueryContext:
         first_new: Index of the first block of the query's own turn.
         max_phrase_searches: How many texts each clause may search for phrases.
         clause_terms: The informative terms of each clause.
-        term_evidence: The exact evidence of each term, and that with its similar terms.
+        term_evidence: For each term its exact evidence, and that of the term and its similar terms
+            together.
     """
 
     first_new: int
@@ -193,7 +196,7 @@ class Index:
         question_start: int,
         model_relevance: FloatArray | None = None,
     ) -> Positions:
-        """Return the units that a query finds, in the order in which room is spent on them.
+        """Return the indexes of the units that a query finds, those to keep first at the beginning.
 
         Blocks from index `question_start` on ask the question and are not ranked. `model_relevance`
         [n] is the relevance by the model's attention. Updates the index to these blocks first.
@@ -226,13 +229,17 @@ class Index:
         return min((ranking.confidence(first_new) for ranking in rankings), default=0.0)
 
     def named(self, name: str, blocks: BlockTable, first_new: int) -> Positions:
-        """Return the ascending indexes of the blocks before `first_new` that have a name."""
+        """Return the ascending indexes of the blocks before `first_new` that have this name."""
         self.update(blocks)
         documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
         return np.flatnonzero(np.isin(self._documents[:first_new], documents))
 
     def instruction_points(self, blocks: BlockTable) -> FloatArray:
-        """Return how much each block [n] of the user is like a standing instruction; 0 for no."""
+        """Return the points [n] of each block as a standing instruction; 0 when it is none.
+
+        Only blocks of the user in short messages have points; see
+        `retrieval.instructions.instruction_points`.
+        """
         self.update(blocks)
         return np.where(_of_short_messages(blocks), self._of(self._instruction_points), 0.0)
 
@@ -334,7 +341,7 @@ class Index:
         return rankings
 
     def _clause_cosines(self, query: Query) -> Sequence[FloatArray | None]:
-        """Return the cosines [n] of the blocks with each clause; None where there are none."""
+        """Return for each clause its cosines [n] with the blocks; None when there are none."""
         unavailable = [None] * len(query.clauses)
         vectors = [vector for vector in query.vectors if vector is not None]
         if "vectors" not in self._signals or len(vectors) != len(unavailable):
@@ -343,7 +350,7 @@ class Index:
         return unavailable if cosines is None else [self._of_blocks(row) for row in cosines]
 
     def _topic_cosines(self, query: Query) -> FloatArray | None:
-        """Return the cosines [n] of the blocks with the complete text, if there are any."""
+        """Return the cosines [n] of the complete text with the blocks; None without vectors."""
         topic = query.whole if query.whole is not None else query.topic
         if topic is None or "vectors" not in self._signals:
             return None
@@ -478,7 +485,8 @@ class _BlockSource:
         inverted: Their terms.
         positions: The index of the block of each active document.
         find_mentions: Returns [n] above 0 for the blocks that a text mentions by name.
-        circumstances: [n] how likely a block of the user limits what is possible or good.
+        circumstances: [n] points of each block as a circumstance of the user, 0 to 3; see
+            `retrieval.instructions.circumstance_points`.
         signals: The signals that may be used.
     """
 
@@ -490,14 +498,20 @@ class _BlockSource:
     signals: frozenset[str]
 
     def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
-        """Return blocks that contain forms of a word, and how often; a block may occur twice."""
+        """Return the indexes of blocks that contain forms of a word, and the counts of the forms.
+
+        A block occurs once for each form that it contains.
+        """
         if "words" not in self.signals:
             return np.zeros(0, np.int64), np.zeros(0)
         documents, counts = self.inverted.stem_counts(word_stem)
         return self.positions[documents], counts
 
     def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
-        """Return, for terms that no block contains, the most similar term of a block."""
+        """Return the most similar indexed term of each term that no block contains.
+
+        A term without a similar one is left out.
+        """
         unknown = [term for term in terms if not self.inverted.has_stem(stem(term))]
         if not unknown or "grams" not in self.signals:
             return {}
@@ -593,9 +607,11 @@ def reciprocal_rank_scores(scores: FloatArray, values: FloatArray) -> FloatArray
 
 
 def _interleave(orders: Sequence[Positions]) -> list[tuple[int, int]]:
-    """Take the first of each order, then the second of each: pairs of an index and its order.
+    """Take the first index of each order, then the second of each, and so on.
 
-    An index that another order has taken is skipped.
+    Returns pairs of an index and the number of the order that it was taken from. An index that was
+    already taken is skipped. The result has at most _MAX_RANK pairs, and may have a few more in its
+    last round.
     """
     if len(orders) == 1:
         return [(i, 0) for i in orders[0][:_MAX_RANK].tolist()]

@@ -1,10 +1,13 @@
-"""Recognizes standing instructions and circumstances in what a user says, by its grammar.
+"""Recognizes standing instructions and circumstances in a user's messages by rules; English only.
 
-A standing instruction is what a user asks of every later answer. It tells the assistant what to do
-or states a wish; what it asks holds in general; and it is about how answers are. Each of these is
-worth points, so that no single word decides. A statement that asks for nothing is never one: "My
-lucky number is 7" is about a number, but no instruction. A circumstance is what limits the user: it
-decides whether a plan is good, and shares no word with the question about the plan. English only.
+A standing instruction tells how every later answer should be: "Always answer in French". It tells
+the assistant what to do or states a wish, it holds in general, and it is about the form of answers.
+Each of these properties gives points, so that no single word decides. A statement that asks for
+nothing is never an instruction: "My lucky number is 7".
+
+A circumstance is something that limits the user: "I can't walk far". It decides whether a plan is
+good, but usually has no word in common with a question about the plan, so that words do not find
+it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from itertools import islice
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
-# A text with this many points may be a standing instruction; those with more come first.
+# A text with fewer points is not a standing instruction.
 _MIN_POINTS = 2.0
 _SENTENCE = re.compile(r"[^.!?;\n]+[.!?;]?")
 _MAX_SENTENCES = 8
@@ -23,10 +26,10 @@ _WORD = re.compile(r"[\w']+")
 
 
 class _Lexicon:
-    """Words and phrases: entries as of a regular expression, separated by `|`, in lower case.
+    """Words and phrases, given as the alternatives of a regular expression in lower case.
 
-    Plain words and beginnings of words (`detail\\w*`) are looked up among the words of a sentence,
-    which is many times faster than searching for them; the rest is searched for.
+    Plain words, plurals (`words?`) and beginnings of words (`detail\\w*`) are looked up among the
+    words of a sentence, which is many times faster than a search; only the rest is searched for.
     """
 
     def __init__(self, entries: str) -> None:
@@ -40,7 +43,10 @@ class _Lexicon:
         self._phrases = re.compile(rf"\b(?:{'|'.join(phrases)})(?!\w)") if phrases else None
 
     def count(self, sentence: str, words: frozenset[str]) -> int:
-        """Return how many entries a lower-case sentence with these words has; two for many."""
+        """Return how many entries a lower-case sentence contains: 0, 1, or 2 for two or more.
+
+        `words` are the words of the sentence.
+        """
         found = len(self._words & words)
         if found < 2 and self._phrases is not None:
             found += self._phrases.search(sentence) is not None
@@ -49,7 +55,7 @@ class _Lexicon:
         return min(2, found)
 
 
-# Says by itself that something holds from now on, or for every answer.
+# States that something holds from now on, or for every answer.
 _FROM_NOW_ON = _Lexicon(
     r"from (?:now|here|today|this point|this moment)(?: on(?:wards?)?)?|henceforth|going forward"
     r"|in (?:the )?future|until (?:i|we) (?:say|tell|ask)|for the rest of (?:this|our|the) \w+"
@@ -59,14 +65,14 @@ _FROM_NOW_ON = _Lexicon(
     r"|respond|mention|talk|explain|suggest|use)|no matter what|in our (?:chats?|conversations?)"
     r"|before you (?:answer|reply|respond|suggest|write)"
 )
-# Says that something holds without exception.
+# States that something holds without exception.
 _ALWAYS = _Lexicon(
     r"always|never|ever|every|each|all|any|anything|everything|nothing|whatever|whenever|only|just"
     r"|exclusively|at (?:all|most|least)|no more than|under|instead|anymore|any more|all the time"
     r"|for (?:any|every|each)|if (?:i|you)|no|not|without|rather than"
 )
 _EVERY = frozenset("always never ever every each whenever whatever".split())
-# Addresses the assistant: an imperative at the start of a clause, or what the user wants of it.
+# Verbs of imperatives that address the assistant, at the start of a clause.
 _VERBS = (
     r"add|address|answer|ask|assume|avoid|be|begin|call|cite|consider|continue|convert|correct"
     r"|describe|display|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
@@ -89,7 +95,7 @@ _OPENING = re.compile(
     r"|from (?:now|here|today)(?: on)?|from this \w+(?: on)?) )*",
     re.IGNORECASE,
 )
-# The same after words that say when: "In every example use Rust".
+# An imperative after words that state when it applies: "In every example use Rust".
 _LATER_IMPERATIVE = re.compile(
     r"(?:in|for|with|to|at|on|after|before) (?:every|each|all|any)(?: [\w']+){1,4}? "
     r"(?:please |always |never )?(?:" + _VERBS + r")\b",
@@ -97,6 +103,7 @@ _LATER_IMPERATIVE = re.compile(
 )
 # Where a clause ends, and how many are read.
 _CLAUSE_GAP, _MAX_CLAUSES = re.compile(r"[,:] "), 6
+# States what the user wants of the assistant.
 _WANTS = _Lexicon(
     r"(?:i|we)(?:'d| would|'ll| will)? (?:also |really |much )?(?:prefer|rather|want"
     r"|appreciate|expect|insist|(?:do not|don't) (?:want|like|need))"
@@ -106,7 +113,7 @@ _WANTS = _Lexicon(
     r"(?:me |for me )?if you|please|pls|kindly|let's agree|remember to|no need|welcome"
     r"|do me a favou?r|means? nothing to me|i (?:only|just) understand|my preference|preferably"
 )
-# A taste, which is a wish only if it is one about answers.
+# States what the user likes; it is a wish only in a sentence about the assistant or its answers.
 _LIKES = _Lexicon(
     r"(?:i|we) (?:also |really |much )?(?:like|love|hate|dislike|need|understand|can't stand)"
 )
@@ -115,20 +122,20 @@ _YOURS = _ASSISTANT | frozenset(
     "answer answers reply replies response responses explanation explanations"
     " message messages".split()
 )
-# A wish about what the user does: "I want to know who owns it".
+# A wish about an action of the user, not of the assistant: "I want to know who owns it".
 _OWN_ACTION = re.compile(
     r"\b(?:i|we)(?:'d| would|'ll| will)? (?:also |really |still |just )?(?:want|need|like|love"
     r"|prefer|expect|hate) to (?!be called|be addressed|get|have|receive|hear|keep)\w+",
     re.IGNORECASE,
 )
-# Verbless: "No greetings, no apologies", "Metric units only".
+# Sentences without a verb: "No greetings, no apologies", "Metric units only".
 _MAX_FRAGMENT_WORDS = 8
 _FINITE = frozenset(
     "is are am was were be been has have had can could must may do does did will would got i we he"
     " she they it there".split()
 )
 _FRAGMENT_START = frozenset("no not only just always never zero".split())
-# How answers are: their language, form, length, tone, units, and whom they address.
+# Properties of answers: language, form, length, tone, units, and how the user is addressed.
 _ANSWERS = _Lexicon(
     r"answer\w*|repl(?:y|ies|ying)|respon\w+|messages?|conversations?|chat|talk|speak|write"
     r"|paragraphs?|sentences?|words|bullets?|bullet points?|lists|(?:as|in) a list|tables?"
@@ -151,7 +158,7 @@ _ANSWERS = _Lexicon(
     r"|politics|religion|vegetarian|vegan|five|address|call me|level|simpl\w+|easy|plain|reasons"
 )
 _ADDRESSED = frozenset("you your yours me my us user i we i'd i'm".split())
-# An imperative about one thing: "Write a letter to my landlord".
+# An imperative that is carried out once: "Write a letter to my landlord".
 _ONE_OFF = re.compile(
     r"^(?:please |pls |can you |could you |would you "
     r"|i (?:want|need|would like|'d like) (?:you to )?|now |ok |okay |so |and |just )*"
@@ -181,9 +188,10 @@ _PAST = _Lexicon(
 
 
 def instruction_points(text: str) -> float:
-    """Return how much a user's text is like a standing instruction: 0 for no, or 2 and more.
+    """Return the points of a user's text as a standing instruction: 0 for none, else 2 or more.
 
-    English only; other languages need `evoke_keep: pin`.
+    The points are those of its best sentence; more points mean a clearer instruction. English only;
+    in other languages clients mark messages with `evoke_keep: pin`.
     """
     if len(text) > _MAX_CHARS:
         return 0.0
@@ -206,7 +214,7 @@ def _is_question(sentence: str) -> bool:
 
 
 def _has_imperative(sentence: str) -> bool:
-    """Return whether a clause begins with an imperative that is not about one thing."""
+    """Return whether a clause begins with an imperative that is not carried out only once."""
     for clause in _CLAUSE_GAP.split(sentence, _MAX_CLAUSES):
         rest = _OPENING.sub("", clause, count=1)
         is_imperative = _IMPERATIVE.match(rest) or _LATER_IMPERATIVE.match(rest)
@@ -229,7 +237,7 @@ def _is_fragment(lowered: str, words: frozenset[str]) -> bool:
 
 
 def _points(sentence: str, asks: bool) -> float:
-    """Return the points of a sentence of a text, which also `asks` a question or does not."""
+    """Return the points of a sentence; `asks` says whether its text also contains a question."""
     if _is_question(sentence):
         return 0.0
     lowered = sentence.lower()
@@ -247,16 +255,16 @@ def _points(sentence: str, asks: bool) -> float:
         points -= 2.0
     if not wants and _PAST.count(lowered, words):
         points -= 2.0
-    # The form of the answer to a question that is asked with it.
+    # Beside a question, such a sentence usually describes the answer to that question only.
     if asks and not holds_on and not _EVERY & words:
         points -= 3.0
     return points
 
 
-# A longer text is a report, in which a negation limits nothing.
+# A longer text is a report, in which a word like "not" usually states no limit of the user.
 _MAX_CIRCUMSTANCE_CHARS = 240
 _MIN_CIRCUMSTANCE_WORDS, _MIN_CIRCUMSTANCE_POINTS = 4, 2.0
-# Says what is not so, not possible, not liked, or needs care.
+# States what is not true, not possible, not liked, or needs care.
 _LIMIT = _Lexicon(
     r"not|no|never|nothing|nobody|none|neither|nor|cannot|\w+n't|without|un\w+able|only|just|hardly"
     r"|barely|at (?:most|least)|(?:no )?more than|(?:no )?longer|less than|up to|until|till|since"
@@ -270,7 +278,7 @@ _LIMIT = _Lexicon(
     r"|moved|quit|retired|bankrupt|broke|budget|afford|debt|small|tiny|narrow|weak|terrible|bad|old"
     r"|late|early|far|heavy|strict\w*|busy|away|abroad|shifts?|years old|born|married|divorced"
 )
-# The user's own world.
+# Words for the user and what belongs to the user.
 _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
 _VERBAL = frozenset(
     "is are am was were be been has have had can cannot could must may do does did will would i we"
@@ -288,10 +296,10 @@ _MODAL_INSIDE = re.compile(
 
 
 def circumstance_points(text: str) -> float:
-    """Return how likely a user's short statement limits what is possible or good: 0, 2 or 3.
+    """Return the points of a user's short text as a circumstance: 0 when it is none, else 2 or 3.
 
-    A statement has one point, and one each for naming a limit and for being about the user. With
-    one point alone it is no circumstance.
+    A statement has one point, one more when it states a limit, and one more when it is about the
+    user. The points of a text are those of its best sentence; one point alone does not count.
     """
     if len(text) > _MAX_CIRCUMSTANCE_CHARS or len(text.split()) < _MIN_CIRCUMSTANCE_WORDS:
         return 0.0
@@ -307,5 +315,5 @@ def circumstance_points(text: str) -> float:
 
 
 def asks_for_advice(text: str) -> bool:
-    """Return whether a question asks if something is so, possible or good."""
+    """Return whether a question asks if something is true, possible or advisable."""
     return bool(_YES_NO.match(text.lstrip()) or _MODAL_INSIDE.search(text))

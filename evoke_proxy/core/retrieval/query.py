@@ -20,13 +20,13 @@ _MAX_CLAUSES = 16
 _CLAUSE_CHARS = 256
 # A turn of at most this many words needs the previous turn to be understood: "and the other one?"
 _FEW_WORDS = 4
-# Of a turn that refers back, the user's turns before are read up to one that does not, at most so
-# many; and this many characters of the last answer.
+# When a turn refers to earlier ones, the user's earlier turns are read up to the first that refers
+# to none, but at most this many; and this many characters of the last answer.
 _MAX_TURNS_BACK = 3
 _ANSWER_CHARS = 256
-# Several messages of the user in a row are several questions. The last one counts 1, at most so
-# many before it count this much each.
-_MAX_EARLIER_QUESTIONS, _EARLIER_WEIGHT = 4, 0.5
+# Several messages of the user in a row are several questions. Besides the last one, at most this
+# many before it are read.
+_MAX_EARLIER_QUESTIONS = 4
 
 # The gap between two sentences or lines.
 SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
@@ -60,12 +60,12 @@ class Query:
         clauses: The clauses of `text`, each of which may need another block, then clauses of the
             previous turn that are needed to understand it.
         vectors: One unit vector [d] or None for each clause; empty without an embedder.
-        whole: The vector of the complete text when it has several clauses.
+        whole: The unit vector [d] of the complete text when it has several clauses; else None.
         requested: Names of blocks that the client asks to recover, see `blocks_named`.
         gold: Names or message indexes of the blocks that contain the answer; set only by benches.
-        n_context: How many of the last clauses come from the turns before, whose topic this turn
-            may have left.
-        n_earlier: How many of the clauses before those are messages that the user sent directly
+        n_context: How many clauses, the last ones, come from earlier turns; the topic may have
+            changed since.
+        n_earlier: How many clauses, directly before those, are messages that the user sent directly
             before the last one.
         files: Paths in the arguments of this turn's tool calls.
     """
@@ -109,7 +109,7 @@ class Query:
         return (*self.clauses, _both_ends(self.text, _CLAUSE_CHARS))
 
     def embedded(self, vectors: Sequence[Vectors | None]) -> Query:
-        """Return this query with the vectors of its clauses, or of its texts."""
+        """Return this query with the vectors of its clauses, or of its `texts`, in their order."""
         n_clauses = len(self.clauses)
         whole = vectors[n_clauses] if len(vectors) > n_clauses else None
         return replace(self, vectors=tuple(vectors[:n_clauses]), whole=whole)
@@ -139,9 +139,9 @@ class Query:
 def query_of(request: ChatRequest) -> Query:
     """Build the query of a request.
 
-    Several messages of the user in a row ask several things. A turn that refers to the turns
-    before, by a pronoun or by having only a few words, includes their texts; so does one of tool
-    results, which belong to the user's last message.
+    Several messages of the user in a row are several questions. When a turn refers to earlier
+    turns, by a pronoun or because it has only a few words, the query includes their texts as
+    context. The query of a turn of tool results includes the user's last message as context.
     """
     messages = _without_prefill(request.messages)
     run = list(takewhile(_is_user, reversed(messages)))
@@ -163,7 +163,10 @@ def query_of(request: ChatRequest) -> Query:
 
 
 def _turns_before(text: str, before: Sequence[Message]) -> list[str]:
-    """Return the texts that a text refers to: those of the user, then the last answer."""
+    """Return the earlier texts that a text refers to: the user's, latest first, then the answer.
+
+    `before` are the messages before the text. Empty when the text refers to none.
+    """
     if not refers_back(text):
         return []
     found = list[str]()
@@ -176,7 +179,7 @@ def _turns_before(text: str, before: Sequence[Message]) -> list[str]:
 
 
 def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages without an answer that the client begins."""
+    """Return the messages without an answer at their end, which the client has prefilled."""
     end = len(messages)
     while end and messages[end - 1].role is Role.ASSISTANT:
         end -= 1
@@ -190,7 +193,8 @@ def _is_user(message: Message) -> bool:
 def refers_back(text: str) -> bool:
     """Return whether a text is understood only with the turns before.
 
-    It has only a few words, or continues, or has a pronoun and no name that it could stand for.
+    It has only a few words, or begins with a word like "and", or has a pronoun and no name that the
+    pronoun could stand for.
     """
     text = _both_ends(text, _CLAUSE_CHARS)
     words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
@@ -202,9 +206,10 @@ def refers_back(text: str) -> bool:
 def split_clauses(text: str) -> list[str]:
     """Split a text into at most 16 clauses that each make one request, in text order.
 
-    A clause is a sentence, or a part of a question between commas and conjunctions. A short entry
-    of a list gets the first words of the first entry. Of more than
-    16 clauses, the last questions are taken first, then the last other clauses.
+    A clause is a sentence, or a part of a question between commas and conjunctions. A short part
+    gets the first words of the part before it: "What is the colour and size?" becomes "What is the
+    colour?" and "What is the size?". Of more than 16 clauses, the last questions are taken first,
+    then the last other clauses.
     """
     sentences = [part.strip() for part in SENTENCE_GAP.split(text) if _WORD.search(part)]
     clauses = [clause for sentence in sentences for clause in _clauses_of(sentence)]

@@ -1,8 +1,8 @@
-"""Ranks the units of a session for a query: the order in which a budget is spent on them.
+"""Ranks the units of a session for a query: the order in which they are kept within a budget.
 
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
-by vectors where there are any. The scores of these signals are standardized and added. What the
-best units name is looked up again. The rankings are interleaved.
+by vectors where there are any. The scores of these signals are standardized and added. A second
+search looks up the names that the best units contain. The rankings are interleaved.
 """
 
 from __future__ import annotations
@@ -32,42 +32,46 @@ from evoke_proxy.core.retrieval.units import Units
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
 _K1 = 1.2
 _B = 0.75
-# Shares that a unit gets of the words of the next units, and of the scores of the next two: a
-# question and its answer stand in different messages.
+# Shares that a unit gets of the word counts of the units before and after it, and of the scores of
+# the two units before and after it: a question and its answer are in different messages.
 _NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES = (0.5,), (0.5, 0.25)
-# Function words count less than their rarity says. They structure a question, but some carry
-# meaning: "give", "where".
+# Factor of the weight of function words, which structure a question. It is not 0, because some of
+# them carry meaning: "give", "where".
 _FUNCTION_WORD_WEIGHT = 0.3
 _FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
-# Weight of the turns before in the score of a text that refers to them.
+# Weight of the first text of earlier turns in the score of a text that refers to them. Each further
+# text has half the weight of the one before.
 _CONTEXT_WEIGHT = 0.5
-# Weights of the rankings beside that of the whole text: one clause of several, a message that the
-# user sent before the last one, and what the best units name.
+# Weights of rankings, beside 1 for the ranking by the whole text: by one clause of several, by a
+# message that the user sent directly before the last one, and by the names in the best units.
 _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
-# The same of the model's attention beside a text that it is fused with.
+# Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
-# The same of what a user has said about their circumstances, when advice is asked for.
+# Weight of the ranking of the user's circumstances, which is used when the user asks for advice.
 _CIRCUMSTANCE_WEIGHT = 0.34
 # A unit that the query mentions by name comes before all others.
 _MENTION = 100.0
-# The second look-up reads this many of the best units of each text, follows at most this many names
-# from unit to unit, and ignores a name that more than this many units contain.
+# The second look-up reads this many of the best units of each text, follows chains of at most this
+# many names from unit to unit, and ignores a name that more than this many units contain.
 _READ_UNITS, _MAX_HOPS, _MAX_NAMED_UNITS = 2, 5, 6
-# It reads at most this many of the units that it has found. Each hop lowers their worth.
+# It also reads at most this many of the units that it has found. The weight of a found unit is
+# multiplied by _HOP_WEIGHT for each name in its chain.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
+# Certainty that a capitalized word at the start of a sentence is a name.
 _SENTENCE_START_CERTAINTY = 0.6
+# Of a unit, at most this many characters of at most this many of its first blocks are read.
 _MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
-# Among this many of the best units of a text, a later version comes before an earlier one. It
-# contains the same words of the query, and this share of all words of both.
+# Among this many of the best units of a ranking, a later version of a unit comes before the earlier
+# one. See `_is_version`, which requires this share of common words.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
-# Two units are compared by stems when they share this much of their words as they are written, or
-# when one has fewer words than these.
+# Two units are compared by stems when they share at least this share of their words as written, or
+# when one of them has fewer words than _FEW_WRITTEN_WORDS.
 _MIN_WRITTEN_SHARE, _FEW_WRITTEN_WORDS = 0.3, 12
 # Longest query, in terms.
 _MAX_TERMS = 256
 
 _WORD = re.compile(r"\w+")
-# In an ASCII text the only words that may be names: those that are not all lower case.
+# The words of an ASCII text that may be names: those with a capital, a digit or an underscore.
 _ASCII_NAME = re.compile(r"(?<!\w)[a-z]*+[A-Z0-9_]\w*")
 
 
@@ -75,11 +79,17 @@ class UnitSource(Protocol):
     """The look-ups that a ranking needs; blocks are numbered in prompt order."""
 
     def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
-        """Return blocks that contain forms of a word, and how often; a block may occur twice."""
+        """Return the indexes of blocks that contain forms of a word, and the counts of the forms.
+
+        A block occurs once for each form that it contains.
+        """
         ...
 
     def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
-        """Return, for terms that no block contains, the most similar term of a block."""
+        """Return the most similar indexed term of each term that no block contains.
+
+        A term without a similar one is left out.
+        """
         ...
 
     def mentions(self, text: str) -> FloatArray:
@@ -88,7 +98,7 @@ class UnitSource(Protocol):
 
     @property
     def circumstances(self) -> FloatArray:
-        """Return [n] how likely a block of the user limits what is possible or good: 0 to 3."""
+        """Points [n] of each block as a circumstance of the user; see `circumstance_points`."""
         ...
 
     def block_text(self, block: int) -> str:
@@ -102,25 +112,25 @@ class _TextScores:
 
     Attributes:
         scores: [u] fused score; the mean unit has 0.
-        has_evidence: [u] whether a signal found something in the unit or beside it.
+        evidence: [u] above 0 where a signal found something in the unit or in its neighbours.
     """
 
     scores: FloatArray
-    has_evidence: FloatArray
+    evidence: FloatArray
 
     def plus(self, other: _TextScores, weight: float) -> _TextScores:
-        """Return the sum of both, the other one weighted."""
-        evidence = np.maximum(self.has_evidence, other.has_evidence)
+        """Return these scores plus `weight` times the others, with the evidence of both."""
+        evidence = np.maximum(self.evidence, other.evidence)
         return _TextScores(self.scores + weight * other.scores, evidence)
 
     def ranking(self, weight: float) -> Ranking:
-        """Return the units with evidence and a score above the mean; of equals the latest first."""
-        found = np.flatnonzero((self.has_evidence > 0) & (self.scores > 0))[::-1]
+        """Rank the units with evidence and a score above the mean; of equals the latest first."""
+        found = np.flatnonzero((self.evidence > 0) & (self.scores > 0))[::-1]
         return Ranking(found[np.argsort(-self.scores[found], kind="stable")], weight)
 
 
 class UnitRanker:
-    """Ranks the first `n_ranked` units of a session; the rest ask the question themselves."""
+    """Ranks the first `n_ranked` units of a session; the later units are the question itself."""
 
     def __init__(self, source: UnitSource, units: Units, n_ranked: int) -> None:
         self._source = source
@@ -140,17 +150,19 @@ class UnitRanker:
         topic_cosines: FloatArray | None,
         model_relevance: FloatArray | None = None,
     ) -> Positions:
-        """Return the units that a query finds, in the order in which room is spent on them.
+        """Return the indexes of the units that a query finds, those to keep first at the beginning.
 
-        `cosines` are those of the blocks [n] with each clause of the query, `topic_cosines` those
-        with the whole text; `model_relevance` [n] is the relevance by the model's attention.
+        `cosines` has for each clause of the query its cosines [n] with the blocks, or None;
+        `topic_cosines` [n] are those of the whole text. `model_relevance` [n] is the relevance by
+        the model's attention.
         """
         rankings = list[Ranking]()
         if model_relevance is not None:
             by_model = self._units.maxima(model_relevance)[: self._n]
             model_scores = _TextScores(standardized(by_model), by_model)
-            # It is also fused with the text of a single question. Several signals of the text are
-            # added there, so that a block without its words would not be found by the model alone.
+            # With a single question, these scores are also added to those of its text. That sum
+            # ranks a unit without the question's words low, because most of its signals are of the
+            # text; so this ranking is used as well, with less weight.
             weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
             rankings.append(model_scores.ranking(weight))
         score = partial(self._score_clause, query=query, cosines=cosines)
@@ -176,7 +188,7 @@ class UnitRanker:
         )
 
     def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
-        """Return rankings in which a later version of a unit comes before the earlier one."""
+        """Return the rankings, with a later version of a unit before the earlier one."""
         asked = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
         asked -= _FUNCTION_STEMS
         stems = dict[int, set[str]]()
@@ -199,9 +211,10 @@ class UnitRanker:
         return found
 
     def _may_be_version(self, unit: int, other: int) -> bool:
-        """Return whether two units share enough words as they are written to compare their stems.
+        """Return whether two units share enough words as written that their stems are compared.
 
-        Most units do not, and stems take many times as long. Few words say nothing.
+        This is fast and excludes most pairs; computing stems takes many times as long. Units of few
+        words are always compared by stems.
         """
         words, others = self._written_words(unit), self._written_words(other)
         if min(len(words), len(others)) < _FEW_WRITTEN_WORDS:
@@ -227,7 +240,7 @@ class UnitRanker:
         return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
 
     def _circumstances(self, text: _TextScores) -> Ranking:
-        """Return the units in which the user says what limits them, the most fitting first."""
+        """Rank the units that state circumstances of the user, by their points and text scores."""
         points = self._units.maxima(self._source.circumstances)[: self._n]
         found = np.flatnonzero(points)[::-1]
         order = found[np.argsort(-(text.scores + points)[found], kind="stable")]
@@ -240,6 +253,7 @@ class UnitRanker:
 
     @staticmethod
     def _in_context(scores: _TextScores, context: Sequence[_TextScores]) -> _TextScores:
+        """Add the scores of texts of earlier turns, each with half the weight of the one before."""
         weight = _CONTEXT_WEIGHT
         for one in context:
             scores, weight = scores.plus(one, weight), weight / 2
@@ -304,10 +318,10 @@ class UnitRanker:
         return counts
 
     def _second_look_up(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
-        """Return the units that share a rare name or value with the best ones, nearest first.
+        """Return the units that share a rare name or value with the best ones, the closest first.
 
-        Names of the query are left out: the first look-up has found them. The units found are read
-        in turn, the nearest first, so that a chain of names is followed.
+        Names of the query are left out: the first look-up has found them. Units that are found are
+        read as well, the closest first, so that a chain of names is followed.
         """
         texts = (query.text, *query.clauses)
         read_names = {stem(term) for text in texts for term in terms_of(text)}
@@ -335,9 +349,9 @@ class UnitRanker:
         return np.array(list(found), np.int64)
 
     def _linked(self, unit: int, read_names: set[str]) -> list[tuple[int, float]]:
-        """Return the units that share a new rare name with this one, and how close: 0 to 1.
+        """Return the units that share a rare name with this one, each with a closeness in [0, 1].
 
-        The names become read ones.
+        Names whose stems are in `read_names` are ignored; the names of this unit are added to it.
         """
         scores, total = dict[int, float](), math.log1p(self._n / 2)
         for name, weight in names_in(self._read(unit)).items():
@@ -354,22 +368,26 @@ class UnitRanker:
         return [(i, min(1.0, scores[i] / total)) for i in sorted(scores)]
 
     def _units_with(self, word_stem: str) -> set[int]:
-        """Return the units that contain forms of a word."""
+        """Return the ranked units that contain forms of a word."""
         blocks, _ = self._source.form_counts(word_stem)
         return {unit for unit in self._units.of_block[blocks].tolist() if unit < self._n}
 
 
 def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
-    """Return whether a text, by its words, answers as much as another one and mostly equals it."""
+    """Return whether a text with the stems `words` is a version of one with the stems `other`.
+
+    It is when it contains each stem of the query (`asked`) that the other contains, and both have
+    at least _MIN_SHARED_WORDS of all their stems in common.
+    """
     has_all = other & asked <= words & asked
     return has_all and len(words & other) >= _MIN_SHARED_WORDS * len(words | other) > 0
 
 
 def names_in(text: str) -> dict[str, float]:
-    """Return names and values of a text in lower case, and how certain each is: 0 to 1.
+    """Return the names and values in a text, in lower case, each with its certainty in [0, 1].
 
-    These are words with a digit, an underscore or an inner capital, and capitalized words; one at
-    the start of a sentence may be another word.
+    These are words with a digit, an underscore or an inner capital, and capitalized words. At the
+    start of a sentence a capitalized word is less certain.
     """
     names = dict[str, float]()
     pattern = _ASCII_NAME if text.isascii() else _WORD
@@ -387,7 +405,7 @@ def names_in(text: str) -> dict[str, float]:
 
 
 def _length_norms(lengths: FloatArray) -> FloatArray:
-    """Return the normalization of term counts by length, of BM25."""
+    """Return the length normalization k1 (1 - b + b l / mean l) of BM25 for lengths l [u]."""
     mean = max(float(lengths.mean()), 1.0) if len(lengths) else 1.0
     norms: FloatArray = _K1 * (1 - _B + _B * lengths / mean)
     return norms

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+# Words of other lengths are their own stems.
 _MIN_CHARS, _MAX_CHARS = 3, 40
 _CACHED_WORDS = 1 << 15
 
+# Endings and their replacements in steps 2 and 3, and endings that step 4 removes.
 _STEP_2 = (
     *(("ational", "ate"), ("tional", "tion"), ("enci", "ence"), ("anci", "ance"), ("izer", "ize")),
     *(("abli", "able"), ("alli", "al"), ("entli", "ent"), ("eli", "e"), ("ousli", "ous")),
@@ -59,20 +61,24 @@ def _measure(word: str) -> int:
 
 
 def _has_vowel(word: str) -> bool:
+    """Return whether a word contains a vowel: condition *v* of the paper."""
     return "v" in _form(word)
 
 
 def _ends_cvc(word: str) -> bool:
+    """Return condition *o: the word ends with consonant, vowel, consonant, but not in w, x or y."""
     return _form(word).endswith("cvc") and word[-1] not in "wxy"
 
 
 def _without_plural(word: str) -> str:
+    """Remove a plural ending: step 1a."""
     if word.endswith(("sses", "ies")):
         return word[:-2]
     return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
 
 
 def _without_participle(word: str) -> str:
+    """Remove `ed` or `ing`, and restore the end of the stem: step 1b."""
     if word.endswith("eed"):
         return word[:-1] if _measure(word[:-3]) > 0 else word
     suffix = next((s for s in ("ed", "ing") if word.endswith(s)), "")
@@ -87,7 +93,7 @@ def _without_participle(word: str) -> str:
 
 
 def _replaced(word: str, endings: tuple[tuple[str, str], ...]) -> str:
-    """Replace the longest matching ending of a stem with measure above 0."""
+    """Replace the longest matching ending if the rest has a measure above 0: steps 2 and 3."""
     found = max((pair for pair in endings if word.endswith(pair[0])), key=_length, default=None)
     if found is None:
         return word
@@ -100,6 +106,7 @@ def _length(pair: tuple[str, str]) -> int:
 
 
 def _without_suffix(word: str) -> str:
+    """Remove the longest matching suffix if the rest has a measure above 1: step 4."""
     suffix = max((s for s in _STEP_4 if word.endswith(s)), key=len, default="")
     rest = word[: -len(suffix)] if suffix else word
     if not suffix or _measure(rest) <= 1:
@@ -108,6 +115,7 @@ def _without_suffix(word: str) -> str:
 
 
 def _without_final(word: str) -> str:
+    """Remove a final `e`, and one of two final `l`: step 5."""
     if word.endswith("e"):
         rest = word[:-1]
         if _measure(rest) > 1 or (_measure(rest) == 1 and not _ends_cvc(rest)):

@@ -1,8 +1,8 @@
 """Groups the blocks of a prompt into the units that are ranked and recovered together.
 
-A unit is a message, or one block of a message that is too long to be taken as a whole. What is
-understood together is judged together: half of a short message rarely contains a complete fact.
-Blocks stay the unit of copying.
+A unit is a message, or one block of a message that is too long to be taken as a whole. Messages are
+ranked as a whole because a part of a short message rarely contains a complete fact. Rows are still
+saved, evicted and loaded by block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Units:
 
     @classmethod
     def of(cls, blocks: BlockTable, max_tokens: int) -> Units:
-        """Group blocks by message; the blocks of a message above `max_tokens` stay single."""
+        """Group blocks by message; each block of a message above `max_tokens` is its own unit."""
         if not len(blocks):
             none = np.zeros(0, np.int64)
             return cls(none, none, none)

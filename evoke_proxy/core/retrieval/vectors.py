@@ -19,10 +19,13 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import SENTENCE_GAP
 
 _MAX_CHUNKS = 4
+# A shorter chunk is joined with the next one.
 _MIN_CHUNK_CHARS = 24
+# Rows that a matrix of vectors has room for at first.
 _INITIAL_ROWS = 64
-# Up to _MAX_PRODUCTS dot products, all chunks are compared. Beyond that only the _MAX_COMPARED
-# documents with the closest mean vectors are; the vectors of one search share this number.
+# When a search needs at most _MAX_PRODUCTS dot products, all chunks are compared. Otherwise only
+# those of the _MAX_COMPARED documents with the closest mean vectors are; the vectors of one search
+# share this number.
 _MAX_PRODUCTS = 24_000
 _MAX_COMPARED = 600
 # This many rows of 384 numbers stay in the cache of one processor core.
