@@ -32,6 +32,7 @@ from evoke_proxy.config import EmbedderConfig, load
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine import shared
 from evoke_proxy.engine.embedding.service import EmbeddingService
+from evoke_proxy.web import event_loop
 from evoke_proxy.web.serve import serve
 
 TICK_S = 0.002
@@ -196,7 +197,7 @@ def run_proxy(settings: dict[str, Any], where: bool) -> None:
         await serve(config, lambda: config)
 
     _measure_on_command(probe.reset, probe.row)
-    asyncio.run(served())
+    event_loop.run(served())
 
 
 def run_client(port: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -106,12 +105,12 @@ def serve_until_stopped(configuration: Callable[[], Config]) -> int:
     """Serve with what `configuration` returns, which is called again for each reload."""
     config = configuration()
     # Imported after the configuration is read, so that its errors are reported at once.
-    from evoke_proxy.web import logs
+    from evoke_proxy.web import event_loop, logs
     from evoke_proxy.web.serve import serve
 
     logs.configure_logging(config.log)
     try:
-        asyncio.run(serve(config, configuration))
+        event_loop.run(serve(config, configuration))
     except OSError as error:
         for address in (*config.listen, *config.security.admin_listen):
             if owner := taken_by(*parse_listen(address)):

@@ -26,6 +26,7 @@ from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
+from evoke_proxy.web.event_loop import new_event_loop
 from evoke_proxy.web.request_bodies import BODY_BUDGET
 from evoke_proxy.web.serve import listen_for_clients, make_runner
 
@@ -133,7 +134,7 @@ class ThreadedLoop:
     """An event loop in a thread, for servers that synchronous tests connect to."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
     def __enter__(self) -> ThreadedLoop:
