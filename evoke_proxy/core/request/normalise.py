@@ -18,6 +18,7 @@ and last EDGE_LINES lines within the first and last EDGE_CHARS characters.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import OrderedDict
@@ -88,12 +89,13 @@ def edges(text: str) -> tuple[str, str, str]:
 class DateFreezer:
     """Keeps the dates of a system prompt as they were in its first request.
 
-    It stores a limited number of prompts. When it is full, the tenant with most prompts loses its
-    least recently used one.
+    It stores both ends of a limited number of prompts. When it is full, the tenant with most
+    prompts loses its least recently used one. Several threads may call it.
     """
 
     def __init__(self) -> None:
-        self._first: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
+        # By tenant and hash of the prompt without dates: its ends as first seen, and when.
+        self._first: OrderedDict[tuple[str, bytes], tuple[str, str, float]] = OrderedDict()
 
     def freeze(self, text: str, tenant: str, now: float, hours: float) -> str:
         """Return the system prompt with its dated lines as first seen.
@@ -102,19 +104,31 @@ class DateFreezer:
         replace the stored ones.
         """
         head, middle, tail = edges(text)
-        same = _undated(head) + middle + _undated(tail)
-        if same == text:
+        undated = _undated(head), _undated(tail)
+        if undated == (head, tail):
             return text
-        first, since = self._first.pop((tenant, same), (text, now))
+        key = tenant, _hash(undated[0], middle, undated[1])
+        # Other threads may change the prompts between any two of these steps.
+        first_head, first_tail, since = self._first.pop(key, (head, tail, now))
         if now - since >= hours * 3600:
-            first, since = text, now
-        self._first[tenant, same] = first, since
+            first_head, first_tail, since = head, tail, now
+        self._first[key] = first_head, first_tail, since
         while len(self._first) > _MAX_PROMPTS:
-            surplus = first_of_largest(self._first, lambda key: key[0])
+            surplus = first_of_largest(self._first, lambda stored: stored[0])
             if surplus is None:
                 break
-            del self._first[surplus]
-        return first
+            self._first.pop(surplus, None)
+        return first_head + middle + first_tail
+
+
+def _hash(*texts: str) -> bytes:
+    """The hash of several texts."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        data = text.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.digest()
 
 
 def _undated(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -140,6 +141,18 @@ def test_many_prompts_of_one_tenant_do_not_displace_the_dates_of_another() -> No
         clock.freeze(dated.format(name=f"number {number}", date="2026-01-02"), "loud", 1.0, 24.0)
     later = dated.format(name="a helper", date="2026-03-04")
     assert clock.freeze(later, "quiet", 2.0, 24.0) == first
+
+
+def test_frozen_dates_of_long_prompts_take_bounded_memory() -> None:
+    clock, middle = DateFreezer(), "You help with 3 tools.\n" * 40_000
+    tracemalloc.start()
+    for number in range(300):
+        prompt = f"Today is 2026-01-02.\nYou are number {number}.\n{middle}Date: 2026-01-02"
+        clock.freeze(prompt, "t", 0.0, 24.0)
+    del prompt
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept < 8 << 20, "300 prompts of 0.9 MB are stored"
 
 
 @pytest.mark.parametrize("break_every", [3, 60, 5000, 10**9])
