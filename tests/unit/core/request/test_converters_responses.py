@@ -56,6 +56,8 @@ def test_consecutive_assistant_items_become_one_message() -> None:
         ({"input": 3}, []),
         ({"input": [1, {}]}, [{}, {}]),
         ({"input": "hi"}, [{"role": "user", "content": "hi"}]),
+        ({"tools": 5, "input": "hi"}, [{"role": "user", "content": "hi"}]),
+        ({"input": [{"role": "user", "content": [5]}]}, [{"role": "user", "content": []}]),
     ],
 )
 def test_a_malformed_responses_body_raises_no_exception(
