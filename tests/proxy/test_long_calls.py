@@ -138,7 +138,6 @@ def _assert_begins_with_comments(answer: Answer) -> None:
 def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StockApi, "prefill", _delayed(StockApi.prefill, 0.4))
     deployment, chat = Deployment(tmp_path), long_chat(300)
     chat.messages.append({"role": "user", "content": "So what is it?"})
     with deployment.server() as port:
@@ -146,6 +145,10 @@ def test_a_prefill_up_to_a_boundary_sends_keepalive_comments(
             f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()
         } | FREQUENT_COMMENTS
         with proxy(port, snapshots__directory=str(tmp_path), **settings) as running:
+            hello = {"messages": [{"role": "user", "content": "Hello."}]}
+            _stream(running, hello)
+            running.wait_for_background()  # the probe of llama-server, another wait, has ended
+            monkeypatch.setattr(StockApi, "prefill", _delayed(StockApi.prefill, 0.4))
             _assert_begins_with_comments(_stream(running, {"messages": chat.messages}))
             running.wait_for_background()
             # A client that disconnects during the prefill releases its slot.

@@ -156,17 +156,22 @@ HOSTILE: tuple[tuple[str, str, dict[str, str], bytes | None], ...] = (
 )
 
 
+# A path whose body is forwarded while it arrives, not read before.
+STREAMED = b"/no/such/call"
+
+
 def _attack(port: int) -> None:
     """Send requests that llama-server refuses, breaks off or answers in an unusual way."""
     for method, target, headers, body in HOSTILE:
         with contextlib.suppress(OSError, http.client.HTTPException):
             ask(port, method, target, body, headers)
-    for hostile in (
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 500000\r\n\r\n{",
-        b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
-    ):
-        _send_raw(port, hostile)
+    for path in (b"/tokenize", STREAMED):
+        for rest in (
+            b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+            b"Content-Length: 500000\r\n\r\n{",
+            b"Transfer-Encoding: chunked\r\n\r\n5\r\nabc",
+        ):
+            _send_raw(port, b"POST %b HTTP/1.1\r\nHost: a\r\n%b" % (path, rest))
 
 
 def _send_raw(port: int, data: bytes) -> None:
@@ -210,11 +215,12 @@ def test_no_request_of_a_client_opens_a_breaker(stock_port: int, two_slots_port:
             assert running.metric("evoke_server_breaker_openings_total", server=name) == 0
 
 
+@pytest.mark.parametrize("path", [b"/tokenize", STREAMED])
 def test_an_aborted_upload_does_not_count_as_an_upstream_error(
-    stock_port: int,
+    stock_port: int, path: bytes
 ) -> None:
     with proxy(stock_port) as running, _counting_restarts(running):
-        head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\n"
+        head = b"POST %b HTTP/1.1\r\nHost: a\r\n" % path
         for rest in (
             b"Content-Length: 500000\r\n\r\n" + b"a" * 100_000,
             b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n",

@@ -28,7 +28,7 @@ from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.server import finalizer
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
@@ -83,8 +83,8 @@ class Ending:
 
 
 def _request(engine: ModelRouter) -> Ending:
-    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
-    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b""), RequestTrace(0.0)
+    incoming = IncomingRequest(dialect="chat", body=b"{}", headers={})
+    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b"{}"), RequestTrace(0.0)
     server = engine.server
     scope = TurnScope(
         request, trace, server.slots, server.resources.metrics, server.resources.calls
@@ -627,6 +627,45 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
             saved.set()
             with await turn as lease:
                 assert lease.slot == 1
+
+    _with_engine(work)
+
+
+def test_a_turn_waits_while_its_rows_are_saved_for_a_request_without_a_conversation(
+    monkeypatch: Any,
+) -> None:
+    async def work(engine: ModelRouter) -> None:
+        engine.server.slots.restart(2)
+        engine.conversations.recall(session_record())
+        (victim,) = engine.conversations
+        (await engine.server.slots.acquire(victim.id, "")).release()
+        victim.budgeted.epoch = 5
+        saving, saved = asyncio.Event(), asyncio.Event()
+
+        async def slot(*_: object) -> dict[str, Any]:
+            return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+
+        async def run(*_: object) -> dict[str, Any]:
+            saving.set()
+            await saved.wait()
+            return {"epoch": 5}
+
+        monkeypatch.setattr(BlockApi, "slot", slot)
+        monkeypatch.setattr(BlockApi, "run", run)
+        scope, chat = _request(engine).scope, parse_chat("chat", {"prompt": "Hi", "id_slot": 0})
+        incoming = IncomingRequest(dialect="completions", body=b"{}", headers={})
+        request = ParsedChat(incoming=incoming, tenant="", body=b"{}", chat=chat, id_slot=0)
+        slots = engine.server.strategies.budgeted._slots
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(slots.acquire_emptied(request, scope))
+            await saving.wait()
+            turn = tasks.create_task(engine.server.slots.acquire(victim.id, ""))
+            await asyncio.sleep(10)
+            assert not turn.done(), "two tasks change the session at once"
+            saved.set()
+            (await turn).release()
+        scope.close()
+        assert _is_free(engine, victim)
 
     _with_engine(work)
 
