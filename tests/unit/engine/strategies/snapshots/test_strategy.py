@@ -1,4 +1,4 @@
-"""The snapshot strategy: a turn whose preparation fails."""
+"""The snapshot strategy: a turn whose preparation fails, and saving when the proxy stops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import load
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.snapshots.slot_contents import SlotContents
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.errors import UpstreamTimeout
 
@@ -61,3 +64,40 @@ def test_a_turn_whose_preparation_failed_is_not_expected_in_a_slot(
     turn = asyncio.run(run())
     assert isinstance(turn, SnapshotTurn)
     assert (turn.slot, turn.decision) == (None, "degraded:render")
+
+
+def test_a_request_waits_for_its_slot_while_it_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a server is drained; a slot in which a request runs is not saved."""
+
+    async def run() -> None:
+        config = load(None, {}, {"snapshots.directory": str(tmp_path)})
+        server = cast(ModelRouter, build_gateway(config)).server
+        slots, conversations = server.slots, server.conversations
+        strategy = server.strategies.snapshots
+        assert strategy is not None
+        conversation = conversations.start(Rendered(TOKENS, len(TOKENS), ()), None, "")
+        contents = SlotContents(0, TOKENS, exact=True, at=0.0)
+        conversation.snapshots.contents_changed(contents)
+        saving, saved = asyncio.Event(), asyncio.Event()
+
+        async def save(_: SlotPlacement, __: Conversation) -> None:
+            saving.set()
+            await saved.wait()
+
+        monkeypatch.setattr(SlotPlacement, "save_contents", save)
+        with await slots.acquire("another", ""):
+            await strategy.save_all()
+            assert not saving.is_set()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(strategy.save_all())
+            await saving.wait()
+            request = tasks.create_task(slots.acquire(conversation.id, ""))
+            await asyncio.sleep(0.01)
+            assert not request.done()
+            saved.set()
+            (await request).release()
+        assert slots.pool.idle()
+
+    asyncio.run(run())
