@@ -59,7 +59,7 @@ class Layout:
         resident: rows of the slot below `n_past`.
         n_past: number of leading positions that need no decoding.
         divergence: position where the prompt left the previous one; None when it extends it.
-        numbers: next number of each block name.
+        numbers: next free number of each block name, see `segment.next_numbers`.
     """
 
     session: str
@@ -240,10 +240,11 @@ class Layout:
         return prefix
 
     def _may_match(self, item: SavedRange, shared: int, view: SlotView) -> bool:
-        """Whether the tokens of a saved range can equal the new prompt's.
+        """Whether the tokens of a saved range may equal those of the new prompt.
 
-        While the slot contains the session, its common tokens decide. Otherwise the proxy does not
-        know the generated tokens, and llama-server compares them when the range is loaded.
+        While the slot contains the session, the tokens that it has in common with the prompt
+        decide. Otherwise the proxy cannot compare the generated tokens; llama-server does when the
+        range is loaded.
         """
         if view.n_common >= shared:
             return item.span.end <= view.n_common
@@ -330,6 +331,7 @@ class LabelHash:
 
 
 def _split(block: Block, boundaries: Sequence[int]) -> list[Block]:
+    """Divide a block at the boundaries inside it; the parts have no labels yet."""
     cuts = inside(boundaries, block.span)
     if not cuts:
         return [block]

@@ -48,11 +48,13 @@ class SlotView:
         resident: ranges with rows in the KV cache.
         n_free: number of free cells in the KV cache.
         busy: whether a request runs in the slot.
-        non_evictable: resident ranges that decoding needs to return to a context checkpoint.
+        non_evictable: resident ranges that llama-server does not evict, because it needs them to
+            return to a context checkpoint.
         n_reusable: tokens, from the first on, whose rows were decoded with every earlier row
             resident; None when the server does not state it.
-        tenant, session: who ran the latest plan in the slot; empty when another client used it
-            since, or the server does not state it.
+        tenant: tenant of the latest plan that ran in the slot; empty when another client has used
+            the slot since, or the server does not state it.
+        session: session of that plan; empty in the same cases.
     """
 
     id: int
@@ -71,7 +73,8 @@ class SlotView:
     def parse(cls, answer: Mapping[str, Any]) -> SlotView:
         """Read an element of `slots`, or the answer of `GET /slots/{id}/blocks`.
 
-        The latter has no common tokens. Raises UpstreamProtocolError on another shape.
+        The latter does not compare tokens, so `n_common` is 0. Raises UpstreamProtocolError when
+        the answer has another form.
         """
         try:
             return cls(
@@ -121,9 +124,9 @@ class Rendered:
         spans: positions of the messages; they tile [0, generation).
         slots: state of the slots that the request named.
         sentence_starts: positions [k] where a sentence or line starts inside a message.
-        message_hashes: pairs of the end position of one of the last messages and llama-server's
-            hash of the rendering up to it. A later rendering may omit the text before such an
-            end.
+        message_hashes: end positions of the last messages, each with llama-server's hash of the
+            rendering up to it. When a later call sends them, its answer omits what it shares with
+            this rendering up to one of these ends.
         instance: id of the server process that rendered it.
     """
 

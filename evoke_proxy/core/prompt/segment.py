@@ -15,6 +15,7 @@ from evoke_proxy.core.request.messages import Message, ToolCall
 
 # Characters that are added to a part at an end whose position in the text is an estimate.
 _TEXT_OVERLAP = 40
+# Longer names of blocks are truncated to this many characters.
 _MAX_NAME = 100
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 64
@@ -60,6 +61,8 @@ class CutOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
+    """Names of the blocks of one message: their display name without its number, and aliases."""
+
     base: str
     aliases: tuple[str, ...]
 
@@ -146,7 +149,7 @@ class TextAlignment:
         return self._text[max(0, start - margin_before) : end + margin_after]
 
     def _at(self, position: int) -> tuple[int, int]:
-        """Convert a token position to an index of a character, and its possible error."""
+        """Convert a token position to a character index, and its possible error in characters."""
         last = len(self._positions) - 1
         i = max(0, bisect_right(self._positions, position, hi=last) - 1)
         character, aligned = self._characters[i], self._positions[i]
@@ -157,7 +160,7 @@ class TextAlignment:
 
 
 def sentence_starts_in(text: str) -> list[int]:
-    """Positions behind the gaps between two sentences or lines, in ascending order.
+    """Return the ascending character indexes where a sentence or line starts after a gap.
 
     A gap has text on both sides. The same rule is in `patches/src/server-blocks-render.cpp`.
     """

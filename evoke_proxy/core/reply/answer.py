@@ -8,7 +8,7 @@ from typing import Any
 
 from evoke_proxy.core.reply.event_stream import EventReader
 
-# Longer answers are not read, because their look-ahead would take too long.
+# Longer answers are not read, because decoding the next turn ahead would take too long.
 _MAX_BYTES = 4 * 1024 * 1024
 
 

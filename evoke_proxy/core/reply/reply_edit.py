@@ -1,5 +1,6 @@
-"""Edits replies: adds the token accounting to the `usage`, and advice to an error. No other byte
-changes.
+"""Adds the token accounting to the `usage` of replies, and advice to an error message.
+
+No other byte changes.
 
 One JSON document contains both timings and usage: the complete answer, or the last event of a
 stream that has a usage.
@@ -87,9 +88,9 @@ class UsageEditor:
 
 
 def with_context_advice(body: bytes) -> bytes:
-    """The body of an error reply, with advice at the end of its message.
+    """Add advice to the message of an error reply about a prompt that exceeds the context.
 
-    A body of any other error is returned unchanged, as is one that is not JSON.
+    The body of any other error, or one that is not JSON, is returned unchanged.
     """
     if _UPSTREAM_TEXT.encode() not in body:
         return body

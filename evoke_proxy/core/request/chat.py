@@ -39,7 +39,7 @@ __all__ = [
     "parse_chat",
 ]
 
-# Limits on the text of a tool call that enters the query: characters of one argument, arguments.
+# Limits on the text of a tool call in the query: characters per argument, and number of arguments.
 _MAX_ARGUMENT_CHARS = 200
 _MAX_ARGUMENTS = 16
 
@@ -220,9 +220,9 @@ def is_side_request(
 ) -> bool:
     """Whether a request that continues no session is a side request.
 
-    Side requests ask for titles, tags, summaries or a sign of life beside a conversation. They must
-    not displace the session of a conversation. If the first turn of a conversation is mistaken for
-    a side request, its second turn creates the session.
+    Clients send side requests beside a conversation, for a title, tags or a summary, or to check
+    that the server answers. They must not displace the session of a conversation. If the first turn
+    of a conversation is mistaken for a side request, its second turn creates the session.
 
     A side request has no tools and only system and user messages. It also meets one of two
     conditions: it asks for a title, tags or a summary; or it is short, the client has an active

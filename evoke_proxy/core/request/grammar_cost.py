@@ -1,8 +1,9 @@
-"""Estimates how much work a grammar makes for llama-server's sampler, before it is sent.
+"""Estimates how much time llama-server's sampler needs for a grammar, before it is sent.
 
-llama-server follows all readings of a text at the same time, one stack each. Parts that may be
-empty multiply them: after each character, every stack continues at each part that can follow when
-the parts between are skipped. A grammar of 100 characters can occupy the main loop for minutes.
+llama-server keeps one stack for each way in which the grammar can produce the text so far. Parts
+that may be empty multiply the stacks: after each character, every stack continues at each part that
+can follow when the parts between are skipped. A grammar of 100 characters can occupy the main loop
+for minutes.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """How far a text can continue at a point of the grammar.
+    """Number of parts of a grammar that can come next at one point of a text.
 
     Attributes:
-        skips: parts that can come next, one of each alternation.
-        paths: parts that can come next in all alternatives.
+        skips: maximum number along one choice of alternatives; those before the last are skipped.
+        paths: number over all alternatives.
     """
 
     skips: int = 0
@@ -232,7 +233,7 @@ def _rules_that_may_be_empty(rules: _Rules) -> frozenset[str]:
 
 
 def _inner_first(rules: Collection[str], inner: Callable[[str], Iterator[str]]) -> Iterator[str]:
-    """The rules, each after those inside it; a rule inside itself comes when it is left."""
+    """Yield the rules, each after the rules that `inner` names for it, except within a cycle."""
     visited: set[str] = set()
     for start in rules:
         path = [(start, inner(start))] if start not in visited else []

@@ -29,6 +29,7 @@ _PIECE_BYTES = 256 * 1024
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 # Bytes of an escape such as \u0041, and of one such as \n.
 _ESCAPE_BYTES, _SHORT_ESCAPE_BYTES = 6, 2
+# Bytes before a position in which the last complete character or escape is searched.
 _LOOK_BACK = 64
 # Replaces a string that was cut out. The number differs in every process. A text that contains a
 # marker itself is parsed uncut.
@@ -192,7 +193,7 @@ def _boundary(text: bytes, start: int, at: int) -> int:
     """The last position up to `at` that divides no character or escape of a string's content."""
     begin = max(start, at - _LOOK_BACK)
     before = text[start:begin]
-    # An odd number of backslashes escapes the byte behind them.
+    # An odd number of backslashes escapes the byte after them.
     position = begin + (len(before) - len(before.rstrip(b"\\"))) % 2
     boundary = position
     while position < at:

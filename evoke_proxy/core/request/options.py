@@ -51,7 +51,7 @@ class RequestOptions:
         recovery: `evoke_recovery`, how evicted blocks return.
         priority: `evoke_priority`, factor of the keep-scores of this turn's blocks.
         pinned: `evoke_pinned`; pins this turn's blocks.
-        task_boundary: `evoke_task_boundary`; says that a new task begins with this turn.
+        task_boundary: `evoke_task_boundary`; whether a new task begins with this turn.
         session: `evoke_session`, the client's id of the conversation.
         recover: `evoke_recover`, names of blocks to recover.
         oracle: `evoke_oracle`, names or message indexes of the blocks that contain the answer.
@@ -196,7 +196,7 @@ def _refuse_name(field: str) -> NoReturn:
     name = field[:100]  # a field may be as long as a body
     near = difflib.get_close_matches(name, TOP_LEVEL_FIELDS, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TOP_LEVEL_FIELDS)}"
-    raise RequestError(f"{name!r} is no field of evoke-proxy; {hint}", "evoke_field_unknown")
+    raise RequestError(f"{name!r} is not a field of evoke-proxy; {hint}", "evoke_field_unknown")
 
 
 def _refuse(field: str, expected: str, value: object) -> NoReturn:

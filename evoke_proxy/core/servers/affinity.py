@@ -67,6 +67,9 @@ class Affinity:
     """Routes of at most `limit` conversations.
 
     When it is full, the tenant with most conversations loses its least recently used one.
+
+    Attributes:
+        bound: number of conversations of each server, by its index.
     """
 
     def __init__(self, n_servers: int, limit: int) -> None:
@@ -91,7 +94,7 @@ class Affinity:
         return None
 
     def bind(self, server: int) -> Route:
-        """Make the route of a new conversation; `track_request` registers its keys."""
+        """Make the route of a new conversation to a server; `track_request` registers its keys."""
         route = Route(server)
         self.bound[server] += 1
         self._by_use[id(route)] = route

@@ -24,7 +24,7 @@ class BudgetStatus:
         problem: The same as a sentence, for operators; also where eviction happens without a
             budget. Empty when everything is as configured.
         fix: What to type or change; empty without a problem.
-        text: What sessions keep in the KV cache and why, as a clause without a full stop.
+        text: How much sessions keep in the KV cache and why, as a clause without a full stop.
     """
 
     tokens: int | None
@@ -92,14 +92,16 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
 
 
 def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
-    """The cells of a slot less the reserve for the answer, where its context exceeds the cells.
+    """The automatic budget: the cells of a slot less the reserve for the answer.
+
+    There is none when the context of a slot fits into its cells.
 
     The reserve is `reserve_tokens`, at most a quarter of the cells. Slots that share their cells
     get equal shares.
     """
     n_ctx, n_cells, n_all = server.n_ctx, server.n_slot_cells, server.n_cells
     if not server.patched or n_ctx is None or n_cells is None or n_all is None:
-        return BudgetStatus(None, text="nothing is evicted, because llama-server names no cells")
+        return BudgetStatus(None, text="nothing is evicted, because llama-server reports no cells")
     if not server.can_exceed_cells:
         text = (
             f"nothing is evicted, because the context of {n_ctx} tokens fits the cells; for longer"

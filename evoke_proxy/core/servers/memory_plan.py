@@ -1,4 +1,4 @@
-"""Computes how many cells a session gets, and the memory that its conversation takes where."""
+"""Plans how many cells each session gets, and how much memory and disk its conversation takes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ KV_TYPES: Mapping[str, float] = {
     "q4_0": 18 / 32,
     "iq4_nl": 18 / 32,
 }
-# Share of the free memory that is used, and bytes for what is computed besides weights and rows.
+# Share of the free device memory that is used, and bytes of it for compute buffers, besides weights
+# and rows.
 _SHARE, _COMPUTE_BYTES = 0.9, 768 * _MIB
 # Without a device the cells are in host memory, which other programs use too.
 _CPU_SHARE = 0.25
 # Share of the free host memory and of the free disk that blocks may take at most.
 _RAM_SHARE, _DISK_SHARE = 0.5, 0.5
+# The plan never gives less than this, unless the context or the disk is smaller.
 _LEAST_CELLS = 2048
 _LEAST_RAM_MIB, _LEAST_DISK_MIB = 256, 1024
 # Copies have tokens and positions besides their rows; a second version may exist for a while.
@@ -50,7 +52,7 @@ class LayerKv:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model file says about its memory.
+    """Sizes of a model that determine its memory, read from its file.
 
     Attributes:
         architecture: For example `llama`.
@@ -97,9 +99,9 @@ class Machine:
     """Free memory of a machine, in bytes.
 
     Attributes:
-        device: Of the GPUs that llama-server would use; None without one.
+        device: Free memory of the GPUs that llama-server would use; None without one.
         ram: Host memory that is available.
-        disk: On the file system of the blocks.
+        disk: Free space on the file system of the blocks.
     """
 
     device: int | None
@@ -109,7 +111,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the user asks for; None where the plan decides.
+    """What the user requests; None for a value that the plan chooses.
 
     Attributes:
         sessions: Number of slots.
@@ -117,7 +119,7 @@ class Wishes:
         cells: Cells of a slot.
         ram_mib: Host memory for blocks.
         disk_mib: Disk for blocks; 0 for none.
-        kv: Types of the cache.
+        kv: Types of K and V in the cache.
     """
 
     sessions: int = 1
@@ -130,7 +132,7 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Where the conversations of a model are kept.
+    """Where the rows of a model's conversations are stored: device, host memory and disk.
 
     Attributes:
         shape: The model.
@@ -180,7 +182,7 @@ def session_bytes(shape: ModelShape, cells: int, kv: KvTypes = KvTypes()) -> int
 
 
 def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan:
-    """Return the plan for a model on a machine: as many cells as fit, the rest elsewhere."""
+    """Return the plan for a model on a machine: as many cells as fit, and room for saved blocks."""
     notes: list[str] = []
     context = _context(shape, wishes, notes)
     row_bytes = int(

@@ -24,12 +24,13 @@ class ServerInfo:
         can_adopt: whether saved blocks can be loaded into an emptied slot, so that a session
             returns without decoding.
         has_disk: whether copies can be written to disk, where they survive a restart.
-        can_find: whether it lists the copies that fit a text, and the session of each slot.
+        can_find: whether it can list the saved blocks that fit a prompt, and the session of each
+            slot.
         needs_full_state: whether copies of blocks lack a part of a slot's state (hybrid and iSWA
             models).
         capturable: layers whose attention can be captured.
         can_probe: whether a request can be decoded just to capture its attention.
-        n_ctx: most tokens of a slot's context, resident or not; None when unknown.
+        n_ctx: maximum number of tokens of a slot's context, resident or not; None when unknown.
         n_cells: cells that a slot may use, alone or shared with other slots; None when unknown.
         n_slot_cells: cells that a slot can fill while all others are full: fewer than `n_cells`
             where slots share their cells (unified KV); None when unknown.
@@ -124,7 +125,7 @@ def _limit(evoke: object, name: str) -> int | None:
 
 
 def _slot_cells(evoke: object) -> int | None:
-    # A server of an earlier version does not tell the share of a slot.
+    # A server of an earlier version does not report the share of a slot.
     return _limit(evoke, "n_slot_cells") or _limit(evoke, "n_cells")
 
 

@@ -55,12 +55,12 @@ class Breaker:
         return self.state != HALF_OPEN or self.openings > 0
 
     def request_served(self) -> None:
-        """A request was answered: earlier failures no longer count."""
+        """Record that a request was answered: earlier failures no longer count."""
         if self.is_closed:
             self.failures = 0
 
     def request_failed(self, now: float) -> None:
-        """A request failed: make a check due now.
+        """Record that a request failed, and make a check due now.
 
         Ignored unless the breaker is closed, because then the request began before it opened.
         """
@@ -69,12 +69,15 @@ class Breaker:
             self.check_at = min(self.check_at, now)
 
     def begin_check(self) -> None:
-        """A check begins; an open breaker becomes half open, and the check is its trial."""
+        """Record that a check begins.
+
+        An open breaker becomes half open, and the check is its trial.
+        """
         self.is_checking, self._confirming = True, self.unconfirmed
         self.state = HALF_OPEN if self.state == OPEN else self.state
 
     def check_passed(self, now: float) -> bool:
-        """The check was answered; returns whether it closed the breaker."""
+        """Record that the check was answered; returns whether it closed the breaker."""
         has_closed = self.state == HALF_OPEN
         self.is_checking, self.check_at = False, now + self._rules.health_interval_s
         self.failures, self.backoff_s, self.state = 0, 0.0, CLOSED
@@ -84,7 +87,7 @@ class Breaker:
         return has_closed
 
     def check_failed(self, now: float) -> bool:
-        """The check failed; returns whether it opened the breaker."""
+        """Record that the check failed; returns whether it opened the breaker."""
         rules = self._rules
         self.is_checking = False
         if self.state == HALF_OPEN:
@@ -185,19 +188,19 @@ class ServerPool:
         return bool(model and self._model and model != self._model)
 
     def request_started(self, at: int) -> None:
-        """A request is sent there; `request_ended` follows."""
+        """Record that a request is sent to a server; `request_ended` follows."""
         self.members[at].in_flight += 1
 
     def request_ended(self, at: int) -> None:
-        """A request has ended, successfully or not."""
+        """Record that a request has ended, successfully or not."""
         self.members[at].in_flight -= 1
 
     def request_served(self, at: int) -> None:
-        """A request was answered: earlier failures no longer count."""
+        """Record that a request was answered: earlier failures no longer count."""
         self.members[at].breaker.request_served()
 
     def request_failed(self, at: int, now: float) -> None:
-        """A request failed there; see Breaker."""
+        """Record that a request failed; see `Breaker.request_failed`."""
         self.members[at].breaker.request_failed(now)
 
     def drain(self, at: int, draining: bool) -> bool:

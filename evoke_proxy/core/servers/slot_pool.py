@@ -36,7 +36,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The request waits: a later call returns the grant of this ticket.
+    """The request waits; a later call on the pool returns its ticket with the grant.
 
     `displaced` is the ticket of the waiter that this one removed from a full queue, if any.
     """
@@ -93,9 +93,10 @@ class SlotPool:
     """The slots of one server and the queue for them, fair between tenants. Times are seconds.
 
     Attributes:
-        max_queue: most requests that may wait; may change at any time. When the queue is full, the
-            newest waiter of the tenant that has most is removed for a tenant that has fewer.
-        tenant_queue: most waiting requests of one tenant; 0 for no limit.
+        max_queue: maximum number of waiting requests; may change at any time. When the queue is
+            full, the newest waiter of the tenant that has most is removed for a tenant that has
+            fewer.
+        tenant_queue: maximum number of waiting requests of one tenant; 0 for no limit.
         changed_at: when the latest request or decoding in any slot ended.
     """
 
@@ -171,8 +172,9 @@ class SlotPool:
         return Wait(waiter.ticket, displaced)
 
     def vacated(self, slot: int, now: float) -> list[tuple[int, Grant]]:
-        """The request in this slot has saved the rows of others: unlock the victim and free the
-        previous slot. Returns the tickets that this grants a slot.
+        """Unlock the victim and free the previous slot, once the request has saved their rows.
+
+        Returns the tickets that this grants a slot.
         """
         self._vacate(self._at(slot), now)
         return list(self._serve(now))
@@ -306,7 +308,7 @@ class SlotPool:
         return self._slots[slot] if slot < len(self._slots) else self._removed[slot]
 
     def _allowance(self) -> int:
-        """Extra waiters beyond the limits: those that wait only for short work of our own."""
+        """Number of waiters allowed beyond the limits: one for each short task of the proxy."""
         return self._short_locks + sum(slot.background for slot in self._slots)
 
     def _displace_for(self, tenant: str) -> int | None:

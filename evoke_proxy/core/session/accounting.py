@@ -19,8 +19,9 @@ from evoke_proxy.core.policy.registry import quotes_evicted
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 
-# Source of the tokens before a turn's tail: resident in its slot, some of them recovered, all
-# adopted by another slot, restored from a file, found in llama-server's own RAM cache, or decoded.
+# Source of the tokens before a turn's tail. `resident`: rows in its slot. `recovered`: rows in its
+# slot, some of them copied back. `adopted`: all rows loaded into another slot. `restored`: from a
+# snapshot. `ram`: from llama-server's own RAM cache. `decoded`: none of these, all were decoded.
 PATHS = ("resident", "recovered", "adopted", "restored", "ram", "decoded")
 _STOCK_PATHS = {"live": "resident", "ram": "ram", "restored": "restored"}
 
@@ -38,12 +39,12 @@ class TokenAccounting:
         decoded_hidden: Tokens decoded and evicted again before the first output token; also counted
             as decoded.
         n_resident: Rows in the slot when the reply ended.
-        n_resident_peak: The most rows that were in the slot.
+        n_resident_peak: Maximum number of rows in the slot during the turn.
         budget: The budget that llama-server enforced; 0 for none.
         epoch: The epoch of the slot.
         marker: llama-server's result for the marker of the request.
-        auto_evicted: Ranges that llama-server evicted itself, with the label of their copy; the
-            rows of one without a label are lost.
+        auto_evicted: Ranges that llama-server evicted itself, each with the label of its copy; None
+            when the rows are lost.
     """
 
     decoded: int
@@ -119,10 +120,11 @@ def forecast(view: PolicyView, plan: Plan) -> TokenAccounting:
 
 
 def agrees(forecast: TokenAccounting, measured: TokenAccounting, is_exact: bool) -> bool:
-    """Return whether the measured accounting agrees with a forecast; automatic eviction may differ.
+    """Return whether the measured accounting agrees with a forecast.
 
-    With attention windows and recurrent states, llama-server may have to continue from an earlier
-    position than rows alone require: then `is_exact` is false.
+    Tokens that llama-server evicted itself may be missing. Without `is_exact`, for models with
+    attention windows or recurrent states, it may also have decoded more than forecast, because such
+    a model may have to continue from an earlier position than its rows allow.
     """
     hidden = sum(len(span) for span, _ in measured.auto_evicted)
     promised = forecast.recovered + forecast.resident_before
@@ -153,7 +155,7 @@ class TurnRecord:
         resident_before: Tokens whose rows were in the slot.
         omitted: Tokens without rows.
         resident: Rows in the slot when the turn ended.
-        peak: The most rows that were in the slot.
+        peak: Maximum number of rows in the slot during the turn.
         budget: The budget; None without one.
         evicted: Ranges that left the slot for this turn.
         recovered_spans: Ranges that were copied back for it.

@@ -69,9 +69,10 @@ def block_map(
     pins: Sequence[Span],
     names: bool,
 ) -> list[dict[str, Any]]:
-    """Return every block as a JSON object, in prompt order; `score` is null when it is unknown.
+    """Return every block as a JSON object, in prompt order.
 
-    The answer is the last object. It is cut into blocks when the next prompt contains it.
+    `score` is null unless there is one score for each block. `names` includes display names. The
+    latest answer is the last object; it is cut into blocks when the next prompt contains it.
     """
     pinned = layout.blocks.pinned | layout.blocks.within(pins)
     usable_scores = scores if scores is not None and len(scores) == len(layout.blocks) else None

@@ -73,8 +73,8 @@ class OperatorOverrides:
     Attributes:
         pinned: Whether the session is never removed.
         own_budget: Whether `budget` replaces the configured one.
-        budget: The budget in tokens; None for none.
-        pins: Positions that stay in the cache.
+        budget: The budget in tokens; None for no limit. Ignored without `own_budget`.
+        pins: Ranges of the prompt that stay in the KV cache.
     """
 
     pinned: bool = False
@@ -150,7 +150,7 @@ def decode(data: bytes) -> SessionRecord:
         if version == 1:
             value = _from_version_1(value)
         elif version != _VERSION:
-            raise ValueError(f"a record of version {version}")
+            raise ValueError(f"records of version {version} are not supported")
         return _record_of(value)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ValueError(f"a record does not have the expected form: {error!r}") from error

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from posixpath import commonprefix
 from typing import Any
 
+# Causes, in this order: the billing line of Claude Code changed; a line of the system prompt with a
+# date, a time or the state of a working tree changed; another part of the system prompt changed;
+# tools were reordered, or changed; reasoning was removed from an earlier answer; an earlier message
+# was edited; the client went back and continued differently, or shortened the history; only the
+# chat template rendered the history differently.
 CAUSES = (
     *("billing_line", "date_line", "system_changed", "tool_order", "tools_changed"),
     *("thinking_dropped", "edited_history", "branched", "compacted", "template"),
@@ -33,7 +38,7 @@ class Drift:
 
     Attributes:
         cause: The likely cause, one of CAUSES.
-        message: Index of the first message that differs; None where only the template can differ.
+        message: Index of the first message that differs; None when tools or only the template do.
         start: First character of its new text that differs.
         end: End of the characters that differ.
     """
@@ -53,10 +58,10 @@ class Drift:
 
 
 def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
-    """Return how a chat body departs from its conversation's previous one; None if it continues it.
+    """Return how a chat body differs from the previous one; None when it only continues it.
 
-    Only bodies are compared. If the body continues and the tokens still diverge, the template has
-    rewritten the prompt.
+    Only bodies are compared. When the body continues the previous one and the tokens still diverge,
+    the chat template has rendered the history differently.
     """
     tools = _tools_changed(before.get("tools"), now.get("tools"))
     if tools:
@@ -70,15 +75,16 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
 
 
 def opening(body: Mapping[str, Any]) -> bytes:
-    """Return the first user message; empty while the body has fewer than two user messages."""
+    """Return the first user message as JSON; empty if the body has fewer than two user messages."""
     messages = _messages(body)
     questions = (item for item in messages if _role(item) == "user")
     first = next(questions, None)
-    young = first is None or next(questions, None) is None
-    return b"" if young else _json_text(first, sort_keys=True).encode()
+    is_first_turn = first is None or next(questions, None) is None
+    return b"" if is_first_turn else _json_text(first, sort_keys=True).encode()
 
 
 def _cause(old: Sequence[Any], new: Sequence[Any], at: int, start: int, end: int) -> str:
+    """Return the cause of a first difference in message `at`, at [start, end) of its new text."""
     was, now = old[at], new[at]
     if at == 0 or _role(now) in ("system", "developer"):
         line = _line(_text(now), start, end)
@@ -95,6 +101,7 @@ def _cause(old: Sequence[Any], new: Sequence[Any], at: int, start: int, end: int
 
 
 def _at_front(old: Sequence[Any], new: Sequence[Any], now: Any) -> str:
+    """Return the cause of a difference in the system prompt or the first message `now`."""
     if _role(now) in ("system", "developer"):
         return "system_changed"
     return "compacted" if len(new) < len(old) - 1 else "edited_history"

@@ -48,7 +48,8 @@ class Hint:
     Attributes:
         text: The name.
         source: The field or header that contains it.
-        weak: Whether the name only decides between sessions that match equally well.
+        weak: Whether the name may stand for several conversations, and so only decides between
+            sessions that match equally well.
     """
 
     text: str
@@ -152,7 +153,7 @@ def _continues(
 
 
 def _required_tokens(session: SessionPrompt, hint: Hint | None, n_users: int) -> float:
-    """Return how many tokens a prompt must share with a session's.
+    """Return how many tokens a prompt must share with a session's prompt to continue it.
 
     A prompt with the same name may go back to any earlier point. After a new user message,
     templates strip the reasoning since the last user message; then the tokens up to that message
@@ -181,7 +182,10 @@ def _strong_name(hint: Hint | None) -> str | None:
 
 
 def _session_in_metadata(metadata: object) -> object:
-    """Return the session in Claude Code's `metadata.user_id`: its end, or a member of JSON."""
+    """Return the session id in Claude Code's `metadata.user_id`; None when there is none.
+
+    The user id ends with it, or is a JSON object with it as `session_id`.
+    """
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user, str):
         return None

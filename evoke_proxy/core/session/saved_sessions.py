@@ -1,4 +1,4 @@
-"""What saved blocks tell about the sessions that made them."""
+"""Groups saved blocks by session, and finds the sessions that a prompt may continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evoke_proxy.core.prompt.rendered import Tokens
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """A session that llama-server has copies of.
+    """A session of which llama-server has saved blocks.
 
     Attributes:
         id: The id of the session.
@@ -27,12 +27,12 @@ class SavedSession:
 
     @property
     def end(self) -> int:
-        """End of its last copy, tokens."""
+        """End position of its last copy."""
         return max(span.end for span in self.spans.values())
 
 
 def saved_sessions(copies: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedSession]:
-    """The sessions of copies that llama-server lists, by id; copies without a session are left out.
+    """Group the copies that llama-server lists by session id; copies without one are left out.
 
     `copies` are the elements of `blocks` in an answer about a slot, by label.
     """
@@ -49,11 +49,12 @@ def _by_end(spans: Mapping[str, Span]) -> dict[str, Span]:
 
 
 def most_similar(sessions: Iterable[SavedSession], tokens: Tokens) -> list[SavedSession]:
-    """The sessions whose first request may have begun like a prompt, the longest match first.
+    """Return the sessions whose first request begins like a prompt, the longest match first.
 
-    Labels contain a hash of the tokens from the start of the request that the block was first part
-    of, so only blocks of the first request can be compared without asking llama-server. The tokens
-    are hashed once for all sessions, and no further than the longest match.
+    The label of a block contains a hash of the tokens from the start of the prompt that the block
+    was cut from. Hashes of later requests continue those of earlier blocks, so only the blocks of
+    the first request can be compared without a call to llama-server. The tokens are hashed once for
+    all sessions, and no further than the longest match.
     """
     candidates = list(sessions)
     rest = [iter(session.spans.items()) for session in candidates]

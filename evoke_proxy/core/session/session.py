@@ -1,8 +1,9 @@
 """State of one conversation under a budget: its blocks, its copies, and its turns.
 
-A turn calls `begin`, `plan`, then `applied` (or `failed`, and `begin` again), then `finish`;
-`plan_replaced` comes between these two when another plan had to be run.
-Between turns `plan_save_all` returns the copies to make before another session gets the slot. The
+A turn calls `begin` and `plan`, then `applied` when llama-server has run the plan, and at last
+`finish`. When llama-server refuses the plan, `failed` follows instead of `applied`, and the turn
+begins again. When another plan was run after the session's own, `plan_replaced` follows `applied`.
+Between turns, `plan_save_all` returns the copies to make before another session gets the slot. The
 session makes no calls and reads no clock.
 """
 
@@ -42,7 +43,7 @@ GENERATED = "/gen"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TurnInputs:
-    """Inputs from which `begin` computes a turn.
+    """Values from which `begin` computes a turn.
 
     Attributes:
         number: The number of the turn.
@@ -117,7 +118,11 @@ class Session:
 
     @classmethod
     def from_state(cls, state: SessionState, config: PolicyConfig) -> Session:
-        """Create a session from a record; its copies are unknown until `confirm_copies`."""
+        """Create a session from a record.
+
+        The copies of the record may be lost: call `on_server_restart`, then `confirm_copies` with
+        those that llama-server reports.
+        """
         session = cls(state.id, state.tenant, config)
         session.turns = state.turns
         session.layout = state.layout
@@ -229,11 +234,11 @@ class Session:
         self._unconfirmed = {k: v for k, v in self._unconfirmed.items() if k not in unknown}
 
     def plan_replaced(self) -> None:
-        """Record that a plan which the session has not made has run after its own plan."""
+        """Record that llama-server has run another plan after the session's own plan."""
         self._planned, self._eviction_order = None, {}
 
     def decoding_broke_off(self) -> None:
-        """Record that llama-server has decoded and may have evicted, but did not report it."""
+        """Record that a reply ended early: llama-server may have evicted blocks unreported."""
         self._unconfirmed |= self._eviction_order
 
     def finish(self, accounting: TokenAccounting | None) -> bool:
@@ -254,7 +259,7 @@ class Session:
         return planned is None or agrees(forecast(*planned), accounting, self._can_adopt)
 
     def add_copies(self, copies: Iterable[tuple[str, Span]]) -> None:
-        """Add copies, by label, of ranges of this session's slot as its rows are now."""
+        """Record copies, given as label and range, of the current rows of this session's slot."""
         added = tuple(copies)
         if not added:
             return
@@ -262,9 +267,9 @@ class Session:
         self.layout = self.layout.with_saved(added)
 
     def on_server_restart(self, can_adopt: bool) -> None:
-        """Record that llama-server restarted.
+        """Record that llama-server restarted: all rows are lost, and no copy is used any more.
 
-        All rows are lost, and so are copies that `confirm_copies` does not find.
+        `confirm_copies` then adds those copies that still exist.
         """
         self._can_adopt = can_adopt
         blocks = self.layout.blocks
@@ -351,7 +356,10 @@ class Session:
         return marks if mark == _NO_MARK else {**marks, number: mark}
 
     def _reconcile(self, inputs: _TurnInputs) -> tuple[Layout, int]:
-        """Return the layout of the turn's prompt, and up to where the slot adopts saved blocks."""
+        """Return the layout of the turn's prompt, and the end of the blocks that the slot adopts.
+
+        The end is 0 when the slot keeps its rows.
+        """
 
         def layout_on(slot: SlotView) -> Layout:
             layout = self.layout.reconcile(
@@ -373,9 +381,9 @@ class Session:
         return self._with_unconfirmed(layout_on(view)), 0
 
     def _with_unconfirmed(self, layout: Layout) -> Layout:
-        """Return the layout with copies of what the decode budget may have saved.
+        """Return the layout with the copies that an unreported eviction may have made.
 
-        A block may have been saved as a whole, or else in pieces.
+        Of each block that has no rows any more, either the whole block was saved, or pieces of it.
         """
         if not self._unconfirmed:
             return layout
@@ -389,7 +397,10 @@ class Session:
         )
 
     def _possible_pieces(self) -> dict[str, Span]:
-        """Return the unconfirmed pieces of blocks that may not have a copy as a whole, by label."""
+        """Return the unconfirmed pieces, by label, of blocks that are recorded as saved.
+
+        Such a block may have been saved in pieces instead.
+        """
         saved = self.layout.saved if self._unconfirmed else frozenset()
         pieces = self._unconfirmed.items()
         return {label: span for label, span in pieces if block_of_piece(label) in saved}
@@ -397,6 +408,7 @@ class Session:
     def _policy_view(
         self, inputs: _TurnInputs, layout: Layout, adopt_to: int, task: Task
     ) -> PolicyView:
+        """Return the policy's input; outdated copies of resident blocks do not count as copies."""
         oldest = inputs.number - _RESIDENCY_TURNS
         recovered = frozenset(k for k, number in self._recovered.items() if number >= oldest)
         is_outdated = layout.in_cache & layout.blocks.labelled(self._outdated)
@@ -419,7 +431,7 @@ class Session:
         )
 
     def _generated_spans(self, view: SlotView, start: int) -> list[Span]:
-        """Return unsaved resident rows after the last block, in spans of the size of a block."""
+        """Return the unsaved resident rows from `start` on, in spans as long as a block or less."""
         saved = {item.span for item in self.layout.ranges}
         size = self.config.block_tokens
         spans = [
@@ -431,7 +443,10 @@ class Session:
 
 
 def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
-    """Return the start of a new task, the request's first new user message; None without one."""
+    """Return the position where the request begins a new task; None when it does not.
+
+    It is the start of the request's first new user message, else the start of the answer.
+    """
     if not inputs.request.options.task_boundary:
         return None
     blocks = layout.blocks

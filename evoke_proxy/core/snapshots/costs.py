@@ -1,4 +1,4 @@
-"""Measures the costs of decoding, saving and restoring, and decides which of them pays."""
+"""Measures the costs of decoding, saving and restoring, and decides when to save and restore."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from evoke_proxy.core.model.counts import Rate, is_count, token_count
 
-# Seconds for two calls and a look-up in the index.
+# Seconds that a restore takes besides reading the file: two calls and a look-up in the index.
 _OVERHEAD_S = 0.02
 # Shares of `min_gain` that a save must gain, because the number of its restores is unknown. The
 # second applies to a save that a request waits for.
@@ -46,9 +46,10 @@ class Costs:
         self.next_save_at = now + seconds * (1.0 / self.stall_share - 1.0)
 
     def worth_restoring(self, gain: int, n_bytes: int) -> bool:
-        """Return whether decoding `gain` tokens less pays for reading `n_bytes`.
+        """Return whether decoding `gain` tokens takes over `min_gain` times as long as the restore.
 
-        True before the first measurement of the speeds, so that they are measured.
+        `n_bytes` is the size of the snapshot. True before the first measurement of the speeds, so
+        that they are measured.
         """
         if not self.prefill.value or not self.restore.value:
             return True
@@ -56,11 +57,12 @@ class Costs:
         return self.prefill.seconds(gain) > self.min_gain * cost
 
     def worth_saving(self, gain: int, n_tokens: int, waited_for: bool = False) -> bool:
-        """Return whether a snapshot pays that is `gain` tokens longer than the existing one.
+        """Return whether to save a snapshot of `n_tokens`, `gain` more than the existing one has.
 
-        How often it will be restored is unknown, and the number of saves is limited: while no
-        request waits, a small gain is enough. One that is `waited_for` has to pay with its first
-        restore; before the speeds were measured it does when half of it is new.
+        How often it will be restored is unknown, and `stall_share` limits the saves: while no
+        request waits, a small gain is enough. When a request waits for the save (`waited_for`), the
+        first restore must save time: with the default `min_gain`, more than the save takes. Before
+        the speeds are measured, such a save needs a gain of at least half of its tokens.
         """
         if not self.prefill.value or not self.save.value:
             return not waited_for or 2 * gain >= n_tokens or not self.min_gain
@@ -104,8 +106,9 @@ def _stated(timings: Mapping[str, Any], usage: Mapping[str, Any]) -> tuple[objec
 
 @dataclass(slots=True)
 class SuccessTracker:
-    """Counts successes and failures of one method that saves decoding."""
+    """Counts successes and failures of one method that avoids decoding."""
 
+    # Number of uses that provided at least half of the predicted tokens, and of the others.
     useful: int = 0
     wasted: int = 0
 

@@ -14,7 +14,8 @@ class DiskFormat:
     with other associated data.
     """
 
-    # Identifies the key without revealing it; the index states with which key it was written.
+    # Identifies the key without revealing it; the index states with which key it was written. 0: no
+    # encryption.
     key_id = 0
     # The `key_id` of the same key in the format of earlier versions, which is no longer read.
     former_key_id: int | None = None
@@ -31,11 +32,17 @@ class DiskFormat:
         return data
 
     def encode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Write the stored form of a file to `target`; False when the source itself is stored."""
+        """Write the form of a file to store to `target`.
+
+        Returns False, and writes nothing, when `source` itself is to be stored.
+        """
         return False
 
     def decode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Write what a stored file was made of; False when the stored file itself is that."""
+        """Write the content of a stored file to `target`.
+
+        Returns False, and writes nothing, when `source` itself has the content.
+        """
         return False
 
 

@@ -18,7 +18,9 @@ _META = ("vocab_type", "n_vocab", "n_ctx_train", "n_embd", "n_params", "size", "
 class ModelFile:
     """Identity of a file of weights."""
 
+    # Size of the file.
     n_bytes: int
+    # Time of its last change, nanoseconds since the epoch.
     mtime_ns: int
     # Hash of its first and last bytes.
     sample: str
@@ -67,9 +69,10 @@ def fingerprint(
 
 
 def with_layout(stated: str, cache: Cache | None) -> str:
-    """Add the types of keys and values, and whether they are laid out for flash attention.
+    """Add the cache's types of keys and values, and its layout of values, to a fingerprint.
 
-    Returns the fingerprint unchanged while no file with rows of attention has shown them.
+    `cache` is read from a file that the server wrote. Returns the fingerprint unchanged without a
+    file, or when the file has no rows of attention.
     """
     if cache is None or cache.types is None:
         return stated
@@ -107,7 +110,7 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 
 def _layout(props: Mapping[str, Any], listed: Any) -> dict[str, Any]:
-    """What is stated of KV types, flash attention and the cache; empty where nothing is."""
+    """Return what the server states about KV types, flash attention and the cache; may be empty."""
     layout = {name: props[name] for name in _LAYOUT if name in props}
     evoke = props.get("evoke")
     limits = evoke.get("limits") if isinstance(evoke, Mapping) else None

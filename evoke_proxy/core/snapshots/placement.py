@@ -15,6 +15,7 @@ from evoke_proxy.core.snapshots.snapshots import Match
 class Situation:
     """Inputs of the decision, after a request has leased its slot."""
 
+    # Tokens of the request's prompt.
     prompt: Tokens
     # Contents that the conversation's latest request left in a slot.
     contents: SlotContents | None
@@ -22,9 +23,11 @@ class Situation:
     slots: Sequence[SlotStatus] | None
     # The slot that was leased.
     leased: int
+    # Number of slots of the server.
     n_slots: int
     # The server empties idle slots when another one starts.
     clears_idle_slots: bool
+    # Observed behaviour of the server.
     behaviour: ServerBehaviour
     # A restore must avoid decoding at least this many tokens.
     min_gain_tokens: int
@@ -39,8 +42,8 @@ class Situation:
 class Placement:
     """Actions before the request is forwarded, and the expected reuse."""
 
-    # "live": its slot has the beginning of the prompt. "ram": the server's RAM cache may have it.
-    # "new": nothing is known to have it. A restore that succeeds replaces any of them.
+    # Where the beginning of the prompt is. "live": in its slot. "ram": possibly in the server's RAM
+    # cache. "new": probably nowhere. A restore that succeeds replaces each of these.
     source: str
     # Contents of the conversation in its slot; None when there are none.
     live: SlotContents | None = None
@@ -85,11 +88,12 @@ def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement
 
 
 def slot_to_name(situation: Situation, predicted_ram: SlotContents | None) -> int | None:
-    """Return the slot that the request names; None where llama-server finds a better one.
+    """Return the slot that the forwarded request names; None to let llama-server choose.
 
-    One slot needs no name. Where idle slots are emptied, the slot may be empty when the request
-    arrives, and one that is named is not filled from RAM. Elsewhere a request that names none could
-    get a slot that is prepared for another.
+    llama-server fills an empty slot from its RAM cache only for a request that names no slot. So no
+    slot is named when the server empties idle slots, or when the leased slot is empty and the
+    contents are predicted to be in RAM; nor when there is only one slot. Otherwise the leased slot
+    is named, because llama-server could choose a slot that is prepared for another request.
     """
     if situation.server_chooses:
         return None

@@ -14,6 +14,7 @@ from evoke_proxy.core.snapshots.costs import SuccessTracker
 class SlotStatus:
     """One slot as `GET /slots` shows it."""
 
+    # Number of the slot.
     id: int
     # Number of the slot's latest task; None in a server that has just started.
     task: int | None
@@ -38,8 +39,9 @@ class SlotStatus:
 class SlotContents:
     """The tokens that a conversation left in a slot."""
 
-    # -1 where it is not known in which slot they are.
+    # Number of the slot; -1 when unknown.
     slot: int
+    # Tokens that are in the slot, from its start on.
     tokens: Tokens
     # No further tokens follow `tokens` in the slot.
     exact: bool
@@ -83,7 +85,7 @@ class SentRequest:
 
 @dataclass(slots=True)
 class ServerBehaviour:
-    """Observed behaviour of one server: what saves decoding, and the kind of its memory."""
+    """Observed behaviour of one server: which methods avoid decoding, and its kind of memory."""
 
     # Whether a restored slot saves decoding.
     restore: SuccessTracker = field(default_factory=SuccessTracker)
@@ -152,6 +154,9 @@ class ServerBehaviour:
 
 
 def has_restarted(contents: Iterable[SlotContents], slots: Sequence[SlotStatus]) -> bool:
-    """Return whether another server instance left these contents: task numbers begin at 0."""
+    """Return whether the server has restarted since it had these contents.
+
+    Task numbers begin at 0 again, so they are then lower than those of the contents.
+    """
     latest = max((status.task for status in slots if status.task is not None), default=-1)
     return any(item.status is not None and (item.status.task or 0) > latest for item in contents)

@@ -1,4 +1,4 @@
-"""Selects snapshots: the best match of a prompt, the worth of each, and which to delete."""
+"""Selects snapshots: the best match for a prompt, and which ones to delete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of one slot in a file, which holds exactly `tokens`."""
+    """A file with the state of one slot."""
 
+    # Unique in its repository.
     id: str
+    # Tenant of the conversation.
     tenant: str
     # Identifies the model and the layout of its cache.
     fingerprint: str
@@ -35,7 +37,7 @@ class Snapshot:
     checksum: str
     # Estimated seconds to decode the tokens again.
     prefill_s: float
-    # Seconds since the epoch.
+    # When it was saved, and when it was last used: seconds since the epoch.
     created: float
     used: float
     # Number of restores, halved every half-life, as of `used`.
@@ -44,6 +46,7 @@ class Snapshot:
     pinned: bool = False
     # A restore of it began and did not succeed.
     suspect: bool = False
+    # The tokens whose state the file contains.
     tokens: Tokens = field(compare=False, kw_only=True)
 
     @property
@@ -64,7 +67,7 @@ class Changes:
     marks: Mapping[str, tuple[float, float, bool, bool]] = field(default_factory=dict)
     # Ids that are not in the index any more.
     removed: Collection[str] = ()
-    # The earlier version is not taken into account.
+    # `added` has all snapshots of the index; the earlier version does not matter.
     is_complete: bool = False
 
 
@@ -136,10 +139,11 @@ def worth(snapshot: Snapshot, now: float, half_life_s: float) -> float:
 
 
 def best(snapshots: Iterable[Snapshot], tokens: Tokens, partial: bool) -> Match | None:
-    """Return the snapshot that saves most of decoding `tokens`; None when none saves anything.
+    """Return the snapshot that has most of the first tokens of a prompt; None when none has any.
 
-    With `partial` the prompt may continue only a part of it: a dense memory can be cut back, a
-    recurrent one cannot. Of two that save the same, the smaller one.
+    With `partial` the prompt may continue only a part of the snapshot, which requires a memory that
+    can be cut back: a dense one can, a recurrent one cannot. Of equal ones the smaller file is
+    returned. Suspect snapshots do not count.
     """
     fitting = [match for match in _matches(snapshots, tokens) if partial or match.extends]
     rank = lambda match: (match.shared, -match.snapshot.n_bytes)  # noqa: E731
@@ -154,9 +158,10 @@ def _matches(snapshots: Iterable[Snapshot], tokens: Tokens) -> Iterator[Match]:
 
 
 def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the snapshots that a new one replaces: of its branch and kind, and a prefix of it.
+    """Return the unpinned snapshots of the same branch and kind that are a prefix of a new one.
 
-    So a branch keeps two: the latest boundary after a message of the user, and the latest step.
+    The new one replaces them, so a branch keeps two: one at the latest boundary after a message of
+    the user, and one at the latest step.
     """
     return [
         old
@@ -171,10 +176,11 @@ def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
 def surplus(
     snapshots: Collection[Snapshot], bounds: Bounds, free_bytes: int, now: float
 ) -> list[tuple[Snapshot, str]]:
-    """Return the snapshots to delete to keep the limits, each with the exceeded limit.
+    """Return the snapshots to delete to keep the limits, each with the name of the exceeded limit.
 
-    `free_bytes` is the room on the disk. Snapshots that are too old come first, then the least
-    valuable ones of the tenant that has most. Pinned ones are never returned.
+    `free_bytes` is the free space on the disk. Snapshots that are too old come first ("age"), then
+    the least valuable ones of tenants over their limit ("tenant"), then those of the tenant that
+    has most until "count", "bytes" and "free_space" are kept. Pinned ones are never returned.
     """
     deletable = [item for item in snapshots if not item.pinned]
     deletable.sort(key=lambda item: (worth(item, now, bounds.half_life_s), item.used, item.id))
@@ -247,10 +253,10 @@ def _over_room(
 def has_room(
     snapshots: Collection[Snapshot], bounds: Bounds, tenant: str, n_bytes: int, free_bytes: int
 ) -> bool:
-    """Return whether a new snapshot of a tenant would stay, whatever it is worth.
+    """Return whether there is room for a new snapshot of a tenant if it were the most valuable.
 
-    It would not where pinned ones fill a limit, or where its tenant has most and nothing else that
-    can be deleted.
+    There is none when pinned snapshots fill a limit, or when its tenant has most and no other
+    snapshot that can be deleted.
     """
     now = max((item.used for item in snapshots), default=0.0)
     new = Snapshot(

@@ -100,7 +100,7 @@ class Insertion:
 
 
 def caches(read: Read, size: int) -> tuple[Cache, ...]:
-    """Return the caches in a file of `size` bytes; none when it has any other contents."""
+    """Return the caches in a file of `size` bytes; none when the file has any other content."""
     read_caches = list(_caches(_Cursor(read, size)))
     return (
         tuple(cache for cache in read_caches if cache is not None)
@@ -110,7 +110,7 @@ def caches(read: Read, size: int) -> tuple[Cache, ...]:
 
 
 def first_cache(read: Read, size: int) -> Cache | None:
-    """Return the first cache with rows, whatever follows it; None when there is none."""
+    """Return the first cache with rows, whatever follows it in the file; None without one."""
     read_caches = _caches(_Cursor(read, size))
     return next((cache for cache in read_caches if cache is None or cache.types), None)
 
@@ -155,7 +155,7 @@ def in_window(caches: Sequence[Cache]) -> bool:
 
 
 def missing(caches: Sequence[Cache], read: Read) -> list[Insertion]:
-    """Return the bytes that a file with these caches lacks, by offset; empty when complete."""
+    """Return the insertions that complete a file with these caches; empty when it is complete."""
     last = caches[-1] if has_windows(caches) else None
     if last is None or not last.lowest:
         return []
@@ -171,6 +171,8 @@ def missing(caches: Sequence[Cache], read: Read) -> list[Insertion]:
 
 
 class _Cursor:
+    """Reads a file from its start on; ValueError at its end."""
+
     def __init__(self, read: Read, size: int) -> None:
         self._read, self._size = read, size
         self.at = 0
