@@ -25,7 +25,7 @@ from evoke_proxy.core.policy.planner import (
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
-from evoke_proxy.core.policy.spending import Spending, kept, spend
+from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
 from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
@@ -88,15 +88,15 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             order = _unit_order(view, query, config, units)
         scores = keep + _ranked(order, units)
         if room is not None:
-            # Newer live blocks score higher, in case that not all of them fit beside the files.
+            # Newer live blocks score higher, in case not all of them fit beside the files.
             scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
             if parameters.relevance > 0 and uses_text(config):
                 scores[reread_file_blocks(view, query, config)] = _REREAD
             scores[rules] = _RULES
-        spending = Spending(units, order, margin)
+        selection = SelectionOrder(units, order, margin)
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
-            return spend(candidates, scores, capacity, spending)
+            return select_blocks(candidates, scores, capacity, selection)
 
         tail_scores, tail_room = scores, None
         if room is not None and config.budget is not None:
@@ -105,7 +105,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             if 2 * view.n_to_decode > config.budget:
                 tail_scores = _tail_scores(view, query, config, keep, scores)
             if 2 * view.n_to_decode > config.budget or left is not None:
-                stays = kept(spending, view, scores, room if left is None else left)
+                stays = blocks_to_keep(selection, view, scores, room if left is None else left)
                 tail_scores = tail_scores + np.where(stays, _KEPT, 0.0)
             if left is not None:
                 tail_scores[asks:] += _ASKS

@@ -98,7 +98,7 @@ def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
 def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatArray:
     """Return the score of each block [n]; those with the highest scores stay or are recovered.
 
-    Returns the keep-scores when the policy evicts nothing.
+    Returns the keep-scores without a budget, or when the policy evicts nothing.
     """
     policy = policy_of(config)
     if config.budget is None or policy.choose is None:

@@ -27,13 +27,13 @@ _DECODED_CHARS = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class JsonSpan:
-    """Position of an object's member or a list's element in the text.
+    """Position of an object's member or a list's element in the text, as character indexes.
 
     Attributes:
         key: key of the member; empty for an element.
-        start: first character of the element, or of the key.
-        value: first character of the value.
-        end: character after the value.
+        start: start of the element, or of the member's key.
+        value: start of the value.
+        end: index after the last character of the value.
     """
 
     key: str
@@ -92,7 +92,10 @@ class JsonScanner:
         return at
 
     def find_all(self, paths: Iterable[Path]) -> dict[Path, JsonSpan]:
-        """The positions of the values at these paths; each part of the text is read once."""
+        """The positions of the values at these paths, without paths that have none.
+
+        Each part of the text is read once.
+        """
         result: dict[Path, JsonSpan] = {}
         todo = [(list(paths), 0, self.document())]
         while todo:
@@ -197,6 +200,8 @@ _VISIBLE_BYTE = re.compile(rb"[^ \t\n\r]")
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
+    """Replaces the characters [start, end) by a text."""
+
     start: int
     end: int
     text: str
@@ -347,6 +352,7 @@ def inserted(body: bytes, set: Mapping[str, bytes]) -> tuple[bytes | memoryview,
 def _unwanted(
     members: list[JsonSpan], set: Mapping[str, bytes], remove: Collection[str]
 ) -> Collection[int]:
+    """The indexes of members to remove: those of `remove`, and repetitions of those of `set`."""
     first: dict[str, int] = {}
     for i, member in enumerate(members):
         first.setdefault(member.key, i)

@@ -39,10 +39,10 @@ class Shape:
     """The structure of a JSON text.
 
     Attributes:
-        depth: Deepest nesting of objects and lists.
-        keys: Most keys of one object.
-        values: Objects, lists and keys in total.
-        elements: Commas in total, most of which separate list elements.
+        depth: Maximum nesting depth of objects and lists.
+        keys: Maximum number of keys in one object.
+        values: Number of objects, lists and keys.
+        elements: Number of commas, most of which separate list elements.
     """
 
     depth: int = 0

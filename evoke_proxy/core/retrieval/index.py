@@ -244,7 +244,7 @@ class Index:
         return np.where(_of_short_messages(blocks), self._of(self._instruction_points), 0.0)
 
     def _of(self, values: array[float]) -> FloatArray:
-        """Select the values of the blocks from values by document number."""
+        """Return the values [n] of the blocks, given an array of values by document number."""
         return np.array(values)[self._documents]
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
@@ -440,7 +440,8 @@ class Index:
         return self._of_blocks(scores), self._of_blocks(coverage)
 
     def _of_blocks(self, values: FloatArray) -> FloatArray:
-        """Select the values of the blocks from values by document number."""
+        """Return the values [n] of the blocks, given values by document number, or these values."""
+        # Without documents of removed blocks, the documents are numbered in block order.
         if len(self._blocks) == len(self._inverted):
             return values
         return values[self._documents]

@@ -61,7 +61,7 @@ def test_without_captured_attention_the_newest_blocks_are_kept(name: str) -> Non
     assert not plan.saves and not plan.loads
 
 
-def test_scored_keeps_the_blocks_attended_last() -> None:
+def test_the_scored_policy_keeps_the_blocks_attended_last() -> None:
     turns = np.array([1.0, 9.0, 3.0, 8.0, 2.0, 4.0, 5.0, 6.0])
     assert resident_with("scored", view(last_attended=turns)) == "0 1 3 5 6 7"
 

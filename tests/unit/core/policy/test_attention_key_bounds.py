@@ -81,7 +81,7 @@ def test_the_block_that_the_queries_match_is_the_most_important(matched: int) ->
     assert np.all((importance >= 0) & (importance < 1))
 
 
-def test_bounds_that_are_not_known_are_requested_again() -> None:
+def test_blocks_without_bounds_are_requested_and_have_no_importance() -> None:
     keys, memory = random_keys(), KeyBounds()
     known = [True, False] + [True] * 6
     memory.add(bounds_answer(keys, known), VIEW.blocks.labels)

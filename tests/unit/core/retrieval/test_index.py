@@ -203,7 +203,7 @@ def test_a_strong_word_match_outweighs_a_vector() -> None:
     assert np.argsort(-scores)[:2].tolist() == [3, 7]
 
 
-def test_vectors_are_kept_when_the_index_removes_dead_blocks() -> None:
+def test_vectors_are_kept_when_the_index_is_rebuilt() -> None:
     index, dim = Index(), 4
     table = BlockTable([block(0, "kept text")])
     index.relevance(Query.of("x"), table)

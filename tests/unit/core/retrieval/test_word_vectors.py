@@ -24,7 +24,7 @@ def test_a_text_without_known_pieces_or_with_sum_0_is_the_zero_vector() -> None:
     assert TABLE.vectors([]).shape == (0, 2)
 
 
-def test_a_rest_of_rounding_is_the_zero_vector_on_any_processor() -> None:
+def test_a_sum_within_its_rounding_errors_is_the_zero_vector() -> None:
     """0.1 + 0.2 - 0.3 in float32 is 0 or a rest of 1e-8, by the order of the additions."""
     rows = np.full((3, 2), [[100, 0]], np.int8)
     scales = np.array([0.1, 0.2, -0.3], np.float32)

@@ -110,7 +110,7 @@ messages = st.lists(
 
 
 @given(messages, messages)
-def test_any_two_bodies_have_a_known_cause_or_none(old: list[Any], new: list[Any]) -> None:
+def test_any_two_bodies_have_one_of_the_causes_or_no_drift(old: list[Any], new: list[Any]) -> None:
     found = drift({"messages": old}, {"messages": new})
     assert (found is None) == (new[: len(old)] == old)
     if found is not None:

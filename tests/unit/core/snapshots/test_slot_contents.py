@@ -42,7 +42,7 @@ def test_contents_are_valid_while_the_slot_status_is_unchanged(
     assert LEFT.is_unchanged([now]) is expected
 
 
-def test_contents_that_were_cut_off_record_growth() -> None:
+def test_contents_that_were_cut_off_may_have_grown() -> None:
     cut = replace(LEFT, was_cut_off=True)
     assert cut.is_unchanged([replace(LOOK, task=9, n_tokens=4)])
     assert not cut.is_unchanged([replace(LOOK, task=9, n_tokens=2)])

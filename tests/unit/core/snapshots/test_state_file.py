@@ -148,7 +148,7 @@ def test_text_within_its_windows_is_useless_to_restore() -> None:
     assert has_windows(found) and in_window(found) and not missing(found, io.BytesIO(data).read)
 
 
-def test_a_useless_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_text_lies_within_the_windows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(file(*[cache(range(N_TOKENS), False, (4,))] * 2))
     with pytest.raises(SnapshotUnusable) as refused:
         SnapshotFiles(tmp_path).complete("x")

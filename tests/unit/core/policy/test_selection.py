@@ -1,4 +1,4 @@
-"""Spending the budget: on blocks that must stay, then the ranking, then by keep-score."""
+"""Selection of blocks: those that must stay, then the ranking, then by keep-score."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.policy.planner import candidates_of
-from evoke_proxy.core.policy.spending import Spending, kept, spend
+from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.units import Units
 
 
 def chosen(view: PolicyView, scores: list[float], order: list[int], capacity: int) -> list[int]:
     units = Units.of(view.blocks, 256)
-    spending = Spending(units, np.array(order, np.int64), 0.0)
-    result = spend(candidates_of(view, 0, True), np.array(scores), capacity, spending)
+    selection = SelectionOrder(units, np.array(order, np.int64), 0.0)
+    result = select_blocks(candidates_of(view, 0, True), np.array(scores), capacity, selection)
     return np.flatnonzero(result.chosen).tolist()
 
 
@@ -44,6 +44,6 @@ def test_blocks_are_chosen_by_need_then_by_ranking_then_by_keep_score() -> None:
 def test_new_blocks_are_kept_by_the_same_rule() -> None:
     view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
     units = Units.of(view.blocks, 256)
-    spending = Spending(units, np.array([0, 1], np.int64), 0.0)
-    mask = kept(spending, view, np.zeros(6), 64 * 2)
+    selection = SelectionOrder(units, np.array([0, 1], np.int64), 0.0)
+    mask = blocks_to_keep(selection, view, np.zeros(6), 64 * 2)
     assert np.flatnonzero(mask).tolist() == [3]

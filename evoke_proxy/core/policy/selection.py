@@ -20,7 +20,7 @@ BEFORE_RANKING = 3.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spending:
+class SelectionOrder:
     """The order in which units and blocks are taken.
 
     Attributes:
@@ -35,8 +35,8 @@ class Spending:
     margin: float | FloatArray
 
 
-def spend(
-    candidates: Candidates, scores: FloatArray, capacity: int | None, spending: Spending
+def select_blocks(
+    candidates: Candidates, scores: FloatArray, capacity: int | None, selection: SelectionOrder
 ) -> WorkingSet:
     """Return the working set: required blocks, ranked units that fit, then the best other blocks.
 
@@ -48,28 +48,30 @@ def spend(
         optional, blocks = candidates.optional, candidates.blocks
         taken = best_fit(optional & (scores >= BEFORE_RANKING), scores, blocks, room)
         room -= int(candidates.lengths[taken].sum())
-        ranked = _first_fit(spending, candidates.lengths, optional & ~taken, room)
+        ranked = _first_fit(selection, candidates.lengths, optional & ~taken, room)
         room -= int(candidates.lengths[ranked].sum())
         taken |= ranked
-        worth = scores + np.where(candidates.was_resident, spending.margin, 0.0)
+        worth = scores + np.where(candidates.was_resident, selection.margin, 0.0)
         return taken | best_fit(optional & ~taken, worth, blocks, room)
 
     return fill_capacity(candidates, capacity, fill)
 
 
-def kept(spending: Spending, view: PolicyView, scores: FloatArray, room: int) -> Mask:
+def blocks_to_keep(
+    selection: SelectionOrder, view: PolicyView, scores: FloatArray, room: int
+) -> Mask:
     """Return the blocks [n] of the whole prompt to keep in `room` tokens, if all had rows."""
     taken = best_fit(scores >= BEFORE_RANKING, scores, view.blocks, room)
     lengths = view.blocks.lengths
-    return taken | _first_fit(spending, lengths, ~taken, room - int(lengths[taken].sum()))
+    return taken | _first_fit(selection, lengths, ~taken, room - int(lengths[taken].sum()))
 
 
-def _first_fit(spending: Spending, lengths: Positions, wanted: Mask, room: int) -> Mask:
+def _first_fit(selection: SelectionOrder, lengths: Positions, wanted: Mask, room: int) -> Mask:
     """Return the wanted blocks [n] of the ranked units that fit into `room`, best unit first."""
-    units = spending.units
-    costs = units.sums(np.where(wanted, lengths, 0))[spending.order]
+    units = selection.units
+    costs = units.sums(np.where(wanted, lengths, 0))[selection.order]
     is_taken = np.zeros(len(units), np.bool_)
-    for unit, cost in zip(spending.order.tolist(), costs.tolist(), strict=True):
+    for unit, cost in zip(selection.order.tolist(), costs.tolist(), strict=True):
         if 0 < cost <= room:
             is_taken[unit] = True
             room -= cost
