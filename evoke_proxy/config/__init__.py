@@ -1,4 +1,4 @@
-"""Settings: `schema` declares them, `loader` reads, checks and reloads them."""
+"""The settings: `schema` declares them; `loader` loads, checks and reloads them."""
 
 from __future__ import annotations
 

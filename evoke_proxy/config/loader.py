@@ -1,6 +1,8 @@
-"""Reads settings: command line > EVOKE_* environment > YAML file > default; and reloads them.
+"""Loads, checks and reloads the settings.
 
-Every value is checked against `schema`. A ConfigError names the key and says what is wrong with it.
+An option of the command line overrides an EVOKE_* variable, which overrides the YAML file, which
+overrides the default. Every value is checked against `schema`. A ConfigError names the key and says
+what is wrong with its value.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from evoke_proxy.config.schema import (
 )
 from evoke_proxy.errors import ConfigError
 
-# Numbers as in YAML 1.2. YAML 1.1 reads 010000 as octal, 1:30 as 90, and 1e3 as a text.
+# Numbers as in YAML 1.2. PyYAML implements YAML 1.1, which reads 010000 as octal, 1:30 as 90, and
+# 1e3 as a text.
 _INTEGER = re.compile(r"\A(?:[-+]?[0-9][0-9_]*\Z|0x[0-9a-fA-F]+\Z)")
 _REAL = re.compile(
     r"\A(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.inf\Z|\.nan\Z)",
@@ -50,7 +53,7 @@ _MAX_NUMBER_CHARS = 40
 # Seconds to wait for the writer of a pipe that is given as a file.
 _PIPE_TIMEOUT_S = 5.0
 _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-# Variables with the prefix EVOKE_ that belong to the server build, to tests and to clients.
+# EVOKE_* variables that are not settings: the server build, tests and clients read them.
 _OTHER_VARIABLES = frozenset(
     (
         "EVOKE_CACHE",
@@ -79,10 +82,12 @@ def load(
     env: Mapping[str, str] | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> Config:
-    """Load the configuration from a file, then `env`, then `overrides`.
+    """Return the defaults, overridden by the file, then by `env`, then by `overrides`.
 
-    `env` is the whole environment, of which the EVOKE_* variables count. `overrides` are values by
-    dotted key, tuning values included; None means "not given". Raises ConfigError.
+    `path` is the YAML file; None for no file. `env` is the whole environment, of which only the
+    EVOKE_* variables are read. `overrides` are values by dotted key, which may be keys of tuning
+    values; entries whose value is None are ignored. Raises ConfigError for unknown or removed keys
+    and variables, for invalid values, and for values that contradict each other.
     """
     tree = read_file(path) if path is not None else {}
     _check_keys(tree, keys())
@@ -93,7 +98,7 @@ def load(
             put(tree, key, value)
     _check_keys(tree, all_fields().keys())
     config = _build(tree)
-    # An API key often comes from a file, with the end of its line.
+    # An API key is often read from a file and then ends with a line break.
     api_key = config.upstream.api_key.strip()
     config = replace(config, upstream=replace(config.upstream, api_key=api_key))
     _check(config)
@@ -108,9 +113,9 @@ class Reloaded:
     """The result of a reload.
 
     Attributes:
-        config: What the proxy runs with from now on.
-        applied: Keys that changed and took effect.
-        waiting: Keys that changed and take effect at the next start.
+        config: The configuration to run with after the reload.
+        applied: Keys with a changed value that is in `config`.
+        waiting: Keys with a changed value that takes effect at the next start.
     """
 
     config: Config
@@ -119,7 +124,7 @@ class Reloaded:
 
 
 def reloaded(running: Config, wanted: Config) -> Reloaded:
-    """The running configuration with the reloadable settings of another one."""
+    """Apply the reloadable settings of `wanted` to `running`, and list all changed keys."""
     changed = [
         item
         for item in all_fields().values()
@@ -146,7 +151,10 @@ def _replaced(config: Config, key: str, value: Any) -> Config:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file, {} for an empty one; ConfigError on anything else."""
+    """Return the top-level mapping of a YAML file; {} for an empty file.
+
+    Raises ConfigError when the file cannot be read, or when its top level is not a mapping.
+    """
     try:
         tree = yaml.load(_read_text(path), _StrictLoader)
     except OSError as error:
@@ -154,7 +162,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or not a date
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     except RecursionError:
-        raise ConfigError(f"{path}: lists or mappings are nested too deep") from None
+        raise ConfigError(f"{path}: lists or mappings are nested too deeply") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -163,14 +171,14 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """The text of a file or pipe; OSError when no process writes to the pipe."""
+    """Return the text of a file or pipe; OSError when no data arrives in a pipe in time."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if stat.S_ISFIFO(os.fstat(handle).st_mode):
             ready, _, _ = select.select([handle], [], [], _PIPE_TIMEOUT_S)
             if not ready:
                 raise OSError(
-                    errno.EAGAIN, f"a pipe that nobody writes to for {_PIPE_TIMEOUT_S:g} s"
+                    errno.EAGAIN, f"no data arrived in this pipe for {_PIPE_TIMEOUT_S:g} s"
                 )
         os.set_blocking(handle, True)
         return file.read().decode()
@@ -185,7 +193,7 @@ class _StrictLoader(yaml.SafeLoader):
     }
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """A text; ConfigError for half of a surrogate pair, which nothing can write or send."""
+        """Construct a text; ConfigError for a lone surrogate, which UTF-8 cannot encode."""
         text = super().construct_scalar(node)
         if not _is_encodable(text):
             line = node.start_mark.line + 1
@@ -193,11 +201,11 @@ class _StrictLoader(yaml.SafeLoader):
         return text
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """A number; whole ones are integers, however they are written."""
+        """Construct a number; a whole number becomes an int, also when written as 1e3 or 2.0."""
         return _parse_number(str(self.construct_scalar(node)))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping; ConfigError when a key repeats, which would silently override the first."""
+        """Construct a mapping; ConfigError for a repeated key, which PyYAML would accept."""
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -227,7 +235,7 @@ _StrictLoader.add_constructor(_FLOAT_TAG, _StrictLoader.construct_number)
 
 
 def _parse_number(text: str) -> int | float:
-    """The number in a text; ConfigError when it is not one, or longer than any setting."""
+    """Return the number in a text; ConfigError when it is none, or longer than 40 characters."""
     if len(text) > _MAX_NUMBER_CHARS:
         raise ConfigError(f"a number has {len(text)} characters: {text[:20]}...")
     if _INTEGER.match(text):
@@ -243,7 +251,7 @@ def _parse_number(text: str) -> int | float:
 
 
 def _from_environment(env: Mapping[str, str]) -> dict[str, object]:
-    """Values by dotted key; ConfigError for an unknown or removed EVOKE_* variable."""
+    """Return values by dotted key; ConfigError for an unknown or removed EVOKE_* variable."""
     values = {
         item.key: _parse_variable(env[env_name(item.key)], item)
         for item in settings().values()
@@ -254,8 +262,10 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, object]:
 
 
 def _parse_variable(text: str, item: Setting) -> object:
-    """The value of a variable, not yet checked: lists are separated by commas, texts are verbatim,
-    anything else is YAML."""
+    """Return the value of a variable, whose range is checked later.
+
+    Items of a list are separated by commas, a text is taken unchanged, other types are YAML.
+    """
     bare, is_optional, _ = _unwrapped(item.type)
     if bare == tuple[str, ...]:
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -269,7 +279,7 @@ def _parse_variable(text: str, item: Setting) -> object:
 
 
 def _check_variables(names: Iterable[str]) -> None:
-    """ConfigError for a variable with our prefix that is not a setting: it would have no effect."""
+    """Raise ConfigError for an EVOKE_* variable that is not a setting and so has no effect."""
     allowed = [env_name(key) for key in keys()]
     removed = {env_name(key): key for key in REMOVED}
     for name in sorted(names):
@@ -297,7 +307,7 @@ def _is_service_variable(name: str) -> bool:
 
 
 def put(tree: dict[str, Any], key: str, value: object) -> None:
-    """Set a dotted key; ConfigError when something above it is not a mapping."""
+    """Set a dotted key in a tree; ConfigError when one of its sections is not a mapping."""
     *parents, last = key.split(".")
     for parent in parents:
         below = tree.get(parent)
@@ -308,10 +318,10 @@ def put(tree: dict[str, Any], key: str, value: object) -> None:
 
 
 def _check_keys(tree: Mapping[Any, object], allowed: Collection[str], prefix: str = "") -> None:
-    """ConfigError for an unknown or removed key, and for a section that is not a mapping."""
+    """Raise ConfigError for an unknown or removed key, or a section that is not a mapping."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if "." in str(name) and key in allowed:  # would be read by nothing
+        if "." in str(name) and key in allowed:  # a dotted key in a file is never read
             section, _, last = key.partition(".")
             raise ConfigError(f"{key}: unknown key; write {last} as a key of the mapping {section}")
         if key in allowed:
@@ -337,7 +347,7 @@ def _unknown_key(name: str, prefix: str) -> str:
 
 
 def _build(tree: Mapping[str, Any]) -> Config:
-    """The configuration of a tree with valid keys; ConfigError when a value is invalid."""
+    """Return the configuration in a tree with valid keys; ConfigError for an invalid value."""
     values: dict[str, dict[str, object]] = {}
     for key, item in all_fields().items():
         section, _, name = key.rpartition(".")
@@ -351,7 +361,7 @@ def _build(tree: Mapping[str, Any]) -> Config:
 
 
 def _converted(item: Setting, value: object) -> object:
-    """A value of the setting's type and within its range; ConfigError otherwise."""
+    """Return the value in the setting's type; ConfigError when it has another type or range."""
     bare, _, meta = _unwrapped(item.type)
     if words := _words(item.type):
         if value in words:
@@ -385,7 +395,7 @@ def _refuse_value(item: Setting, bare: Any, meta: msgspec.Meta | None, value: An
 
 
 def _unwrapped(kind: Any) -> tuple[Any, bool, msgspec.Meta | None]:
-    """A type without None and without its range; whether it had None; the range."""
+    """Split a type into the type without None and range, whether None is allowed, and the range."""
     is_optional = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
     if is_optional:
         (kind,) = (
@@ -400,7 +410,7 @@ def _unwrapped(kind: Any) -> tuple[Any, bool, msgspec.Meta | None]:
 
 
 def _words(kind: Any) -> tuple[str, ...]:
-    """The words that a setting accepts besides a number; such a setting can be `off` too."""
+    """Return the words that a setting accepts besides a number; it then accepts `off` as well."""
     parts = typing.get_args(kind)
     return next((typing.get_args(part) for part in parts if typing.get_origin(part) is Literal), ())
 
@@ -449,15 +459,16 @@ def _check_admin(config: Config) -> None:
     security = config.security
     is_shared = bool(security.keys_file) and not security.admin_listen
     message = (
-        "empty, so that clients may operate the proxy at `listen`, keys or not:"
-        " name an address of its own, or set security.admin_token_file"
+        "is empty, so that every client could use the admin API at the addresses of `listen`:"
+        " set another address here, or set security.admin_token_file"
     )
     _require(not is_shared or bool(security.admin_token_file), "security.admin_listen", message)
     key = "security.admin_listen" if security.admin_listen else "listen"
     for address in security.admin_listen or config.listen:
         host, _ = parse_listen(address)
         is_safe = is_loopback(host) or bool(security.admin_token_file)
-        _require(is_safe, key, f"{address} is open to others: it needs security.admin_token_file")
+        message = f"other machines can reach {address}: set security.admin_token_file"
+        _require(is_safe, key, message)
 
 
 def _check_choices(config: Config) -> None:
@@ -469,19 +480,23 @@ def _check_choices(config: Config) -> None:
 
 
 def _check_bodies(config: Config) -> None:
-    """The largest body must fit into what one tenant may use: see engine/parsing/body_budget.py."""
+    """Raise ConfigError unless the largest body fits into the memory of one tenant.
+
+    A parsed body takes three times its size, and one tenant gets at most three quarters of the
+    memory: see engine/parsing/body_budget.py.
+    """
     limits = config.limits
     least = -(-4 * limits.body_bytes // (1 << 20))
-    message = f"must be at least {least}, four times limits.body_bytes, so that one such body fits"
+    message = f"must be at least {least}: four times limits.body_bytes, so that a largest body fits"
     _require(limits.bodies_mib >= least, "limits.bodies_mib", message)
 
 
 def _check_budget(config: Config) -> None:
     policy = config.policy
     budget, least = policy.budget, policy.least_budget
-    ends = f"the first {policy.sink_tokens} and last {policy.recent_tokens} tokens"
-    parts = f"{ends}, which always stay, and one block of block_tokens"
-    message = f"{budget} is too small: {parts} need {least}"
+    ends = f"the first {policy.sink_tokens} and last {policy.recent_tokens} tokens of a prompt"
+    parts = f"{ends}, which are never evicted, and one block (policy.block_tokens)"
+    message = f"{budget} is too small: it must be at least {least}, for {parts}"
     _require(not isinstance(budget, int) or budget >= least, "policy.budget", message)
 
 
@@ -491,7 +506,7 @@ def _require(holds: bool, key: str, message: str) -> None:
 
 
 def risks_of(config: Config) -> tuple[str, ...]:
-    """Settings that are valid and probably not meant: one sentence for each, with the fix."""
+    """Describe valid settings that are probably a mistake: a sentence with the fix for each."""
     open_to_all = [
         address for address in config.listen if not is_loopback(parse_listen(address)[0])
     ]
@@ -499,6 +514,6 @@ def risks_of(config: Config) -> tuple[str, ...]:
         return ()
     return (
         f"listen: other machines can use {', '.join(open_to_all)} without a key: set"
-        " security.keys_file (`evoke-proxy keys add NAME --file FILE` makes one), listen on"
-        " 127.0.0.1, or allow only trusted networks",
+        " security.keys_file (`evoke-proxy keys add NAME --file FILE` creates one), listen on"
+        " 127.0.0.1, or make sure that only trusted networks reach these addresses",
     )

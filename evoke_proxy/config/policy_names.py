@@ -26,7 +26,10 @@ def add_policy_name(name: str) -> None:
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies; ConfigError when their modules cannot be imported."""
+    """Return the names of all policies, after the import of the modules that add further ones.
+
+    Raises ConfigError when a module in EVOKE_POLICY_MODULES cannot be imported.
+    """
     _load_policy_modules()
     return tuple(_NAMES)
 
@@ -36,14 +39,14 @@ def check_policy_name(name: str) -> None:
     names = policy_names()
     if name not in names:
         raise ConfigError(
-            f"policy.name: {name!r} must be one of {', '.join(names)}; policies of other modules,"
-            f" such as the ones that benches compare with, are loaded by {MODULES_VARIABLE}"
-            " (bench.policies, from a checkout of the sources)"
+            f"policy.name: {name!r} must be one of {', '.join(names)}; to use policies of other"
+            f" modules, name the modules in {MODULES_VARIABLE} (for the policies that the benches"
+            " compare with: bench.policies, in a checkout of the sources)"
         )
 
 
 def _load_policy_modules() -> None:
-    """Import the modules that the environment names; ConfigError when one cannot be imported."""
+    """Import the modules in EVOKE_POLICY_MODULES; ConfigError when one cannot be imported."""
     for module in os.environ.get(MODULES_VARIABLE, "").split(","):
         if not module.strip():
             continue

@@ -1,4 +1,4 @@
-"""Writes what documents the settings, from their declarations in `schema`.
+"""Generates the documentation of the settings from their declarations in `schema`.
 
 python -m evoke_proxy.config.reference > docs/configuration.md
 python -m evoke_proxy.config.reference example > config/evoke.example.yaml
@@ -20,8 +20,8 @@ from evoke_proxy.config.schema import Setting, env_name, sections, settings
 _WIDTH = 100
 _EXAMPLE_HEAD = """\
 # Every setting of evoke-proxy with its default. All are optional, and so is the file.
-# Each has an environment variable (policy.budget is EVOKE_POLICY_BUDGET), which overrides the file;
-# options of the command line override both. Unknown keys and wrong types are refused.
+# Each has an environment variable (EVOKE_POLICY_BUDGET for policy.budget), which overrides the
+# file. Command-line options override both. Unknown keys and wrong types are refused.
 # Check a file with:  evoke-proxy check-config --config FILE
 """
 
@@ -31,30 +31,29 @@ _PAGE_HEAD = """\
 
 This page is generated from `evoke_proxy/config/schema.py`. Every setting is optional. A setting has
 a key in the YAML file given by `--config`, and an environment variable, which overrides the file:
-`policy.budget` is `EVOKE_POLICY_BUDGET`. Options of the command line override both. Unknown keys,
-unknown variables that begin with `EVOKE_` and values of a wrong type are refused at start, with the
-nearest name.
+`EVOKE_POLICY_BUDGET` for `policy.budget`. Command-line options override both. Unknown keys, unknown
+variables that begin with `EVOKE_`, and values of a wrong type are refused at start; the error names
+the most similar key or variable.
 
 `evoke-proxy check-config --config FILE` checks a file without starting the proxy.
 [config/evoke.example.yaml](../config/evoke.example.yaml) contains every setting with its default. A
-running proxy reads its file again when it is told to reload
-([how](admin-api.md#stopping-and-reloading)); settings marked *reloadable* take effect then, others
-at the next start.
+running proxy reads its file again when it [reloads](admin-api.md#stopping-and-reloading). Changes
+of settings marked *reloadable* take effect then; changes of others take effect at the next start.
 """
 
 
 def reference() -> str:
-    """The text of docs/configuration.md: a section of the page for each section of the file."""
+    """Return the text of docs/configuration.md: a section for each section of the file."""
     return _PAGE_HEAD + "\n".join(_page_lines()) + "\n"
 
 
 def example() -> str:
-    """The text of config/evoke.example.yaml: every setting with its default."""
+    """Return the text of config/evoke.example.yaml: every setting with its default."""
     return "\n".join([_EXAMPLE_HEAD, *_example_lines()]) + "\n"
 
 
 def _by_section() -> Iterator[tuple[str, str, list[Setting]]]:
-    """Name, description and settings of each section; the name of the top level is empty."""
+    """Yield name, description and settings of each section; the top level is named ""."""
     classes = sections()
     for name, items in groupby(settings().values(), lambda item: item.key.rpartition(".")[0]):
         yield name, (inspect.getdoc(classes[name]) or "") if name else "", list(items)

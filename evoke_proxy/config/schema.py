@@ -1,7 +1,7 @@
-"""Settings: types, ranges, choices, defaults and documentation of every key, as frozen values.
+"""Declares every setting: type, range, choices, default and documentation.
 
-The fields of these classes are the only place that defines a setting. `loader` reads values for
-them, `reference` writes their documentation.
+Each section is a frozen dataclass. Its fields are the only place that defines a setting: `loader`
+reads values for them, and `reference` writes their documentation.
 """
 
 from __future__ import annotations
@@ -46,17 +46,21 @@ def setting(
     reloadable: bool = False,
     why: str = "",
 ) -> Any:
-    """Declare a setting.
+    """Declare a setting; its type and range are those of the field.
 
-    `choices` are the only values of a text. A `reloadable` setting takes effect in a running proxy.
-    `why` explains the range to a reader of the error message.
+    Args:
+        default: The default value.
+        doc: The description in the reference and the example file.
+        choices: The only values that a text may have; empty for any.
+        reloadable: Whether a changed value takes effect in a running proxy.
+        why: The reason for the range, for the error message; may be empty.
     """
     metadata = {"doc": doc, "choices": choices, "reloadable": reloadable, "why": why}
     return field(default=default, metadata=metadata)
 
 
 def tuning(default: Any) -> Any:
-    """Declare a constant that benches and tests vary; files and variables cannot set it."""
+    """Declare a value that only code sets (`overrides` of `load`), such as benches and tests."""
     return field(default=default, metadata={"reloadable": True})
 
 
@@ -64,26 +68,30 @@ def tuning(default: Any) -> Any:
 class UpstreamConfig:
     """The llama-server behind the proxy, and how it is called."""
 
-    url: str = setting("http://127.0.0.1:8080", "URL of llama-server.")
+    url: str = setting("http://127.0.0.1:8080", "URL of llama-server, without /v1.")
     api_key: str = setting(
         "",
-        "API key for the proxy's own calls to llama-server. Empty: the client's credentials are"
-        " used.",
+        "API key for the calls to llama-server that the proxy makes itself. Empty: they carry the"
+        " key of the client whose request they belong to.",
     )
     # Seconds to wait for a connection; a reachable machine accepts or refuses one within a second.
     connect_timeout_s: Number = tuning(5.0)
     call_timeout_s: Number = setting(
-        60.0, "Seconds for a call of the proxy's own that decodes nothing (render, plan)."
+        60.0,
+        "Most seconds for a call that the proxy makes itself and that decodes nothing, such as"
+        " rendering a prompt or running a plan.",
     )
     long_call_timeout_s: Number = setting(
-        1800.0, "Seconds for a call of the proxy's own that decodes a prompt or loads a model."
+        1800.0,
+        "Most seconds for a call that the proxy makes itself and that decodes a prompt or loads a"
+        " model.",
     )
     read_timeout_s: Number = setting(
         300.0,
-        "Seconds that llama-server may pause within an answer, and may take to complete the head of"
-        " an answer that it has started. The start of an answer has no limit: prefill is slow.",
+        "Most seconds of silence within an answer, and from the first byte of an answer to the end"
+        " of its head. The wait for the first byte has no limit, because prefill may take minutes.",
     )
-    # Seconds between two questions whether a server that could not be reached is back.
+    # Seconds between two checks of a server that could not be reached.
     probe_interval_s: Number = tuning(2.0)
 
 
@@ -94,26 +102,31 @@ class PoolConfig:
     each."""
 
     upstreams: tuple[str, ...] = setting(
-        (), "Servers, each as URL or NAME=URL. Not empty: these are used instead of upstream.url."
+        (),
+        "The llama-servers, each as URL or NAME=URL. They replace upstream.url. Empty: there is"
+        " only the server at upstream.url.",
     )
     health_interval_s: Number = setting(2.0, "Seconds between two health checks of a server.")
     # Seconds that a health check may take; llama-server answers it beside its decoding.
     health_timeout_s: Number = tuning(5.0)
     failures: Count = setting(
-        3, "Consecutive failures of checks or requests after which a server gets no requests."
+        3,
+        "Number of consecutive failed health checks and requests after which a server gets no"
+        " requests until it is healthy again.",
     )
-    # Seconds until such a server is checked; doubles with each failed check up to the second value.
+    # Seconds until a server without requests is checked, and the limit of that time: it doubles
+    # with each failed check.
     backoff_s: Number = tuning(1.0)
     backoff_max_s: Number = tuning(30.0)
 
     @property
     def servers(self) -> dict[str, str]:
-        """URL of each server by name, in order; ConfigError for an invalid or repeated entry."""
+        """Return the URLs by name, in order; ConfigError for an invalid or repeated entry."""
         servers: dict[str, str] = {}
         for entry in self.upstreams:
             name, url = _named_url(entry)
             if name in servers or url in servers.values():
-                raise ConfigError(f"pool.upstreams: {entry!r} is there twice")
+                raise ConfigError(f"pool.upstreams: {entry!r} repeats the name or URL of another")
             servers[name] = url
         return servers
 
@@ -124,70 +137,75 @@ class LimitsConfig:
 
     body_bytes: Count = setting(
         64 * 1024 * 1024,
-        "Largest request body, bytes, of requests that are parsed: all that generate, count,"
-        " tokenize, embed or rank, and every POST when security.keys_file is set. Other bodies are"
-        " streamed without a limit.",
+        "Largest body, bytes, of a request that the proxy parses: requests that generate, count"
+        " tokens, tokenize, embed or rank, and every POST if security.keys_file is set. Other"
+        " bodies are streamed without a limit.",
     )
     bodies_mib: Count = setting(
         1024,
-        "Memory, MiB, for the bodies of all running requests. A parsed body counts three times."
-        " When it is full, the newest body of the client key with most of them waits briefly and"
-        " is then answered 503. Up to as much again is used for the latest body of each"
-        " conversation, which speeds up parsing the next.",
+        "Memory, MiB, for the bodies of all running requests; a parsed body takes three times its"
+        " size. When the memory is full, the newest request of the tenant that uses most of it"
+        " waits briefly and is then answered 503. The same amount again may be used to keep the"
+        " latest body of each conversation, which makes it faster to parse the next one.",
         reloadable=True,
     )
     connections: Count = setting(
-        512, "Open client connections; a further one is answered 503 and closed."
+        512, "Most open client connections. A further one is answered 503 and closed."
     )
     idle_timeout_s: Number = setting(
         60.0,
-        "Seconds that a connection may be idle, that a request's head may take to arrive, and that"
-        " a client may take to read the next part of an answer.",
+        "Most seconds that a connection may be idle, that the head of a request may take to arrive,"
+        " and that a client may take to read the next part of an answer.",
     )
-    body_timeout_s: Number = setting(120.0, "Seconds that a request's body may take to arrive.")
+    body_timeout_s: Number = setting(
+        120.0, "Most seconds that the body of a request may take to arrive."
+    )
     sessions: Count = setting(
         64,
-        "Conversations whose blocks are kept in memory. The least recently used one of the tenant"
-        " with most of them is dropped first.",
+        "Most conversations whose blocks the proxy keeps track of in memory. A further one"
+        " displaces the least recently used conversation of the tenant that has the most.",
         reloadable=True,
     )
     queue: CountOrZero = setting(
         64,
-        "Requests that may wait for a slot; further ones are answered 503. When the queue is full,"
-        " a request of a tenant with fewer waiting requests displaces the newest one of the tenant"
-        " with most.",
+        "Most requests that may wait for a slot; further ones are answered 503. When the queue is"
+        " full, a request of a tenant with fewer waiting requests displaces the newest waiting"
+        " request of the tenant that has the most.",
         reloadable=True,
     )
     tenant_queue: CountOrZero = setting(
         0, "Most waiting requests of one tenant. 0: no separate limit.", reloadable=True
     )
     queue_timeout_s: Number = setting(
-        120.0, "Seconds that a request may wait for a slot.", reloadable=True
+        120.0, "Most seconds that a request may wait for a slot.", reloadable=True
     )
     # Seconds between keep-alive comments to a streaming client that waits; proxies between it and
     # this one close connections that are silent for 30 s or more.
     keepalive_s: Number = tuning(5.0)
     drain_timeout_s: Number = setting(
         60.0,
-        "Seconds that running answers may take to finish after SIGTERM. New requests get 503.",
+        "Most seconds that running answers may take to finish after SIGTERM. New requests are"
+        " answered 503 meanwhile.",
         reloadable=True,
     )
     json_depth: Annotated[int, Meta(gt=0, le=_MAX_DEPTH)] = setting(
         128,
-        "Deepest nesting of objects and lists in a request body. This and the following limits are"
-        " answered 400; they keep llama-server from crashing or computing for minutes.",
+        "Deepest nesting of objects and lists in a request body. A request that exceeds this or one"
+        " of the following limits is answered 400, because it could crash llama-server or keep it"
+        " busy for minutes.",
         reloadable=True,
     )
     json_keys: Count = setting(4096, "Most keys of one JSON object.", reloadable=True)
     json_values: Count = setting(
         100_000,
-        "Most objects, lists and keys of a body in total, and a fifth of the most list elements.",
+        "Most objects, lists and keys of a body in total. A body may also contain five times as"
+        " many list elements.",
         reloadable=True,
     )
     json_number_chars: Count = setting(1000, "Most characters of one number.", reloadable=True)
     messages: Count = setting(
         4096,
-        "Most messages of a conversation, or prompts or documents of a batch.",
+        "Most messages of a conversation, and most prompts or documents of a batch.",
         reloadable=True,
     )
     grammar_bytes: CountOrZero = setting(
@@ -195,24 +213,27 @@ class LimitsConfig:
     )
     grammar_paths: Count = setting(
         4096,
-        "Most paths through a grammar, or a pattern of a JSON schema, at one point: the parts that"
-        " can come next, times those of them that can be skipped.",
+        "Most ways in which a grammar, or a pattern of a JSON schema, can continue at one point:"
+        " the number of parts that can come next times the number of those that can be skipped.",
         reloadable=True,
     )
     schema_items: Count = setting(
         1024,
-        "Most entries of enum, type, anyOf, oneOf and allOf in JSON schemas and tools, 4 times as"
-        " many in a whole request; and twice the most keys of one object there, 16 times as many in"
-        " a whole request.",
+        "Most entries of one enum, type, anyOf, oneOf or allOf in JSON schemas and tools; all of"
+        " these in one request may have 4 times as many entries. One object there may have half as"
+        " many keys, and all objects there in one request 16 times as many keys.",
         reloadable=True,
     )
     n_probs: CountOrZero = setting(
-        128, "Largest n_probs, logprobs and top_logprobs.", reloadable=True
+        128, "Largest value of n_probs, logprobs and top_logprobs.", reloadable=True
     )
 
     @property
     def json_elements(self) -> int:
-        """Most list elements of a body in total; most are numbers or texts, which cost little."""
+        """Most list elements of a body in total.
+
+        More than `json_values`, because most elements are numbers or texts, which cost little.
+        """
         return 5 * self.json_values
 
     @property
@@ -227,31 +248,35 @@ class PolicyOptions:
 
     name: str = setting(
         "evoke",
-        "evoke: evicts what the question needs least, recovers what it needs. discard: evicts like"
-        " evoke, recovers nothing. truncate: drops the oldest messages from the request."
-        " no_eviction: only counts. Policies that only serve as a comparison: docs/policies.md.",
+        "How blocks are evicted and recovered. evoke: evicts what the question needs least,"
+        " recovers what it needs. discard: evicts like evoke, recovers nothing. truncate: drops the"
+        " oldest messages from the request. no_eviction: never evicts, only counts tokens."
+        " docs/policies.md describes them, and further ones for comparison.",
         reloadable=True,
     )
     recovery: str = setting(
         "kv_restore",
-        "How evoke recovers a block. kv_restore: copies its saved rows back. breadcrumb:"
-        " saves no rows; adds the block's text to the last message, where it is decoded. discard:"
-        " never recovers.",
+        "How the policy evoke recovers a block. kv_restore: copies its saved KV rows back."
+        " breadcrumb: saves no rows; adds the text of the block to the last message, where it is"
+        " decoded again. discard: recovers nothing.",
         choices=RECOVERIES,
         reloadable=True,
     )
     recall: str = setting(
         "text",
-        "How evoke finds the blocks that a question needs. text: by words, and vectors"
-        " with an embedder. model: by the model's attention at the start of an answer, which"
-        " decodes the end of the prompt twice. fused: by both, the model only where text is"
-        " unsure. none: not at all.",
+        "How the policy evoke finds the blocks that a question needs. text: by common words, and by"
+        " vectors if there is an embedder. model: by the attention of the model at the start of an"
+        " answer; for that the end of the prompt is decoded twice. fused: as text, and as model"
+        " only if text gives no clear result. none: does not look for them.",
         choices=RECALLS,
         reloadable=True,
     )
     block_tokens: Count = setting(64, "Largest block, tokens.", reloadable=True)
     reserve_tokens: Count = setting(
-        256, "Tokens kept free for the answer when the request has no limit.", reloadable=True
+        256,
+        "Tokens of the budget kept free for the answer if the request does not limit its length"
+        " (max_tokens).",
+        reloadable=True,
     )
     writeback: bool = setting(
         True,
@@ -259,15 +284,17 @@ class PolicyOptions:
         " copy.",
         reloadable=True,
     )
-    # First tokens of a prompt, never evicted: models attend to them whatever they say.
+    # Number of first tokens of a prompt (attention sinks) that are never evicted, because models
+    # attend to them whatever their content is.
     sink_tokens: CountOrZero = tuning(16)
-    # Last tokens of a prompt, never evicted: the end of the question and the start of the answer.
+    # Number of last tokens of a prompt that are never evicted: the end of the question, and the
+    # tokens with which the answer starts.
     recent_tokens: CountOrZero = tuning(64)
-    # Share of the budget that pinned blocks may take, of what system prompt and first tokens leave.
+    # Share that pinned blocks may take of the budget without system prompt and first tokens.
     pin_share: Share = tuning(0.6)
     # Number of layers whose attention is captured, evenly spread.
     attention_layers: Count = tuning(4)
-    # Tokens that the model generates to show what it attends to; 64 at most.
+    # Tokens that an attention probe generates, whose attention is captured; 64 at most.
     probe_tokens: Count = tuning(12)
 
     @property
@@ -281,7 +308,7 @@ class PolicyConfig(PolicyOptions):
     """The policy of a session: the options, and the budget that is in force.
 
     Attributes:
-        budget: Tokens that the session may keep in the KV cache; None: no limit.
+        budget: Most tokens that the session may keep in the KV cache; None for no limit.
     """
 
     budget: int | None = None
@@ -293,14 +320,14 @@ class PolicySettings(PolicyOptions):
 
     budget: Annotated[int, Meta(gt=0, le=_MAX_TOKENS)] | Literal["auto"] | None = setting(
         AUTO,
-        "Tokens that a session may keep in the KV cache. auto: what the cells of a slot hold, less"
-        " reserve_tokens, where llama-server accepts longer conversations (--ctx-logical);"
-        " otherwise no limit. off: no limit, the proxy never evicts.",
+        "Most tokens that a session may keep in the KV cache. auto: the cells of a slot less"
+        " reserve_tokens if llama-server accepts conversations longer than the cells"
+        " (--ctx-logical), otherwise no limit. off: no limit, the proxy never evicts.",
         reloadable=True,
     )
 
     def with_budget(self, budget: int | None) -> PolicyConfig:
-        """Return the policy of sessions that may keep `budget` tokens; None: no limit."""
+        """Return the policy of sessions that may keep `budget` tokens; None for no limit."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(PolicyOptions)}
         return PolicyConfig(**values, budget=budget)
 
@@ -311,19 +338,19 @@ class EmbedderConfig:
 
     model: str = setting(
         "auto",
-        "auto: the encoder in `directory` if one is given, else the one that `evoke-proxy embedder"
-        " fetch` has stored, else built-in. built-in: the table of word vectors that travels with"
-        " the package. none: blocks are ranked by words alone. Or the name of a fetched encoder.",
+        "auto: the encoder in `directory` if that is set, else the one that `evoke-proxy embedder"
+        " fetch` has stored, else built-in. built-in: the table of word vectors in the package."
+        " none: blocks are ranked by words alone. Any other value: the name of a fetched encoder.",
     )
     directory: str = setting(
         "",
         "Directory of a BERT-like encoder: model.onnx or onnx/model.onnx, tokenizer.json, and the"
-        " files of sentence-transformers if present. Empty: as `model` says.",
+        " configuration files of sentence-transformers if present. Empty: `model` decides.",
     )
     store: str = setting(
         "",
-        "Directory of the encoders that `evoke-proxy embedder fetch` stores. Empty:"
-        " evoke-proxy/embedders in $XDG_DATA_HOME, by default ~/.local/share.",
+        "Directory in which `evoke-proxy embedder fetch` stores encoders. Empty:"
+        " evoke-proxy/embedders in $XDG_DATA_HOME, which is by default ~/.local/share.",
     )
     mirror: str = setting(
         "https://huggingface.co",
@@ -331,88 +358,103 @@ class EmbedderConfig:
     )
     device: str = setting(
         "auto",
-        "auto: CUDA if onnxruntime supports it, else the CPU. cpu, cuda: that device, or the proxy"
-        " does not start.",
+        "auto: CUDA if onnxruntime supports it, else the CPU. cpu or cuda: that device; if it"
+        " cannot be used, the proxy does not start.",
         choices=DEVICES,
     )
-    threads: Count = setting(1, "Threads of one inference. llama-server needs the cores more.")
+    threads: Count = setting(
+        1, "Threads of one inference. More threads take cores from llama-server."
+    )
     query_instruction: str | None = setting(
-        None, "Text before each question. null: as in the directory, else that of bge for cls."
+        None,
+        "Text put before each question. null: the query prompt in the encoder's files; if they have"
+        " no prompts, that of the bge models for an encoder with cls pooling, else none.",
     )
     document_instruction: str | None = setting(
-        None, "Text before each block. null: as in the directory."
+        None,
+        "Text put before each block. null: the document prompt in the encoder's files, else none.",
     )
     timeout_ms: Count = setting(
-        200, "Milliseconds to embed a question; after that it is ranked by words alone."
+        200,
+        "Most milliseconds to embed a question. After that, blocks are ranked by words alone.",
     )
-    # Texts that may wait to be embedded; further ones are dropped, of the tenant with most.
+    # Most texts that may wait to be embedded; when there are more, texts of the tenant that has the
+    # most waiting texts are dropped.
     queue: Count = tuning(4096)
     cache_mib: Count = setting(
-        64, "Memory for vectors, MiB; the least recently used are dropped first."
+        64, "Memory for vectors, MiB. The least recently used are dropped first."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotsConfig:
-    """Slot contents saved to disk. With a stock server, a conversation continues after a restart, a
-    sleep or another conversation in its slot without being decoded again."""
+    """Slot contents saved to disk. With a stock llama-server, a conversation then continues without
+    being decoded again after a restart or sleep of the server, and after another conversation has
+    used its slot."""
 
     directory: str = setting(
         "",
-        "The server's --slot-save-path as mounted here. Empty: nothing is saved or restored. The"
-        " proxy makes it readable for its owner alone, so run both as the same user.",
+        "The directory of llama-server's --slot-save-path, by its path as the proxy sees it. Empty:"
+        " nothing is saved or restored. The proxy makes it accessible only for its owner, so run"
+        " both as the same user.",
     )
     key_file: str = setting(
         "",
-        "File with 64 hexadecimal digits, mode 0600 (`evoke-proxy keys token` makes one): saved"
-        " files are encrypted with them. llama-server writes and reads a file unencrypted while it"
-        " saves or restores; use a directory in memory or on an encrypted disk against that.",
+        "File with the key that saved files are encrypted with: 64 hexadecimal digits, mode 0600"
+        " (`evoke-proxy keys token` creates one). Empty: they are not encrypted. llama-server"
+        " itself writes and reads unencrypted files, which exist during a save or restore: to"
+        " protect these, use a directory in memory or on an encrypted disk.",
     )
     shared: bool = setting(
         False,
-        "Other proxies on this machine, in front of the same model, use the directory as well, and"
-        " a conversation may continue at any of them. Set it for all of them. Not for network file"
-        " systems: the index is SQLite.",
+        "Share the directory with other proxies on this machine that serve the same model, so that"
+        " a conversation may continue at any of them. Set it for all of them. Does not work on"
+        " network file systems, because the index is an SQLite file.",
     )
-    # Shortest prompt to save, tokens; to decode less takes about as long as to restore it.
+    # Shortest prompt to save, in tokens; a shorter one is decoded about as fast as it is restored.
     min_tokens: Count = tuning(256)
     look_ahead: bool = setting(
         True,
-        "While a client reads the answer, decode the beginning of its next request.",
+        "While a client reads an answer, decode the part of its next request that is already"
+        " known.",
     )
     max_mib: Count = setting(
         32768,
-        "Size of all snapshots, MiB; the least valuable are deleted first.",
+        "Largest size of all snapshots together, MiB. The least valuable are deleted first.",
         reloadable=True,
     )
-    max_count: Count = setting(256, "Number of all snapshots.", reloadable=True)
+    max_count: Count = setting(
+        256, "Most snapshots. The least valuable are deleted first.", reloadable=True
+    )
     max_age_h: Number = setting(
         168.0, "Hours without use after which a snapshot is deleted.", reloadable=True
     )
     min_free_mib: CountOrZero = setting(2048, "Free disk space to keep, MiB.", reloadable=True)
     tenant_mib: CountOrZero = setting(
-        0, "Size of one tenant's snapshots, MiB. 0: no separate limit.", reloadable=True
+        0, "Largest size of one tenant's snapshots, MiB. 0: no separate limit.", reloadable=True
     )
     # Hours after which the value of an unused snapshot has halved.
     half_life_h: Number = tuning(6.0)
     stall_share: Share = setting(
-        0.1, "Share of time that saving may take: each save stops all slots."
+        0.1, "Largest share of time that saving may take. During a save no slot decodes."
     )
-    # A restore must save this many times its cost, as measured. 0: whenever it saves anything.
+    # A snapshot is restored if the decoding time that it saves is at least this many times the
+    # measured time of a restore. 0: whenever it saves any decoding.
     min_gain: NumberOrZero = tuning(2.0)
     one_at_a_time: bool = setting(
         False,
-        "Run only one request at a time. llama-server has been reported to answer from another"
-        " conversation when two slots are moved to its RAM cache at once; --cache-ram 0 avoids that"
-        " as well.",
+        "Run only one request at a time. There are reports that llama-server answers from another"
+        " conversation when it moves two slots to its RAM cache at once; starting it with"
+        " --cache-ram 0 avoids that as well.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NormaliseConfig:
-    """Changes at the front of prompts that clients vary with each request, which loses the cache.
-    The model then reads other text than the client sent, so all are off by default. Requests with
-    `evoke: false` are not changed."""
+    """Changes to parts at the beginning of prompts that some clients vary with each request, so
+    that nothing after them can be reused from the cache. The model then reads another text than the
+    client has sent, so all changes are off by default. Requests with `evoke: false` are not
+    changed."""
 
     billing: bool = setting(
         False,
@@ -421,9 +463,10 @@ class NormaliseConfig:
     )
     dates_h: NumberOrZero = setting(
         0.0,
-        "Hours for which a system prompt keeps the dates and times of its first request, so that"
-        " the model reads times that old. 0: off. Like `billing`, it only changes the first and"
-        " last 200 lines of a text, within 8,192 characters of its ends.",
+        "Hours during which the system prompt of a conversation keeps the dates and times of its"
+        " first request; the model may then read times that are this old. 0: off. Like `billing`,"
+        " it only changes the first and last 200 lines of a text, within 8,192 characters of its"
+        " ends.",
         reloadable=True,
     )
     tools: bool = setting(False, "Sort `tools` by name.", reloadable=True)
@@ -435,19 +478,21 @@ class SecurityConfig:
 
     keys_file: str = setting(
         "",
-        "File of hashed client keys, mode 0600; `evoke-proxy keys add` makes it. If set, each"
-        " request needs a key; each key belongs to a tenant, and tenants share nothing."
-        " llama-server gets upstream.api_key instead of the client's key. Empty: no key is needed.",
+        "File of hashed client keys, mode 0600; `evoke-proxy keys add` creates it. If set, each"
+        " request needs one of these keys. Each key belongs to a tenant, and tenants share nothing."
+        " llama-server receives upstream.api_key instead of the client's key. Empty: clients need"
+        " no key.",
     )
     admin_listen: tuple[str, ...] = setting(
         ("127.0.0.1:18090",),
-        "Addresses of the page, the admin API and, if keys_file is set, /metrics. []: the addresses"
-        " for clients. If the default address is in use, the proxy logs it and starts without it.",
+        "Addresses of the status page, of the admin API and, if keys_file is set, of /metrics. []:"
+        " the addresses of `listen`. If the default address is in use by another program, the proxy"
+        " logs that and starts without it.",
     )
     admin_token_file: str = setting(
         "",
         "File with the token that admin requests must carry, mode 0600; `evoke-proxy keys token`"
-        " makes one. Required for each address that other machines can reach. Empty: none.",
+        " creates it. Required if other machines can reach an admin address. Empty: no token.",
     )
 
 
@@ -457,8 +502,8 @@ class LogConfig:
 
     level: str = setting(
         "info",
-        "Least severity: debug, info, warning or error. info logs a line per request, never prompt"
-        " text.",
+        "Least severity that is logged. info includes a line for each request, without text of its"
+        " prompt.",
         choices=LOG_LEVELS,
         reloadable=True,
     )
@@ -472,11 +517,12 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class PageConfig:
-    """The page at /evoke/, the admin API and its events; none contains text of conversations."""
+    """The status page at /evoke/, the admin API and its events. None of them contains the text of
+    conversations."""
 
     names: bool = setting(
         False,
-        "Include names of blocks: names of files and tools, which clients and models choose.",
+        "Include the names of blocks: names of files and tools, which clients and models choose.",
         reloadable=True,
     )
 
@@ -486,7 +532,8 @@ class Config:
     """All settings of `evoke-proxy serve`."""
 
     listen: tuple[str, ...] = setting(
-        ("127.0.0.1:8090",), "Addresses for clients, HOST:PORT each. Port 0 picks a free one."
+        ("127.0.0.1:8090",),
+        "Addresses for clients, each as HOST:PORT. With port 0 the system chooses a free port.",
     )
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     pool: PoolConfig = field(default_factory=PoolConfig)
@@ -551,11 +598,11 @@ class Setting:
         key: The dotted key, for example `policy.budget`.
         type: The type, with its range as `msgspec.Meta`.
         default: The default value.
-        doc: Its description in the example file.
+        doc: The description in the reference and the example file.
         choices: The values that a text may have; empty for any.
         reloadable: Whether a change takes effect in a running proxy.
-        is_tuning: Whether files, variables and options cannot set it.
-        why: The reason for its range; may be empty.
+        is_tuning: Whether only code sets it, and no file, variable or option; see `tuning`.
+        why: The reason for its range, for the error message; may be empty.
     """
 
     key: str
@@ -570,13 +617,13 @@ class Setting:
 
 @cache
 def all_fields() -> Mapping[str, Setting]:
-    """Every leaf of `Config` by dotted key, in the order of the classes; includes tuning values."""
+    """Every setting and tuning value of `Config` by dotted key, in the order of the classes."""
     return {item.key: item for item in _fields_of(Config, "")}
 
 
 @cache
 def settings() -> Mapping[str, Setting]:
-    """Every setting by dotted key, in the order of the classes."""
+    """Every setting, without tuning values, by dotted key, in the order of the classes."""
     return {key: item for key, item in all_fields().items() if not item.is_tuning}
 
 
@@ -611,24 +658,27 @@ def _fields_of(cls: type, prefix: str) -> Iterator[Setting]:
 
 
 def env_name(key: str) -> str:
-    """The variable that overrides a dotted key: `upstream.url` is EVOKE_UPSTREAM_URL."""
+    """The environment variable of a dotted key: EVOKE_UPSTREAM_URL for `upstream.url`."""
     return "EVOKE_" + key.replace(".", "_").upper()
 
 
 def value_at(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
+    """The value of a dotted key in a configuration."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part)
     return value
 
 
-# An IPv6 address may be in brackets.
+# A host name, an IPv4 address, or an IPv6 address with or without brackets; may be empty.
 _LISTEN_HOST = re.compile(r"\[[0-9A-Za-z:.%]+\]|[^\x00-\x20\x7f\[\]/@]*")
 
 
 def parse_listen(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`, `[v6]:PORT` or `:PORT`; ConfigError on anything else."""
+    """Return host and port of `HOST:PORT`, `[IPV6]:PORT` or `:PORT`, whose host is 0.0.0.0.
+
+    Raises ConfigError for any other text.
+    """
     host, colon, port = address.rpartition(":")
     valid = port.isascii() and port.isdigit() and len(port) <= 5
     if not colon or not valid or int(port) > 65535 or not _LISTEN_HOST.fullmatch(host):
@@ -637,7 +687,7 @@ def parse_listen(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; of all names only localhost counts."""
+    """Whether only this machine can reach an address; of all host names only for `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -659,9 +709,10 @@ def is_url(text: str) -> bool:
 
 
 def without_api_path(url: str) -> str:
-    """The URL of a llama-server, up to a path of its API; a path before that is `--api-prefix`.
+    """Return the URL of a llama-server without `/v1` and what follows it.
 
-    Clients are configured with URLs that end in /v1, so that is a likely mistake for a server.
+    A path before `/v1` stays: it is the server's `--api-prefix`. Users of OpenAI clients are used
+    to URLs that end in /v1, and are likely to enter one here.
     """
     parts = urlsplit(url)
     prefix, api, _ = f"{parts.path}/".partition("/v1/")
@@ -673,7 +724,7 @@ _SERVER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,47}")
 
 
 def _named_url(entry: str) -> tuple[str, str]:
-    """Name and URL of an entry of `pool.upstreams`; host and port are the name if it has none."""
+    """Return name and URL of an entry of `pool.upstreams`; by default the name is HOST:PORT."""
     name, equals, url = entry.partition("=")
     if not equals or "/" in name:
         name, url = "", entry

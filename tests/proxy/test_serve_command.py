@@ -186,7 +186,7 @@ def test_sighup_applies_reloadable_settings_and_logs_the_others(tmp_path: Path) 
         too_small = reload("policy: {budget: 9}\nlog: {format: json}", "9 is too small")
         assert too_small["level"] == "error"
         assert "settings not reloaded" in str(too_small["message"])
-        assert str(too_small["message"]).endswith("need 144")
+        assert "it must be at least 144" in str(too_small["message"])
         more = "log: {format: json, level: debug}\nembedder: {device: cpu}\n"
         unapplied = reload("policy: {budget: 1024}\n" + more, "restart")
         assert unapplied["message"] == "settings that need a restart: embedder.device"
@@ -248,8 +248,9 @@ def test_invalid_settings_exit_with_2() -> None:
         completed = _run(command, "--budget", "143")
         assert (completed.returncode, completed.stdout) == (2, "")
         assert completed.stderr == (
-            "evoke-proxy: policy.budget: 143 is too small: the first 16 and last 64 tokens, which"
-            " always stay, and one block of block_tokens need 144\n"
+            "evoke-proxy: policy.budget: 143 is too small: it must be at least 144, for the first"
+            " 16 and last 64 tokens of a prompt, which are never evicted, and one block"
+            " (policy.block_tokens)\n"
         )
     assert _run("serve", "--nonsense").returncode == 2
     assert _run().returncode == 2
