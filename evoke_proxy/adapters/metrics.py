@@ -1,4 +1,7 @@
-"""Prometheus metrics of the proxy, in a registry of their own."""
+"""The Prometheus metrics of the proxy: names, labels and descriptions.
+
+docs/metrics.md is generated from the descriptions (engine/admin/metrics_reference.py).
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,23 @@ from evoke_proxy.core.request.normalise import NORMALISATIONS
 from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.drift import CAUSES
 
-# Prefill of a long history takes minutes, a block plan takes microseconds.
+# Upper bounds of histogram buckets, in seconds. The prefill of a long history takes minutes, most
+# block plans take less than a millisecond.
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _PLAN_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1, 10, 60, 600)
-# The `path` labels of requests that are no turns of a conversation.
+# The `path` labels of requests that are not a turn of a conversation: a side request of an agent,
+# such as a title, and a request that is only forwarded.
 OTHER_PATHS = ("side", "relay")
 # The kinds of prompt tokens in the token accounting: labels of `evoke_tokens_total`.
 TOKEN_KINDS = ("decoded", "recovered", "resident_before", "omitted")
-# Why blocks leave the KV cache: a plan of the proxy, llama-server itself while it decodes under a
-# budget or finds no free cell, an operator.
+# Why blocks were evicted. plan: by a plan of the proxy. decode: by llama-server itself, because of
+# the budget or for lack of a free cell while it decoded. operator: through the admin API.
 EVICTION_REASONS = ("plan", "decode", "operator")
-# Why blocks come back: a question needs them, their session gets a slot again, as text.
+# Why blocks were recovered. question: a question needs them. slot: their session got a slot again.
+# text: a question needs them, and their text was added to the prompt.
 RECOVERY_REASONS = ("question", "slot", "text")
 
-# Each counter would have a second series with the time of its creation.
+# By default prometheus_client exports for each counter a second series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
@@ -45,14 +51,16 @@ class BlockStore:
     """Saved blocks of one llama-server, as it reports them; 0 for a tier that it does not have.
 
     Attributes:
-        ram_used: Bytes of host memory in use.
-        ram_budget: Bytes of `--evoke-ram`.
-        ram_dropped: Copies given up since its start: neither memory nor disk had room.
-        disk_used: Bytes of the files.
-        disk_budget: Bytes of `--evoke-disk`.
+        ram_used: Host memory in use, bytes.
+        ram_budget: Limit of host memory (`--evoke-ram`), bytes.
+        ram_dropped: Number of saved blocks dropped since the server's start, because neither host
+            memory nor disk had room.
+        disk_used: Size of the files, bytes.
+        disk_budget: Limit of disk space (`--evoke-disk`), bytes.
         disk_files: Number of files.
-        disk_deleted: Files deleted since its start to make room, or because they were damaged.
-        disk_failed: Failed writes since its start.
+        disk_deleted: Number of files deleted since the server's start, to make room or because they
+            were damaged.
+        disk_failed: Number of failed writes to disk since the server's start.
     """
 
     ram_used: int = 0
@@ -67,13 +75,13 @@ class BlockStore:
 
 @dataclass(frozen=True, slots=True)
 class MetricDescription:
-    """One metric, as the reference of metrics describes it.
+    """One metric, as docs/metrics.md describes it.
 
     Attributes:
-        section: What it is about.
-        name: Its name in the text format; a counter's ends in `_total`.
+        section: Heading of its table in docs/metrics.md.
+        name: Its exported name; that of a counter ends in `_total`.
         kind: counter, gauge or histogram.
-        about: One sentence.
+        about: Its help text.
         labels: Names of its labels.
     """
 
@@ -84,21 +92,29 @@ class MetricDescription:
     labels: tuple[str, ...] = ()
 
 
-# Name, description and kind of the metric of each field of `BlockStore`.
+# For each field of `BlockStore`: the name and help text of its metric, and whether it is a counter.
 _STORE_METRICS = {
-    "ram_used": ("evoke_ram_used_bytes", "Host memory that saved blocks use.", False),
-    "ram_budget": ("evoke_ram_budget_bytes", "Host memory for saved blocks: --evoke-ram.", False),
+    "ram_used": ("evoke_ram_used_bytes", "Bytes of host memory that saved blocks use.", False),
+    "ram_budget": (
+        "evoke_ram_budget_bytes",
+        "Bytes of host memory that saved blocks may use (--evoke-ram).",
+        False,
+    ),
     "ram_dropped": (
         "evoke_ram_dropped",
-        "Saved blocks that llama-server gave up, for lack of room in memory and on disk.",
+        "Saved blocks that llama-server dropped, because host memory and disk had no room.",
         True,
     ),
-    "disk_used": ("evoke_disk_used_bytes", "Disk space that saved blocks use.", False),
-    "disk_budget": ("evoke_disk_budget_bytes", "Disk space for saved blocks: --evoke-disk.", False),
-    "disk_files": ("evoke_disk_files", "Files of saved blocks.", False),
+    "disk_used": ("evoke_disk_used_bytes", "Bytes on disk that saved blocks use.", False),
+    "disk_budget": (
+        "evoke_disk_budget_bytes",
+        "Bytes on disk that saved blocks may use (--evoke-disk).",
+        False,
+    ),
+    "disk_files": ("evoke_disk_files", "Number of files of saved blocks.", False),
     "disk_deleted": (
         "evoke_disk_deleted",
-        "Files of saved blocks that llama-server deleted, to make room or as damaged.",
+        "Files of saved blocks that llama-server deleted, to make room or because of damage.",
         True,
     ),
     "disk_failed": (
@@ -111,13 +127,17 @@ assert _STORE_METRICS.keys() == {item.name for item in fields(BlockStore)}
 
 
 class _StoreCollector(Collector):
-    """Exports the block stores of the servers that the latest scrape has asked."""
+    """Exports the state of the block stores, as the servers reported it at the latest scrape.
+
+    Attributes:
+        stores: The block stores by name of the server; the name is empty for a single server.
+    """
 
     def __init__(self) -> None:
         self.stores: dict[str, BlockStore] = {}
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each field, with a sample for each server."""
+        """Yield a metric for each field of `BlockStore`, with a sample for each server."""
         stores = self.stores or {"": BlockStore()}
         for field, (name, about, is_counter) in _STORE_METRICS.items():
             kind = CounterMetricFamily if is_counter else GaugeMetricFamily
@@ -128,10 +148,11 @@ class _StoreCollector(Collector):
 
 
 class Metrics:
-    """Counters, gauges and histograms; no label contains a session, a user or a raw path.
+    """Registers the metrics, which are attributes; no label contains a session, user or raw path.
 
     Attributes:
-        descriptions: The metrics in the order of the reference.
+        registry: The registry of these metrics; separate from prometheus_client's default one.
+        descriptions: The metrics in the order of docs/metrics.md.
     """
 
     def __init__(self) -> None:
@@ -150,84 +171,108 @@ class Metrics:
     def _register_load(self) -> None:
         self._section = "Requests and time"
         self.requests = self._counter(
-            "evoke_requests", "Answered requests, by path and status.", "endpoint", "code"
+            "evoke_requests", "Answered requests, by endpoint and HTTP status.", "endpoint", "code"
         )
-        self.in_flight = self._gauge("evoke_requests_in_flight", "Requests that are running.")
+        self.in_flight = self._gauge(
+            "evoke_requests_in_flight", "Requests that have arrived and are not answered yet."
+        )
         self.request_seconds = self._histogram(
             "evoke_request_seconds",
-            "Seconds from the request to the last byte of its answer.",
+            "Seconds from the arrival of a request to the last byte of its answer.",
             _TTFT_BUCKETS,
             "endpoint",
         )
         self.queued = self._gauge("evoke_queue_depth", "Requests that wait for a slot.")
         self.queue_seconds = self._histogram(
-            "evoke_queue_wait_seconds", "Seconds that requests wait for a slot.", _PLAN_BUCKETS
+            "evoke_queue_wait_seconds", "Seconds that a request waits for a slot.", _PLAN_BUCKETS
         )
         self.plan_seconds = self._histogram(
             "evoke_plan_seconds",
-            "Seconds to render a prompt and to make and run its plan.",
+            "Seconds to render a prompt, plan its blocks and run the plan, without the wait for a"
+            " slot.",
             _PLAN_BUCKETS,
         )
         self.own_seconds = self._histogram(
             "evoke_own_seconds",
-            "Seconds of the proxy's own work before a chat request is forwarded.",
+            "Seconds that the proxy itself works before it forwards a chat request, without waiting"
+            " for llama-server or a slot.",
             _PLAN_BUCKETS,
         )
         self.ttft_seconds = self._histogram(
             "evoke_ttft_seconds",
-            "Seconds from a chat request to the first byte of its answer.",
+            "Seconds from the arrival of a chat request to the first byte of its answer, by where"
+            " the tokens before its new messages came from (path).",
             _TTFT_BUCKETS,
             "path",
         )
         for path in (*PATHS, *OTHER_PATHS):
             self.ttft_seconds.labels(path=path)
-        self._gauge("evoke_build_info", "Always 1.", "version").labels(version=__version__).set(1)
+        build_info = self._gauge(
+            "evoke_build_info", "Always 1; the label is the version of evoke-proxy.", "version"
+        )
+        build_info.labels(version=__version__).set(1)
 
     def _register_tokens(self) -> None:
         self._section = "Tokens and blocks"
         self.tokens = self._counter(
-            "evoke_tokens", "Prompt tokens, by how they got into the cache for the answer.", "kind"
+            "evoke_tokens",
+            "Prompt tokens, by kind: decoded, recovered by a copy, already resident in the slot, or"
+            " omitted from the cache.",
+            "kind",
         )
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind)
         self.redecoded = self._counter(
             "evoke_tokens_decoded_again",
-            "Decoded tokens that the previous prompt of the session contained too.",
+            "Decoded tokens that were also in the previous prompt of their session.",
         )
-        self.evicted = self._counter("evoke_blocks_evicted", "Blocks evicted from the KV cache.")
+        self.evicted = self._counter(
+            "evoke_blocks_evicted", "Blocks evicted from the KV cache, except by an operator."
+        )
         self.recovered = self._counter(
-            "evoke_blocks_recovered", "Blocks recovered into the KV cache by a copy."
+            "evoke_blocks_recovered", "Blocks recovered by a copy into the KV cache."
         )
         self.evictions = self._counter(
-            "evoke_evictions", "Blocks evicted from the KV cache, by reason.", "reason"
+            "evoke_evictions",
+            "Blocks evicted from the KV cache, by reason: a plan of the proxy, llama-server itself"
+            " while it decodes, or an operator.",
+            "reason",
         )
         for reason in EVICTION_REASONS:
             self.evictions.labels(reason=reason)
         self.recoveries = self._counter(
-            "evoke_recoveries", "Blocks recovered into the KV cache, by reason.", "reason"
+            "evoke_recoveries",
+            "Recovered blocks, by reason: copied because a question needs them, copied because"
+            " their session got a slot again, or added to the prompt as text.",
+            "reason",
         )
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason)
         self.probes = self._counter("evoke_probes", "Attention probes, by result.", "result")
         self.probe_tokens = self._counter(
-            "evoke_probe_tokens", "Tokens decoded by attention probes."
+            "evoke_probe_tokens", "Tokens that attention probes decoded."
         )
         self.probe_seconds = self._histogram(
             "evoke_probe_seconds",
-            "Seconds of an attention probe with its evaluation.",
+            "Seconds for an attention probe and its evaluation.",
             _PLAN_BUCKETS,
         )
         self.as_text = self._counter(
-            "evoke_blocks_as_text", "Blocks recovered as text, which is decoded again."
+            "evoke_blocks_as_text",
+            "Blocks whose text was added to the prompt, where it is decoded again.",
         )
         self.written_behind = self._counter(
-            "evoke_blocks_written_behind", "Blocks copied by write-back while no request ran."
+            "evoke_blocks_written_behind",
+            "Blocks that write-back copied to host memory while no request ran.",
         )
-        self.writebacks = self._counter("evoke_writebacks", "Write-back runs, by result.", "result")
+        self.writebacks = self._counter(
+            "evoke_writebacks", "Runs of write-back, by result.", "result"
+        )
         for result in ("done", "interrupted", "refused"):
             self.writebacks.labels(result=result)
         self.resident = self._gauge(
-            "evoke_resident_tokens", "Tokens resident in managed slots after their last reply."
+            "evoke_resident_tokens",
+            "Tokens of all conversations in the KV cache, as of the latest reply of each.",
         )
         self.sessions = self._gauge(
             "evoke_sessions", "Conversations that the proxy keeps track of."
@@ -236,31 +281,40 @@ class Metrics:
     def _register_faults(self) -> None:
         self._section = "Faults"
         self.bypass = self._counter(
-            "evoke_bypass", "Chat requests forwarded without a budget, by reason.", "reason"
+            "evoke_bypass",
+            "Chat requests that were forwarded without managing the cache, by reason.",
+            "reason",
         )
         self.degraded = self._counter(
-            "evoke_degraded", "Requests without a plan because of an error, by stage.", "stage"
+            "evoke_degraded",
+            "Chat requests whose preparation or accounting failed, by the stage that failed.",
+            "stage",
         )
         self.plan_failures = self._counter(
-            "evoke_plan_failures", "Block plans that llama-server refused, by reason.", "reason"
+            "evoke_plan_failures",
+            "Block plans that llama-server refused, or whose result differs from the plan, by"
+            " reason.",
+            "reason",
         )
         self.breaches = self._counter(
-            "evoke_budget_breach", "Turns that exceeded their budget, or ran without one by error."
+            "evoke_budget_breach",
+            "Turns that exceeded their budget, or ran without one because of an error.",
         )
         self.clients_dropped = self._counter(
             "evoke_clients_dropped",
-            "Disconnected clients: too slow, too many connections or pipelined requests.",
+            "Clients that the proxy disconnected, by reason: slow to send a body or to read an"
+            " answer, too many connections, or too many pipelined requests.",
             "reason",
         )
         for reason in ("slow_body", "slow_reader", "connections", "pipelining"):
             self.clients_dropped.labels(reason=reason)
         self.budget_in_force = self._gauge(
             "evoke_budget_in_force",
-            "0 while a configured budget is not in force, else 1; /evoke/ready has the reason.",
+            "0 if a budget is configured but not in force, else 1; /evoke/ready gives the reason.",
             "server",
         )
         self.upstream_up = self._gauge(
-            "evoke_upstream_up", "1 when llama-server has answered this scrape."
+            "evoke_upstream_up", "1 if llama-server, or one of several, answered the latest scrape."
         )
         self.reloads = self._counter(
             "evoke_config_reloads", "Reloads of the configuration, by result.", "result"
@@ -268,18 +322,22 @@ class Metrics:
         for result in ("done", "failed"):
             self.reloads.labels(result=result)
         self.upstream_errors = self._counter(
-            "evoke_upstream_errors", "Failures of llama-server, by kind.", "kind"
+            "evoke_upstream_errors",
+            "Failures of llama-server, by kind: an error code such as upstream_timeout.",
+            "kind",
         )
 
     def _register_embedder(self) -> None:
         self._section = "Embedder"
         self.embedder = self._gauge(
-            "evoke_embedder_info", "1 for the embedder in use, or none.", "embedder"
+            "evoke_embedder_info", "Always 1; the label names the embedder in use.", "embedder"
         )
-        self.embedded = self._counter("evoke_embedded", "Embedded texts.", "kind")
+        self.embedded = self._counter(
+            "evoke_embedded", "Embedded texts, by kind: questions and blocks.", "kind"
+        )
         self.embed_failures = self._counter(
             "evoke_embed_failures",
-            "Questions and batches of blocks that were not embedded, by reason.",
+            "Questions, and batches of blocks, that were not embedded, by reason.",
             "reason",
         )
         self.embed_seconds = self._histogram(
@@ -292,48 +350,64 @@ class Metrics:
     def _register_snapshots(self) -> None:
         self._section = "Snapshots of stock servers"
         self.saves = self._counter(
-            "evoke_snapshot_saves", "Saves of slots to disk, by result.", "result"
+            "evoke_snapshot_saves",
+            "Saves of a slot to disk, skipped ones included, by result.",
+            "result",
         )
         self.restores = self._counter(
-            "evoke_snapshot_restores", "Restores of slots from disk, by result.", "result"
+            "evoke_snapshot_restores",
+            "Restores of a slot from disk, failed ones included, by result.",
+            "result",
         )
         self.snapshots_evicted = self._counter(
             "evoke_snapshot_evictions",
-            "Deleted snapshots, by the limit that they exceeded.",
+            "Deleted snapshots, by reason, such as the limit that was exceeded.",
             "reason",
         )
         self.index_failures = self._counter(
             "evoke_index_failures",
-            "Changes of the index of snapshots and records that could not be written.",
+            "Changes to the index of snapshots and session records that could not be written.",
         )
         self.snapshots_bad = self._counter(
-            "evoke_snapshot_corrupt", "Corrupt snapshots, moved to quarantine, by reason.", "reason"
+            "evoke_snapshot_corrupt",
+            "Corrupt snapshots and damaged parts of their index, by reason. Corrupt files are moved"
+            " to quarantine.",
+            "reason",
         )
         self.save_seconds = self._histogram(
             "evoke_snapshot_save_seconds",
-            "Seconds to save a slot, during which nothing is decoded.",
+            "Seconds to save a slot; llama-server decodes nothing meanwhile.",
             _PLAN_BUCKETS,
         )
         self.restore_seconds = self._histogram(
-            "evoke_snapshot_restore_seconds", "Seconds to verify and restore a slot.", _PLAN_BUCKETS
+            "evoke_snapshot_restore_seconds",
+            "Seconds to verify a snapshot and restore a slot from it.",
+            _PLAN_BUCKETS,
         )
         self.restored_bytes = self._counter(
-            "evoke_snapshot_restored_bytes", "Bytes of restored slots."
+            "evoke_snapshot_restored_bytes", "Bytes of the snapshots that were restored."
         )
         self.restored_tokens = self._counter(
-            "evoke_restored_tokens", "Tokens that were restored instead of decoded."
+            "evoke_restored_tokens", "Prompt tokens that were restored instead of decoded."
         )
         self.look_aheads = self._counter(
-            "evoke_look_aheads", "Look-ahead decodes of the next prompt, by result.", "result"
+            "evoke_look_aheads",
+            "Attempts to decode the beginning of the next prompt ahead, by result.",
+            "result",
         )
         self.drifts = self._counter(
             "evoke_prefix_divergence",
-            "Requests that do not continue the previous one, by cause.",
+            "Requests that do not continue the previous one of their conversation, by likely"
+            " cause.",
             "cause",
         )
         for cause in CAUSES:  # so that a rate exists from the first event on
             self.drifts.labels(cause=cause)
-        self.normalised = self._counter("evoke_normalised", "Normalized parts of requests.", "what")
+        self.normalised = self._counter(
+            "evoke_normalised",
+            "Parts of requests that the `normalise` settings changed, by setting.",
+            "what",
+        )
         for what in NORMALISATIONS:
             self.normalised.labels(what=what)
         self.snapshots = self._gauge("evoke_snapshots", "Snapshots on disk.")
@@ -343,7 +417,10 @@ class Metrics:
         """Metrics of several llama-servers; `server` is the name of each in the configuration."""
         self._section = "Several llama-servers"
         self.server_up = self._gauge(
-            "evoke_server_up", "1 when the server has answered its latest health check.", "server"
+            "evoke_server_up",
+            "1 while the server's circuit breaker is closed and its latest check or request did not"
+            " fail.",
+            "server",
         )
         self.server_breaker = self._gauge(
             "evoke_server_breaker",
@@ -352,12 +429,12 @@ class Metrics:
         )
         self.server_draining = self._gauge(
             "evoke_server_draining",
-            "1 while conversations are moved away from the server.",
+            "1 while an operator drains the server: its conversations move to others.",
             "server",
         )
         self.server_foreign = self._gauge(
             "evoke_server_foreign",
-            "1 when the server serves another model than the others.",
+            "1 if the server runs another model than the other servers.",
             "server",
         )
         self.server_in_flight = self._gauge(
@@ -365,17 +442,18 @@ class Metrics:
         )
         self.openings = self._counter(
             "evoke_server_breaker_openings",
-            "Times that the circuit breaker of the server opened.",
+            "Number of times that the circuit breaker of the server opened.",
             "server",
         )
         self.failovers = self._counter(
             "evoke_server_failovers",
-            "Requests that were sent to another server after a failure.",
+            "Requests that were sent to another server because this one failed.",
             "server",
         )
         self.moved = self._counter(
             "evoke_sessions_moved",
-            "Conversations that moved to another server, by reason.",
+            "Conversations that moved to another server, by reason: their server took no requests"
+            " (away), or was drained.",
             "reason",
         )
         for reason in ("away", "drained"):
@@ -389,7 +467,7 @@ class Metrics:
             self._describe(name, "counter" if is_counter else "gauge", about, ("server",))
 
     def count_tokens(self, counts: Mapping[str, int]) -> None:
-        """Add the token accounting of one reply; missing kinds count as zero."""
+        """Add the prompt tokens of one reply by kind (TOKEN_KINDS); missing kinds count as 0."""
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind).inc(counts.get(kind, 0))
 
@@ -406,7 +484,10 @@ class Metrics:
         total.inc(count)
 
     def totals(self) -> dict[str, Any]:
-        """Tokens of all prompts by kind, and the numbers of evicted and recovered blocks."""
+        """Return the prompt tokens by kind, and the numbers of evicted and recovered blocks.
+
+        Counted since the start of the proxy, for the admin API.
+        """
         return {
             "tokens": {kind: _sum(self.tokens, kind=kind) for kind in TOKEN_KINDS},
             "blocks_evicted": _sum(self.evictions),
@@ -414,11 +495,11 @@ class Metrics:
         }
 
     def set_stores(self, stores: Mapping[str, BlockStore]) -> None:
-        """Export these block stores, by the name of their server."""
+        """Replace the exported block stores with these, by the name of their server."""
         self._stores.stores = dict(stores)
 
     def exposition(self) -> bytes:
-        """The registry in Prometheus text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:

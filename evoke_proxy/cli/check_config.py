@@ -1,4 +1,4 @@
-"""`evoke-proxy check-config`: validates the configuration and prints its main settings."""
+"""`evoke-proxy check-config`: checks the configuration and prints its main settings."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import EvokeError
 
 DESCRIPTION = """\
-Validate the configuration that `serve` would use, and the files that it names. Asks each
-llama-server whether the budget can be kept there, and prints a warning with the fix if not."""
+Check the configuration that `serve` would use and the files that it names, and print the main
+settings. Ask each llama-server whether it can keep the budget; if not, print a warning with the
+fix."""
 
 EXAMPLES = """examples:
   evoke-proxy check-config --config evoke.yaml
-      print the main settings; exit code 2 and the name of the setting when one is wrong
+      print the main settings; if a setting is wrong, print its name and exit with code 2
   evoke-proxy check-config --config evoke.yaml --offline
-      the same without asking llama-server"""
+      check the configuration without connecting to llama-server"""
 
-# Seconds for a connection to llama-server, and for its answer.
+# Most seconds for a connection to llama-server, and for its answer.
 _CONNECT_S, _ANSWER_S = 2.0, 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `serve`, and those of this command."""
     serve.add_arguments(parser)
-    parser.add_argument("--offline", action="store_true", help="do not ask llama-server")
+    parser.add_argument("--offline", action="store_true", help="do not connect to llama-server")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,12 +67,12 @@ def _settings(config: Config) -> list[str]:
 def _budget(config: Config) -> str:
     budget = config.policy.budget
     if budget == AUTO:
-        return "auto (what the cells of a slot hold, where the context is longer)"
+        return "auto (the cells of a slot less a reserve, if its context is longer)"
     return f"{budget} tokens" if budget else "off (never evicts)"
 
 
 async def _servers(config: Config) -> dict[str, tuple[str, str]]:
-    """By name, a line about each llama-server, and a warning; "" if the budget is in force."""
+    """Return a line and a warning for each server, by name; "" for no warning."""
     urls = config.pool.servers or {"": config.upstream.url}
     answers = await asyncio.gather(*[_server(config, url) for url in urls.values()])
     return dict(zip(urls, answers, strict=True))
@@ -85,7 +86,7 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
         async with LlamaClient(upstream) as client:
             info = await client.info()
     except EvokeError as error:
-        unknown = "; which budget it can keep is unknown" if config.policy.budget else ""
+        unknown = "; whether it can keep the budget is unknown" if config.policy.budget else ""
         return f"{error}{unknown}", ""
     status = budget_status(config.policy, info)
     in_force = f"; {status.text}" if info.patched else ""
@@ -121,7 +122,7 @@ def _keys(config: Config) -> str:
 
 
 def _admin(config: Config) -> str:
-    """Admin addresses and whether they need a token; ConfigError when it cannot be read."""
+    """Admin addresses, and whether they need a token; ConfigError when it cannot be read."""
     security = config.security
     addresses = ", ".join(security.admin_listen or config.listen)
     if not security.admin_token_file:

@@ -1,4 +1,4 @@
-"""`evoke-proxy doctor`: tests a running llama-server and advises on its options."""
+"""`evoke-proxy doctor`: tests a running llama-server and recommends changes to its options."""
 
 from __future__ import annotations
 
@@ -30,19 +30,22 @@ from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
 
 DESCRIPTION = """\
-Check a running llama-server and say what to type to improve it. Checks whether it can evict and
-recover: cells, budget, host memory, disk, embedder, template. Unless its slots are managed by block
-calls, also tests what it can reuse, save and restore: sends a prompt through an idle slot a few
-times and erases it there. Exit code 1 when something should be changed."""
+Check a running llama-server and print the options to change. Checks whether it can evict and
+recover: cells, budget, host memory, disk, embedder, chat template. If the proxy would manage its
+slots with snapshots (a stock server, or a model with a recurrent state or sliding windows), also
+tests what can be reused, saved and restored: sends a test prompt through an idle slot several times
+and empties that slot. Exit code 1 when something should be changed."""
 
 EXAMPLES = """examples:
   evoke-proxy doctor --upstream http://127.0.0.1:8080 --directory /var/lib/llama/slots
-      test the server, its slot directory included
+      test the server, and whether its saved slots can be used
   evoke-proxy doctor --config evoke.yaml --json
-      test the server of a configuration file; print JSON"""
+      test the server that the configuration names; print JSON"""
 
-# Kinds of memory, by what can be reused. Recurrent layers and windows continue from a restored
-# state and cannot go back; recurrent layers beside windows do not even continue.
+# Kinds of a model's memory, by what a prompt can reuse of a restored slot. Dense: every common
+# prefix. Extend-only (recurrent layers) and windowed (sliding windows): the restored prompt can be
+# continued, but not cut to a shorter prefix. Never-restored (both of these): nothing. Unknown:
+# slots cannot be saved, so it was not tested.
 DENSE, RECURRENT, WINDOWED, UNKNOWN = "dense", "extend-only", "windowed", "unknown"
 NEVER_RESTORED = "never-restored"
 
@@ -56,15 +59,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument("--upstream", metavar="URL", help="URL of llama-server")
-    parser.add_argument("--directory", metavar="DIR", help="its --slot-save-path, as mounted here")
     parser.add_argument(
-        "--tokens", type=int, default=2000, help="tokens of the test prompt (default: 2000)"
+        "--directory",
+        metavar="DIR",
+        help="the directory of its --slot-save-path (default: snapshots.directory)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="length of the test prompt, tokens (default: 2000)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print findings and advice; 1 when something should change, ConfigError when it cannot run."""
+    """Print findings and advice; returns 1 when something should be changed, else 0.
+
+    Raises ConfigError when the server does not answer, or when none of its slots is idle.
+    """
     overrides = {"upstream.url": arguments.upstream, "snapshots.directory": arguments.directory}
     config = load(arguments.config, os.environ, overrides)
     if config.pool.upstreams and arguments.upstream is None:
@@ -111,7 +125,7 @@ class Server:
 
 
 async def _examine(config: Config, n_tokens: int) -> tuple[Server, Findings | None]:
-    """Check a server; its slots are tested only where snapshots of them are of use."""
+    """Check a server; the findings are None if the proxy would not use snapshots of its slots."""
     async with LlamaClient(config.upstream) as client:
         props = await client.call("GET", "/props")
         eviction = await doctor_eviction.examine_eviction(client, config, _context(props))
@@ -137,17 +151,17 @@ def _model(props: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How many tokens of a prompt in a slot the next request does not decode.
+    """How many tokens the next request reuses of a prompt that is in a slot.
 
     Attributes:
         n_tokens: Tokens of the prompt.
         n_shared: Tokens that an edited prompt shares with it.
-        extends: Reused when the next prompt continues it.
-        edited: Reused when the next prompt is the edited one.
-        restored_extends: As `extends`, after a save and a restore; None without slot files.
-        restored_edited: As `edited`, after a save and a restore; None without slot files.
-        windows: Whether some layers keep only the latest tokens.
-        full: Whether such layers are restored from a file as llama-server writes it (--swa-full).
+        extends: Tokens reused by a prompt that continues it.
+        edited: Tokens reused by the edited prompt.
+        restored_extends: As `extends`, after a save and a restore; None if slots cannot be saved.
+        restored_edited: As `edited`, after a save and a restore; None if slots cannot be saved.
+        windows: Whether some layers have a sliding window and keep only the latest tokens.
+        full: Whether a slot file restores such layers without changes (--swa-full).
     """
 
     n_tokens: int
@@ -161,7 +175,7 @@ class Reuse:
 
     @property
     def memory(self) -> str:
-        """The kind of memory that behaves like this."""
+        """The kind of memory, one of the constants above."""
         if self.restored_extends is None or self.restored_edited is None:
             return UNKNOWN
         if 2 * self.restored_extends < self.n_tokens:
@@ -173,7 +187,16 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Seconds for one prompt, and the bytes of its state; 0 where slots cannot be saved."""
+    """Measured times of one prompt; those of slot files are 0 if slots cannot be saved.
+
+    Attributes:
+        n_tokens: Tokens of the prompt.
+        prefill_s: Seconds to decode it.
+        save_s: Seconds to save its slot to a file.
+        verify_s: Seconds to verify the file.
+        restore_s: Seconds to restore the slot from the file.
+        n_bytes: Bytes of the file.
+    """
 
     n_tokens: int
     prefill_s: float
@@ -192,15 +215,16 @@ class Findings:
         model: Name or path of the model.
         n_slots: Number of slots.
         n_ctx: Context of a slot, tokens.
-        media: Whether a projector is loaded.
+        media: Whether a multimodal projector is loaded.
         no_saves: Why slots cannot be saved; empty if they can.
-        no_files: Why saved files cannot be read here; empty if they can.
-        ram_cache: Whether a displaced prompt comes back from the server's RAM cache.
-        clears_idle: Whether a slot is emptied when another one starts; None with one slot.
-        plain: Which renderings of a chat stay a prefix of the next turn.
-        tools: The same with tools.
+        no_files: Why the proxy cannot read saved files; empty if it can.
+        ram_cache: Whether the server's RAM cache restores a prompt that another one has displaced.
+        clears_idle: Whether an idle slot is emptied when a request starts in another one; None
+            if no other slot is empty.
+        plain: Which renderings of a chat without tools are a prefix of the next turn.
+        tools: Which renderings of a chat with tools are a prefix of the next turn.
         reuse: What the next request reuses.
-        speeds: What saving and restoring costs.
+        speeds: Times of decoding, saving and restoring.
         kv_types: Types of keys and values, from a slot file; None without one.
         flash_attention: Whether flash attention is on, from a slot file; None without one.
     """
@@ -223,7 +247,7 @@ class Findings:
 
 
 def advice(findings: Findings) -> list[str]:
-    """What to change, the most important first; empty when nothing needs to change."""
+    """Return what to change, the most important first; empty when nothing needs to change."""
     memory = findings.reuse.memory
     template, with_tools = findings.plain, findings.tools
     rules = (
@@ -232,18 +256,20 @@ def advice(findings: Findings) -> list[str]:
         (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to the"
          f" directory that the server saves slots to: {findings.no_files}"),
         (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves nothing"),
-        (findings.reuse.full, "start it without --swa-full, which snapshots do not need: of the"
-         " windows' layers a slot file or the RAM cache contains the latest tokens only, and the"
-         " server reuses them for prompts that differ before those tokens"),
+        (findings.reuse.full, "start it without --swa-full, which snapshots do not need: a slot"
+         " file or the RAM cache contains only the latest tokens of layers with a sliding window,"
+         " but with --swa-full the server reuses them for prompts that differ before these tokens"),
         (findings.n_slots > 1 and findings.clears_idle is True, "the slots share one cache, and"
          " idle ones are emptied when another starts: add -no-kvu or --no-cache-idle-slots"),
-        (memory == RECURRENT and not template.ahead, "its template rewrites answers, so nothing can"
-         " be decoded ahead: each turn decodes the previous answer once more"),
-        (not template.boundary, "its template rewrites earlier messages of the user, so snapshots"
-         " cannot be reused"),
-        (template.boundary and not with_tools.boundary, "with tools its template rewrites earlier"
-         " messages, so conversations with tools get no snapshots"),
-        (findings.media, "it loads a projector: chats with images are only forwarded"),
+        (memory == RECURRENT and not template.ahead, "its chat template changes answers when they"
+         " become history, so nothing can be decoded ahead and each turn decodes the previous"
+         " answer again: use another template"),
+        (not template.boundary, "its chat template rewrites earlier messages of the user, so"
+         " snapshots cannot be reused: use another template"),
+        (template.boundary and not with_tools.boundary, "with tools its chat template rewrites"
+         " earlier messages, so conversations with tools get no snapshots: use another template"),
+        (findings.media, "it has loaded a multimodal projector: the proxy forwards chats with"
+         " images without saving them"),
         (_restores_slowly(findings.speeds), "restoring takes as long as decoding here: use a faster"
          " disk or no snapshots"),
     )  # fmt: skip
@@ -260,10 +286,10 @@ class _Prompts:
 
     Attributes:
         first: A random prompt.
-        longer: The first one, continued.
-        edited: The first `n_shared` tokens of it, continued differently.
-        other: A random prompt of the same length.
-        n_shared: Tokens that `first` and `edited` share.
+        longer: `first` with more tokens at its end.
+        edited: The first `n_shared` tokens of `first`, then other tokens.
+        other: Another random prompt, cut to the same limit.
+        n_shared: Number of tokens that `first` and `edited` share.
     """
 
     first: Tokens
@@ -275,7 +301,7 @@ class _Prompts:
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """A saved file as seen from here.
+    """Whether the proxy can read a file that llama-server has saved.
 
     Attributes:
         files: The directory; None when the file cannot be read.
@@ -290,7 +316,10 @@ class _Received:
 
 @dataclass(frozen=True, slots=True)
 class _CopyFindings:
-    """What the test of saving and restoring found; see `Findings`."""
+    """Results of the test of saving and restoring; `Findings` describes the fields.
+
+    `cache` is the first cache in the slot file; None without a file.
+    """
 
     reuse: Reuse
     speeds: Speeds
@@ -366,11 +395,11 @@ class _Examination:
         )
 
     def _random_text(self) -> str:
-        """At least as many words as tokens are needed, in an order that no cache contains."""
+        """Return as many words as tokens are needed, in a random order that no cache contains."""
         return " ".join(random.choices(_WORDS, k=self._n_tokens))
 
     async def _cached(self, slot: int, prompt: Tokens) -> int:
-        """Decode a prompt in a slot; returns how many of its tokens were reused."""
+        """Decode a prompt in a slot, and return how many of its tokens were reused."""
         return (await self._api.prefill(prompt, slot)).cached
 
     async def _examine_copies(self, slot: int, prompts: _Prompts) -> _CopyFindings:
@@ -424,14 +453,14 @@ class _Examination:
         )
 
     async def _save(self, slot: int) -> tuple[SlotCopy | None, str]:
-        """Save a slot; None and the server's reason when it refuses."""
+        """Save a slot; returns None and the reason when the server refuses."""
         try:
             return await self._api.save(slot, _FILE_NAME), ""
         except UpstreamRejected as error:
             return None, str(error.error.get("message") or error)
 
     def _receive(self, saved: SlotCopy | None) -> _Received:
-        """Look for a saved file in the directory and verify it."""
+        """Find a saved file in the directory, and measure how long its verification takes."""
         if saved is None:
             return _Received(reason="slots cannot be saved")
         if not self._directory:
@@ -500,7 +529,7 @@ def _report(findings: Findings) -> list[str]:
 def _stability(stability: Stability) -> str:
     verb = "keeps" if stability.boundary else "rewrites"
     ahead = "can" if stability.ahead else "cannot"
-    return f"{verb} messages of the user, {ahead} be decoded ahead"
+    return f"{verb} messages of the user, answers {ahead} be decoded ahead"
 
 
 def _types(findings: Findings) -> str:

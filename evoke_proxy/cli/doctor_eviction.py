@@ -1,4 +1,7 @@
-"""The part of `evoke-proxy doctor` about eviction: cells, budget, host memory, disk, embedder."""
+"""Examines for `evoke-proxy doctor` whether a llama-server can evict and recover.
+
+Covers cells, budget, host memory, disk, embedder and chat template.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
 _MIB = 1 << 20
-# Context that is suggested, in cells.
+# The context to recommend, as a multiple of the cells.
 _CONTEXT_PER_CELL = 4
-# Host memory and disk that are suggested where the size of a row is not known, MiB.
+# MiB of host memory and of disk to recommend when the bytes of a token are not known.
 _RAM_MIB, _DISK_MIB = 4096, 32768
 _THOUGHT, _ANSWER = "a passing consideration", "The answer is 4."
-# What a patched server without --evoke-ram answers to block calls; a stock one answers 404.
+# HTTP status of a patched server without --evoke-ram for a block call; a stock one answers 404.
 _NOT_SUPPORTED = 501
 
 
@@ -36,12 +39,15 @@ class StoreState:
     """Host memory and disk for saved blocks, bytes.
 
     Attributes:
-        ram_budget, ram_used: Host memory that is given and used.
-        ram_dropped: Copies that were given up for lack of room.
-        disk_budget, disk_used: Disk space that is given and used; 0 without a disk tier.
-        disk_problem: Why there is no disk tier, or the last error of it; empty when it works.
-        row_bytes: Bytes of one token.
-        host_free: Memory that this machine has left; None when llama-server runs on another one.
+        ram_budget: Host memory that the server may use (--evoke-ram).
+        ram_used: Host memory in use.
+        ram_dropped: Number of saved blocks that were dropped because there was no room.
+        disk_budget: Disk space that the server may use (--evoke-disk); 0 without a disk tier.
+        disk_used: Disk space in use; 0 without a disk tier.
+        disk_problem: Why the disk tier cannot be used, or its last error; empty without a problem.
+        row_bytes: KV bytes of one token.
+        host_free: Free memory of this machine; None when llama-server runs on another one, or when
+            this machine does not report it.
     """
 
     ram_budget: int = 0
@@ -56,23 +62,24 @@ class StoreState:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What eviction and recovery need, as found; also a part of the JSON output.
+    """What eviction and recovery depend on, as found; also a part of the JSON output.
 
     Attributes:
         is_patched: Whether llama-server is a patched build.
-        lacks_ram: Whether it is one, and only --evoke-ram is missing.
+        lacks_ram: Whether it is a patched build that was started without --evoke-ram.
         reason: Why block calls do not work; empty when they do.
         n_slots: Number of slots.
-        n_cells: Cells of a slot, with those that it shares; None when unknown.
-        n_slot_cells: Cells that a slot can fill while the others are full; None when unknown.
+        n_cells: Cells that a slot can use, shared ones included; None when unknown.
+        n_slot_cells: Cells that a slot can use while all others are full; None when unknown.
         n_ctx: Context of a slot, tokens.
         n_ctx_train: Context that the model was trained for; None when unknown.
         budget: The budget that is in force and why.
         store: Host memory and disk; None without block calls.
-        encoder: What blocks are ranked with.
-        ranks_by_words: Whether blocks are ranked by words alone.
-        thoughts: "kept", "removed" or "unknown": what the template does with earlier thoughts.
-        template: Which renderings of a chat stay a prefix of the next turn; None when unknown.
+        encoder: Description of the encoder that blocks are ranked with.
+        ranks_by_words: Whether blocks are ranked by words alone, without an encoder.
+        thoughts: "kept", "removed" or "unknown": what the chat template does with the reasoning
+            text of earlier answers.
+        template: Which renderings of a chat are a prefix of the next turn; None when unknown.
         uses_word_vectors: Whether the built-in word vectors rank blocks.
         runtime_conflict: What is wrong with the installed onnxruntime, and the fix; may be empty.
     """
@@ -96,7 +103,7 @@ class Eviction:
 
     @property
     def logical_context(self) -> int:
-        """The value to suggest for `--ctx-logical`."""
+        """The value of `--ctx-logical` to recommend."""
         wanted = _CONTEXT_PER_CELL * (self.n_cells or self.n_ctx or 1)
         return min(wanted, self.n_ctx_train or wanted)
 
@@ -107,13 +114,17 @@ class Eviction:
 
     @property
     def evicted_bytes(self) -> int:
-        """Host memory that full conversations in all slots have outside the cells."""
+        """Bytes outside the cells that the slots need when each has a conversation of `n_ctx`."""
         row_bytes = self.store.row_bytes if self.store is not None else 0
         return max(0, self.n_ctx - (self.n_slot_cells or self.n_ctx)) * row_bytes * self.n_slots
 
 
 async def examine_eviction(client: LlamaClient, config: Config, n_ctx: int) -> Eviction:
-    """Ask a server; raises EvokeError when it does not answer, ConfigError for the embedder."""
+    """Examine a server; `n_ctx` is the context of a slot by `GET /props`.
+
+    Raises UpstreamError when the server does not answer, and ConfigError when the configured
+    encoder cannot be loaded.
+    """
     info = await client.info()
     encoder = load_encoder(config.embedder)
     is_patched = info.obstacle in ("", "unsupported") or await _is_patched(client)
@@ -139,9 +150,10 @@ async def examine_eviction(client: LlamaClient, config: Config, n_ctx: int) -> E
 
 
 def changes(found: Eviction, config: Config) -> list[str]:
-    """What keeps eviction from working as configured, and what to type; the most important first.
+    """Return why eviction does not work as configured, each with a fix, the most important first.
 
-    For a server without block calls there is nothing unless the configuration has a budget.
+    For a server without block calls that is only a missing --evoke-ram, or a budget that the
+    configuration sets and the server cannot keep.
     """
     budget = config.policy.budget
     if found.store is None:
@@ -163,37 +175,40 @@ def changes(found: Eviction, config: Config) -> list[str]:
          f" slots need {_mib(found.evicted_bytes)} for evicted blocks, and {_mib(store.ram_budget)}"
          f" of host memory and {_mib(store.disk_budget)} of disk are given: start llama-server with"
          f" --evoke-ram {_rounded_mib(found.evicted_bytes)}, or with a larger --evoke-disk"),
-        (store.ram_dropped > 0, f"{store.ram_dropped} saved blocks were given up for lack of room:"
-         f" start llama-server with --evoke-ram {2 * store.ram_budget // _MIB}, or with a larger"
-         " --evoke-disk"),
+        (store.ram_dropped > 0, f"{store.ram_dropped} saved blocks were dropped because there was"
+         f" no room: start llama-server with --evoke-ram {2 * store.ram_budget // _MIB}, or with a"
+         " larger --evoke-disk"),
         (_exceeds_host(store), f"--evoke-ram gives {_mib(store.ram_budget)}, and this machine has"
          f" {_mib(store.host_free or 0)} left: start llama-server with a smaller --evoke-ram, and"
          " with --evoke-disk for the rest"),
-        (found.template is not None and not found.template.boundary, "its template rewrites earlier"
-         " messages of the user, so each turn decodes the conversation once more: set one that"
-         " does not with --chat-template-file"),
-        (found.ranks_by_words, "blocks are ranked by words alone, so a question in other words"
-         " finds nothing: remove `embedder.model: none`"),
+        (found.template is not None and not found.template.boundary, "its chat template rewrites"
+         " earlier messages of the user, so each turn decodes the conversation again: set a"
+         " template that does not rewrite them with --chat-template-file"),
+        (found.ranks_by_words, "blocks are ranked by words alone, so a question that uses other"
+         " words than the block does not find it: remove `embedder.model: none`"),
         (bool(found.runtime_conflict), found.runtime_conflict),
     )  # fmt: skip
     return [text for applies, text in rules if applies]
 
 
 def hints(found: Eviction) -> list[str]:
-    """What could be better, and what to type; nothing is wrong without it."""
+    """Return optional improvements, each with the option or command for it."""
     shared = found.n_cells is not None and (found.n_slot_cells or 0) < found.n_cells
     rules = (
         (found.store is None and found.is_patched and not found.lacks_ram, "to evict and recover,"
-         " start it without what rules block calls out (above); patches/SUPPORT.md has what works"),
+         " start it without what prevents block calls (`eviction` above); patches/SUPPORT.md lists"
+         " what works"),
         (found.store is None and not found.is_patched, "to evict and recover, build the patched"
          f" llama-server (`evoke-proxy build-server`), then {_start_with(found)}"),
-        (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) take"
-         " turns in it with the conversation; -np 2 gives them another, with half of the cells"),
+        (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) and"
+         " the conversation use it alternately; with -np 2 there are two, each with half of the"
+         " cells"),
         (found.n_slots > 1 and shared and found.store is not None, f"{found.n_slots} slots share"
          f" {found.n_cells} cells, so a budget is a share of them; -no-kvu gives each its own"),
-        (found.thoughts == "removed", "its template removes the thoughts of earlier answers, so"
-         " after an answer with thoughts its text is decoded once more: --reasoning-budget 0"
-         " switches thoughts off, --chat-template-file sets a template that keeps them"),
+        (found.thoughts == "removed", "its chat template removes the thoughts (reasoning) of"
+         " earlier answers, so an answer with thoughts is decoded again in the next turn:"
+         " --reasoning-budget 0 switches thoughts off, --chat-template-file sets a template that"
+         " keeps them"),
         (found.uses_word_vectors, "the built-in word vectors rank blocks; an ONNX encoder finds"
          " more: run evoke-proxy embedder fetch"),
     )  # fmt: skip
@@ -208,7 +223,7 @@ def _start_with(found: Eviction) -> str:
 
 
 def report(found: Eviction) -> list[str]:
-    """The lines of the text output."""
+    """Return the lines of the text output."""
     store = found.store
     cells = f"{found.n_slot_cells} cells" if found.n_slot_cells else "unknown cells"
     if store is None:
@@ -223,7 +238,7 @@ def report(found: Eviction) -> list[str]:
         f"eviction   possible; each slot: {cells}, context {found.n_ctx} tokens",
         f"budget     {found.budget.problem or found.budget.text}",
         f"memory     {_mib(store.ram_used)} of {_mib(store.ram_budget)} hold saved blocks,"
-        f" {store.ram_dropped} were given up{host}",
+        f" {store.ram_dropped} were dropped{host}",
         f"disk       {disk}{f' ({store.disk_problem})' if store.disk_problem else ''}",
         f"embedder   {found.encoder}",
         f"thoughts   {found.thoughts}",
@@ -231,7 +246,7 @@ def report(found: Eviction) -> list[str]:
 
 
 def free_memory() -> int | None:
-    """Bytes that programs of this machine can still allocate; None when it does not say."""
+    """Return MemAvailable of /proc/meminfo in bytes; None where that does not exist."""
     try:
         lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
     except OSError:
@@ -241,7 +256,7 @@ def free_memory() -> int | None:
 
 
 def parse_store(answer: Mapping[str, Any], host_free: int | None) -> StoreState:
-    """The stores in an answer about a slot (patches/API.md)."""
+    """Parse the state of the stores from the reply to `GET /slots/ID/blocks` (patches/API.md)."""
     ram, disk = answer.get("ram") or {}, answer.get("disk")
     tier = disk if isinstance(disk, dict) else {}
     return StoreState(
@@ -263,7 +278,7 @@ async def _store(client: LlamaClient, info: ServerInfo) -> StoreState:
 
 
 async def _is_patched(client: LlamaClient) -> bool:
-    """Whether a server without block calls is a patched build: it knows the path, and refuses."""
+    """Whether a server without block calls is a patched build, which refuses them with a 501."""
     try:
         await client.call("GET", "/slots/0/blocks")
     except UpstreamRejected as error:
@@ -274,7 +289,7 @@ async def _is_patched(client: LlamaClient) -> bool:
 
 
 async def _trained_context(client: LlamaClient) -> int | None:
-    """The context that the model was trained for; None when the server does not say."""
+    """Return the context that the model was trained for; None when the server does not say."""
     try:
         models = (await client.call("GET", "/v1/models")).get("data") or ()
         n_ctx = (models[0].get("meta") or {}).get("n_ctx_train") if models else None
@@ -284,7 +299,10 @@ async def _trained_context(client: LlamaClient) -> int | None:
 
 
 async def _thoughts(api: StockApi) -> str:
-    """What the template does with the thoughts of an earlier answer."""
+    """Whether the chat template keeps the reasoning text of an earlier answer.
+
+    Returns "kept", "removed", or "unknown" when the server cannot render the test messages.
+    """
     think = f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"
     texts = []
     for answer in (

@@ -24,44 +24,49 @@ from evoke_proxy.config import Config, load
 from evoke_proxy.errors import ConfigError, DownloadError
 
 DESCRIPTION = f"""\
-Fetch a text encoder that finds blocks by their meaning better than the built-in word vectors. The
-proxy uses a fetched encoder from its next start on, without a setting. Every file is pinned by its
-SHA-256. Encoders: {", ".join(encoder_names())}."""
+Fetch, list or remove text encoders. They find blocks by meaning better than the built-in word
+vectors. The proxy uses a fetched encoder from its next start on; no setting is needed. The SHA-256
+of each file is checked. Encoders: {", ".join(encoder_names())}."""
 
 EXAMPLES = f"""examples:
   evoke-proxy embedder fetch
-      fetch {DEFAULT}; an interrupted download is continued
+      fetch {DEFAULT}, or continue an interrupted download of it
   evoke-proxy embedder fetch all-MiniLM-L6-v2 --mirror https://mirror.example.org
-      fetch another one, from a copy of the model hub
+      fetch another encoder, from a copy of the model hub
   evoke-proxy embedder list
-      show what is there and what the proxy would use
-  evoke-proxy embedder remove {DEFAULT}"""
+      show which encoders are stored, and which one the proxy would use
+  evoke-proxy embedder remove {DEFAULT}
+      delete a stored encoder"""
 _ACTIONS = ("fetch", "list", "remove")
 _BAR = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("action", choices=_ACTIONS, help="what to do")
+    parser.add_argument("action", choices=_ACTIONS, help="action on the stored encoders")
     parser.add_argument(
-        "name", nargs="?", choices=encoder_names(), help=f"the encoder (fetch: {DEFAULT})"
+        "name",
+        nargs="?",
+        choices=encoder_names(),
+        help=f"encoder to fetch (default: {DEFAULT}) or to remove",
     )
     parser.add_argument(
-        "--mirror", metavar="URL", help="a copy of the model hub (default: embedder.mirror)"
+        "--mirror", metavar="URL", help="URL of the model hub or a copy (default: embedder.mirror)"
     )
     parser.add_argument(
-        "--store", metavar="DIR", help="directory of encoders (default: embedder.store)"
+        "--store", metavar="DIR", help="directory of stored encoders (default: embedder.store)"
     )
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="exit with 0 if it cannot be fetched: the proxy uses what is there",
+        help="exit with 0 also if the encoder cannot be fetched; the proxy then uses another stored"
+        " encoder or the built-in word vectors",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action; returns 1 when the encoder cannot be fetched or is not there."""
+    """Run the action; returns 1 when the encoder cannot be fetched, or is not there to remove."""
     overrides = {"embedder.store": arguments.store, "embedder.mirror": arguments.mirror}
     options = {key: value for key, value in overrides.items() if value is not None}
     config = load(arguments.config, os.environ, options)
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"evoke-proxy: {error}", file=sys.stderr)
         if not arguments.optional:
             return 1
-        print(f"going on without it: {_used(config)} will be used", file=sys.stderr)
+        print(f"continuing without it: the proxy will use {_used(config)}", file=sys.stderr)
         return 0
 
 
@@ -86,11 +91,11 @@ def _fetch(name: str, config: Config, store: EncoderStore) -> int:
         is_new = fetch(encoder, store, config.embedder.mirror, bar.show)
     finally:
         bar.end()
-    print(f"{store.directory(encoder)}: {'fetched' if is_new else 'there already'}")
+    print(f"{store.directory(encoder)}: {'fetched' if is_new else 'already fetched'}")
     if missing := missing_packages():
         print(
-            f"{' and '.join(missing)} not installed: the proxy cannot load it before pip install"
-            " 'evoke-proxy[cpu]' (or [gpu])",
+            f"{' and '.join(missing)} not installed: to let the proxy load the encoder, run pip"
+            " install 'evoke-proxy[cpu]' (or [gpu])",
             file=sys.stderr,
         )
     return 0
@@ -123,7 +128,7 @@ def _remove(name: str | None, store: EncoderStore) -> int:
 
 
 class ProgressBar:
-    """Shows the progress of a download: a bar on a terminal, else a line for each tenth."""
+    """Shows the progress of a download on stderr: a bar on a terminal, else a line per 10 %."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -133,7 +138,7 @@ class ProgressBar:
         self._is_drawn = False
 
     def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are there."""
+        """Show that `done` of `total` bytes are stored."""
         if self._first is None:
             self._first = done
         rate = (done - self._first) / max(1e-3, time.monotonic() - self._began)
@@ -148,6 +153,6 @@ class ProgressBar:
             print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End the line of a bar."""
+        """End the line of the bar, if one was drawn."""
         if self._is_drawn:
             print(file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`evoke-proxy keys`: manages the file of client keys, and creates token files."""
+"""`evoke-proxy keys`: manages the file of client keys and creates files with a random token."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from evoke_proxy.core.tenants.api_keys import Caller, Keys, checked_name, key_of
 from evoke_proxy.errors import ConfigError
 
 DESCRIPTION = """\
-Manage the client keys in security.keys_file. Each key belongs to a tenant, and tenants share
-nothing. A running proxy reads changes of the file."""
+Manage the client keys in security.keys_file, or create a file with a random token. Each key belongs
+to a tenant, and tenants share nothing. A running proxy reads a changed file of keys again."""
 
 EXAMPLES = """examples:
   evoke-proxy keys add alice --tenant research --file /etc/evoke-proxy/keys
-      print a new key; the file stores only its hash
+      create a key and print it; the file stores only its hash
   evoke-proxy keys list --file /etc/evoke-proxy/keys
+      print the name and the tenant of each key
   evoke-proxy keys remove alice --file /etc/evoke-proxy/keys
-      revoke a key; takes effect without a restart
+      revoke a key; this takes effect without a restart
   evoke-proxy keys token --file /etc/evoke-proxy/admin-token
       create a file for security.admin_token_file or snapshots.key_file"""
 _ACTIONS = ("add", "list", "remove", "token")
@@ -31,15 +32,24 @@ _SETTING = "security.keys_file"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("action", choices=_ACTIONS, help="action on the key file")
-    parser.add_argument("name", nargs="?", help="name of the key, as logged")
-    parser.add_argument("--tenant", help="tenant of the key (default: its name)")
     parser.add_argument(
-        "--file", type=Path, metavar="FILE", help=f"key file, mode 0600 (default: {_SETTING})"
+        "action",
+        choices=_ACTIONS,
+        help="add, list or remove client keys, or create a file with a token",
+    )
+    parser.add_argument(
+        "name", nargs="?", help="name of the key to add or remove; the log contains this name"
+    )
+    parser.add_argument("--tenant", help="add: tenant of the key (default: the name of the key)")
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE",
+        help=f"file of client keys (default: {_SETTING}); token: the file to create",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument(
-        "--keep", action="store_true", help="token: leave a file that exists already as it is"
+        "--keep", action="store_true", help="token: do not change a file that exists already"
     )
 
 
@@ -55,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _file(arguments: argparse.Namespace) -> Path:
-    """The file that the command is about; only keys have one in the settings."""
+    """Return the file to read or write; ConfigError when neither `--file` nor a setting names"
+    " it."""
     if arguments.file is not None:
         return Path(arguments.file)
     if arguments.action == "token":
@@ -77,7 +88,7 @@ def _make_token(path: Path, keep: bool) -> int:
 
 def _act(arguments: argparse.Namespace, path: Path) -> int:
     if not path.exists() and arguments.action != "add":
-        raise ConfigError(f"{path} does not exist; `evoke-proxy keys add` makes it")
+        raise ConfigError(f"{path} does not exist; `evoke-proxy keys add` creates it")
     text = read_secret(path, _SETTING) if path.exists() else ""
     keys = Keys.parse(text)
     if arguments.action == "list":
@@ -94,7 +105,10 @@ def _act(arguments: argparse.Namespace, path: Path) -> int:
         write_secret(path, remaining)
         return 0
     if name in (caller.name for caller in keys.callers.values()):
-        raise ConfigError(f"{path} has a key of {name} already; remove it first, or choose a name")
+        raise ConfigError(
+            f"{path} has a key with the name {name} already; remove it first, or choose another"
+            " name"
+        )
     _add(path, text, Caller(name, checked_name(arguments.tenant or name)))
     return 0
 
@@ -105,4 +119,7 @@ def _add(path: Path, text: str, caller: Caller) -> None:
     lines += f"{line_of(caller, key)}\n"
     write_secret(path, lines)
     print(key)
-    print(f"key of tenant {caller.tenant}; it cannot be displayed later", file=sys.stderr)
+    print(
+        f"this key belongs to the tenant {caller.tenant}; it cannot be displayed again",
+        file=sys.stderr,
+    )

@@ -1,4 +1,4 @@
-"""Entry point of `evoke-proxy`: the table of commands, their parsers and exit codes.
+"""Entry point of `evoke-proxy`: lists the commands, parses arguments, runs a command.
 
 Exit codes: 0 success, 1 failure, 2 wrong arguments or an invalid configuration.
 """
@@ -34,12 +34,12 @@ Help for one command: evoke-proxy COMMAND --help"""
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of the table.
+    """A command of `evoke-proxy`.
 
     Attributes:
-        name: The word on the command line.
-        summary: Its line in `evoke-proxy --help`.
-        module: The module that implements it, imported only when the command is used.
+        name: Its name on the command line.
+        summary: Its description in `evoke-proxy --help`.
+        module: The module that implements it (a `CommandModule`), imported only when needed.
     """
 
     name: str
@@ -49,7 +49,9 @@ class Command:
 
 COMMANDS = (
     Command("up", "start a llama-server and the proxy in front of it", "evoke_proxy.cli.up"),
-    Command("plan", "show the cells and the memory for a model", "evoke_proxy.cli.plan"),
+    Command(
+        "plan", "show how many KV cells and how much memory a model gets", "evoke_proxy.cli.plan"
+    ),
     Command(
         "serve", "run the proxy in front of one or more llama-servers", "evoke_proxy.cli.serve"
     ),
@@ -60,7 +62,7 @@ COMMANDS = (
     Command("demo", "run a test session on the bundled model", "evoke_proxy.demo.cli"),
     Command("build-server", "build the patched llama-server", "evoke_proxy.server_build.cli"),
     Command(
-        "doctor", "test a running llama-server and advise on its options", "evoke_proxy.cli.doctor"
+        "doctor", "test a running llama-server and recommend options", "evoke_proxy.cli.doctor"
     ),
     Command("sessions", "list, pin, export or delete saved sessions", "evoke_proxy.cli.sessions"),
     Command("keys", "manage client keys and the admin token", "evoke_proxy.cli.keys"),
@@ -68,7 +70,7 @@ COMMANDS = (
 
 
 class CommandModule(Protocol):
-    """The interface of a command's module."""
+    """The interface of the module of a command; both texts are for its `--help`."""
 
     DESCRIPTION: str
     EXAMPLES: str
@@ -77,7 +79,7 @@ class CommandModule(Protocol):
         """Declare the command's arguments."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the command and return its exit code; ConfigError becomes exit code 2."""
+        """Run the command and return its exit code; `main` turns a ConfigError into exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Build the parser; only the command that `words` names gets its arguments."""
+    """Build the parser; only the command in `words` gets its arguments, and its module imported."""
     parser = _Parser(prog="evoke-proxy", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"evoke-proxy {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

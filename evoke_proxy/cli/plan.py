@@ -1,4 +1,7 @@
-"""`evoke-proxy plan`: prints where the conversations of a model would be kept; starts nothing."""
+"""`evoke-proxy plan`: prints the KV cells and the memory that the sessions of a model would get.
+
+`up` makes the same plan and then starts llama-server with it.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +28,20 @@ from evoke_proxy.errors import ConfigError
 from evoke_proxy.server_build import BuildError, finished_server_path
 
 DESCRIPTION = """\
-Read a model file and the free memory of this machine, and print how many cells a session gets, and
-how much of a conversation is on the device, in host memory and on disk. Starts nothing."""
+Read a model file and the free memory of this machine, and print how many KV cells (tokens in the KV
+cache) a session gets, and how much memory conversations take on the device, in host memory and on
+disk. Nothing is started."""
 
 EXAMPLES = """examples:
   evoke-proxy plan model.gguf
-      what `evoke-proxy up -m model.gguf` would do on this machine
+      print what `evoke-proxy up -m model.gguf` would start on this machine
   evoke-proxy plan model.gguf --vram 16GiB --context 131072 --sessions 4
-      the same for another machine, and for four conversations at a time"""
+      plan for another device, longer conversations, and four of them at a time"""
 
 _MIB = 1 << 20
 _UNITS = {"": _MIB, "k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-# The options of llama-server that decide the plan, by their short or other names.
+# Long names of the llama-server options that change the plan, by their short names.
 _ALIASES = {
     "-c": "--ctx-size",
     "-np": "--parallel",
@@ -47,7 +51,8 @@ _ALIASES = {
 
 
 def size(text: str) -> int:
-    """Bytes of a size such as 16GiB, 512M or 4096 (MiB)."""
+    """Return the bytes of a size such as 16GiB, 512M, or 4096 (MiB); ArgumentTypeError if"
+    " invalid."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB")
@@ -55,15 +60,15 @@ def size(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A number above 0."""
+    """Return a whole number above 0; ArgumentTypeError for any other text."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model and the wishes."""
-    parser.add_argument("model", type=Path, metavar="FILE", help="the GGUF file of the model")
+    """Declare the command's arguments."""
+    parser.add_argument("model", type=Path, metavar="FILE", help="GGUF file of the model")
     add_wishes(parser)
     parser.add_argument(
         "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
@@ -71,31 +76,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_wishes(parser: argparse.ArgumentParser) -> None:
-    """Declare what a user may ask of the plan."""
+    """Declare the options with which a user changes the plan; `wishes` reads them."""
     parser.add_argument(
         "--context",
         type=count,
         metavar="N",
-        help="longest conversation, tokens (default: what the model was trained for)",
+        help="longest conversation, tokens (default: the context that the model was trained for)",
     )
     parser.add_argument(
-        "--sessions", type=count, metavar="N", help="conversations at a time (default: 1)"
+        "--sessions",
+        type=count,
+        metavar="N",
+        help="number of conversations at the same time (default: 1)",
     )
     parser.add_argument(
         "--cells",
         type=count,
         metavar="N",
-        help="cells of a session in the KV cache (default: what the free memory holds)",
+        help="KV cells of a session: tokens in the cache (default: as many as the memory holds)",
     )
     parser.add_argument(
-        "--vram", type=size, metavar="SIZE", help="memory of the device, such as 16GiB"
+        "--vram",
+        type=size,
+        metavar="SIZE",
+        help="free memory of the device, such as 16GiB (default: as measured)",
     )
-    parser.add_argument("--ram", type=size, metavar="SIZE", help="host memory for blocks")
-    parser.add_argument("--disk", type=size, metavar="SIZE", help="disk for blocks; 0 for none")
+    parser.add_argument(
+        "--ram", type=size, metavar="SIZE", help="host memory for evicted blocks, such as 4GiB"
+    )
+    parser.add_argument(
+        "--disk",
+        type=size,
+        metavar="SIZE",
+        help="disk space for evicted blocks, such as 32GiB; 0 for none",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table; raises ConfigError when the model cannot be read."""
+    """Print the plan and the command line of llama-server; ConfigError for an unreadable model."""
     options = ServerOptions(tuple(arguments.server_options))
     try:
         server = finished_server_path()
@@ -111,12 +129,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options that the user gives to llama-server."""
+    """Options that the user gives to llama-server.
+
+    Attributes:
+        words: The options and their values as words of a command line.
+    """
 
     words: tuple[str, ...]
 
     def value(self, name: str) -> str | None:
-        """The value of an option, by its long name; the last one counts."""
+        """Return the last value of an option, by its long name; None when it is not given."""
         latest = None
         for i, word in enumerate(self.words):
             option, equals, value = word.partition("=")
@@ -125,7 +147,7 @@ class ServerOptions:
         return latest
 
     def number(self, name: str) -> int | None:
-        """As `value`, of an option that is a number above 0; None for other values."""
+        """Return the last value of an option as a number; None when it is not a number above 0."""
         text = self.value(name)
         return int(text) if text is not None and text.isdecimal() and int(text) > 0 else None
 
@@ -137,7 +159,12 @@ def plan_for(
     server: Path | None,
     state: Path,
 ) -> MemoryPlan:
-    """The plan for a model file on this machine; options of llama-server override wishes."""
+    """Make the plan for a model file on this machine.
+
+    `arguments` are those of `add_wishes`; `options` override them. `server` is a built
+    llama-server, which lists its devices, or None; `state` is a directory on the disk that stores
+    blocks. Raises ConfigError when the model cannot be read.
+    """
     machine = measure(server, state)
     if arguments.vram is not None:
         machine = replace(machine, device=arguments.vram)
@@ -145,13 +172,18 @@ def plan_for(
 
 
 def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
-    """What the command line asks for."""
+    """Return what the user asks for; options of llama-server override those of `add_wishes`.
+
+    Raises ConfigError for an unknown type of the KV cache.
+    """
     sessions = options.number("--parallel") or arguments.sessions or 1
     cells = options.number("--ctx-size")
     types = [options.value(f"--cache-type-{name}") or "f16" for name in "kv"]
     for name in types:
         if name not in KV_TYPES:
-            raise ConfigError(f"{name}: no type of the KV cache; known: {', '.join(KV_TYPES)}")
+            raise ConfigError(
+                f"{name} is not a type of the KV cache; the types are {', '.join(KV_TYPES)}"
+            )
     ram = options.number("--evoke-ram")
     return Wishes(
         sessions=sessions,
@@ -164,7 +196,7 @@ def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
 
 
 def default_state(model: str) -> Path:
-    """The directory for the blocks and the log of a model."""
+    """Return the default directory for the blocks of a model and the log of its server."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     key = hashlib.sha256(model.encode()).hexdigest()[:8]
     return Path(base).expanduser() / "evoke-proxy" / f"{Path(model).stem[:60]}-{key}"
@@ -177,9 +209,10 @@ def server_command(
     state: Path,
     plan: MemoryPlan | None,
 ) -> list[str]:
-    """The command line of llama-server without its address; without a plan the model is unknown.
+    """Return the command line of llama-server without its address.
 
-    Options that the user gives replace those of the plan.
+    `plan` is None for a model that is not downloaded yet: sizes are then defaults. Options that the
+    user gives replace those of the plan.
     """
     if plan is None:
         wanted = {"--ctx-size": "16384", "--parallel": "1", "--kv-eviction": "1"}
@@ -201,7 +234,7 @@ def server_command(
 
 
 def table(plan: MemoryPlan) -> list[str]:
-    """The plan as lines for a person."""
+    """Format the plan as lines of text."""
     shape, budget = plan.shape, plan.budget(PolicySettings().reserve_tokens)
     saved = max(0, plan.whole_bytes - plan.device_bytes)
     outside = int(plan.row_bytes * max(0, plan.context - plan.cells))
@@ -209,34 +242,38 @@ def table(plan: MemoryPlan) -> list[str]:
         ("model", f"{shape.architecture}, {shape.kind}, weights {_bytes(shape.weight_bytes)}"),
         ("sessions", str(plan.sessions)),
         ("context", f"{plan.context} tokens (--ctx-logical)"),
-        ("cells", f"{plan.cells} of each session (-c {plan.cells * plan.sessions})"),
+        ("cells", f"{plan.cells} for each session (-c {plan.cells * plan.sessions})"),
         (
             "budget",
-            f"{budget} tokens of each session" if budget else _without_budget(plan),
+            f"{budget} tokens for each session" if budget else _without_budget(plan),
         ),
-        ("on the device", f"{_bytes(plan.device_bytes)} of each session"),
+        ("on the device", f"{_bytes(plan.device_bytes)} for each session"),
         (
             "whole context",
-            f"{_bytes(plan.whole_bytes)} there: saves {_bytes(saved)} of each session",
+            f"would take {_bytes(plan.whole_bytes)} there: eviction saves {_bytes(saved)} for each"
+            " session",
         ),
-        ("not in cells", f"{_bytes(outside)} of each session, at most"),
-        ("host memory", f"{plan.ram_mib} MiB for all (--evoke-ram)"),
-        ("disk", f"{plan.disk_mib} MiB for all (--evoke-disk)" if plan.disk_mib else "none"),
+        ("evicted blocks", f"at most {_bytes(outside)} for each session"),
+        ("host memory", f"{plan.ram_mib} MiB for all sessions (--evoke-ram)"),
+        (
+            "disk",
+            f"{plan.disk_mib} MiB for all sessions (--evoke-disk)" if plan.disk_mib else "none",
+        ),
     ]
     if not shape.layers:
         rows = [
             *rows[:3],
-            ("cells", "none: the model has a recurrent state only, nothing is evicted"),
+            ("cells", "none: the model has only a recurrent state, so nothing is evicted"),
         ]
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]
 
 
 def _without_budget(plan: MemoryPlan) -> str:
-    """Why nothing is evicted, and the option that would change it."""
+    """Say why nothing is evicted, and which option would change it."""
     quarter = plan.context // 4
-    change = f"; --cells {quarter} keeps a quarter of it there" if plan.shape.layers else ""
-    return f"off: a context fits its cells{change}"
+    change = f"; --cells {quarter} keeps a quarter of it in cells" if plan.shape.layers else ""
+    return f"off: the whole context fits the cells{change}"
 
 
 def _bytes(number: int) -> str:

@@ -1,4 +1,7 @@
-"""`evoke-proxy serve`, and the options for settings that `check-config` shares with it."""
+"""`evoke-proxy serve`: runs the proxy.
+
+`check-config` and `up` use the options that are declared here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from evoke_proxy.adapters.port_owner import taken_by
 from evoke_proxy.config import AUTO, LOG_FORMATS, LOG_LEVELS, Config, load, parse_listen
 from evoke_proxy.config.policy_names import policy_names
 
-DESCRIPTION = "Run the proxy: forward clients to llama-server and keep sessions within a budget."
+DESCRIPTION = """\
+Run the proxy: forward the requests of clients to llama-server, and keep sessions within a token
+budget."""
 
 EXAMPLES = """examples:
   evoke-proxy serve
@@ -22,7 +27,7 @@ EXAMPLES = """examples:
   evoke-proxy serve --upstream a=http://gpu-1:8080 --upstream b=http://gpu-2:8080
       distribute conversations over two llama-servers that run the same model
   EVOKE_UPSTREAM_URL=http://gpu-box:8080 evoke-proxy serve --config evoke.yaml
-      each setting has an environment variable; command-line options override both"""
+      override a setting of the file by its environment variable; options override both"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,28 +42,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_proxy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that do not depend on where llama-server is."""
+    """Declare the options without `--upstream`, which `up` chooses itself."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument(
-        "--listen", action="append", metavar="HOST:PORT", help="address for clients; repeatable"
+        "--listen",
+        action="append",
+        metavar="HOST:PORT",
+        help="address for clients; may be repeated",
     )
     parser.add_argument(
         "--admin-listen",
         action="append",
         metavar="HOST:PORT",
-        help="address for the admin API and the page; repeatable",
+        help="address for the admin API and the status page; may be repeated",
     )
     parser.add_argument(
         "--budget",
         type=_budget,
         metavar="N",
-        help="tokens that a session may keep in the KV cache; auto (default): what a slot's cells"
-        " hold, off: no limit",
+        help="most tokens that a session may keep in the KV cache; auto (default): the cells of a"
+        " slot, less a reserve; off: no limit",
     )
     names = ", ".join(policy_names())
-    parser.add_argument("--policy", metavar="NAME", help=f"how blocks to evict are chosen: {names}")
+    parser.add_argument(
+        "--policy", metavar="NAME", help=f"how blocks are evicted and recovered: {names}"
+    )
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="least severity to log")
-    parser.add_argument("--log-format", choices=LOG_FORMATS, help="log lines or JSON objects")
+    parser.add_argument(
+        "--log-format", choices=LOG_FORMATS, help="log lines of text or JSON objects"
+    )
 
 
 def _budget(text: str) -> int | str:
@@ -72,12 +84,12 @@ def _budget(text: str) -> int | str:
 
 
 def load_config(arguments: argparse.Namespace) -> Config:
-    """The configuration from the file, the environment and the options; raises ConfigError."""
+    """Load the configuration from file, environment and options; raises ConfigError."""
     return load(arguments.config, os.environ, overrides(arguments))
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, object]:
-    """The settings that the options name, by dotted key; None where an option is not given."""
+    """Return the values of the options by the key of their setting; None for absent options."""
     return {
         "listen": arguments.listen,
         "security.admin_listen": arguments.admin_listen,
@@ -90,21 +102,28 @@ def overrides(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def _upstream_overrides(urls: Sequence[str]) -> dict[str, object]:
-    """One URL without a name replaces all servers of the file; other lists set the pool."""
+    """Return the settings for `--upstream`.
+
+    A single URL without a name replaces all servers of the file. Several entries, or one with a
+    name, replace `pool.upstreams`.
+    """
     if len(urls) == 1 and "=" not in urls[0].partition("/")[0]:
         return {"upstream.url": urls[0], "pool.upstreams": []}
     return {"pool.upstreams": list(urls) or None}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal stops the proxy; 1 when an address cannot be bound."""
+    """Serve until a signal stops the proxy; returns 0, or 1 when an address cannot be bound."""
     return serve_until_stopped(lambda: load_config(arguments))
 
 
 def serve_until_stopped(configuration: Callable[[], Config]) -> int:
-    """Serve with what `configuration` returns, which is called again for each reload."""
+    """Serve with the result of `configuration`, which is called again for each reload.
+
+    Returns the exit code: 0 after a signal, 1 when an address cannot be bound.
+    """
     config = configuration()
-    # Imported after the configuration is read, so that its errors are reported at once.
+    # Imported here so that an error of the configuration is reported before this slow import.
     from evoke_proxy.web import event_loop, logs
     from evoke_proxy.web.serve import serve
 

@@ -27,25 +27,32 @@ from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
 
 DESCRIPTION = """\
-List, pin, export and delete the sessions saved in snapshots.directory. A running proxy sees every
-change of snapshots. It keeps budgeted sessions of a patched server in memory: delete those through
-its admin API or page."""
+List, pin, export and delete the sessions saved in snapshots.directory. A running proxy applies
+changes to snapshots. It keeps the sessions of a patched server in memory, so delete those in its
+admin API or on its status page."""
 
 EXAMPLES = """examples:
   evoke-proxy sessions list --config evoke.yaml
       print one line for each session
   evoke-proxy sessions pin 3f2a --config evoke.yaml
-      exempt a session from deletion for room or age; an unambiguous prefix of an id suffices
+      never delete this session to make room or because of its age; the first characters of an id
+      are enough if no other id begins with them
   evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
-      write its files and index entries to a tar file, which contains the conversation"""
+      write files and index entries of a session to a tar file, which contains the conversation"""
 _ACTIONS = ("list", "show", "pin", "unpin", "export", "delete")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("action", choices=_ACTIONS, help="action on the saved sessions")
-    parser.add_argument("id", nargs="?", help="id of a session, or a prefix of it")
-    parser.add_argument("file", nargs="?", type=Path, help="tar file to write (export)")
+    parser.add_argument(
+        "action",
+        choices=_ACTIONS,
+        help="list all sessions, show the snapshots of one, or pin, unpin, export or delete one",
+    )
+    parser.add_argument(
+        "id", nargs="?", help="id of a session, or its beginning (all actions except list)"
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="tar file to write (only for export)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument(
         "--directory", metavar="DIR", help="directory of snapshots (default: snapshots.directory)"
@@ -54,12 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the action; raises ConfigError for an unknown id or a directory without snapshots."""
+    """Run the action; raises ConfigError for an unknown id or a directory without an index."""
     config = load(arguments.config, os.environ, {"snapshots.directory": arguments.directory})
     directory = Path(config.snapshots.directory)
     if not config.snapshots.directory or not (directory / "index.sqlite").exists():
         raise ConfigError(
-            "snapshots.directory: no snapshots there; name the directory with --directory"
+            "snapshots.directory is not set or contains no snapshots; name the directory that does"
+            " with --directory"
         )
     repository = SnapshotRepository(config.snapshots)
     repository.open(claim=False)
@@ -100,13 +108,13 @@ def _find_session(repository: SnapshotRepository, prefix: str | None) -> tuple[s
     if len(ids) != 1:
         count = "no session has" if not ids else f"{len(ids)} sessions have"
         raise ConfigError(
-            f"{count} an id with the prefix {prefix!r}; evoke-proxy sessions list prints the ids"
+            f"{count} an id that begins with {prefix!r}; evoke-proxy sessions list prints the ids"
         )
     return ids[0], sessions[ids[0]]
 
 
 def _rows(repository: SnapshotRepository) -> list[dict[str, Any]]:
-    """The rows of `list`: sessions with snapshots, and records of budgeted sessions."""
+    """Return the rows of `list`: sessions with snapshots, and records of budgeted sessions."""
     branches = by_branch(repository.snapshots)
     rows = {id: branch_summary(id, items) for id, items in branches.items()}
     records = repository.records()
@@ -115,7 +123,7 @@ def _rows(repository: SnapshotRepository) -> list[dict[str, Any]]:
         sizes[record.session] += len(record.packed)
     for record in (record for record in records if not record.is_part):
         row = _record_row(record, sizes[record.id])
-        if record.id in rows:  # it has snapshots of whole slots as well
+        if record.id in rows:  # the session has both a record and snapshots
             row = rows[record.id] | {
                 "bytes": rows[record.id]["bytes"] + row["bytes"],
                 "pinned": rows[record.id]["pinned"] or row["pinned"],
@@ -129,7 +137,7 @@ def _record_row(record: Record, n_bytes: int) -> dict[str, Any]:
     try:
         session_record = decode(zlib.decompress(record.packed))
         tokens, pinned = len(session_record.session.layout.tokens), session_record.overrides.pinned
-    except (ValueError, zlib.error):  # another version; it can still be deleted
+    except (ValueError, zlib.error):  # of another version: listed so that it can be deleted
         pass
     return {
         "id": record.id,

@@ -1,4 +1,4 @@
-"""Runs child processes that end with this one, and starts those again that crash."""
+"""Runs child processes: they end with this process, and are started again after a crash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_DELAY_S, _LAST_DELAY_S = 1.0, 30.0
-# A process that has run for so long did not crash because of its start.
+# Seconds after which a crash is not blamed on the start: the next start is not delayed further.
 _STABLE_S = 60.0
 _POLL_S = 0.1
 _TAIL_LINES = 15
@@ -25,21 +25,23 @@ _MAX_LOG_BYTES = 64 << 20
 
 
 def backoff_s(n_crashes: int) -> float:
-    """Seconds to wait before a start that follows this many crashes in a row, at least 1."""
+    """Return the seconds to wait before a start after `n_crashes` (1 or more) crashes in a row."""
     return min(_LAST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (n_crashes - 1))
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that is started again with a growing delay when it ends by itself.
+    """A process that is started again, with a growing delay, when it ends by itself.
 
     Attributes:
-        name: What messages call it.
+        name: Its name in messages.
         command: Its command line.
         env: Its environment.
-        log: File of its output, of which the last lines are printed when it crashes; None: it
-            writes where this process does.
-        stop_s: Seconds that it may take to stop.
+        log: File that its output is appended to; after a crash the last lines are printed. None:
+            it writes to the output of this process.
+        stop_s: Seconds that it may take to stop before it is killed.
+        process: The process; None before its start, and between a crash and the next start.
+        n_crashes: Number of crashes in a row.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT if output is not None else None,
                 env=dict(self.env),
-                process_group=0,  # Ctrl-C reaches this process alone, which stops the others
+                process_group=0,  # Ctrl-C signals only this process, which stops the children
                 preexec_fn=_ends_with(os.getpid()),
             )
         finally:
@@ -75,17 +77,17 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """The code with which it has ended; None while it runs."""
+        """Its exit code; negative for a signal, None while it runs or is not started."""
         return None if self.process is None else self.process.poll()
 
     @property
     def ended_early(self) -> bool:
-        """Whether it has ended so soon after its start that another start would end as well."""
+        """Whether it ended within a minute of its start: another start would probably fail too."""
         is_over = self.exit_code is not None
         return is_over and time.monotonic() - self._started_at < _STABLE_S
 
     def tail(self) -> str:
-        """The last lines of its output, indented; empty when there is no file of it any more."""
+        """Return the last lines of its output, indented; empty without a readable log file."""
         if self.log is None:
             return ""
         try:
@@ -97,7 +99,7 @@ class Child:
         return "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
 
     def keep_running(self) -> bool:
-        """Start it again if it has ended and its delay is over; returns whether it was started."""
+        """Start it again if it has ended and the delay is over; returns whether it was started."""
         code = self.exit_code
         now = time.monotonic()
         if self.process is not None and code is None:
@@ -117,7 +119,7 @@ class Child:
         return True
 
     def stop(self) -> None:
-        """Ask it to stop and wait; kill it when that takes too long."""
+        """Send SIGTERM and wait; kill it after `stop_s` seconds."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()
@@ -129,14 +131,14 @@ class Child:
             self.process.wait()
 
     def kill(self) -> None:
-        """End it at once, without waiting: signal handlers call this while `stop` waits."""
+        """Kill it without waiting for its end; signal handlers call this while `stop` waits."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
 
     def _trim_log(self) -> None:
-        """Start the log file anew when it is large; the old one gets the ending `.old`.
+        """Empty the log file when it is large, after a copy to a file with the suffix `.old`.
 
-        A file that was deleted, or a full disk, is no reason to end the process.
+        Does nothing when the file was deleted or the disk is full.
         """
         if self.log is None:
             return
@@ -148,11 +150,11 @@ class Child:
 
 @dataclass(slots=True)
 class Stop:
-    """Whether a signal asks this process to stop; the second one ends all waiting.
+    """Counts the signals that ask this process to stop.
 
     Attributes:
-        requested: Number of signals.
-        on_second: Called at the second signal.
+        requested: Number of received signals.
+        on_second: Functions that the second signal and each later one call, to stop at once.
     """
 
     requested: int = 0
@@ -170,13 +172,13 @@ class Stop:
                 call()
 
     def wait(self) -> bool:
-        """Wait a moment; returns whether to stop."""
+        """Wait 0.1 s; returns whether a signal has asked to stop."""
         time.sleep(_POLL_S)
         return self.requested > 0
 
 
 def describe(code: int | None) -> str:
-    """An exit code for a person: negative ones are signals."""
+    """Describe an exit code for a message; a negative one is the name of a signal."""
     if code is None or code >= 0:
         return f"exit status {code}"
     try:
@@ -186,12 +188,15 @@ def describe(code: int | None) -> str:
 
 
 def say(text: str) -> None:
-    """Print to standard error."""
+    """Print a message of `evoke-proxy up` to standard error."""
     print(f"evoke-proxy up: {text}", file=sys.stderr, flush=True)
 
 
 def _ends_with(parent: int) -> Callable[[], None] | None:
-    """What a new process does first, so that it gets SIGTERM when `parent` ends (Linux)."""
+    """Return the function that makes a new process get SIGTERM when `parent` ends.
+
+    The new process calls it before its program. None where the system is not Linux.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,4 +1,4 @@
-"""`evoke-proxy up`: starts a patched llama-server and the proxy in front of it, and keeps both."""
+"""`evoke-proxy up`: runs a patched llama-server and the proxy in front of it."""
 
 from __future__ import annotations
 
@@ -24,48 +24,58 @@ from evoke_proxy.server_build.build import first_build_notice, n_cores
 from evoke_proxy.server_build.toolchain import BACKENDS
 
 DESCRIPTION = """\
-Start a patched llama-server and the proxy in front of it, with as many cells as the free memory
-holds, and conversations as long as the model was trained for. Both are stopped together, and a
-server that crashes is started again. Options after `--` are passed to llama-server."""
+Start a patched llama-server and the proxy in front of it. By default the KV cache gets as many
+cells as the free memory holds, and a conversation may be as long as the context that the model was
+trained for. Both processes are stopped together, and one that crashes is started again. Options
+after `--` are passed to llama-server."""
 
 EXAMPLES = """examples:
   evoke-proxy up -m model.gguf
       serve a model at http://127.0.0.1:8090
   evoke-proxy up -m model.gguf --cells 16384 --context 65536
-      keep 16,384 tokens of a conversation of up to 65,536 in the KV cache
+      accept conversations of up to 65,536 tokens and keep 16,384 of them in the KV cache
   evoke-proxy up -hf ggml-org/gemma-3-4b-it-GGUF -- -ngl 20 --jinja
-      llama-server downloads the model, and gets two options more"""
+      let llama-server download the model, and pass it two more options"""
 
 # Seconds that llama-server may take to stop: it writes its blocks to disk.
 _SERVER_STOP_S = 20.0
 # Values of llama-server's --host with which it also listens at 127.0.0.1, where `up` reaches it.
 _REACHABLE_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::")
-# Seconds that the proxy has beside `limits.drain_timeout_s`.
+# Seconds that the proxy may take to stop, in addition to `limits.drain_timeout_s`.
 _PROXY_STOP_S = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model, the wishes, and the options of the proxy."""
+    """Declare the options for the model, the plan, llama-server and the proxy."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("-m", "--model", type=Path, metavar="FILE", help="the GGUF file")
+    model.add_argument("-m", "--model", type=Path, metavar="FILE", help="GGUF file of the model")
     model.add_argument(
-        "-hf", "--hf-repo", metavar="REPO", help="a model that llama-server downloads"
+        "-hf", "--hf-repo", metavar="REPO", help="Hugging Face model that llama-server downloads"
     )
     planning.add_wishes(parser)
     parser.add_argument(
-        "--state", type=Path, metavar="DIR", help="directory for blocks and the server's log"
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="directory for the blocks on disk and the log of llama-server (default: one for each"
+        " model in ~/.local/state/evoke-proxy)",
     )
     parser.add_argument(
         "--server",
         type=Path,
         metavar="FILE",
-        help="a patched llama-server (default: the built one)",
+        help="patched llama-server to run (default: $EVOKE_PATCHED_SERVER, else the one that"
+        " `evoke-proxy build-server` has built)",
     )
     parser.add_argument(
-        "--backend", choices=("auto", "cpu", *BACKENDS), default="auto", help="what it is built for"
+        "--backend",
+        choices=("auto", "cpu", *BACKENDS),
+        default="auto",
+        help="backend that llama-server is built for; auto (default): cuda if this machine has nvcc"
+        " and a GPU, else cpu",
     )
     parser.add_argument(
-        "--build", action="store_true", help="build llama-server if it is missing, without asking"
+        "--build", action="store_true", help="build llama-server without asking if it is missing"
     )
     serve.add_proxy_arguments(parser)
     parser.add_argument(
@@ -75,12 +85,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What `up` starts.
+    """The two processes that `up` runs.
 
     Attributes:
         server: llama-server.
         proxy: The proxy.
-        port: The port of llama-server.
+        port: Port of 127.0.0.1 at which llama-server listens.
     """
 
     server: Child
@@ -89,7 +99,10 @@ class Stack:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run both until a signal; 1 when something cannot be started, 2 for wrong settings."""
+    """Run both processes until a signal and return 0.
+
+    Returns 1 when something cannot be built or started, and 2 for a `--host` that cannot be used.
+    """
     options = planning.ServerOptions(tuple(arguments.server_options))
     port = options.number("--port") or free_port()
     config = _config(arguments, port)
@@ -114,8 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     keeps_slots = plan is not None and plan.shape.kind != "dense"
     if keeps_slots and options.value("--slot-save-path") is None:
         command += ["--slot-save-path", str(state / "slots")]
-        _private(state / "slots")
-    _private(state)
+        make_private(state / "slots")
+    make_private(state)
     if plan is not None:
         print("\n".join([*planning.table(plan), ""]))
     print(shlex.join(command), flush=True)
@@ -149,7 +162,7 @@ def keep(stack: Stack) -> int:
         stack.proxy.start()
         while not stop.wait():
             code = stack.proxy.exit_code
-            # An address or a setting: a new start would not change it.
+            # An address in use or an invalid setting: the next start would fail as well.
             if code in (1, 2) and stack.proxy.ended_early:
                 say(f"the proxy ended with {describe(code)}")
                 return code
@@ -177,18 +190,22 @@ def _is_ready(stack: Stack, stop: Stop) -> bool:
 
 
 def _config(arguments: argparse.Namespace, port: int) -> Config:
-    """The settings of the proxy, which are checked before anything is started."""
+    """Load and check the settings of the proxy, before anything is started."""
     arguments.upstream = [f"http://127.0.0.1:{port}"]
     return load(arguments.config, os.environ, serve.overrides(arguments))
 
 
 def _server(arguments: argparse.Namespace) -> Path | None:
-    """The patched llama-server; built where the user agrees, None where not."""
+    """Return the patched llama-server, which is built if needed and if the user agrees.
+
+    Returns None if the user does not agree or cannot be asked. Raises ConfigError when `--server`
+    is no program, and BuildError when the build fails.
+    """
     named = arguments.server or os.environ.get("EVOKE_PATCHED_SERVER")
     if named:
         path = shutil.which(str(named))
         if path is None:
-            raise ConfigError(f"--server: {named} is no program")
+            raise ConfigError(f"--server: {named} is not an executable program")
         return Path(path)
     options = BuildOptions(backend=_backend(arguments.backend))
     built = finished_server_path(options)
@@ -206,21 +223,25 @@ def _server(arguments: argparse.Namespace) -> Path | None:
 
 
 def _backend(wanted: str) -> str:
-    """The backend to build for: CUDA where its compiler and a GPU are found, else the CPU."""
+    """Return the backend to build for; "auto" is CUDA if nvcc and nvidia-smi exist, else the"
+    " CPU."""
     if wanted != "auto":
         return "" if wanted == "cpu" else wanted
     return "cuda" if shutil.which("nvidia-smi") and shutil.which("nvcc") else ""
 
 
 def _ports_are_free(config: Config, port: int) -> bool:
-    """Whether every address is free; says who has the others."""
+    """Whether every address is free; prints which process uses each of the others."""
     is_free = True
     named = config.security.admin_listen != type(config.security)().admin_listen
     addresses = [*config.listen, *(config.security.admin_listen if named else ())]
     for host, number in [*map(parse_listen, addresses), ("127.0.0.1", port)]:
         owner = taken_by(host, number)
         if owner is not None:
-            say(f"{host}:{number} is taken by {owner}: stop it, or choose another (--listen)")
+            say(
+                f"{host}:{number} is taken by {owner}: stop it, or choose another address"
+                " (--listen, --admin-listen)"
+            )
             is_free = False
     return is_free
 
@@ -228,18 +249,26 @@ def _ports_are_free(config: Config, port: int) -> bool:
 def _planned(
     arguments: argparse.Namespace, options: planning.ServerOptions, binary: Path
 ) -> tuple[Sequence[str], Path, MemoryPlan | None]:
-    """The options that name the model, the directory of its state, and the plan."""
+    """Return the options that name the model, the directory of its state, and the plan.
+
+    The plan is None for a model that llama-server downloads.
+    """
     name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
     state = arguments.state or planning.default_state(name)
     if arguments.model is None:
-        say("the model is not here yet: cells and memory are defaults, change them after --")
+        say(
+            "llama-server downloads the model, so its size is not known: cells and memory are"
+            " defaults, which options after -- change"
+        )
         return ["-hf", arguments.hf_repo], state, None
     plan = planning.plan_for(arguments.model, arguments, options, binary, state)
     return ["-m", str(arguments.model)], state, plan
 
 
-def _private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def make_private(folder: Path) -> None:
+    """Create a directory and its missing parents, accessible only for their owner."""
+    for path in (*reversed(folder.absolute().parents), folder):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:
@@ -256,7 +285,10 @@ def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:
 def _proxy_environment(
     options: planning.ServerOptions, config: Config, slots: Path | None
 ) -> dict[str, str]:
-    """The environment of the proxy: with the server's key, and the directory of its slots."""
+    """Return the environment of the proxy, with the server's API key and directory of slots.
+
+    Settings that the user has made are not replaced.
+    """
     env = dict(os.environ)
     key = options.value("--api-key")
     if key and not config.upstream.api_key:

@@ -68,7 +68,7 @@ def test_a_fetched_encoder_is_used_until_it_is_removed(
     shown = capsys.readouterr()
     assert shown.out == f"{home}: fetched\n" and f"{catalogue.DEFAULT}  " in shown.err
     assert main(["embedder", "fetch"]) == 0
-    assert capsys.readouterr().out == f"{home}: there already\n"
+    assert capsys.readouterr().out == f"{home}: already fetched\n"
     (line,) = embedder_log(caplog, tmp_path)
     assert line.startswith(f"embedder {home}: 3 dimensions, pooling cls")
     assert main(["embedder", "list"]) == 0
@@ -86,7 +86,7 @@ def test_an_optional_fetch_without_a_network_exits_with_0(
     assert main(["embedder", "fetch", *unreachable]) == 1
     assert "check the network" in capsys.readouterr().err
     assert main(["embedder", "fetch", "--optional", *unreachable]) == 0
-    assert f"going on without it: {BUILT_IN} will be used" in capsys.readouterr().err
+    assert f"continuing without it: the proxy will use {BUILT_IN}" in capsys.readouterr().err
     assert embedder_log(caplog, tmp_path) == [f"embedder {BUILT_IN}"]
 
 

@@ -112,7 +112,7 @@ def test_check_config_compares_the_budget_with_the_servers(
     servers = [line for line in lines if line.startswith("server ")]
     assert "small: patched, 1 slots of 1024 cells, context 1024 tokens" in servers[0]
     assert "long: patched, 1 slots of 1024 cells, context 4096 tokens" in servers[1]
-    assert servers[3].endswith("which budget it can keep is unknown")
+    assert servers[3].endswith("whether it can keep the budget is unknown")
     (warning,) = [line for line in lines if line.startswith("warning ")]
     assert "stock: the budget of 700 tokens is not in force" in warning and "--evoke-ram" in warning
     assert lines[-1] == "the configuration is valid, with 1 warning"

@@ -15,7 +15,7 @@ def program(path: Path, output: str) -> Path:
     return path
 
 
-def test_the_largest_device_that_the_server_lists_is_used(tmp_path: Path) -> None:
+def test_the_free_memory_of_all_devices_that_the_server_lists_is_added(tmp_path: Path) -> None:
     listed = "Available devices:\n  CUDA0: NVIDIA H200 (143156 MiB, 142000 MiB free)\n"
     listed += "  Vulkan0: Some GPU (8192 MiB, 8000 MiB free)"
     server = program(tmp_path / "server", listed)

@@ -88,7 +88,7 @@ def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> No
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (OFF, "without what rules block calls out"),
+        (OFF, "without what prevents block calls"),
         (replace(OFF, is_patched=False), "evoke-proxy build-server"),
         (replace(FINE, n_slots=1), "-np 2"),
         (replace(FINE, n_cells=16_384), "-no-kvu"),

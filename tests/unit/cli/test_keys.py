@@ -46,7 +46,9 @@ def test_a_name_that_has_a_key_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["keys", "add", "alice", "--file", path]) == 0
     text = Path(path).read_text()
     capsys.readouterr()
-    assert f"{path} has a key of alice already" in _error(capsys, "add", "alice", "--file", path)
+    assert f"{path} has a key with the name alice already" in _error(
+        capsys, "add", "alice", "--file", path
+    )
     assert f"no key in {path} has the name bob" in _error(capsys, "remove", "bob", "--file", path)
     assert Path(path).read_text() == text
 

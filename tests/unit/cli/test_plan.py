@@ -42,7 +42,7 @@ def test_options_of_llama_server_override_the_wishes_of_the_command_line() -> No
     found = wishes(arguments("--sessions", "3", "--cells", "100", "--context", "9"), server_options)
     assert (found.sessions, found.cells, found.context) == (2, 2048, 65_536)
     assert (found.kv.k, found.kv.v) == ("q8_0", "f16")
-    with pytest.raises(ConfigError, match="known: f32"):
+    with pytest.raises(ConfigError, match="the types are f32"):
         wishes(arguments(), ServerOptions(("-ctv", "q9")))
 
 
@@ -75,12 +75,13 @@ def test_a_model_that_is_not_downloaded_yet_gets_its_trained_context() -> None:
 def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384))
     text = "\n".join(table(plan))
-    assert "16384 of each session (-c 16384)" in text
-    assert "16128 tokens of each session" in text
-    assert "896.00 MiB of each session" in text
-    assert "7.00 GiB there: saves 6.12 GiB" in text
+    assert "16384 for each session (-c 16384)" in text
+    assert "16128 tokens for each session" in text
+    assert "896.00 MiB for each session" in text
+    assert "7.00 GiB there: eviction saves 6.12 GiB" in text
 
 
 def test_the_table_names_the_option_that_would_evict_where_a_context_fits() -> None:
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=32_768, context=32_768))
-    assert "off: a context fits its cells; --cells 8192 keeps a quarter" in "\n".join(table(plan))
+    text = "\n".join(table(plan))
+    assert "off: the whole context fits the cells; --cells 8192 keeps a quarter" in text

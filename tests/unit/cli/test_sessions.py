@@ -119,5 +119,5 @@ def test_a_directory_without_snapshots_is_refused_and_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(tmp_path, "list") == 2
-    assert "no snapshots there" in capsys.readouterr().err
+    assert "contains no snapshots" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -570,5 +570,5 @@ def test_the_fetch_command_exits_with_0_even_if_nothing_can_be_fetched(
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert ("the network" in done.stderr) is not network
-    assert "going on without it: built-in word vectors" in done.stderr
+    assert "continuing without it: the proxy will use built-in word vectors" in done.stderr
     assert not (tmp_path / "store" / encoder.name).exists()
