@@ -76,6 +76,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
         room = _room_beside_question(view, config)
         rules = live = np.zeros(len(view.blocks), np.bool_)
+        # Room for the ranked units, beside the blocks that stay whatever the query finds.
         left = room
         if room is not None:
             rules, live = rule_blocks(view, room), live_blocks(view, room)
@@ -98,6 +99,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
             return select_blocks(candidates, scores, capacity, selection)
 
+        # A long tail, or one with text before its question, is partly evicted while it is decoded.
         tail_scores, tail_room = scores, None
         if room is not None and config.budget is not None:
             asks = question_start(view.blocks)
@@ -109,6 +111,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
                 tail_scores = tail_scores + np.where(stays, _KEPT, 0.0)
             if left is not None:
                 tail_scores[asks:] += _ASKS
+                # Only the text between the earlier blocks and the question.
                 stays[asks:] = stays[: view.first_new_block] = False
                 tail_room = TailRoom(left, stays, view.n_tokens - int(view.blocks.starts[asks]))
         return Choice(

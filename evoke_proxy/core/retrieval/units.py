@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +65,4 @@ class Units:
         if not len(self):
             return np.zeros(0)
         found: FloatArray = np.maximum.reduceat(values, self.first_blocks)
-        return found
-
-    def any(self, mask: Mask) -> Mask:
-        """Return which units [u] contain a block of a mask [n]."""
-        if not len(self):
-            return np.zeros(0, np.bool_)
-        found: Mask = np.logical_or.reduceat(mask, self.first_blocks)
         return found

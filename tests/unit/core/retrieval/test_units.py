@@ -28,10 +28,9 @@ def test_values_of_blocks_are_summed_or_maximized_over_units() -> None:
     values = np.array([1.0, 2.0, 5.0])
     assert units.sums(values).tolist() == [3, 5]
     assert units.maxima(values).tolist() == [2.0, 5.0]
-    assert units.any(np.array([False, True, False])).tolist() == [True, False]
 
 
 def test_without_blocks_there_are_no_units() -> None:
     units = Units.of(table([]), max_tokens=64)
-    assert len(units) == 0 == len(units.sums(np.zeros(0))) == len(units.any(np.zeros(0, np.bool_)))
+    assert len(units) == 0 == len(units.sums(np.zeros(0)))
     assert len(units.maxima(np.zeros(0))) == 0
