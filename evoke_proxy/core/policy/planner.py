@@ -178,6 +178,7 @@ class _Planner:
         return self._room is not None and candidates.n_rows(candidates.required) > self._room
 
     def _continuing_plan(self) -> Plan:
+        """Return the plan for a slot that keeps its content up to `n_past`."""
         view, candidates = self._view, self._candidates
         selected = self._select()
         evicted = candidates.resident & ~selected.chosen
@@ -200,6 +201,7 @@ class _Planner:
         )
 
     def _adopting_plan(self) -> Plan:
+        """Return the plan for a slot whose content is replaced by saved blocks."""
         view, candidates = self._view, self._candidates
         selected = self._select()
         n_free = view.n_free + count(view.resident)

@@ -89,6 +89,7 @@ def _pinned(messages: Sequence[Message], indexes: Collection[int]) -> bool:
 
 
 def _items(body: bytes, dialect: str) -> list[_Item]:
+    """Return the elements of the body's list of messages; empty when it has no such list."""
     key, read = _LISTS[dialect]
     # Only the structure matters here, so long strings are left out.
     parsed = parse_in_pieces(cut_long_strings(body).rest, parsed_json)

@@ -303,6 +303,7 @@ def _integers(values: Sequence[int]) -> Positions:
 
 
 def _listed_spans(answer: Sequence[Mapping[str, Any]], generation: int) -> tuple[MessageSpan, ...]:
+    """Parse spans given as a list of objects; ValueError unless they tile [0, generation)."""
     spans = tuple(
         MessageSpan(
             int(item["index"]),

@@ -98,6 +98,7 @@ def cut(
 
 
 def _pieces(span: Span, options: CutOptions, sentence_starts: Sequence[int]) -> Iterator[Span]:
+    """Yield the spans of the blocks of one message, from `options.start` on."""
     first = min(max(span.start, options.start), span.end)
     boundaries = inside(sorted(options.boundaries), Span(first, span.end))
     edges = sorted({first, span.end, *boundaries})

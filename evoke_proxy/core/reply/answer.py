@@ -56,6 +56,7 @@ class AnswerReader:
 
 
 def _part(text: bytes) -> Mapping[str, Any] | None:
+    """Return the part of an answer in one JSON document or event; None when it has none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

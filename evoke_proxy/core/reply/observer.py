@@ -150,6 +150,7 @@ class ReplyObserver:
                 self._take(event)
 
     def _take(self, text: bytes) -> None:
+        """Read a document or event; only the two ends of a large one. Invalid JSON is ignored."""
         if len(text) > MAX_PARSED_BYTES:
             self._take_ends(text[:HEAD_BYTES], text[-TAIL_BYTES:])
             return
@@ -189,6 +190,7 @@ class ReplyObserver:
 
 
 def _finish(part: Mapping[str, Any]) -> str | None:
+    """Return the finish reason in a document or event of any dialect; None without one."""
     choices = part.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     response = part.get("response")

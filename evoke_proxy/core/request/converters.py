@@ -170,6 +170,7 @@ def responses_indexes(body: Mapping[str, Any]) -> list[int]:
 
 
 def _responses_messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the messages of a responses body, and the message index of each item of `input`."""
     messages: list[dict[str, Any]] = []
     indexes: list[int] = []
     if "instructions" in body:

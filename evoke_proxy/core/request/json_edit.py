@@ -123,6 +123,7 @@ class JsonScanner:
         return self.elements(at) if self._at(at) == "[" else []
 
     def _members(self, at: int, top: bool) -> tuple[list[JsonSpan], int]:
+        """Read the object that begins at `at`; returns its members and the index after it."""
         members: list[JsonSpan] = []
         at = self._space(at + 1)
         if self._at(at) == "}":
@@ -147,6 +148,7 @@ class JsonScanner:
     def _elements(
         self, at: int, read: Callable[[int], tuple[Any, int]]
     ) -> tuple[list[JsonSpan], int]:
+        """Read the list that begins at `at`; returns its elements and the index after it."""
         elements: list[JsonSpan] = []
         at = self._space(at + 1)
         if self._at(at) == "]":
@@ -166,6 +168,10 @@ class JsonScanner:
         return None, end
 
     def _value(self, at: int) -> tuple[Any, int]:
+        """Read the value that begins at `at`; returns it and the index after it.
+
+        In a long text, None takes the place of an object or a list.
+        """
         try:
             if len(self._text) > _DECODED_CHARS:
                 if self._at(at) == "[":
@@ -390,6 +396,7 @@ def _replacements(members: list[JsonSpan], set: Mapping[str, bytes]) -> list[_Ed
 def _insertion(
     text: str, members: list[JsonSpan], set: Mapping[str, bytes], remove: Collection[str]
 ) -> list[_Edit]:
+    """Return the edit that inserts the members of `set` that the object lacks, if there are any."""
     present = {member.key for member in members}
     added = [f"{json.dumps(key)}:{set[key].decode()}" for key in set if key not in present]
     if not added:
@@ -400,6 +407,7 @@ def _insertion(
 
 
 def _applied(text: str, edits: list[_Edit]) -> str:
+    """Apply edits to a text; an edit inside a removed member has no effect."""
     parts: list[str] = []
     at = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):

@@ -106,6 +106,7 @@ def write_in_pieces(value: Any, write: Callable[[Any], bytes]) -> bytes:
 
 
 def _written(value: Any, write: Callable[[Any], bytes]) -> Iterator[bytes]:
+    """Yield the JSON text of a value in parts: brackets, keys and single values."""
     if isinstance(value, dict) and value:
         comma = b"{"
         for key, item in value.items():

@@ -86,6 +86,7 @@ class Scan:
             self._take(data[start : start + _PIECE_BYTES])
 
     def _take(self, piece: _Bytes) -> None:
+        """Measure one piece of a text."""
         classes = _CLASSES.take(piece)
         self._clear_escaped_quotes(piece, classes)
         at = np.flatnonzero(classes != 0)  # comparing first is faster than flatnonzero of numbers
@@ -126,6 +127,7 @@ class Scan:
             self._number_chars = 0 if inside[-1] else _n_stripped(piece[int(at[-1]) + 1 :])
 
     def _count(self, kinds: _Bytes) -> None:
+        """Count brackets, colons and commas outside strings, given their classes in text order."""
         depths = np.cumsum(_STEPS[kinds]) + self._depth
         self._depth = int(depths[-1])
         self.deepest = max(self.deepest, int(depths.max()))

@@ -169,6 +169,7 @@ def has_media(body: Mapping[str, Any], skipped: Mapping[str, int]) -> bool:
 
 
 def _plain(item: Mapping[str, Any]) -> Message:
+    """Parse one chat message; wrong types become empty values."""
     role, text = parse_role(string(item.get("role"))), _text(item.get("content"))
     if item.keys() <= _PLAIN_KEYS:  # the usual case
         return Message(role, text)

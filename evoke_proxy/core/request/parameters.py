@@ -123,6 +123,7 @@ def nesting(grammar: bytes) -> int:
 def _check_number(
     body: Mapping[str, Any], name: str, limit: int, setting: str = "the proxy"
 ) -> None:
+    """Refuse a number over a limit; other types are left to llama-server."""
     value = body.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
@@ -142,6 +143,7 @@ def _check_count(
 
 
 def _check_batch(body: Mapping[str, Any], name: str, limit: int) -> None:
+    """Refuse a list with too many entries; tokens of a prompt do not count."""
     value = body.get(name)
     if not isinstance(value, list) or len(value) <= limit:
         return
@@ -153,6 +155,7 @@ def _check_batch(body: Mapping[str, Any], name: str, limit: int) -> None:
 
 
 def _check_triggers(triggers: object) -> None:
+    """Refuse triggers of a grammar that are patterns or long texts."""
     for trigger in triggers if isinstance(triggers, list) else ():
         if not isinstance(trigger, dict):
             continue
@@ -186,6 +189,7 @@ def _check_arguments(body: Mapping[str, Any], limits: LimitsConfig) -> None:
 
 
 def _check_json_text(text: object, limits: LimitsConfig) -> None:
+    """Refuse JSON in a text that exceeds the limits on structure."""
     if not isinstance(text, str):
         return
     if isinstance(text, TruncatedString):

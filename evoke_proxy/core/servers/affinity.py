@@ -127,6 +127,7 @@ class Affinity:
                 self._forget(surplus)
 
     def _register(self, route: Route, tenant: str, name: str | None, hashes: PrefixHashes) -> None:
+        """Replace the keys that find a route by those of a request, which may lack an id."""
         route.tenant = tenant
         keys: list[_Key] = [(tenant, digest) for digest in hashes[-_MAX_HASHES:]]
         if name is not None:

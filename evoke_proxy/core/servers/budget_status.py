@@ -125,6 +125,7 @@ def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
 
 
 def _unpatched(budget: int, server: ServerInfo) -> BudgetStatus:
+    """Return the status of a configured budget at a server without block calls."""
     problem = f"the budget of {budget} tokens is not in force: {server.reason}"
     if server.obstacle == "unsupported":
         return BudgetStatus(

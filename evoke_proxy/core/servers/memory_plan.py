@@ -211,6 +211,7 @@ def _padded(cells: int) -> int:
 
 
 def _context(shape: ModelShape, wishes: Wishes, notes: list[str]) -> int:
+    """Return the longest conversation in tokens, at most the trained length; adds a note if cut."""
     trained = shape.n_trained
     wanted = wishes.context or trained or wishes.cells or _LEAST_CELLS
     if trained and wanted > trained:

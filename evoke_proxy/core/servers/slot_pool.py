@@ -343,6 +343,7 @@ class SlotPool:
             del self._locks[session]
 
     def _vacate(self, slot: _Slot, now: float) -> None:
+        """Unlock the victim and free the previous slot of the request in this slot."""
         if slot.victim is not None:
             self._short_locks -= 1
             self._unlock(slot.victim)
@@ -398,6 +399,7 @@ class SlotPool:
         return self._take(best, waiter.session, waiter.ephemeral, now)
 
     def _take(self, index: int, session: str, ephemeral: bool, now: float) -> Grant:
+        """Give an idle slot to a request, with the locks that it needs."""
         slot, own = self._slots[index], self.slot_of(session)
         victim = slot.holder if slot.holder != session else None
         slot.busy, slot.ephemeral = True, ephemeral

@@ -167,6 +167,7 @@ def with_operator_overrides(data: bytes, overrides: OperatorOverrides) -> bytes:
 
 
 def _record_of(value: Mapping[str, Any]) -> SessionRecord:
+    """Return the record of a value of version 2; raises KeyError, TypeError or ValueError."""
     fields = value["block_fields"]
     blocks = BlockTable(_block_of(dict(zip(fields, row, strict=True))) for row in value["blocks"])
     layout = Layout(

@@ -219,6 +219,7 @@ def _cache(cursor: _Cursor, version: int) -> Cache:
 
 
 def _stream(cursor: _Cursor, version: int) -> Cache:
+    """Read the cache of one stream; ValueError for data that is not one."""
     at, n_cells = cursor.at, cursor.number()
     if not n_cells:
         return Cache(at)
