@@ -90,6 +90,7 @@ def logprobs_after_reload(
 def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
     disk: bool, tmp_path: Path
 ) -> None:
+    """With a disk also after a restart."""
     with serving(*(disk_options(tmp_path) if disk else ())) as server:
         tokens = text(server)
 
@@ -113,6 +114,13 @@ def test_complete_rows_do_not_share_a_copy_with_rows_decoded_after_a_hole(
         assert logprobs_after_reload(server, "whole", "w") == reference
         spill_if_disk()
         assert difference(logprobs_after_reload(server, "holed", "h"), reference) > OTHER_ROWS
+    if disk:
+        with serving(*disk_options(tmp_path)) as server:
+            found = listed(server)
+            assert found["whole"]["whole"] and not found["holed"]["whole"]
+            decode_whole(server, tokens)
+            assert logprobs_after_reload(server, "whole", "w") == reference
+            assert difference(logprobs_after_reload(server, "holed", "h"), reference) > OTHER_ROWS
 
 
 def test_rows_decoded_again_replace_the_copy_of_the_same_name(tmp_path: Path) -> None:
