@@ -20,6 +20,7 @@ import numpy as np
 import orjson
 
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
+from evoke_proxy.core.request.json_parsing import count_byte
 
 # Shorter bodies are parsed whole, which takes microseconds.
 _LEAST_BYTES = 16 * 1024
@@ -60,7 +61,7 @@ class CachedBody:
     n_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        n_objects, n_strings = self.body.count(b"{"), self.body.count(b'"') // 2
+        n_objects, n_strings = count_byte(self.body, b"{"), count_byte(self.body, b'"') // 2
         parsed_bytes = _OBJECT_BYTES * n_objects + _STRING_BYTES * n_strings
         self.n_bytes = 2 * len(self.body) + parsed_bytes
 

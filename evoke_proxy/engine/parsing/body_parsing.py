@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import orjson
 
 from evoke_proxy.core.request.json_edit import edit_top_level
-from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
+from evoke_proxy.core.request.json_parsing import count_byte, parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import CutText, MarkerInText, cut_long_strings
 from evoke_proxy.errors import RequestError
 
@@ -31,8 +31,8 @@ def is_large(body: bytes) -> bool:
     """Whether parsing a body may take too long for the event loop."""
     return (
         len(body) > LARGE_BYTES
-        or body.count(b"{") + body.count(b"[") > LARGE_BRACKETS
-        or body.count(b",") > LARGE_COMMAS
+        or count_byte(body, b"{") + count_byte(body, b"[") > LARGE_BRACKETS
+        or count_byte(body, b",") > LARGE_COMMAS
     )
 
 

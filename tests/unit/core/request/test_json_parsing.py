@@ -176,3 +176,9 @@ def _longest_step(work: Callable[[], object]) -> float:
     last.set()
     thread.join()
     return longest
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a": [1, 2, {"b": "{,}"}]}', bytes(range(256)) * 3])
+def test_a_byte_is_counted_as_bytes_count_does(body: bytes) -> None:
+    for byte in (b"{", b"[", b",", b'"', b"\xff"):
+        assert json_parsing.count_byte(body, byte) == body.count(byte)
