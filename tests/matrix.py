@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -138,9 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BuildError as error:
         print(f"test-matrix: {error}", file=sys.stderr)
         return 1
-    closing = next((line for line in reversed(finished.lines) if line.strip()), "")
-    path = _write(args.target, finished, closing, time.monotonic() - started)
-    print(f"{args.target}: exit status {finished.status}, {closing}")
+    command = make_command(args.target, [*args.rest, *options])
+    path = _write(args.target, command, finished, time.monotonic() - started)
+    print(f"{args.target}: exit status {finished.status}, {finished.closing}")
     print(f"written: {path.relative_to(ROOT)}")
     return finished.status
 
@@ -187,6 +188,11 @@ class FinishedRun:
     lines: tuple[str, ...]
     kv_buffers: tuple[str, ...] = ()
     """The buffers that had K/V; empty where the target does not ask."""
+
+    @property
+    def closing(self) -> str:
+        """The last line of the output that is not empty."""
+        return next((line for line in reversed(self.lines) if line.strip()), "")
 
 
 def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
@@ -254,12 +260,19 @@ def _kv_buffers(target: Target, environment: Mapping[str, str]) -> tuple[str, ..
     return found
 
 
-def _write(name: str, finished: FinishedRun, closing: str, seconds: float) -> Path:
+def make_command(target: str, chosen: Sequence[str]) -> str:
+    """The command that repeats a run, with the tests and options that were chosen for it."""
+    command = f"make test-matrix TARGET={target}"
+    return f"{command} ARGS={shlex.quote(shlex.join(chosen))}" if chosen else command
+
+
+def _write(name: str, command: str, finished: FinishedRun, seconds: float) -> Path:
     target = TARGETS[name]
+    closing = finished.closing
     record = {
         "target": name,
         "about": target.about,
-        "command": f"make test-matrix TARGET={name}",
+        "command": command,
         "runs": finished.command,
         "cmake_flags": list(target.flags),
         "server_args": list(target.server_args),
