@@ -1,1 +1,1 @@
-"""Input and output: llama-server, metrics, embedder, and files on disk."""
+"""Input and output of the proxy: llama-server, metrics, text encoders, and files on disk."""

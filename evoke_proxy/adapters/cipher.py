@@ -1,7 +1,8 @@
 """Encrypts snapshots and records on disk, in the formats of Tink.
 
-Rows are AES-256-GCM, files are Tink's streaming AEAD AES256-GCM-HKDF, both with associated data:
-https://developers.google.com/tink/wire-format. The keys are derived from the configured one.
+Rows of the index are encrypted with AES-256-GCM, files with Tink's streaming AEAD AES256-GCM-HKDF,
+both with associated data: https://developers.google.com/tink/wire-format. A separate key for each
+of them is derived from the configured key.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ _TYPE_URL = "type.googleapis.com/google.crypto.tink."
 
 
 class EncryptedFormat(DiskFormat):
-    """Encrypts with a key of 256 bits."""
+    """Encrypts rows and files.
+
+    Attributes:
+        key_id: 23 bits that identify the key; stored in the index.
+        former_key_id: What an earlier version stored for this key, whose format was another one.
+    """
 
     def __init__(self, key: bytes) -> None:
-        """Raise ConfigError when Tink is not installed."""
+        """Use a key of 32 bytes; raises ConfigError when Tink is not installed."""
         try:
             import tink
         except ImportError as error:
@@ -39,22 +45,26 @@ class EncryptedFormat(DiskFormat):
         self.former_key_id = _key_id(hashlib.sha256(b"mark" + key).digest())
 
     def encode_row(self, data: bytes, aad: bytes) -> bytes:
-        """Return the encrypted row."""
+        """Return `data` encrypted; `aad` is authenticated with it, but not stored."""
         encrypted: bytes = self._rows.encrypt(data, aad)
         return encrypted
 
     def decode_row(self, stored: bytes, aad: bytes) -> bytes:
-        """Return the data of a row; ValueError when the row, the key or `aad` are not the same."""
+        """Return the data of an encrypted row.
+
+        Raises ValueError when the row has changed, or was written with another key or `aad`.
+        """
         try:
             data: bytes = self._rows.decrypt(stored, aad)
         except self._error as error:
-            raise ValueError("written with another key, or not what was written") from error
+            raise ValueError("it was written with another key, or has changed since") from error
         return data
 
     def encode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Encrypt a file into another, readable by its owner alone, and flush it to disk.
+        """Encrypt a file to `target`, readable only by its owner, and flush that to disk.
 
-        Raises SnapshotUnusable or OSError when the disk does not take it.
+        Returns True: `target` was written. Raises SnapshotUnusable or OSError when it cannot be
+        written, for example to a full disk.
         """
         with open(source, "rb") as plain, _created(target) as out:
             try:
@@ -69,14 +79,18 @@ class EncryptedFormat(DiskFormat):
         return True
 
     def decode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Decrypt a file into another; SnapshotUnusable unless it is complete and unchanged."""
+        """Decrypt a file to `target`, readable only by its owner; returns True.
+
+        Raises SnapshotUnusable (`key`) when the file is incomplete or has changed, or was written
+        with another key or `aad`.
+        """
         with open(source, "rb") as stored, _created(target) as out:
             try:
                 with self._files.new_decrypting_stream(stored, aad) as stream:
                     while piece := stream.read(_SEGMENT_BYTES):
                         out.write(piece)
             except self._error as error:
-                reason = "written with another key, or not what was written"
+                reason = "it was written with another key, or has changed since"
                 raise SnapshotUnusable("key", f"{Path(source).name}: {reason}") from error
         return True
 
@@ -87,7 +101,7 @@ def _derived(key: bytes, purpose: bytes) -> bytes:
 
 
 def _key_id(digest: bytes) -> int:
-    """23 bits, never 0, which is the id of no key."""
+    """Return 23 bits of a digest, never 0, which stands for no key."""
     return int.from_bytes(digest[:3], "big") >> 1 | 1
 
 
@@ -115,7 +129,7 @@ def _file_primitive(key: bytes) -> Any:
 
 
 def _keyset(type_url: str, value: Any) -> Any:
-    """A keyset of one key, whose ciphertexts have no prefix that names it."""
+    """Return a keyset with one key; its ciphertexts have no prefix with the id of the key (RAW)."""
     import tink
     from tink import secret_key_access
     from tink.proto import tink_pb2

@@ -1,4 +1,4 @@
-"""Clocks for times that are stored on disk: they never go backwards."""
+"""Clocks that never go backwards, for times that are stored on disk."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ def uptime_s() -> float:
 
 
 class SteadyClock:
-    """Seconds since the epoch, independent of later changes of the system clock.
+    """Gives seconds since the Unix epoch, independent of later changes of the system clock.
 
-    The system clock is read once, when this one is made. A later event always has the later time.
+    The system clock is read once, by the constructor. After that the time never goes backwards.
     """
 
     def __init__(self) -> None:
         self._ahead_s = time.time() - uptime_s()
 
     def now(self) -> float:
-        """Seconds since the epoch."""
+        """Return the seconds since the Unix epoch."""
         return uptime_s() + self._ahead_s
 
     def advance_to(self, seconds: float) -> None:
-        """Move the clock forward to a time that an earlier process stored, if it is behind it.
+        """Move the clock forward to `seconds` if it is behind; an earlier process stored that time.
 
-        The system clock may have been set back since, or have lost its battery.
+        It is behind if the system clock was set back since, or lost its time without power.
         """
         self._ahead_s = max(self._ahead_s, seconds - uptime_s())

@@ -21,10 +21,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def measure(server: Path | None, disk: Path) -> Machine:
-    """Return the free memory now.
+    """Return the memory that is free now, in bytes.
 
-    Devices are those that `server` lists, so that a build for the CPU has none; without a server
-    those that nvidia-smi or rocm-smi list.
+    `server` is a llama-server, whose devices count: a build for the CPU lists none. Without one,
+    the devices that nvidia-smi or rocm-smi list count. The free memory of all devices is added.
+    `disk` is a path on the disk to measure, which need not exist.
     """
     device = _listed(server) if server is not None else (_nvidia() or _rocm())
     return Machine(device or None, _available_ram(), _free_disk(disk))
@@ -48,7 +49,7 @@ def _rocm() -> int:
 
 
 def _output(command: list[str]) -> str:
-    """The output of a program; empty where it is missing or fails."""
+    """Return the output of a program; "" when it is missing, fails or takes over 20 seconds."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
@@ -67,7 +68,7 @@ def _available_ram() -> int:
 
 
 def _free_disk(path: Path) -> int:
-    """Free bytes where `path` is, or will be."""
+    """Return the free bytes of the disk on which `path` is, or would be created."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free

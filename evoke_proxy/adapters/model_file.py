@@ -1,4 +1,7 @@
-"""Reads from a GGUF file what its cache will take; the format is that of ggml's gguf.md."""
+"""Reads from a GGUF file the model properties that decide how much memory its KV cache takes.
+
+The format is described in docs/gguf.md of ggml.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-# Longer arrays are those of the vocabulary, which is not needed.
+# Longer arrays belong to the vocabulary, which is not needed.
 _MAX_ITEMS = 4096
 _SPLIT = re.compile(r"-00001-of-(\d{5})\.gguf$")
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-# llama.cpp's patterns of architectures whose files do not say which layers have a window: every
-# n-th layer has full attention, the last of n unless the second value is true; with 0 no layer.
+# For architectures whose files do not say which layers have a sliding window, the pattern that
+# llama.cpp uses: (n, first). One of every n layers has full attention: the first of them if
+# `first`, else the last. With n = 0 all layers have a window.
 _WINDOW_PATTERNS: Mapping[str, tuple[int, bool]] = {
     "afmoe": (4, False), "cohere2": (4, False), "exaone4": (4, False), "gemma2": (2, False),
     "gemma3": (6, False), "gemma3n": (5, False), "gpt-oss": (2, False), "lfm2": (0, False),
@@ -31,7 +35,7 @@ _WINDOW_PATTERNS: Mapping[str, tuple[int, bool]] = {
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Return the shape of a model; ConfigError when the file is no GGUF file or cut off."""
+    """Return the shape of a model; ConfigError for an unreadable, truncated or other file."""
     try:
         with path.open("rb") as file:
             values, tensors = _header(file)
@@ -43,7 +47,7 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], list[str]]:
-    """The metadata and the names of the tensors."""
+    """Read the metadata and the names of the tensors."""
     magic, version, n_tensors, n_values = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF" or version < 2:
         raise ValueError("it does not begin with GGUF")
@@ -72,7 +76,8 @@ def _text(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """The value of a key; None for an array that is too long to be of use."""
+    """Read a value of this GGUF type; None for an array longer than _MAX_ITEMS, which is"
+    " skipped."""
     if kind == _STRING:
         return _text(file)
     if kind != _ARRAY:
@@ -89,7 +94,7 @@ def _value(file: BinaryIO, kind: int) -> Any:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a model's file, or of all its parts."""
+    """Return the bytes of a model file, or of all parts of a split one."""
     split = _SPLIT.search(path.name)
     if split is None:
         return path.stat().st_size
@@ -136,7 +141,11 @@ def _is_recurrent(parts: set[str]) -> bool:
 
 
 def _windowed(name: str, n_layers: int, window: int, pattern: object) -> list[bool]:
-    """Which layers have a window; llama.cpp's default where the file does not say it."""
+    """Return for each layer whether it has a sliding window.
+
+    `pattern` is the value in the file: a list with an entry per layer, a period, or None for
+    llama.cpp's default for the architecture `name`.
+    """
     if not window:
         return [False] * n_layers
     if isinstance(pattern, list):
@@ -167,14 +176,18 @@ def _layer(get: Any, index: int, is_windowed: bool) -> LayerKv:
 
 
 def _at(value: object, index: int) -> int:
-    """The value of a layer, of a key that has one for each layer or one for all."""
+    """Return the value of one layer, from a list with one per layer or a number for all of them."""
     if isinstance(value, list):
         return int(value[index]) if index < len(value) else 0
     return int(value) if isinstance(value, int) else 0
 
 
 def _state_bytes(get: Any) -> int:
-    """Bytes of the recurrent state of a layer: convolution and state space, as 32-bit floats."""
+    """Return the bytes of the recurrent state of one layer for one session.
+
+    As in llama.cpp (n_embd_r and n_embd_s of llama_hparams): the inputs of the convolution and the
+    state of the state-space model, as 32-bit floats.
+    """
     if length := get("shortconv.l_cache"):
         return 4 * int(get("embedding_length")) * (int(length) - 1)
     inner, state = int(get("ssm.inner_size", 0)), int(get("ssm.state_size", 0))

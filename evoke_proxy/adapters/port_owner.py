@@ -1,4 +1,7 @@
-"""Finds the process that listens on a port, so that an error can name it (Linux)."""
+"""Finds the process that listens on a port, so that an error message can name it.
+
+Works on Linux; on other systems the process stays unknown.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ _PROC = Path("/proc")
 
 
 def taken_by(host: str, port: int) -> str | None:
-    """Return who listens on an address, or None when it is free.
+    """Return the process that uses an address, or None when it is free or `port` is 0.
 
-    The text names process and program where the system shows them to this user, and is
-    "another process" elsewhere.
+    The process is described as by `owner_of`.
     """
     if port == 0 or _is_free(host, port):
         return None
@@ -25,7 +27,10 @@ def taken_by(host: str, port: int) -> str | None:
 
 
 def owner_of(port: int) -> str:
-    """Return "process PID (PROGRAM)" of the listener of a TCP port, or "another process"."""
+    """Return "process PID (PROGRAM)" for the process that listens on a TCP port.
+
+    Returns "another process" when the system does not show that process to this user.
+    """
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for handles in _PROC.glob("[0-9]*/fd") if sockets else ():
         with contextlib.suppress(OSError):

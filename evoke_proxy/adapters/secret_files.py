@@ -1,4 +1,7 @@
-"""Secret files, readable by their owner only: client keys, the admin token, encryption keys."""
+"""Reads and writes secret files, which only their owner may read.
+
+They contain the client keys, the admin token, or the encryption key of snapshots.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 
 def read_secret(path: Path, setting: str) -> str:
-    """The text of a secret file.
+    """Return the text of a secret file; `setting` is the setting that names it, for errors.
 
-    Raises ConfigError, with the name of the setting, when the file cannot be read, when others may
-    read it, or when it belongs to another user. Files of root are accepted, and root may read the
-    files of every user.
+    Raises ConfigError when the file cannot be read, is not a regular file or not UTF-8, when other
+    users may read it, or when it belongs to another user. Files of root are accepted, and root may
+    read the files of every user.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -43,7 +46,11 @@ def read_secret(path: Path, setting: str) -> str:
 
 
 def read_token(path: Path, setting: str) -> str:
-    """The token in a file: one word of at least 16 ASCII characters; raises ConfigError."""
+    """Return the token in a secret file.
+
+    Raises ConfigError as `read_secret`, and when the file is not one word of 16 or more ASCII
+    characters.
+    """
     token = read_secret(path, setting).strip()
     if len(token) < 16 or len(token.split()) != 1 or not token.isascii():
         raise ConfigError(f"{setting}: {path} must hold one word of 16 or more ASCII characters")
@@ -51,7 +58,7 @@ def read_token(path: Path, setting: str) -> str:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Replace a secret file atomically, readable by its owner only; raises OSError.
+    """Write a secret file, or replace it atomically; only its owner may read it. Raises OSError.
 
     A file that root replaces keeps its owner.
     """
@@ -94,16 +101,18 @@ class KeyFile:
         try:
             return _keys_of(self._path)
         except ConfigError as error:
-            _log.error("the client keys are not read again, the old ones stay valid: %s", error)
+            _log.error(
+                "the changed client keys cannot be read; the earlier ones stay valid: %s", error
+            )
             return self._keys
 
     def _deleted(self) -> Keys:
-        _log.error("security.keys_file: %s is deleted: all client keys are refused", self._path)
+        _log.error("security.keys_file: %s was deleted: all client keys are refused", self._path)
         return Keys.parse("")
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Properties that change with the file; empty when there is no file."""
+    """Return inode, times and size of a file, which differ after a change; () without a file."""
     try:
         status = path.stat()
     except OSError:

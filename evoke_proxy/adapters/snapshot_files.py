@@ -1,8 +1,8 @@
-"""Snapshot files in the directory that llama-server saves slots to.
+"""Manages the snapshot files in the directory that llama-server saves slots to.
 
-A part file that llama-server wrote is checked and sealed, which makes it a snapshot. A snapshot is
-verified before each restore; a corrupt one is moved to quarantine. All calls block on the disk, so
-they run in threads.
+llama-server saves a slot to a *part file*. The proxy checks it, completes and encrypts it if
+necessary, and renames it: it is then a *sealed* snapshot. A snapshot is verified before each
+restore; a corrupt one is moved to quarantine. All methods block on the disk and run in threads.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ PART, SEALED = ".evoke-part", ".evoke-kv"
 INDEX = "index.sqlite"
 _QUARANTINE = "quarantine"
 _QUARANTINED_FILES = 4
-# The most bytes that llama-server writes before the list of tokens.
+# Most bytes that llama-server writes before the list of tokens in a slot file.
 _HEADER_BYTES = 256
 _COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """Size and checksum of a sealed snapshot file, for later verification."""
+    """Size and checksum of a sealed snapshot file, for later verification.
+
+    Attributes:
+        n_bytes: Size of the file in bytes.
+        checksum: SHA-256 of the file, in hexadecimal.
+    """
 
     n_bytes: int
-    # SHA-256 of the file, in hexadecimal.
     checksum: str
 
 
 class SnapshotFiles:
-    """The snapshot files of one directory; file names are without a path."""
+    """The snapshot files of one directory; methods take file names without a path."""
 
     def __init__(self, directory: Path, disk_format: DiskFormat | None = None) -> None:
-        """`disk_format` encodes the files, or leaves them as they are."""
+        """Use a directory; `disk_format` encrypts sealed files, by default they are plain."""
         self.directory = directory
         self._format = disk_format or DiskFormat()
         self._lock: BinaryIO | None = None
 
     def prepare(self) -> None:
-        """Create the directory, for the proxy's user only; raises ConfigError if unusable."""
+        """Create the directory, accessible only for its owner, and write a test file.
+
+        Raises ConfigError when that fails.
+        """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.chmod(0o700)
@@ -73,9 +80,10 @@ class SnapshotFiles:
     def claim(self, shared: bool = False) -> bool:
         """Lock the directory against other proxies; returns whether the lock is exclusive.
 
-        With `shared`, proxies that share the directory too are admitted. Only an exclusive holder
-        may clean up. Raises ConfigError when another proxy holds the lock: each would
-        delete the files of the other as leftovers. The lock ends with the process.
+        With `shared`, other proxies may hold a shared lock at the same time. Only a proxy with an
+        exclusive lock may delete files that it does not know. Raises ConfigError when another proxy
+        holds a lock that excludes this one; with `shared` after 5 seconds. The lock ends with the
+        process.
         """
         try:
             self._lock = open_regular(self.directory / "lock", "wb")
@@ -94,7 +102,7 @@ class SnapshotFiles:
         raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
 
     def share(self) -> None:
-        """Turn the exclusive lock into a shared one."""
+        """Turn the exclusive lock into a shared one, so that other proxies may start."""
         if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
@@ -104,11 +112,11 @@ class SnapshotFiles:
             self._lock.close()
 
     def free_bytes(self) -> int:
-        """Free bytes of the disk."""
+        """Return the free bytes of the disk."""
         return shutil.disk_usage(self.directory).free
 
     def sizes(self) -> Mapping[str, int]:
-        """The sizes of all snapshots by name; deletes the part files of unfinished saves."""
+        """Return the sizes of all snapshots by name, and delete the part files of earlier saves."""
         sizes = {}
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
@@ -118,11 +126,12 @@ class SnapshotFiles:
         return sizes
 
     def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> Sealed:
-        """Turn a part file of llama-server into the snapshot `name`.
+        """Turn a part file of llama-server into the sealed snapshot `name`.
 
-        Raises SnapshotUnusable, and deletes the part file, when it is missing, has another size
-        than `n_bytes`, or holds other tokens: llama-server may have emptied or reused the slot. It
-        is also unusable when all its tokens are within the model's attention windows.
+        `n_bytes` is the size that llama-server reported, `tokens` the prompt that it saved. Deletes
+        the part file in any case. Raises SnapshotUnusable when the part file is missing, has
+        another size, or contains other tokens, because llama-server may have emptied or reused the
+        slot; and when all tokens are within the sliding windows of the model.
         """
         source = self.directory / part
         try:
@@ -141,31 +150,33 @@ class SnapshotFiles:
         return Sealed(n_bytes, checksum)
 
     def complete(self, part: str) -> int:
-        """Add what a part file lacks for models with sliding windows; returns its new size.
+        """Add the parts that llama-server does not save for layers with a sliding window.
 
-        See core/snapshots/state_file.py. Raises SnapshotUnusable (`window`) when all tokens are
-        within the windows.
+        Returns the new size of the part file, in bytes. See core/snapshots/state_file.py. Raises
+        SnapshotUnusable (`window`) when all tokens are within the windows.
         """
         with open_regular(self.directory / part, "r+b") as file:
             caches = _caches(file)
             if state_file.in_window(caches):
-                raise SnapshotUnusable("window", f"{part} is of text that is all within windows")
+                raise SnapshotUnusable(
+                    "window", f"all tokens of {part} are within the sliding windows"
+                )
             return _insert(file, state_file.missing(caches, _read_by(file)[0]))
 
     def caches(self, part: str) -> Sequence[state_file.Cache]:
-        """The caches that a part file contains; empty when they cannot be determined."""
+        """Return the KV caches in a part file; empty when they cannot be determined."""
         with open_regular(self.directory / part) as file:
             return _caches(file)
 
     def first_cache(self, part: str) -> state_file.Cache | None:
-        """The first cache of a part file; None when it cannot be determined."""
+        """Return the first KV cache in a part file; None when it cannot be determined."""
         with open_regular(self.directory / part) as file:
             return state_file.first_cache(*_read_by(file))
 
     def tokens(self, part: str, n_tokens: int, beginning: Tokens) -> Tokens:
-        """The `n_tokens` tokens of a part file, which begin with `beginning`.
+        """Return the tokens in a part file, which has `n_tokens` that begin with `beginning`.
 
-        Empty when the file is missing or holds other tokens.
+        Empty when the file cannot be read or contains other tokens.
         """
         size = _HEADER_BYTES + 4 * n_tokens
         try:
@@ -187,12 +198,12 @@ class SnapshotFiles:
         )
 
     def decrypt(self, name: str) -> str:
-        """The name of the file that llama-server can restore from a snapshot.
+        """Return the name of a file from which llama-server can restore a snapshot.
 
-        That is the snapshot, or a decrypted copy, which the caller discards; each call makes a copy
-        of its own. Raises SnapshotUnusable, and then leaves no copy.
+        That is the snapshot itself if it is not encrypted. Otherwise it is a new decrypted copy,
+        which the caller deletes with `discard`. Raises SnapshotUnusable, and then leaves no copy.
         """
-        copy = f"lent-{uuid.uuid4().hex[:20]}{PART}"
+        copy = f"decrypted-{uuid.uuid4().hex[:20]}{PART}"
         paths = str(self.directory / name), str(self.directory / copy)
         try:
             return copy if self._format.decode_file(*paths, name.encode()) else name
@@ -203,15 +214,16 @@ class SnapshotFiles:
             self.discard(copy)
             raise
 
-    def index_aside(self) -> None:
+    def quarantine_index(self) -> None:
         """Move a damaged index to quarantine."""
         for path in self.directory.glob(f"{INDEX}*"):
             path.replace(self.directory / _QUARANTINE / path.name)
 
     def receive(self, part: str, n_bytes: int) -> None:
-        """Raise SnapshotUnusable unless a part file exists and has `n_bytes` bytes.
+        """Check that a part file exists and has `n_bytes` bytes; make it readable only by its
+        owner.
 
-        Also makes the file readable by its owner only.
+        Raises SnapshotUnusable otherwise.
         """
         source = self.directory / part
         try:
@@ -223,7 +235,7 @@ class SnapshotFiles:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 
     def verify(self, name: str, n_bytes: int, checksum: str) -> None:
-        """Raise SnapshotUnusable unless a snapshot has the size and checksum of its sealing."""
+        """Raise SnapshotUnusable unless a snapshot has this size and checksum; see `Sealed`."""
         path = self.directory / name
         try:
             self._check_size(path, n_bytes)
@@ -235,23 +247,23 @@ class SnapshotFiles:
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
 
     def checksum(self, name: str) -> str:
-        """The SHA-256 checksum of a file, in hexadecimal."""
+        """Return the SHA-256 of a file, in hexadecimal; raises OSError."""
         return _checksum(self.directory / name)
 
     def discard(self, part: str) -> None:
         """Delete a part file or a snapshot, if it exists."""
         (self.directory / part).unlink(missing_ok=True)
 
-    def set_aside(self, name: str) -> None:
+    def quarantine(self, name: str) -> None:
         """Move a corrupt snapshot to quarantine, where the latest few are kept for inspection."""
-        quarantine = self.directory / _QUARANTINE
+        folder = self.directory / _QUARANTINE
         if (self.directory / name).exists():
-            (self.directory / name).rename(quarantine / name)
-        oldest_first = sorted(quarantine.iterdir(), key=lambda path: path.stat().st_mtime)
+            (self.directory / name).rename(folder / name)
+        oldest_first = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
         for path in oldest_first[:-_QUARANTINED_FILES]:
             path.unlink()
 
-    def forget_aside(self) -> None:
+    def delete_quarantined(self) -> None:
         """Delete the files in quarantine."""
         for path in (self.directory / _QUARANTINE).iterdir():
             path.unlink(missing_ok=True)
@@ -285,11 +297,11 @@ def _check_tokens(path: Path, tokens: Tokens) -> None:
         head = file.read(_HEADER_BYTES + len(expected))
     # The list of tokens begins with their number.
     if len(tokens).to_bytes(4, "little") + expected not in head:
-        raise SnapshotUnusable("tokens", f"{path.name} holds another prompt")
+        raise SnapshotUnusable("tokens", f"{path.name} contains another prompt")
 
 
 def _read_by(file: BinaryIO) -> tuple[state_file.Read, int]:
-    """A function that reads from a file, and the size of the file."""
+    """Return a function that reads from a file, and the size of the file in bytes."""
     handle = file.fileno()
     return lambda at, n_bytes: os.pread(handle, n_bytes, at), os.fstat(handle).st_size
 
@@ -299,7 +311,10 @@ def _caches(file: BinaryIO) -> Sequence[state_file.Cache]:
 
 
 def _insert(file: BinaryIO, more: Sequence[state_file.Insertion]) -> int:
-    """Insert bytes into a file, from the end on; returns its new size."""
+    """Insert or overwrite bytes in a file, and return its new size.
+
+    Works in place from the end of the file to its beginning.
+    """
     handle, end = file.fileno(), os.fstat(file.fileno()).st_size
     shift = sum(len(item.put) for item in more if not item.over)
     size = end + shift

@@ -1,7 +1,8 @@
 """The index of snapshots and the records of budgeted sessions, in one SQLite file in WAL mode.
 
-Rows may be large, and changes wait for other processes. Only `generation` may be called in the
-event loop; everything else runs in threads. Changes and reads have a connection and a lock each.
+Rows may be large, and a change waits for changes of other processes. Therefore only `generation`
+may be called in the event loop; all other methods run in threads. Changes use one connection and
+reads another; each has a lock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _VERSION = 2
-# Seconds that a change waits for one of another proxy.
+# Seconds that a change waits for a change of another process; milliseconds after `share`.
 _WAIT_S = 5.0
 _SHARED_WAIT_MS = 500
 _TABLE = """
@@ -44,7 +45,7 @@ _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
 )
-# Later times, after the year 2242, are damaged.
+# Times of use from here on (the year 2242) are treated as damaged.
 _LATEST = 2.0**33
 _ALL = f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"
 _ONE = f"SELECT {_COLUMNS} FROM snapshots WHERE id = ?"
@@ -52,10 +53,12 @@ _MARKS = "SELECT used, hits, pinned, suspect FROM snapshots WHERE id = ?"
 _ALL_RECORDS = "SELECT id, tenant, used, packed FROM records ORDER BY used DESC"
 _ONE_RECORD = "SELECT id, tenant, used, packed FROM records WHERE id = ?"
 _OWNERS = "SELECT id, tenant, used FROM records"
-# Deletes a record and its parts. A range can use the index of the table, a pattern could not.
+# Deletes the record ID and its parts `ID#NAME`. "$" is the character after "#". A range of ids uses
+# the index of the primary key; a LIKE pattern would not.
 _REMOVE_RECORD = "DELETE FROM records WHERE id = ?1 OR (id > ?1 || '#' AND id < ?1 || '$')"
 
-# The latest changes, so that other processes read only those.
+# The table `changes` has the ids of the latest changed rows, so that other processes read only
+# these. Triggers fill it and delete its oldest rows.
 _CHANGES_KEPT = 4096
 _CHANGES = (
     "CREATE TABLE IF NOT EXISTS changes (version INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT)",
@@ -70,12 +73,17 @@ _CHANGES = (
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The stored state of one budgeted session, or a part of it."""
+    """The stored state of one budgeted session, or a part of it.
 
-    # The id of the session; that of a part has `#` and a name behind it.
+    Attributes:
+        id: The id of the session; for a part followed by `#` and the name of the part.
+        tenant: The tenant of the session.
+        used: Time of the last use, in seconds since the Unix epoch.
+        packed: The content, not encrypted: see core/session/codec.py.
+    """
+
     id: str
     tenant: str
-    # Time of the last use, in seconds since the epoch.
     used: float
     packed: bytes
 
@@ -92,7 +100,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Session, tenant and last use of a record, without its content."""
+    """Session, tenant and last use of a record, without its content; see `Record`."""
 
     session: str
     tenant: str
@@ -100,16 +108,17 @@ class Owner:
 
 
 class SnapshotIndex:
-    """Stores the index of snapshots and the records of sessions; survives a killed process.
+    """Stores the index of snapshots and the records of sessions.
 
-    A change that cannot be written raises SnapshotUnusable and has no effect.
+    Written changes survive a kill of the process. A change that cannot be written raises
+    SnapshotUnusable (`disk`) and has no effect.
     """
 
     def __init__(self, path: Path, disk_format: DiskFormat | None = None) -> None:
-        """Open or create the file, readable by its owner only; `disk_format` encodes the rows.
+        """Open the file, or create it readable only by its owner; `disk_format` encodes its rows.
 
-        Raises IndexUnusable when the file is damaged or no index, and ConfigError when it cannot be
-        opened.
+        Raises IndexUnusable when the file is damaged or not an index of this version, and
+        ConfigError when it cannot be opened or was written with another encryption key.
         """
         self._path, self._format = path, disk_format or DiskFormat()
         try:
@@ -120,8 +129,8 @@ class SnapshotIndex:
             self._changing = threading.Lock()
             self._generation = 0
             self._db.execute("PRAGMA journal_mode=WAL")
-            # A killed process loses nothing. A power failure may lose the last rows; files and rows
-            # are reconciled at start.
+            # A kill of the process loses nothing. A power failure may lose the last rows: at start
+            # rows are compared with the files.
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute(_TABLE)
             self._db.execute(_RECORDS)
@@ -142,19 +151,19 @@ class SnapshotIndex:
             raise IndexUnusable(f"{path}: {error}") from error
 
     def close(self) -> None:
-        """Close the file; no other call may follow."""
+        """Close the file; no other method may be called after that."""
         with self._reading:
             self._reader.close()
         with self._changing:
             self._db.close()
 
     def share(self) -> None:
-        """Wait for changes of other processes no longer than a request may wait."""
+        """Let changes wait for other processes for only 0.5 s, because requests wait for them."""
         with self._changing:
             self._db.execute(f"PRAGMA busy_timeout={_SHARED_WAIT_MS}")
 
     def add(self, snapshot: Snapshot, packed: bytes) -> None:
-        """Add a snapshot; `packed` is the result of `pack` for its tokens."""
+        """Add a snapshot; `packed` is the result of `pack(snapshot.tokens)`."""
         marks = ",".join("?" * (_COLUMNS.count(",") + 1))
         values = (
             *_values(snapshot),
@@ -173,7 +182,7 @@ class SnapshotIndex:
         self._change("DELETE FROM snapshots WHERE id = ?", (id,))
 
     def all(self) -> Iterator[Snapshot]:
-        """All snapshots without damaged rows, the most recently used first."""
+        """Yield all snapshots, the most recently used first; damaged rows are left out."""
         return self._read(self._db, _ALL)
 
     def _read(self, db: sqlite3.Connection, which: str, *values: str) -> Iterator[Snapshot]:
@@ -184,10 +193,11 @@ class SnapshotIndex:
                 continue
 
     def changes(self, since: int, cached: Collection[str]) -> Changes:
-        """The changes since a version; -1 for all rows. May be called in any thread.
+        """Return the changes since a version of the index. May be called in any thread.
 
-        Of snapshots whose ids are in `cached` only the mutable columns are read. Damaged rows count
-        as removed.
+        `since` is the `version` of an earlier result; -1 for all rows. `cached` are ids of
+        snapshots that the caller has: only their mutable columns are read. Damaged rows count as
+        removed. The result is complete (all rows) if the changes since then are no longer stored.
         """
         with self._reading:
             self._reader.execute("BEGIN")
@@ -213,7 +223,7 @@ class SnapshotIndex:
         return Changes(version, added, marks, [id for id in ids if id not in existing])
 
     def drop_bad(self) -> int:
-        """Remove all damaged rows; returns their number."""
+        """Remove all damaged rows of snapshots and records, and return their number."""
         intact = {item.id for item in self.all()}, {item.id for item in self.records()}
         n_bad = 0
         for table, ids in zip(("snapshots", "records"), intact, strict=True):
@@ -223,7 +233,7 @@ class SnapshotIndex:
         return n_bad
 
     def put_record(self, record: Record) -> None:
-        """Add a record, or replace the one with its id."""
+        """Add a record, or replace the one with the same id."""
         packed = self._format.encode_row(record.packed, _fixed_columns((record.id, record.tenant)))
         row = (record.id, record.tenant, record.used, packed)
         self._change("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)", row)
@@ -233,7 +243,10 @@ class SnapshotIndex:
         self._change(_REMOVE_RECORD, (id,))
 
     def records(self, only: str | None = None) -> list[Record]:
-        """All records without damaged ones, the most recently used first, or the one with an id."""
+        """Return all records, the most recently used first, or only the one with the id `only`.
+
+        Damaged records are left out.
+        """
         query = (_ALL_RECORDS,) if only is None else (_ONE_RECORD, (only,))
         records = []
         with self._reading:
@@ -246,29 +259,30 @@ class SnapshotIndex:
         return records
 
     def owners(self) -> list[Owner]:
-        """The owners of all records and parts, without decryption."""
+        """Return the owners of all records and parts; decrypts nothing."""
         with self._reading:
             rows = self._reader.execute(_OWNERS).fetchall()
         return [Owner(str(id).partition("#")[0], tenant, used) for id, tenant, used in rows]
 
     def median_used(self) -> float:
-        """The median time of use of all rows; 0 when there are none.
+        """Return the median time of use of all rows, in seconds since the Unix epoch; 0 without
+        rows.
 
-        A single damaged time does not change the median.
+        The median is used because a single damaged time barely changes it.
         """
         both = "SELECT used FROM snapshots UNION ALL SELECT used FROM records"
         times = [used for (used,) in self._db.execute(both) if isinstance(used, float)]
         return median_low([used for used in times if 0.0 <= used < _LATEST] or [0.0])
 
     def limit_used(self, now: float) -> None:
-        """Set times of use that are later than now to now: the system clock was wrong."""
+        """Set times of use that are later than `now` to `now`; the system clock was wrong then."""
         for table in ("snapshots", "records"):
             self._change(f"UPDATE {table} SET used = ?1 WHERE used > ?1", (now,))
 
     def generation(self) -> int:
-        """A number that changes whenever another process has changed the file.
+        """Return a number that changes whenever another process changes the file.
 
-        Does not block: during a change of this process the previous number is returned.
+        Does not block: returns the previous number while this process makes a change.
         """
         if self._changing.acquire(blocking=False):
             try:
@@ -307,20 +321,20 @@ class SnapshotIndex:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """A connection that any thread may use, one at a time."""
+    """Open a connection that any thread may use, one at a time."""
     return sqlite3.connect(path, isolation_level=None, timeout=_WAIT_S, check_same_thread=False)
 
 
 def pack(tokens: Tokens) -> bytes:
-    """Compress tokens for a row; slow for a long prompt."""
+    """Compress tokens for `SnapshotIndex.add`; takes long for a long prompt."""
     return zlib.compress(tokens.astype("<i4").tobytes(), 1)
 
 
 def _damaged(error: sqlite3.DatabaseError) -> bool:
-    """Whether a file is damaged, and not only inaccessible.
+    """Whether an error means that the file is damaged, not only inaccessible.
 
-    A flipped bit can make a column unknown, or a text invalid; for the latter Python's error has no
-    code.
+    A flipped bit can make the name of a column unknown (SQLITE_ERROR), or a text invalid, for which
+    Python's error has no code.
     """
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
     return not isinstance(error, sqlite3.OperationalError) or code == sqlite3.SQLITE_ERROR
@@ -335,5 +349,5 @@ def _values(item: Snapshot) -> tuple[object, ...]:
 
 
 def _fixed_columns(values: tuple[object, ...]) -> bytes:
-    """The columns of a row that never change, as associated data of its encryption."""
+    """Return the columns of a row that never change, as associated data for its encryption."""
     return repr(values[: _COLUMNS.split(", ").index("prefill_s")]).encode()

@@ -1,1 +1,1 @@
-"""Client of llama-server: HTTP connections and typed calls."""
+"""The client of llama-server: HTTP connections (`transport`), JSON calls, and typed calls."""

@@ -15,7 +15,7 @@ from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, RenderingLimit, SlotView, Tokens
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError, UpstreamRejected
 
-# A value of `since` for which `slot` lists no saved blocks.
+# The value of `since` with which `BlockApi.slot` lists no saved blocks.
 LATEST = "latest"
 # The type of llama-server's error for a call that would keep other slots waiting (patches/API.md).
 TOO_MUCH_WORK = "too_much_work"
@@ -29,11 +29,11 @@ class PlanCall:
 
     Attributes:
         plan: what to evict, load, save and adopt.
-        view: the slot as the plan expects it.
-        owner: `tenant` and `session` (Conversation.owner). A partial copy loads only for the
-            session that saved it.
-        tokens: the prompt; needed where the plan adopts copies.
-        more_ops: further operations, after those of the plan.
+        view: the state of the slot for which the plan was made; its epoch is sent.
+        owner: `tenant` and `session` (Conversation.owner). llama-server loads a partial copy only
+            for the session that saved it.
+        tokens: the prompt; needed if the plan adopts copies of another slot.
+        more_ops: operations to run after those of the plan.
     """
 
     plan: Plan
@@ -50,8 +50,10 @@ class RenderCall:
     Attributes:
         dialect: one that `parse_chat` accepts.
         body: the request body as it will be forwarded.
-        previous: the rendering that this one probably extends; the reply is shorter then.
-        n_ctx: context size in tokens. A longer prompt is not read to its end.
+        previous: the rendering that this one probably extends: the reply then omits the messages
+            that both have in common.
+        n_ctx: context of a slot in tokens; the reply for a longer prompt is not read to its end.
+            None for no limit.
     """
 
     dialect: str
@@ -63,14 +65,16 @@ class RenderCall:
 class BlockApi:
     """The block calls of one llama-server.
 
-    The calls are made with the key of `client`, and raise UpstreamError when llama-server fails.
+    The calls are made with the key of the client given to the constructor. They raise UpstreamError
+    when llama-server fails.
     """
 
     def __init__(self, client: LlamaClient) -> None:
         self._client = client
 
     async def render(self, call: RenderCall) -> Rendered:
-        """The tokens llama-server would decode for a request, and the state of its slots.
+        """Return the tokens that llama-server would decode for a request, and the state of its
+        slots.
 
         Raises PromptTooLong once the reply has more than `n_ctx` tokens.
         """
@@ -88,7 +92,10 @@ class BlockApi:
         return Rendered.parse(answer, previous)
 
     async def run(self, slot: int, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one block call on a slot; PlanRefused when it is refused and nothing has changed."""
+        """Make one block call for a slot and return the reply.
+
+        Raises PlanRefused when llama-server refuses the call, which then has changed nothing.
+        """
         target = f"/slots/{slot}?action={action}"
         try:
             return await self._client.call("POST", target, body, CallOptions(action))
@@ -96,23 +103,24 @@ class BlockApi:
             raise PlanRefused.of(error) from error
 
     async def slot(self, slot: int, tenant: str, since: str = "") -> dict[str, Any]:
-        """The state of one slot, and the saved blocks of a tenant from any slot.
+        """Return the state of one slot, and the saved blocks of a tenant, whatever their slot was.
 
-        `since` is the `version` of an earlier reply: only blocks that changed after it are listed;
-        with LATEST none are.
+        `since` is the `version` in an earlier reply: only blocks that have changed since then are
+        listed. With LATEST no block is listed, with "" all are.
         """
         target = f"/slots/{slot}/blocks?tenant={tenant}" + (f"&since={since}" if since else "")
         return await self._client.call("GET", target)
 
     async def is_processing(self, slot: int, tenant: str) -> bool:
-        """Whether llama-server works on a request in a slot."""
+        """Whether llama-server is processing a request in a slot."""
         answer = await self.slot(slot, tenant, LATEST)
         return bool(answer.get("is_processing"))
 
     async def run_plan(self, call: PlanCall) -> int:
-        """Run a plan; returns the epoch of the slot after it.
+        """Run a plan, and return the epoch of the slot after it.
 
-        Raises PlanRefused when llama-server refuses it; nothing has changed then.
+        Raises PlanRefused when llama-server refuses a call. Operations of the refused call have
+        changed nothing; copies that were adopted before it stay adopted.
         """
         plan, view, owner = call.plan, call.view, call.owner
         epoch = view.epoch
@@ -132,12 +140,13 @@ class BlockApi:
         return epoch
 
     async def attention(self, slot: int, body: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """The answer of an `attention` call with `body`, which is split if it is too much work.
+        """Return the reply to an `attention` call, which is split if it is too much work.
 
-        `key` names the list of ranges in the body that takes the most work: "bounds" or
-        "products". The list is split into several calls when llama-server refuses it as too much
-        work; between the calls other slots decode. A range that is refused alone comes back as
-        unknown. Raises PlanRefused, and other EvokeErrors when a call fails.
+        `key` names the list of ranges in `body` that takes the most work: "bounds" or "products".
+        When llama-server refuses the call as too much work, the list is divided between several
+        calls, so that other slots decode between them, and their replies are joined. A range that
+        is too much work alone is marked as unknown in the result. Raises PlanRefused when a call is
+        refused for another reason, and UpstreamError when a call fails.
         """
         spans = list(body.get(key) or ())
         size = len(spans)
@@ -163,12 +172,12 @@ class BlockApi:
                 rest = {"ranges": [], "tenant": body.get("tenant", "")}
             start += len(part)
             if start >= len(spans) and not first:
-                # Every single range was refused: get the rest of the answer without ranges.
+                # Each range was refused: make one call without ranges for the rest of the reply.
                 size, start = 0, len(spans)
         return first if len(parts) < 2 else first | {f"key_{key}": _joined(parts)}
 
     async def drop_copies(self, labels: Collection[str], tenant: str) -> None:
-        """Delete saved blocks of a tenant; PlanRefused when llama-server refuses."""
+        """Delete saved blocks of a tenant by label; PlanRefused when llama-server refuses."""
         for names in batches_of_names(sorted(labels)):
             await self.run(0, "block-drop", {"names": names, "tenant": tenant})
 
@@ -180,29 +189,35 @@ def batches_of_names(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """The saved blocks that a reply about a slot lists, by label."""
+    """Return the saved blocks in a reply of `BlockApi.slot`, by label.
+
+    Raises UpstreamProtocolError when one has no label.
+    """
     try:
         return {str(copy["name"]): copy for copy in answer.get("blocks") or ()}
     except (KeyError, TypeError) as error:
-        raise UpstreamProtocolError("llama-server lists a copy without a name") from error
+        raise UpstreamProtocolError("llama-server lists a saved block without a name") from error
 
 
 def copies_of(answer: Mapping[str, Any], session: str) -> Mapping[str, Mapping[str, Any]]:
-    """The saved blocks of one session, also those that the session no longer lists."""
+    """Return the saved blocks of one session in a reply of `BlockApi.slot`, by label.
+
+    They are found by the session in their label, also if the session does not use them any more.
+    """
     prefix = f"{wire_name(session)}/"
     return {label: it for label, it in copies_in(answer).items() if label.startswith(prefix)}
 
 
 def slot_in(rendered: Rendered, slot: int) -> SlotView:
-    """The state of a slot that a rendering reports; UpstreamProtocolError when it has none."""
+    """Return the state of a slot in a rendering; UpstreamProtocolError when it is not there."""
     view = rendered.slot(slot)
     if view is None:
-        raise UpstreamProtocolError(f"llama-server says nothing about slot {slot}")
+        raise UpstreamProtocolError(f"llama-server did not report the state of slot {slot}")
     return view
 
 
 def _joined(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Join partial answers, each with its number of ranges; ranges without data are unknown."""
+    """Join partial replies, each with its number of ranges; ranges without data are unknown."""
     first = next((part for _, part in parts if part), {})
     has_rows = [it for count, part in parts for it in part.get("known", [False] * count)]
     data = b"".join(base64.b64decode(part.get("data", "")) for _, part in parts)
@@ -212,5 +227,5 @@ def _joined(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
 def _epoch(answer: Mapping[str, Any]) -> int:
     epoch = answer.get("epoch")
     if not isinstance(epoch, int):
-        raise UpstreamProtocolError("a block call was answered without an epoch")
+        raise UpstreamProtocolError("llama-server answered a block call without an epoch")
     return epoch

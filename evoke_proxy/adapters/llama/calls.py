@@ -1,4 +1,4 @@
-"""The calls of one llama-server, bound to the key of one caller."""
+"""Bundles all calls of one llama-server, made with the key of one caller."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 class ServerCalls:
     """All calls of one llama-server, with one key.
 
-    A request binds the key of its client once, with `as_caller`; all work for it, also after its
-    reply, makes its calls through that value. Work for no client uses the value that `of` returns.
+    For each request, `as_caller` is called once with the key of its client; all work for the
+    request, also after its reply, uses the result. Work for no client uses the result of `of`.
+
+    Attributes:
+        client: Opens requests, and makes the calls that any llama-server answers.
+        blocks: Makes the calls that only a patched llama-server answers.
+        stock: Makes the calls for rendering and for snapshots, which any llama-server answers.
     """
 
-    # Opens requests, and makes the calls that any llama-server answers.
     client: LlamaClient
-    # Makes the calls that only a patched llama-server answers.
     blocks: BlockApi
-    # Makes the calls that snapshots of slots need.
     stock: StockApi
 
     @classmethod
     def of(cls, client: LlamaClient) -> ServerCalls:
-        """The calls of a client, with the configured key or none."""
+        """Make the calls of a server from its client, with the configured key or none."""
         return cls(client, BlockApi(client), StockApi(client))
 
     def as_caller(self, headers: Mapping[str, str]) -> ServerCalls:
-        """The same calls with the key in the headers of a request; a configured key is kept."""
+        """Return the same calls with the key in the headers of a request.
+
+        A configured key is sent instead of it.
+        """
         client = self.client.as_caller(headers)
         return ServerCalls(client, BlockApi(client), self.stock.bound_to(client))

@@ -26,13 +26,13 @@ from evoke_proxy.errors import (
     UpstreamUnavailable,
 )
 
-# Longer JSON is parsed or edited in a thread.
+# Longer replies are parsed in a thread, so that the event loop stays responsive.
 _INLINE_JSON_BYTES = 256 * 1024
 _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUS_LOADING = 503
-# A call that makes a router load a model. It is short, and changes no slot.
+# The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
-# Seconds that calls have waited in the current task, by the label of the call; None: not recorded.
+# Seconds that calls of the current task have taken, by their label; None: times are not recorded.
 AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
 
 
@@ -41,9 +41,10 @@ class CallOptions:
     """How one JSON call is made.
 
     Attributes:
-        label: name under which AWAITED records the time of the call.
-        is_long: whether `long_call_timeout_s` bounds the call instead of `call_timeout_s`.
-        check: called with each piece of a reply that is no error; what it raises ends the call.
+        label: key under which AWAITED adds the time of the call.
+        is_long: whether `upstream.long_call_timeout_s` limits the call, not `call_timeout_s`.
+        check: called with each piece of a reply whose status is below 400; an exception that it
+            raises ends the call.
     """
 
     label: str = "other"
@@ -57,13 +58,13 @@ _DEFAULT_OPTIONS = CallOptions()
 class LlamaClient:
     """Client of one llama-server, or of one model behind a router; an async context manager.
 
-    A client that `as_caller`, `bound_to` or `failing_while_loading` returns shares the connections
-    of the one it comes from, and needs no entering.
+    Only the client that the constructor makes is entered. The clients that `as_caller`, `bound_to`
+    and `failing_while_loading` return use its connections.
 
     Attributes:
         config: address, key and time-outs.
         url: base URL without a trailing slash.
-        model: model that every call names; empty for a server with one model.
+        model: name of the model that every call is for; empty for a server with one model.
     """
 
     def __init__(self, config: UpstreamConfig) -> None:
@@ -73,7 +74,7 @@ class LlamaClient:
         self._transport = HttpTransport(config)
         self._owns_transport = True
         self._fails_while_loading = False
-        # The key of the caller as headers; not sent when a key is configured.
+        # Headers with the key of the caller; not sent if `upstream.api_key` is set.
         self._credentials: Mapping[str, str] = {}
 
     async def __aenter__(self) -> LlamaClient:
@@ -86,9 +87,9 @@ class LlamaClient:
             await self._transport.__aexit__()
 
     def as_caller(self, headers: Mapping[str, str]) -> LlamaClient:
-        """A client whose calls send the key in `headers`, when no key is configured.
+        """Return a client whose own calls carry the key in `headers`, unless a key is configured.
 
-        `headers` are those of a client's request; all but its key are ignored.
+        `headers` are those of a request to the proxy; only Authorization and X-Api-Key are used.
         """
         bound = self._sharing_transport()
         names = [name for name in _CREDENTIAL_HEADERS if name in headers]
@@ -96,13 +97,16 @@ class LlamaClient:
         return bound
 
     def bound_to(self, model: str) -> LlamaClient:
-        """A client whose calls are about one model of a router and load no model."""
+        """Return a client whose calls name one model of a router, and do not load it."""
         bound = self._sharing_transport()
         bound.model = model
         return bound
 
     def failing_while_loading(self) -> LlamaClient:
-        """A client whose `open` raises UpstreamUnavailable on a 503, before any body is read."""
+        """Return a client whose `open` raises UpstreamUnavailable for a reply with status 503.
+
+        It raises before the body is read, so that the request can be sent to another server.
+        """
         failing = self._sharing_transport()
         failing._fails_while_loading = True
         return failing
@@ -115,7 +119,10 @@ class LlamaClient:
         headers: Mapping[str, str],
         body: Body | None = None,
     ) -> AsyncIterator[Reply]:
-        """Send a request with this client's credentials and model, as `Transport.open` does."""
+        """Send a request and yield its reply, as `HttpTransport.open` does.
+
+        Adds the model to `target` if the client is bound to one; sends `headers` unchanged.
+        """
         async with self._transport.open(method, self._addressed(target), headers, body) as reply:
             if self._fails_while_loading and reply.status == _STATUS_LOADING:
                 message = f"llama-server at {self.url} takes no requests yet"
@@ -129,11 +136,12 @@ class LlamaClient:
         body: object = None,
         options: CallOptions = _DEFAULT_OPTIONS,
     ) -> dict[str, Any]:
-        """Make one JSON call; a body of bytes, or a tuple of them, is sent unchanged.
+        """Make one JSON call and return the object in the reply.
 
-        Raises UpstreamRejected on a status of 400 or above, UpstreamTimeout after the configured
-        time, UpstreamProtocolError when the reply is no JSON object, and what `options.check`
-        raises.
+        `body` is encoded as JSON; bytes, or a tuple of bytes to send one after the other, are JSON
+        already. Raises UpstreamRejected for a status of 400 or above, UpstreamTimeout after the
+        configured time, UpstreamUnavailable when the connection fails, UpstreamProtocolError when
+        the reply is not a JSON object, and any exception of `options.check`.
         """
         data: Any = await self._with_model(body)
         if not (data is None or isinstance(data, bytes | tuple)):
@@ -156,9 +164,9 @@ class LlamaClient:
         return answer
 
     async def info(self) -> ServerInfo:
-        """Ask what the server is and can do; UpstreamError when it does not say.
+        """Ask the server for its properties and features; UpstreamError when that fails.
 
-        A router does not route block calls, so a model behind one has none of their features.
+        A router does not forward block calls, so a model behind one has none of their features.
         """
         props = await self.call("GET", "/props")
         info = ServerInfo.parse(props)
@@ -168,7 +176,7 @@ class LlamaClient:
         return replace(ServerInfo.parse(without_features), instance=info.instance)
 
     async def is_loaded(self) -> bool:
-        """Whether the router has this model loaded; no slot holds rows of one that is not."""
+        """Whether the router has loaded this model; otherwise its slots are empty."""
         answer = await self.call("GET", "/v1/models")
         return any((it.get("status") or {}).get("value") == "loaded" for it in answer["data"])
 
@@ -182,7 +190,7 @@ class LlamaClient:
             await self.call("POST", _LOAD_TARGET, {"content": ""}, options)
 
     def own_headers(self) -> dict[str, str]:
-        """Headers of a call of the proxy, with the configured key or that of the caller."""
+        """Return the headers for a call of the proxy, with the configured or the caller's key."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.config.api_key:
             return headers | {"Authorization": f"Bearer {self.config.api_key}"}
@@ -194,14 +202,14 @@ class LlamaClient:
         return client
 
     def _addressed(self, target: str) -> str:
-        """The target with the model, where the client is bound to one; no model is loaded."""
+        """Add to a target the model, if the client is bound to one, and that it is not loaded."""
         if not self.model or target == _LOAD_TARGET:
             return target
         query = f"model={quote(self.model, safe='')}&autoload=false"
         return f"{target}{'&' if '?' in target else '?'}{query}"
 
     async def _with_model(self, body: object) -> object:
-        """The body with the model, where the client is bound to one."""
+        """Add the model to a body, if the client is bound to one."""
         if self.model and isinstance(body, dict):
             return body | {"model": self.model}
         if self.model and isinstance(body, bytes):
@@ -220,11 +228,11 @@ def _parsed(target: str, status: int, raw: bytes) -> dict[str, Any]:
     except (orjson.JSONDecodeError, RequestError) as error:
         if status >= 400:
             raise UpstreamRejected(status, raw) from error
-        raise UpstreamProtocolError(f"llama-server answered {target} with no JSON") from error
+        raise UpstreamProtocolError(f"llama-server's answer to {target} is not JSON") from error
     if status >= 400:
         raise UpstreamRejected(status, raw)
     if not isinstance(answer, dict):
-        raise UpstreamProtocolError(f"llama-server answered {target} with no JSON object")
+        raise UpstreamProtocolError(f"llama-server's answer to {target} is not a JSON object")
     return answer
 
 

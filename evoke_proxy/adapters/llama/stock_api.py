@@ -1,4 +1,4 @@
-"""The calls of an unpatched llama-server: rendering, slots, saving and restoring them."""
+"""The calls that also an unpatched llama-server answers: rendering, prefill, saving slots."""
 
 from __future__ import annotations
 
@@ -20,51 +20,63 @@ from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 from evoke_proxy.regular_files import open_regular
 
-# A chat body with more bytes per token of context is not rendered, because its text would occupy
-# the event loop for too long, and no prompt that fits the context is expected to be as long.
+# A chat body with more bytes per token of context than this is not rendered, unless it is short:
+# no prompt that fits the context is expected to be so long, and its text would keep the event loop
+# busy for too long.
 _MAX_BYTES_PER_TOKEN, _ALWAYS_RENDERED_BYTES = 64, 1024 * 1024
-# Tokens that become an array in one step, which holds the interpreter's lock.
+# Tokens that are converted to an array in one step, during which no other thread runs (GIL).
 _TOKENS_PER_STEP = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """A prompt that was decoded without generating an answer."""
+    """The result of decoding a prompt without generating an answer.
 
-    # The slot it was decoded in.
+    Attributes:
+        slot: The slot in which it was decoded.
+        cached: Tokens that were reused from the cache.
+        decoded: Tokens that were decoded.
+        seconds: Time of the decoding.
+        timings: The `timings` object of the reply.
+    """
+
     slot: int
-    # Tokens that the cache had, and tokens that were decoded.
     cached: int
     decoded: int
     seconds: float
-    # The `timings` object of the answer.
     timings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotCopy:
-    """A slot that was saved to a file or restored from one."""
+    """The result of saving a slot to a file or restoring it from one.
+
+    Attributes:
+        n_tokens: Tokens that were saved or restored.
+        n_bytes: Bytes that were written or read.
+        seconds: Time of the action; the server decoded nothing meanwhile.
+    """
 
     n_tokens: int
     n_bytes: int
-    # Seconds during which the server decoded nothing.
     seconds: float
 
 
-# Bytes hashed at each end: the head has metadata and tensor names, the tail has tensor values.
+# Bytes that are hashed at each end of a model file: its head contains metadata and names of
+# tensors, its end values of tensors.
 _SAMPLE_BYTES = 1024 * 1024
 
 
 class ModelFiles:
-    """Caches the hash of a file while its size and modification time stay the same."""
+    """Identifies model files; caches a hash until size or modification time of the file change."""
 
     def __init__(self) -> None:
         self._cache: dict[str, ModelFile] = {}
 
     def identify(self, path: str) -> ModelFile | None:
-        """The identity of a file.
+        """Return size, modification time and hash of both ends of a file.
 
-        None when it cannot be read here: llama-server may run on another machine.
+        None when it cannot be read, for example because llama-server runs on another machine.
         """
         try:
             stat = Path(path).stat()
@@ -88,19 +100,22 @@ def _sample(path: Path, n_bytes: int) -> str:
 
 @dataclass(slots=True)
 class _ServerFacts:
-    """What `StockApi.fingerprint` has read of a server."""
+    """What `StockApi.fingerprint` has learned about a server.
 
-    # Context of one slot in tokens; None before the first call.
+    Attributes:
+        n_ctx: Context of one slot in tokens; None before the first call.
+        files: Hashes of its model file.
+    """
+
     n_ctx: int | None = None
-    # Hashes of its model file.
     files: ModelFiles = field(default_factory=ModelFiles)
 
 
 class StockApi:
-    """Typed calls, which raise UpstreamError as `LlamaClient` does.
+    """The calls of one llama-server that need no patches, with typed results.
 
-    An answer in an unknown format raises UpstreamProtocolError. Calls that return tokens raise
-    PromptTooLong when there are more than `n_ctx`.
+    They raise UpstreamError as `LlamaClient.call` does, and UpstreamProtocolError for a reply in an
+    unknown format. Calls that return tokens raise PromptTooLong for more than `n_ctx` tokens.
     """
 
     def __init__(self, client: LlamaClient) -> None:
@@ -108,7 +123,7 @@ class StockApi:
         self._facts = _ServerFacts()
 
     def bound_to(self, client: LlamaClient) -> StockApi:
-        """The same calls through another client of the same server; `n_ctx` is shared."""
+        """Return the same calls through another client of the same server; both share `n_ctx`."""
         bound = copy(self)
         bound._client = client
         return bound
@@ -130,11 +145,12 @@ class StockApi:
         return await self.tokenize(await self.apply_template(body), True)
 
     async def render_with_history(self, body: bytes, past: bytes) -> tuple[Tokens, int]:
-        """Return the tokens of a chat request and how many of them are its history.
+        """Return the tokens of a chat request, and how many of them are its history.
 
-        `past` is the request without the beginning of an answer. The number is 0 where the history
-        is not a prefix of the prompt, in text or in tokens, or is all of it: a recurrent state
-        cannot go back, and decodes such a prompt again.
+        `body` is the request, `past` the same request rendered without the start of an answer
+        (generation prompt). The number is 0 if the history is not a prefix of the prompt, as text
+        and as tokens, or is the whole prompt: a recurrent state cannot be cut to a shorter prefix,
+        so such a prompt is decoded again.
         """
         text = await self.apply_template(body)
         history = await self.apply_template(past)
@@ -146,7 +162,7 @@ class StockApi:
         return tokens, n_history if np.array_equal(tokens[n_history:], rest) else 0
 
     async def apply_template(self, body: bytes) -> str:
-        """Return the text of a chat request."""
+        """Return the prompt text of a chat request, as the chat template renders it."""
         answer = await self._client.call("POST", "/apply-template", body, CallOptions("render"))
         return str(answer.get("prompt"))
 
@@ -157,7 +173,7 @@ class StockApi:
         return count if isinstance(count, int) else -1
 
     async def tokenize(self, text: str, special: bool) -> Tokens:
-        """Return the tokens of a text; `special` adds the start token of the vocabulary."""
+        """Return the tokens of a text, int32; `special` adds the model's start token (BOS)."""
         body = {"content": text, "add_special": special, "parse_special": True}
         check = TokenListLimit(self.n_ctx).feed if self.n_ctx is not None else None
         options = CallOptions("render", check=check)
@@ -171,7 +187,7 @@ class StockApi:
             raise UpstreamProtocolError("/tokenize answered without tokens") from error
 
     async def list_slots(self) -> Sequence[SlotStatus] | None:
-        """Return the status of every slot; None when the server does not show them."""
+        """Return the status of every slot; None when the server does not list its slots."""
         async with self._client.open("GET", "/slots", self._client.own_headers()) as reply:
             raw = await reply.read()
         if reply.status in (403, 404, 501):
@@ -186,10 +202,11 @@ class StockApi:
     async def prefill(
         self, tokens: Tokens, slot: int | None, epoch: int | None = None
     ) -> PrefillResult:
-        """Decode a prompt and generate nothing, in `slot` or where llama-server chooses.
+        """Decode a prompt without generating an answer.
 
-        With an `epoch` the holes of the slot stay. May take minutes. Cancelling closes the
-        connection: llama-server stops within a second or a batch.
+        With `slot` None, llama-server chooses the slot. `epoch` is the epoch of a slot with evicted
+        blocks on a patched server; the blocks then stay evicted. The call may take minutes. If it
+        is cancelled, the connection is closed, and llama-server stops within a second or a batch.
         """
         body: dict[str, Any] = {
             "prompt": tokens.tolist(),
@@ -217,7 +234,10 @@ class StockApi:
         return _slot_copy(answer, "n_saved", "n_written", "save_ms")
 
     async def restore(self, slot: int, name: str) -> SlotCopy:
-        """Restore a slot from a file of this name; a refusal has emptied the slot."""
+        """Restore a slot from a file of this name in the server's --slot-save-path.
+
+        Raises UpstreamRejected when llama-server refuses the file; the slot is then empty.
+        """
         answer = await self._slot_action(slot, "restore", {"filename": name})
         return _slot_copy(answer, "n_restored", "n_read", "restore_ms")
 
@@ -230,7 +250,10 @@ class StockApi:
         return await self._client.call("POST", target, body, CallOptions(action))
 
     async def fingerprint(self) -> str:
-        """Return a digest of everything that a new snapshot depends on; updates `n_ctx`."""
+        """Return a digest of all server properties that snapshots depend on; updates `n_ctx`.
+
+        These are model, adapters and cache; see core/snapshots/fingerprint.py.
+        """
         props = await self._client.call("GET", "/props")
         self._facts.n_ctx = _n_ctx(props)
         models = await self._client.call("GET", "/v1/models")
@@ -240,9 +263,9 @@ class StockApi:
         return fingerprint(props, models, adapters, file)
 
     async def _adapters(self) -> list[Any]:
-        """The LoRA adapters of the server; none where it does not list them.
+        """Return the LoRA adapters of the server; [] when it does not list adapters.
 
-        A server that fails may have adapters: raises UpstreamRejected then.
+        Raises UpstreamRejected when the server fails, because it may have adapters.
         """
         own = self._client.own_headers()
         async with self._client.open("GET", "/lora-adapters", own) as reply:
@@ -277,7 +300,7 @@ def _n_ctx(props: Mapping[str, Any]) -> int | None:
 
 
 def _token_array(tokens: list[Any]) -> Tokens:
-    """Make an array of a long list of tokens, in steps."""
+    """Convert a long list of tokens to an int32 array, in steps."""
     starts = range(0, len(tokens), _TOKENS_PER_STEP)
     pieces = [np.asarray(tokens[at : at + _TOKENS_PER_STEP], dtype=np.int32) for at in starts]
     return np.concatenate(pieces)

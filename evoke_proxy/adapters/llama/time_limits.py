@@ -1,4 +1,4 @@
-"""A time limit for calls of a server that an overloaded event loop does not let expire."""
+"""A time limit that does not expire because the event loop of this process is overloaded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-# The number of iterations of the event loop before a time limit may expire.
+# A time limit is divided into this many steps, each of which starts after the previous one has run.
 _STEPS = 20
 
 
 @asynccontextmanager
 async def timeout_without_lag(limit_s: float) -> AsyncIterator[None]:
-    """Limit the time of a block, without the time in which the event loop was too busy to run it.
+    """Limit the time of a `with` block, without counting long delays of the event loop itself.
 
-    Raises TimeoutError as asyncio.timeout does. Use it where an expired limit says something about
-    the other side: an overloaded event loop lets the limit of asyncio.timeout expire as well.
+    Raises TimeoutError as asyncio.timeout does. Use it if an expired limit is taken as a failure of
+    the other side: the limit of asyncio.timeout also expires when this process is overloaded. A
+    delay of the event loop counts at most as one of the limit's steps.
     """
     loop = asyncio.get_running_loop()
     n_left = _STEPS

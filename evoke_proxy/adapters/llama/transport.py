@@ -1,6 +1,6 @@
-"""HTTP connections to llama-server: one request out, one reply back.
+"""HTTP connections to llama-server: sends one request, and streams its reply.
 
-The only module that turns errors of aiohttp into errors of this project.
+Only this module turns errors of aiohttp into errors of this project.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from evoke_proxy.errors import (
     UpstreamUnavailable,
 )
 
-# Older versions of cpp-httplib leave the body of such a request unread, as the next request.
+# With these methods, older versions of cpp-httplib do not read the body of a request, and then take
+# it for the next request on the connection.
 _UNREAD_BODY = frozenset(("GET", "HEAD", "OPTIONS"))
-# Headers that aiohttp adds by itself, although the client has not sent them.
+# Headers that aiohttp would add to a request if the client has not sent them.
 _AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 # Less than llama-server's 5 s, so that no request is written into a connection it is closing.
 _IDLE_CONNECTION_S = 2.0
@@ -43,9 +44,9 @@ _IDLE_CONNECTION_S = 2.0
 _TCP_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _MAX_LINE_BYTES = 64 * 1024
 PIECE_BYTES: Final = 256 * 1024
-# The largest reply to a call of the proxy: a rendering of some million tokens fits.
+# The largest reply to a call of the proxy. A rendering of a few million tokens fits.
 ANSWER_BYTES = 256 * 1024 * 1024
-# Of a larger reply to a client, this much is kept before any of it is sent to the client.
+# The most bytes of a reply that `Reply.buffered` reads before they are sent to the client.
 BUFFERED_BYTES: Final = 8 * 1024 * 1024
 BodyParts: TypeAlias = tuple[bytes | memoryview, ...]
 # A request body: bytes, parts that are sent one after the other, or a stream from a client.
@@ -59,7 +60,7 @@ class Reply:
     Attributes:
         status: HTTP status.
         reason: reason phrase of the status line.
-        headers: headers as received, undecoded values as surrogates.
+        headers: headers as received; bytes that are not UTF-8 are surrogates (PEP 383).
         url: base URL of the llama-server that replies.
     """
 
@@ -73,9 +74,10 @@ class Reply:
     _body: tuple[bytes, ...] = ()
 
     async def buffered(self) -> Reply:
-        """Read the body, or BUFFERED_BYTES of it; returns the reply whose `chunks` yield all of it.
+        """Read the body, or BUFFERED_BYTES of it, and return a reply whose `chunks` yield all of
+        it.
 
-        Raises UpstreamError when the body breaks off before.
+        Raises UpstreamError when the body breaks off in what is read.
         """
         parts, size = list[bytes](), 0
         async for chunk in self.chunks():
@@ -86,7 +88,7 @@ class Reply:
         return replace(self, _body=tuple(parts))
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives, without decoding it.
+        """Yield the body as it arrives, compressed if the server has compressed it.
 
         Raises UpstreamError when the body breaks off, or when nothing arrives for
         `upstream.read_timeout_s`.
@@ -122,18 +124,18 @@ class Reply:
 class _ResponseHandler(ResponseHandler):
     """A connection of aiohttp that handles four peculiarities of llama-server.
 
-    * It closes the connection after a streamed reply without `Connection: close`. A request written
-      into such a connection is lost, and a POST must not be sent twice: the connection is not
-      reused.
-    * Its router ends some 204 replies like a chunked body, which aiohttp rejects: all bytes after
-      the head of a 204 are dropped.
-    * After an error (status 400 and above) it may read the rest of the request as a new request:
-      the connection is not reused.
-    * It replies to a long body before the end when it refuses it, and closes the connection: the
-      reply is read before the failed write counts.
+    * llama-server closes the connection after a streamed reply, but does not announce that with
+      `Connection: close`. A request sent on such a connection is lost, and a POST must not be sent
+      twice. So the connection is not reused.
+    * Its router ends some 204 replies like a chunked body, which aiohttp rejects. So all bytes
+      after the head of a 204 are dropped.
+    * After an error (status 400 and above) it may take the rest of the request for a new request.
+      So the connection is not reused.
+    * It may refuse a long request body before it has arrived completely: it replies and closes the
+      connection. So a reply that has arrived is read before a failed write is reported.
 
-    A head that has begun must be complete after `head_timeout_s`. Before its first byte there is no
-    limit, because prefill is slow.
+    The head of a reply must be complete `head_timeout_s` after its first byte. The wait for the
+    first byte has no limit, because prefill is slow.
     """
 
     _awaits_first_byte = False
@@ -178,7 +180,7 @@ class _ResponseHandler(ResponseHandler):
         super().set_exception(exc, *cause)
 
     def _read_remainder(self) -> None:
-        """Read what arrived before the connection broke and asyncio has not read."""
+        """Read the bytes that arrived before the connection broke, and that asyncio left unread."""
         transport = self.transport
         if not self._awaits_first_byte or transport is None or not transport.is_closing():
             return
@@ -202,9 +204,11 @@ class _ResponseHandler(ResponseHandler):
 
 
 class _ClientBody:
-    """A body that is read from a client while it is sent to llama-server.
+    """A request body that is read from a client while it is sent to llama-server.
 
-    `failure` is the error of the client's side, which is no failure of llama-server.
+    Attributes:
+        failure: The error raised while reading from the client; it is not a failure of
+            llama-server. None without an error.
     """
 
     def __init__(self, pieces: AsyncIterable[bytes]) -> None:
@@ -221,17 +225,17 @@ class _ClientBody:
 
 
 def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Make a socket with TCP keep-alive, which fails when the peer's host has vanished."""
+    """Make a socket with TCP keep-alive, which detects that the host of the peer is gone."""
     new_socket = socket.socket(*address[:3])
     new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _TCP_KEEPALIVE.items():
-        if hasattr(socket, name):  # Linux has all of them
+        if hasattr(socket, name):  # Linux has all of these options
             new_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return new_socket
 
 
 class _Connector(aiohttp.TCPConnector):
-    """Makes connections; ConnectionTimeoutError after `connect_timeout_s` seconds."""
+    """Opens connections; raises ConnectionTimeoutError after `connect_timeout_s` seconds."""
 
     def __init__(self, connect_timeout_s: float, **options: Any) -> None:
         super().__init__(**options)
@@ -248,7 +252,11 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpTransport:
-    """The connections to one llama-server; use as an async context manager."""
+    """The connections to one llama-server; use it as an async context manager.
+
+    Attributes:
+        url: base URL of the server without a trailing slash.
+    """
 
     def __init__(self, config: UpstreamConfig) -> None:
         self._config = config
@@ -263,8 +271,8 @@ class HttpTransport:
             keepalive_timeout=_IDLE_CONNECTION_S,
             socket_factory=_keepalive_socket,
         )
-        # aiohttp has no public hook for the protocol class: pyproject.toml names the newest
-        # version in which this private one is known to work, and a test on a 204 fails without it.
+        # aiohttp has no public way to set the protocol class. pyproject.toml limits aiohttp to
+        # versions in which this private attribute works; without it a test of a 204 reply fails.
         factory: Any = partial(_ResponseHandler, asyncio.get_running_loop(), config.read_timeout_s)
         connector._factory = factory
         self._session = aiohttp.ClientSession(
@@ -290,11 +298,12 @@ class HttpTransport:
         headers: Mapping[str, str],
         body: Body | None = None,
     ) -> AsyncIterator[Reply]:
-        """Send a request and yield its reply; leaving early closes the connection.
+        """Send a request and yield its reply; leaving the context early closes the connection.
 
-        `target` is the raw path with query. The wait for the head has no limit: prefill is slow.
-        Raises RequestError, and sends nothing, when llama-server could not parse the head; also
-        when the body breaks off on the client's side. Raises UpstreamError otherwise.
+        `target` is the path with the query, encoded. The wait for the head of the reply has no
+        limit, because prefill is slow. Raises RequestError, and sends nothing, when llama-server
+        could not parse the head of the request. Raises RequestError, or ConnectionResetError when
+        the client is gone, when reading `body` fails. Raises UpstreamError when llama-server fails.
         """
         if self._session is None:
             raise RuntimeError("the transport is used outside its context")
@@ -343,9 +352,9 @@ class HttpTransport:
 
 
 async def _pieces(parts: BodyParts) -> AsyncIterator[bytes | memoryview]:
-    """Yield a body in pieces, and let other tasks run between them.
+    """Yield a body in pieces of at most PIECE_BYTES, and let other tasks run between them.
 
-    A fast reader takes each piece at once, so that writing alone would never suspend.
+    If the reader is fast, writing a piece never suspends, so that other tasks would not run.
     """
     if sum(map(len, parts)) <= PIECE_BYTES:
         yield b"".join(parts)

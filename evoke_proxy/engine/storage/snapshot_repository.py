@@ -126,7 +126,7 @@ class SnapshotRepository:
                 "the index is unusable and was set aside, earlier snapshots are lost: %s", error
             )
         self._metrics.snapshots_bad.labels(reason="index").inc()
-        self.files.index_aside()
+        self.files.quarantine_index()
         return SnapshotIndex(path, self._format)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class SnapshotRepository:
         _log.warning("snapshot %s was set aside: %s", snapshot.id, reason)
         self._metrics.snapshots_bad.labels(reason=reason).inc()
         self._remove(snapshot)
-        self._removal.submit(self.files.set_aside, _file_name(snapshot))
+        self._removal.submit(self.files.quarantine, _file_name(snapshot))
 
     def delete(self, snapshot: Snapshot, reason: str) -> None:
         """Delete a snapshot: its row first, because a file without a row is deleted at start."""
@@ -384,7 +384,7 @@ class SnapshotRepository:
 
     def forget_aside(self) -> None:
         """Delete the quarantined files soon."""
-        self._removal.submit(lambda _: self.files.forget_aside(), "quarantined files")
+        self._removal.submit(lambda _: self.files.delete_quarantined(), "quarantined files")
 
     def _reconcile(self) -> None:
         """Remove rows without a file, files without a row, and suspects."""
