@@ -4,6 +4,6 @@ import os
 
 __version__ = "0.1.0"
 
-# Read when numpy is first imported. The proxy's products are too small to be shared out, and
-# threads that wait for each other would spin on the cores that llama-server decodes on.
+# numpy reads this variable when it is first imported. The proxy's matrix products are too small to
+# gain from threads, and idle BLAS threads spin on the cores that llama-server needs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -3,9 +3,9 @@
 ::
 
     EvokeError                    500 evoke_error            a defect; base of all errors
-      ConfigError                 500 config_invalid         at start only: exit code 2
+      ConfigError                 500 config_invalid         on the command line: exit code 2
       RequestError                400 invalid_request        a chat request that cannot be forwarded
-        BudgetTooSmall            400 evoke_budget_too_small budget below the smallest possible one
+        BudgetTooSmall            400 evoke_budget_too_small budget below the smallest possible
         PinBudgetExceeded         400 evoke_pin_budget_exceeded
         Unauthenticated           401 invalid_api_key        no key, or an unknown one
         Forbidden                 403 evoke_forbidden        a path that clients may not use
@@ -18,7 +18,7 @@
       UpstreamError               502 upstream_error         a fault of llama-server
         UpstreamUnavailable       503 upstream_unavailable   refused, reset, loading
         UpstreamTimeout           504 upstream_timeout
-        UpstreamRejected          as sent                    its own 4xx or 5xx, body unchanged
+        UpstreamRejected          as sent                    llama-server's own 4xx or 5xx
         UpstreamProtocolError     502 upstream_protocol      not JSON, or in another format
       PlanRefused                 502 plan_refused           caught in the engine: the request goes
                                                              on without a plan
@@ -40,20 +40,25 @@ from typing import Any
 
 
 class EvokeError(Exception):
-    """Base of all errors; `str(error)` is for people, `code` and `status` are for programs."""
+    """Base of all errors; `str(error)` is the message for a person.
+
+    Attributes:
+        status: HTTP status of a reply that reports it.
+        code: Identifier for programs, in the `error` object of a reply.
+    """
 
     status: int = 500
     code: str = "evoke_error"
 
 
 class ConfigError(EvokeError):
-    """The configuration cannot be used."""
+    """A setting, an argument or a file that it names cannot be used; the message names it."""
 
     code = "config_invalid"
 
 
 class RequestError(EvokeError):
-    """The client's request is invalid; `code` names the rule that it breaks."""
+    """The request of a client is invalid; `code` names the rule that it breaks."""
 
     status = 400
     code = "invalid_request"
@@ -65,27 +70,37 @@ class RequestError(EvokeError):
 
 
 class BudgetTooSmall(RequestError):
-    """The budget cannot hold the sinks, the recent tokens and one block."""
+    """The budget is too small for the tokens that are never evicted and one block.
+
+    Attributes:
+        budget: The budget, tokens.
+        needed: The smallest possible budget, tokens.
+    """
 
     code = "evoke_budget_too_small"
 
     def __init__(self, budget: int, needed: int) -> None:
         super().__init__(
-            f"a budget of {budget} tokens is too small: sinks, recent tokens and one block"
-            f" need {needed}"
+            f"a budget of {budget} tokens is too small: it must be at least {needed}, for the first"
+            " and last tokens of a prompt, which are never evicted, and one block"
         )
         self.budget = budget
         self.needed = needed
 
 
 class PinBudgetExceeded(RequestError):
-    """The client pins more tokens than its budget allows."""
+    """The client pins more tokens than the budget allows.
+
+    Attributes:
+        pinned_tokens: Number of pinned tokens.
+        pin_cap: Most tokens that may be pinned.
+    """
 
     code = "evoke_pin_budget_exceeded"
 
     def __init__(self, pinned_tokens: int, pin_cap: int) -> None:
         super().__init__(
-            f"{pinned_tokens} tokens are pinned, at most {pin_cap} may be:"
+            f"{pinned_tokens} tokens are pinned, but at most {pin_cap} may be:"
             " pin less, or raise the budget"
         )
         self.pinned_tokens = pinned_tokens
@@ -107,7 +122,13 @@ class Forbidden(RequestError):
 
 
 class MethodRefused(RequestError):
-    """The method is not accepted here; `allow` lists the accepted ones."""
+    """The path does not accept this method.
+
+    The status is 501 if `is_standard` is false: no path accepts the method.
+
+    Attributes:
+        allow: The accepted methods, as the value of the header Allow.
+    """
 
     status = 405
     code = "method_not_allowed"
@@ -115,14 +136,18 @@ class MethodRefused(RequestError):
     def __init__(self, method: str, allow: Iterable[str], is_standard: bool = True) -> None:
         self.allow = ", ".join(allow)
         super().__init__(
-            f"method {method} is not accepted, {self.allow} are",
+            f"the method {method} is not accepted here; accepted are {self.allow}",
             None if is_standard else "method_not_implemented",
             None if is_standard else 501,
         )
 
 
 class CapacityError(EvokeError):
-    """There is no capacity now; a retry after `retry_after` seconds may succeed."""
+    """There is no capacity at present.
+
+    Attributes:
+        retry_after: Seconds after which a retry may succeed, for the header Retry-After.
+    """
 
     status = 503
     code = "capacity_exceeded"
@@ -139,20 +164,20 @@ class SlotsBusy(CapacityError):
 
 
 class BodyMemoryFull(CapacityError):
-    """The bodies of running requests use all of their memory."""
+    """The bodies of running requests use all memory that they may (limits.bodies_mib)."""
 
     code = "body_memory_full"
 
     def __init__(self) -> None:
         super().__init__(
-            "the bodies of other requests take the memory that limits.bodies_mib allows;"
+            "the bodies of other requests use all memory that limits.bodies_mib allows;"
             " try again soon",
             retry_after=2.0,
         )
 
 
 class Draining(CapacityError):
-    """The proxy is stopping; a retry reaches its successor."""
+    """The proxy is stopping; a later retry may reach the next process."""
 
     code = "draining"
 
@@ -167,13 +192,13 @@ class NoServer(CapacityError):
 
 
 class UpstreamError(EvokeError):
-    """llama-server failed. The message is for operators.
+    """llama-server failed. The message is for operators: it may contain the URL of the server.
 
     Attributes:
         url: URL of the server; empty if unknown.
-        reached: False if the server did not receive the request.
+        reached: False if the server cannot have received the request, so that another one may.
         public: The message for clients, without the URL.
-        counted: Whether the metric of failures already includes this one.
+        counted: Whether `evoke_upstream_errors_total` already includes this failure.
     """
 
     status = 502
@@ -206,7 +231,12 @@ class UpstreamTimeout(UpstreamError):
 
 
 class UpstreamRejected(UpstreamError):
-    """llama-server answered with an error; `status` and `body` are unchanged."""
+    """llama-server answered with an error.
+
+    Attributes:
+        status: The status of its answer.
+        body: The body of its answer, unchanged.
+    """
 
     code = "upstream_rejected"
 
@@ -217,7 +247,7 @@ class UpstreamRejected(UpstreamError):
 
     @property
     def error(self) -> dict[str, Any]:
-        """The `error` object of the body; empty without one."""
+        """The `error` object in the body; {} when there is none."""
         try:
             parsed = json.loads(self.body)
         except ValueError:
@@ -233,13 +263,13 @@ class UpstreamProtocolError(UpstreamError):
 
 
 class PlanRefused(EvokeError):
-    """llama-server refused block calls and changed nothing.
+    """llama-server refused a block call, which has changed nothing.
 
     Attributes:
-        type: Its error type (`stale_epoch`, `unknown_block`, ...).
-        name: The block label in the error; None without one.
-        op: The index of the failing operation; None without one.
-        operation: The kind of that operation (`save`, `attn-capture`, ...); empty if unknown.
+        type: The type of its error (`stale_epoch`, `unknown_block`, ...; see patches/API.md).
+        name: The block label in its error; None if there is none.
+        op: Index of the operation that failed, in the call; None if its error has none.
+        operation: Kind of that operation (`save`, `attn-capture`, ...); empty if unknown.
     """
 
     status = 502
@@ -256,7 +286,7 @@ class PlanRefused(EvokeError):
 
     @classmethod
     def of(cls, rejected: UpstreamRejected) -> PlanRefused:
-        """The refusal of a rejected block call."""
+        """Make the refusal from the error with which llama-server rejected a block call."""
         error = rejected.error
         name, op = error.get("name"), error.get("op")
         return cls(
@@ -268,7 +298,7 @@ class PlanRefused(EvokeError):
 
 
 class PromptTooLong(EvokeError):
-    """A prompt has more tokens than the server's context, so it cannot be planned."""
+    """A prompt has more tokens than the context of a slot (`limit`), so it cannot be planned."""
 
     status = 400
     code = "prompt_too_long"
@@ -278,7 +308,11 @@ class PromptTooLong(EvokeError):
 
 
 class SnapshotUnusable(EvokeError):
-    """A snapshot must not be restored, or was not saved; `reason` is one word."""
+    """A snapshot cannot be saved or restored.
+
+    Attributes:
+        reason: The cause in one word (`size`, `checksum`, `disk`, ...), a label of metrics.
+    """
 
     code = "snapshot_unusable"
 

@@ -1,4 +1,4 @@
-"""Opens regular files without waiting; a pipe or a socket at the path is an error."""
+"""Opens regular files without blocking; a pipe or socket at the path is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _FLAGS = {
 
 
 def open_regular(path: Path, mode: str = "rb") -> BinaryIO:
-    """Open a regular file; OSError when the path is not one."""
+    """Open a regular file in mode `rb`, `r+b` or `wb` (created with mode 0600).
+
+    Raises OSError when it cannot be opened, or is not a regular file.
+    """
     handle = os.open(path, _FLAGS[mode] | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

@@ -1,1 +1,1 @@
-"""The demo: one planted fact, one session under four policies, one question at the end."""
+"""The demo: states a fact, lets it be evicted, and asks for it, under each of four policies."""

@@ -1,4 +1,4 @@
-"""`evoke-proxy demo`: builds or finds the server, runs the session, reports the result."""
+"""`evoke-proxy demo`: finds or builds the server, runs the session, reports the result."""
 
 from __future__ import annotations
 
@@ -20,22 +20,25 @@ from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server
 
 DESCRIPTION = """\
-Run a session on the bundled model: a fact is stated, evicted, and asked for at the end, once under
-each of four policies. Builds the patched llama-server first, which takes minutes the first time.
+Run the same conversation on the bundled model under each of four policies: its first turn states a
+fact, the fact is evicted, and its last turn asks for it. The patched llama-server is built first if
+it is missing, which takes minutes.
 Exit codes: 0 passed, 1 failed, 2 could not run."""
 
 EXAMPLES = """examples:
   evoke-proxy demo
-      a new session under all four policies
+      run a new conversation under all four policies
   evoke-proxy demo --seed 7
-      the session of seed 7
+      repeat the conversation of an earlier run by its seed
   evoke-proxy demo --arms evoke,no_eviction
-      only these policies; the exit status is then never 0"""
+      run only these policies; the exit code is then never 0"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `evoke-proxy demo`."""
-    parser.add_argument("--seed", type=int, help="session to run (default: a new one)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="number of the conversation (default: a new one)"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -51,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"policies to run, of {', '.join(ARMS)} (default: all)",
     )
     parser.add_argument(
-        "--keep-logs", action="store_true", help="keep logs of earlier runs in --out"
+        "--keep-logs", action="store_true", help="do not delete the logs of earlier runs in --out"
     )
 
 
@@ -74,12 +77,12 @@ def _demo(args: argparse.Namespace, terminal: Terminal) -> int:
     report.write(args.out, result)
     terminal.verdict(result)
     terminal.line(f"\npictures: {args.out / 'report.html'}  numbers: {args.out / 'report.json'}")
-    terminal.line(f"repeat: evoke-proxy demo --seed {script.seed}")
+    terminal.line(f"to repeat: evoke-proxy demo --seed {script.seed}")
     return 0 if result["passed"] else 1
 
 
 def _clear(out: Path, keep_logs: bool) -> None:
-    """Remove the files of an earlier run, so that they are not taken for results of this one."""
+    """Delete the files of an earlier run, so that they are not taken for results of this one."""
     old = [] if keep_logs else list(out.glob("*.log"))
     for path in [*old, out / "report.json", out / "report.html"]:
         path.unlink(missing_ok=True)
@@ -94,7 +97,9 @@ def _arms(text: str) -> tuple[str, ...]:
     chosen = tuple(arm for arm in ARMS if arm in text.split(","))
     unknown = set(text.split(",")) - set(ARMS)
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown arm: {', '.join(sorted(unknown))}")
+        raise argparse.ArgumentTypeError(
+            f"unknown arm: {', '.join(sorted(unknown))}; the arms are {', '.join(ARMS)}"
+        )
     return chosen
 
 

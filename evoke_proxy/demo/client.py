@@ -1,4 +1,4 @@
-"""A streaming OpenAI-style client, and what it reads from an answer: text, tokens, times."""
+"""A streaming client of the chat API, which reads text, token counts and times of an answer."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ class Turn:
         evictions: Blocks evicted during the turn.
         recoveries: Blocks recovered during the turn.
         ttft_ms: Milliseconds until the first text, measured at the client.
-        answer: The answer's text.
-        from_engine: False when the reply had no `timings.evoke`. The counts then come from stock
-            timings, which do not report omitted and recovered tokens.
-        resident: Ranges in the cache after the answer; None when the server did not report them.
+        answer: Text of the answer.
+        from_engine: Whether the reply had token accounting (`timings.evoke`). Otherwise the counts
+            come from stock timings, which do not report omitted, recovered and evicted tokens.
+        resident: Ranges [start, end) of tokens in the cache after the answer; None when the server
+            did not report them.
     """
 
     number: int
@@ -166,7 +167,7 @@ def _objects(found: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def content(event: Mapping[str, Any]) -> str:
-    """Return the piece of answer text one event carries, "" when it carries none."""
+    """Return the piece of the answer in an event, "" when it contains none."""
     choices = event.get("choices") or [{}]
     return choices[0].get("delta", {}).get("content") or ""
 
@@ -177,7 +178,10 @@ Ranges = list[list[int]]
 
 
 def read_turn(number: int, reply: Reply) -> Turn:
-    """The accounting of a turn, from `timings.evoke` or else from the stock timings."""
+    """Return the accounting of a turn, from `timings.evoke` if the reply has it.
+
+    Otherwise the counts come from the stock timings.
+    """
     accounting = reply.timings.get("evoke")
     if not isinstance(accounting, dict):
         return _stock_turn(number, reply)
@@ -236,7 +240,9 @@ def read_count(header: str) -> dict[str, int]:
 
 
 def resident_now(port: int) -> list[list[int]] | None:
-    """The token ranges in slot 0; None when the server does not report them."""
+    """Return the ranges [start, end) of tokens in slot 0; None when the server does not report
+    them.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_SLOT_TIMEOUT_S)
     try:
         connection.request("GET", "/slots/0/blocks")

@@ -1,4 +1,4 @@
-"""Shows a demo run on the terminal: what was told, evicted, asked and recovered, and the gain."""
+"""Prints a demo run on the terminal: messages, evicted and recovered tokens, and the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERASE_LINE = "\r\x1b[2K"
 
 
 def turn_line(turn: Turn, text: str) -> str:
-    """One turn: the beginning of its message, and tokens of its prompt and of the cache."""
+    """Format one turn: the beginning of its message, and tokens of its prompt and of the cache."""
     clipped = textwrap.shorten(text, _TEXT_WIDTH, placeholder=" ...")
     return (
         f"{turn.number:>4}  {clipped:<{_TEXT_WIDTH}}  {turn.prompt:>6,}  {turn.resident_end:>8,}"
@@ -52,7 +52,7 @@ def fact_in_cache(turn: Turn, first_prompt: int) -> bool | None:
 
 
 def gain(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """What `evoke` gained over keeping everything, in sentences; empty without both arms."""
+    """Yield sentences that compare `evoke` with keeping everything; none without both arms."""
     if not {"evoke", "no_eviction"} <= arms.keys():
         return
     ours, whole = arms["evoke"], arms["no_eviction"]
@@ -65,11 +65,11 @@ def gain(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     decoded, whole_decoded = (_sum(arm, "decoded") for arm in (ours, whole))
     yield (
         f"Work: {_sum(ours, 'recovered'):,} tokens came back by a copy. Decoded were {decoded:,};"
-        f" without a budget {whole_decoded:,}."
+        f" without a budget it were {whole_decoded:,}."
     )
     yield (
-        f"Time: {ours['wall_s']:.1f} s; without a budget {whole['wall_s']:.1f} s. With so small a"
-        " model decoding is nearly free."
+        f"Time: {ours['wall_s']:.1f} s; without a budget {whole['wall_s']:.1f} s. With a model as"
+        " small as this one, decoding takes almost no time."
     )
 
 
@@ -116,7 +116,7 @@ class Terminal(RunObserver):
             self.line(f"      {self._paint(colour, note)}")
 
     def _notes(self, turn: Turn) -> Iterator[tuple[str, str]]:
-        """What a reader should see in a turn, with its colour."""
+        """Yield what to point out in a turn, each with its colour."""
         if turn.number == 1:
             yield "^ the fact", _BOLD
         is_in_cache = fact_in_cache(turn, self._first_prompt)
@@ -143,7 +143,7 @@ class Terminal(RunObserver):
         self.line(f"\nThe model, not the cache, lost the fact: {reason}. Seed {seed} is dropped.")
 
     def verdict(self, report: Mapping[str, Any]) -> None:
-        """Write what was gained, then PASSED or every condition that failed."""
+        """Write the comparison, then PASSED or each condition that failed."""
         self.line(f"\n{self._paint(_BOLD, 'What was gained')}")
         for sentence in gain(report["arms"]):
             self.line(f"  {sentence}")
@@ -152,7 +152,7 @@ class Terminal(RunObserver):
         if report["passed"]:
             tokens, budget = report["logical_tokens"], report["budget"]
             summary = (
-                f"a conversation of {tokens:,} tokens in a cache of {budget}, and the fact is known"
+                f"a conversation of {tokens:,} tokens in a cache of {budget}; the fact was recalled"
             )
             self.line(f"\n{self._paint(_GREEN, f'PASSED  {summary}')}")
 

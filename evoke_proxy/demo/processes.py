@@ -15,11 +15,13 @@ from pathlib import Path
 
 from evoke_proxy.demo.client import DemoError
 
+# Context of the slot, tokens, and host memory for evicted blocks.
 CONTEXT = 8192
 RAM_MIB = 256
 # The model is so small that threads mostly wait for each other: on busy cores two threads take
 # three times as long as one.
 THREADS = 1
+# Most seconds for the start of a process, and for its end after SIGTERM.
 START_S = 60.0
 STOP_S = 10.0
 _POLL_S = 0.05
@@ -45,7 +47,7 @@ def free_port() -> int:
 
 
 def _ports_below_ephemeral() -> list[int]:
-    """Random ports below the ephemeral range; empty where that is not readable or has no room."""
+    """Return random ports below the ephemeral range; [] if it is unknown or leaves no room."""
     try:
         n_ports = int(_EPHEMERAL_RANGE.read_text(encoding="ascii").split()[0]) - _LOWEST_PORT
     except (OSError, ValueError, IndexError):
@@ -56,7 +58,7 @@ def _ports_below_ephemeral() -> list[int]:
 
 
 def server_command(binary: Path, model: Path, port: int, *, blocks: bool) -> list[str]:
-    """Return the command line of llama-server; `blocks` switches our block calls on."""
+    """Return the command line of llama-server; `blocks` enables block calls (a patched server)."""
     command = [str(binary), "-m", str(model), "-np", "1", "-c", str(CONTEXT), "-t", str(THREADS)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     return [*command, "--evoke-ram", str(RAM_MIB)] if blocks else command

@@ -1,4 +1,4 @@
-"""Reports a demo run in files: report.json and an HTML page."""
+"""Writes the report of a demo run: report.json and report.html."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _AXIS_STEPS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10_000, 50_000)
 
 
 def build(script: Script, runs: Mapping[str, ArmRun], failures: Sequence[str]) -> dict[str, Any]:
-    """Build the report; counts are tokens, except `evictions` and `recoveries`: blocks."""
+    """Build the report; counts are tokens, but `evictions` and `recoveries` are blocks."""
     return {
         "seed": script.seed,
         "budget": BUDGET,
@@ -120,7 +120,7 @@ def arm_cells(name: str, arm: Mapping[str, Any]) -> list[str]:
 
 
 def page(report: Report) -> str:
-    """The HTML page of a report: no scripts, nothing loaded from elsewhere."""
+    """Return the HTML page of a report; it has no scripts and loads nothing."""
     arms = report["arms"]
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     width = max((turn["prompt"] for arm in arms.values() for turn in arm["turns"]), default=1)
@@ -158,7 +158,9 @@ def _verdict(report: Report) -> str:
         " the same session under each policy."
     )
     if report["passed"]:
-        verdict = '<p class="good">PASSED: the fact was recovered, the budget never exceeded.</p>'
+        verdict = (
+            '<p class="good">PASSED: the fact was recalled, and the budget was never exceeded.</p>'
+        )
     else:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in report["failures"])
         verdict = f'<p class="bad">FAILED</p><ul class="bad">{reasons}</ul>'

@@ -1,4 +1,4 @@
-"""Runs one session under each policy (an arm) and checks the results."""
+"""Runs one session under each of several policies (arms) and checks the results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from evoke_proxy.demo.client import ArmRun, Turn, chat, read_turn, resident_now
 from evoke_proxy.demo.session import Script, draw
 
 ARMS = ("evoke", "discard", "no_eviction", "truncate")
+# Tokens that the KV cache may hold, and the most tokens of an answer.
 BUDGET = 512
 MAX_TOKENS = 32
+# The most sessions to draw until the model itself does not fail one.
 MAX_DRAWS = 3
 
-# Starts a fresh server and proxy for (seed, arm) and yields the proxy's port, so that no arm finds
-# the cache of an earlier one.
+# Starts a server and a proxy for (seed, arm), and yields the port of the proxy. Both are new for
+# each arm, so that no arm finds the cache of another.
 Start = Callable[[int, str], AbstractContextManager[int]]
 
 
@@ -52,7 +54,7 @@ def request(script: Script, arm: str, messages: Sequence[dict[str, str]]) -> dic
 
 
 def run_arm(script: Script, arm: str, port: int, observer: RunObserver) -> ArmRun:
-    """Run the session under one policy, resending the whole history with the real answers."""
+    """Run the session under one policy; each turn sends the history with the answers received."""
     messages = [{"role": "system", "content": script.system}]
     headers = {"X-Evoke-Session": f"{arm}-{script.seed}"}
     turns: list[Turn] = []
@@ -94,13 +96,14 @@ def run_session(
     return script, runs
 
 
+# For each arm, whether it must recall the fact; the others must not.
 MUST_RECALL: Mapping[str, bool] = {
     "evoke": True,
     "discard": False,
     "no_eviction": True,
     "truncate": False,
 }
-# A session must be at least this many budgets long.
+# The least length of a session, as a multiple of the budget.
 MIN_BUDGETS = 4
 
 
@@ -150,7 +153,7 @@ def _recall_failures(run: ArmRun, must: bool) -> Iterator[str]:
     if must and not run.recalled:
         yield f"{run.arm}: turn {last}: answered {run.answer!r}, the value is {run.expected!r}"
     if run.recalled and not must:
-        yield f"{run.arm}: turn {last}: recalled {run.expected!r}, which it should have lost"
+        yield f"{run.arm}: turn {last}: recalled {run.expected!r}, although that was evicted"
 
 
 def _turn_failures(turn: Turn, budget: int) -> Iterator[str]:
@@ -158,7 +161,7 @@ def _turn_failures(turn: Turn, budget: int) -> Iterator[str]:
         yield "the server sent no token accounting (timings.evoke)"
         return
     if turn.resident_peak > budget:
-        yield f"peak resident {turn.resident_peak} is over the budget of {budget}"
+        yield f"{turn.resident_peak} tokens were in the cache, over the budget of {budget}"
     total = turn.resident_before + turn.recovered + turn.decoded + turn.omitted
     if total != turn.prompt:
         yield (

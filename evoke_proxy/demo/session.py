@@ -1,9 +1,9 @@
 """Draws the demo's session from a seed: one planted fact, unrelated turns, one question.
 
 The bundled model is small and was trained on synthetic text (models/MODEL_CARD.md). It answers
-other words and sentence patterns with nonsense, so the vocabulary here is a part of its training
-data, without anything that looks like a second fact (numbers, rooms, file keys). The kinds of facts
-are those it recalls reliably (bench/results/ceiling.json).
+other words and sentence patterns with nonsense. The vocabulary here is therefore a part of its
+training data, without anything that looks like a second fact (numbers, rooms, file keys). The kinds
+of facts are those that it recalls reliably (bench/results/ceiling.json).
 """
 
 from __future__ import annotations
@@ -158,12 +158,12 @@ def draw_fact(rng: random.Random) -> Fact:
 
 
 def number(rng: random.Random) -> str:
-    """Return five digits: one in 90,000."""
+    """Return a random number of five digits, one of 90,000."""
     return str(rng.randrange(10_000, 100_000))
 
 
 def word_pair(rng: random.Random) -> str:
-    """Return a colour and an animal: one in 400."""
+    """Return a random colour and animal, one of 400 pairs."""
     return f"{rng.choice(COLORS)} {rng.choice(ANIMALS)}"
 
 

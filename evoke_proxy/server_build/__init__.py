@@ -1,7 +1,7 @@
 """Builds llama-server with our patches and keeps it in a cache.
 
-Other code calls `ensure_server`; `cli` is its command line. Only the standard library is used, so
-that an image without the other dependencies can build the server.
+Other code calls `ensure_server`; `cli` is its command line. The package uses only the standard
+library, so that the server can be built where no dependencies are installed.
 """
 
 from __future__ import annotations

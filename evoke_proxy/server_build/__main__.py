@@ -1,4 +1,4 @@
-"""`python -m evoke_proxy.server_build`: `build-server` with the standard library alone."""
+"""`python -m evoke_proxy.server_build`: `evoke-proxy build-server` without any dependency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a llama-server executable: fetch, patch, compile, store in the cache."""
+"""Builds a llama-server: fetches the source, patches and compiles it, stores it in the cache."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ from .series import STOCK, Series, content_hash, make_overlay, mirror, patches_d
 from .toolchain import Toolchain, find_toolchain
 from .ui import built_ui, has_ui, should_build_ui, ui_files
 
+# Hexadecimal digits of a key in the cache.
 _KEY_LENGTH = 20
+# Measured minutes of processor time for one build; see `first_build_notice`.
 _BUILD_CORE_MINUTES = (8, 20)
 
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What to build, besides stock or patched.
+    """How to build a server.
 
     Attributes:
         backend: One of `toolchain.BACKENDS`; empty for the CPU.
-        sanitize: "address" or "thread": build our code with that sanitizer; empty for none.
+        sanitize: Sanitizer for our own code, "address" or "thread"; empty for none.
         flags: Further flags of cmake.
-        source: A llama.cpp checkout to build instead of the pin.
+        source: A llama.cpp checkout to build instead of the pinned source; None for the pin.
         patches: Directory of the patch series; None for the one of this package.
         cache: Directory of the cache; None for `cache_dir()`.
-        ui: Embed the web UI if npm can build it. When false, a server that has it is used, too.
-        retry_ui: Try to build the UI although it failed less than an hour ago.
+        ui: Whether to embed the web UI if npm can build it. If false, a finished server with the
+            UI is used if there is one.
+        retry_ui: Whether to try to build the UI even if that failed less than an hour ago.
     """
 
     backend: str = ""
@@ -51,17 +54,17 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
-    """Everything that decides the bytes of a server.
+    """Everything that a server is built from; it decides the keys in the cache.
 
     Attributes:
         variant: "stock" or "patched".
         series: The patches to apply; empty for a stock server.
         pin: The pinned llama.cpp.
-        source: A checkout to build instead of the pin.
+        source: A checkout to build instead of the pin; None for the pin.
         tools: The compilers and flags.
-        key: Name of the finished server in the cache, without the web UI.
-        tree_key: Name of the build tree. Stock and patched servers of the same source, flags and
-            machine share one.
+        key: Name in the cache of the finished server without the web UI.
+        tree_key: Name in the cache of the build tree, which the stock and the patched server of the
+            same source, flags and machine share.
     """
 
     variant: str
@@ -84,10 +87,11 @@ def ensure_server(
     jobs: int | None = None,
     progress: bool = True,
 ) -> Path:
-    """Return the path of a llama-server, and build it first if the cache does not contain it.
+    """Return the path of a llama-server, which is built first if it is not in the cache.
 
-    `jobs` is the number of parallel compilers, by default one per core. `progress` reports to
-    stderr; nothing is written to stdout. Raises BuildError.
+    `patched` selects the patched or the stock server. `jobs` is the number of parallel compilers,
+    by default one per core. `progress` says whether to report progress to stderr; nothing is
+    written to stdout. Raises BuildError when the server cannot be built.
     """
     options = options or BuildOptions()
     spec = _spec_of(patched, options)
@@ -100,9 +104,9 @@ def ensure_server(
 
 
 def finished_server_path(options: BuildOptions | None = None) -> Path | None:
-    """Return the path of the patched server if it is built, else None; builds nothing.
+    """Return the path of the patched server if it is in the cache, else None; builds nothing.
 
-    Raises BuildError when the build tools are missing, which are a part of a server's key.
+    Raises BuildError when the build tools are missing, because the key of a server depends on them.
     """
     options = options or BuildOptions()
     return _finished(_spec_of(True, options), options)
@@ -143,7 +147,8 @@ def build_spec(
 
 
 def _identity(pin: Pin, source: Path | None) -> tuple[str, str]:
-    """Keys of the source: one that edits do not change, and one of its content."""
+    """Return two keys of the source: the first does not change with its content, the second"
+    " does."""
     if source is None:
         return pin.sha256, pin.sha256
     if not (source / "tools" / "server" / "CMakeLists.txt").is_file():
@@ -194,10 +199,10 @@ def _wants_ui(spec: BuildSpec, options: BuildOptions) -> bool:
 
 
 def first_build_notice(jobs: int, cores: int) -> str:
-    """The expected cost of the first build on this machine, before anything is measured.
+    """Return a message with the expected duration of the first build on this machine.
 
-    Measured processor time of one build with g++ 12: 8 minutes on a recent server core, 20 on a
-    slow or shared one. The progress lines estimate the rest from the speed measured so far.
+    It is derived from the measured processor time of one build with g++ 12: 8 minutes on a recent
+    server core, 20 minutes on a slow or shared one.
     """
     parallel = min(jobs, cores)
     low, high = (max(1, round(minutes / parallel)) for minutes in _BUILD_CORE_MINUTES)
@@ -213,9 +218,9 @@ def _count(number: int, noun: str) -> str:
 
 
 def prepare(spec: BuildSpec, source: Path, tree: BuildTree, ui: Path | None = None) -> None:
-    """Make the tree equal to the patched source; changes nothing when a patch does not apply.
+    """Make the tree equal to the patched source, with the finished web UI in the directory `ui`.
 
-    `ui` is the directory of a finished web UI to add.
+    Raises BuildError, and changes nothing, when a patch does not apply.
     """
     added = ui_files(ui) if ui is not None else {}
     tree.root.mkdir(parents=True, exist_ok=True)

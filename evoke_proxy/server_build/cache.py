@@ -1,7 +1,8 @@
 """The cache of sources, build trees and finished servers.
 
-It is outside the checkout and keyed by content. A finished server appears by one rename, so
-readers need no lock. Downloading, editing a tree and compiling need the lock.
+It is outside the checkout; its entries are named by hashes of their content. A finished server
+appears by one rename, so it is found without the lock. Downloading, changing a tree and compiling
+need the lock.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _POLL_SECONDS = 0.2
 
 
 def cache_dir() -> Path:
-    """`$EVOKE_CACHE`, else `evoke-proxy` under the user's cache directory; not created here."""
+    """Return $EVOKE_CACHE, else `evoke-proxy` in the user's cache directory; does not create it."""
     chosen = os.environ.get("EVOKE_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()
@@ -30,10 +31,11 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(cache: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Lock the cache for one builder; calls `on_wait` once with the owner's pid if it is locked.
+    """Lock the cache for one builder inside the `with` block.
 
-    The compilers inherit the open lock file: when a builder is killed, the next one waits for the
-    compilers that still write into the tree. A library's lock is not inherited.
+    If another builder has the lock, calls `on_wait` once with the id of its process, and waits. The
+    compilers inherit the open lock file: if a builder is killed, the next one waits until its
+    compilers no longer write into the tree. (The locks of the package filelock are not inherited.)
     """
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "a+", encoding="utf-8") as file:
@@ -62,21 +64,24 @@ def _owner(cache: Path) -> str:
 
 
 def remove_drafts(cache: Path) -> None:
-    """Remove the unfinished files of killed builders; the caller has the lock."""
+    """Delete the unfinished files of killed builders; the caller must hold the lock."""
     for pattern in ("*/.new-*", "trees/*/.overlay-*"):
         for draft in cache.glob(pattern):
             shutil.rmtree(draft, ignore_errors=True)
 
 
 def finished_server(cache: Path, key: str) -> Path | None:
-    """The finished server stored under `key`, or None."""
+    """Return the executable of the finished server `key`; None when it is not in the cache."""
     server = cache / "bin" / key / "llama-server"
     stamp = server.with_name("stamp.json")
     return server if stamp.is_file() and os.access(server, os.X_OK) else None
 
 
 def store_server(cache: Path, key: str, built: Path, stamp: Mapping[str, object]) -> Path:
-    """Store a built server and its stamp under `key` in one step."""
+    """Store a built server as `key` in one step, and return the path of its executable.
+
+    `stamp` describes the build; it is written next to it as stamp.json.
+    """
     servers = cache / "bin"
     servers.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=servers, prefix=".new-") as scratch:

@@ -14,30 +14,30 @@ from .errors import BuildError
 from .toolchain import SANITIZERS
 
 DESCRIPTION = """\
-Build llama-server from the pinned llama.cpp source with our patches, and print its path.
-A finished server is kept in the cache ($EVOKE_CACHE, by default ~/.cache/evoke-proxy) and reused.
-Needs g++, cmake, make (or ninja) and git; npm for the web UI and libssl-dev for HTTPS, without
-which the server is built without them."""
+Build llama-server from the pinned llama.cpp source with the patches of evoke-proxy, and print its
+path. A finished server is kept in the cache ($EVOKE_CACHE, by default ~/.cache/evoke-proxy) and
+reused. Needs g++, cmake, make (or ninja) and git. Without npm the server has no web UI, without
+libssl-dev no HTTPS."""
 
 _BACKENDS = {
     "cuda": "build for NVIDIA GPUs; needs nvcc",
     "vulkan": "build for GPUs with a Vulkan driver; needs glslc and the Vulkan headers",
-    "hip": "build for AMD GPUs; needs ROCm (not run by us)",
-    "metal": "build for Apple GPUs, on macOS (not run by us)",
+    "hip": "build for AMD GPUs; needs ROCm (not tested by this project)",
+    "metal": "build for Apple GPUs, on macOS (not tested by this project)",
 }
 
 EXAMPLES = """examples:
   evoke-proxy build-server
       build the patched server
   $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
-      build it if necessary and run it
+      build the patched server if necessary, and run it
   evoke-proxy build-server --vulkan --cmake-arg GGML_NATIVE=OFF
       build for any GPU with a Vulkan driver and any x86-64 CPU with the default instruction set"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("--stock", action="store_true", help="build without our patches")
+    parser.add_argument("--stock", action="store_true", help="build without the patches")
     backend = parser.add_mutually_exclusive_group()
     for name, text in _BACKENDS.items():
         backend.add_argument(
@@ -54,13 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-ui", action="store_true", help="build without the web UI and npm")
     parser.add_argument(
         "--sanitize", nargs="?", const="address", default="", choices=tuple(SANITIZERS),
-        help="build our code with a sanitizer: address (default) or thread",
+        help="build the code of the patches with a sanitizer: address (default) or thread",
     )  # fmt: skip
     parser.add_argument(
         "--source",
         type=Path,
         metavar="DIR",
-        help="build this llama.cpp checkout instead of the pin",
+        help="build this llama.cpp checkout instead of the pinned source",
     )
     parser.add_argument(
         "--print-path", action="store_true", help="print only the path of the server"
@@ -69,12 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         type=_positive,
         metavar="N",
-        help="number of parallel compilers (default: one per core)",
+        help="number of compilers that run in parallel (default: one per core)",
     )
 
 
 def _cmake_flag(text: str) -> str:
-    """A flag of cmake from `NAME=VALUE` or `-DNAME=VALUE`."""
+    """Return the flag of cmake for `NAME=VALUE` or `-DNAME=VALUE`."""
     flag = text if text.startswith("-D") else f"-D{text}"
     if not re.fullmatch(r"-D[A-Za-z_][A-Za-z0-9_]*(:[A-Z]+)?=.*", flag):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -119,5 +119,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Make SIGTERM end the compilers as Ctrl-C does."""
+    """Handle SIGTERM as Ctrl-C, which stops the compilers as well."""
     raise KeyboardInterrupt

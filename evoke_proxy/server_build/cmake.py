@@ -1,4 +1,4 @@
-"""Runs cmake and the build tool: progress, log and readable failures."""
+"""Runs cmake and the build tool, shows their progress, and explains failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .toolchain import Toolchain
 # Without a terminal a line is printed for each step of this many percent.
 _STEP_PERCENT = 10
 _BAR_CELLS = 24
-# Less progress or time than this is too little to estimate the rest from.
+# The remaining time is estimated only after this much progress and time.
 _ESTIMATE_PERCENT, _ESTIMATE_SECONDS = 4, 10
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"^\[ *(\d+)%\]")
@@ -68,7 +68,8 @@ class Progress:
     def read_line(self, line: str) -> None:
         """Read the progress from one line of the build tool's output.
 
-        Lines of a build within the build, which has fewer steps, are ignored.
+        llama.cpp runs smaller builds within its build; their lines, which have fewer steps, are
+        ignored.
         """
         if match := _NINJA.match(line):
             self._steps = max(self._steps, int(match[2]))
@@ -146,10 +147,11 @@ class BuildTree:
 
 
 def build_server(tree: BuildTree, tools: Toolchain, jobs: int, progress: Progress) -> Path:
-    """Compile the server of `tree` incrementally; returns the executable.
+    """Compile the server of `tree` incrementally, and return the path of the executable.
 
-    A killed build may leave incomplete objects, so a resumed build that fails is started over
-    once. Raises BuildError with the end of the log when the source does not compile.
+    A killed build may leave incomplete object files. So if the previous build was killed and this
+    one fails, it is started over once, without them. Raises BuildError with the end of the log
+    when the source does not compile.
     """
     killed = tree.marker.exists()
     tree.marker.touch()
@@ -158,7 +160,7 @@ def build_server(tree: BuildTree, tools: Toolchain, jobs: int, progress: Progres
     except BuildError:
         if not killed:
             raise
-        progress.say("resuming the interrupted build failed: starting it over")
+        progress.say("resuming the interrupted build failed: building from the beginning")
         shutil.rmtree(tree.build, ignore_errors=True)
         _attempt(tree, tools, jobs, progress)
     finally:

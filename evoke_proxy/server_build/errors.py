@@ -1,4 +1,4 @@
-"""The error of a server build."""
+"""The error that a build of llama-server raises."""
 
 from __future__ import annotations
 

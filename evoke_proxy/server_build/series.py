@@ -1,10 +1,10 @@
-"""Applies our patch series, and keeps the compiled tree equal to its result.
+"""Applies the patch series to llama.cpp, and keeps the compiled tree equal to the result.
 
-A series is applied to copies of the files it changes, with strict context, and only a series that
-applies completely reaches the tree that is compiled. There a file is written only if its content
-differs: ninja and make go by modification times, so the stock and the patched server can share a
-build tree. Nothing records what was applied: the tree is compared with its target, so an
-incomplete edit is repaired by the next run.
+A series is applied to copies of the files that it changes, with exact context. Only if it applies
+completely is the compiled tree updated, and only files whose content differs are written there:
+ninja and make decide by modification times, so the stock and the patched server can share a build
+tree. What was applied is not recorded. The tree is compared with its target each time, so that the
+next run repairs an incomplete update.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from .errors import BuildError
 
-# The first word of one of our C++ files says which upstream directory it is compiled in.
+# The directory of llama.cpp in which one of our C++ files is compiled, by the first word of its
+# name.
 SOURCE_HOMES = {"llama": "src", "server": "tools/server"}
 _SOURCE_SUFFIXES = (".h", ".cpp")
 
@@ -31,7 +32,7 @@ class Series:
 
     Attributes:
         patches: The numbered patches, in order.
-        sources: Our own C++ files, each with the path it is copied to.
+        sources: Our own C++ files, each with its path in the llama.cpp tree.
     """
 
     patches: tuple[Path, ...] = ()
@@ -39,7 +40,7 @@ class Series:
 
     @property
     def digest(self) -> str:
-        """A hash over all names and contents of the series."""
+        """A SHA-256 over the names and contents of all files of the series."""
         digest = hashlib.sha256()
         for path in (*self.patches, *(source for source, _ in self.sources)):
             data = path.read_bytes()
@@ -66,7 +67,7 @@ class Overlay:
 
 
 def patches_dir() -> Path:
-    """The directory of the patches: inside an installed package, or beside it in a checkout."""
+    """Return the directory of the patches: in an installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     shipped = package / "_patches"
     return shipped if shipped.is_dir() else package.parent / "patches"
@@ -122,9 +123,10 @@ def _touched(patch: Path, tree: Path, git: str) -> list[str]:
 
 
 def apply_patch(patch: Path, tree: Path, git: str) -> bool:
-    """Apply one patch to `tree` completely; returns False when it was applied before.
+    """Apply one patch to `tree` completely; returns False if `tree` already contains it.
 
-    The context must match exactly, because an inexact match can put a hook into another function.
+    Raises BuildError, and changes nothing, when it does not apply. The context must match exactly,
+    because an inexact match can put a hook into another function.
     """
     if git_apply(git, tree, "--reverse", "--check", str(patch)).returncode == 0:
         return False
@@ -160,7 +162,8 @@ def plain_git_environment(tree: Path) -> dict[str, str]:
     return {**others, **quiet, "GIT_CEILING_DIRECTORIES": ceiling}
 
 
-# The build of the server never reads these: two thirds of the bytes, and build trees of others.
+# Files that a build of the server never reads: two thirds of the bytes of llama.cpp, other build
+# trees, and files of other tools.
 _SKIPPED_TOP = frozenset({"docs", "models", "media", "out"})
 _SKIPPED = frozenset({".git", "__pycache__", "node_modules", ".venv"})
 
@@ -192,12 +195,11 @@ def content_hash(root: Path) -> str:
 def mirror(
     source: Path, overlay: Overlay | None, tree: Path, added: Mapping[str, Path] | None = None
 ) -> int:
-    """Make `tree` equal to `source` with `overlay` on top; returns the number of changed files.
+    """Make `tree` equal to `source` with the changes of `overlay`; returns how many files changed.
 
-    `added` maps paths in the tree to further files.
-
-    The first copy keeps modification times, so later comparisons are cheap. After that a written
-    file is newer than everything compiled from its predecessor.
+    `added` maps paths in the tree to further files to copy there. The first copy keeps modification
+    times, which makes later comparisons cheap. A file that is written later gets the current time,
+    so that everything compiled from its earlier content is rebuilt.
     """
     fresh = not tree.exists()
     origins = {name: source / name for name in source_files(source)}

@@ -13,8 +13,9 @@ from .errors import BuildError
 
 _APT_PACKAGES = {"cmake": "cmake", "git": "git", "make": "make", "cc": "gcc", "c++": "g++"}
 
-# GCC 12 drops the stores that fill the AMX tile configuration, and a CPU may advertise AMX
-# without being allowed to use it: both end in SIGILL when q8_0 weights are loaded.
+# AMX is switched off for two reasons: GCC 12 drops the stores that fill the AMX tile configuration,
+# and a CPU may advertise AMX although the system does not allow programs to use it. Both end in
+# SIGILL when q8_0 weights are loaded.
 _NO_AMX = ("-mno-amx-tile", "-mno-amx-int8", "-mno-amx-bf16")
 
 _COMMON_FLAGS = (
@@ -23,8 +24,8 @@ _COMMON_FLAGS = (
     "-DLLAMA_BUILD_TESTS=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_UI=OFF",  # it is built before, see `ui`
-    "-DLLAMA_USE_PREBUILT_UI=OFF",  # would download it
+    "-DLLAMA_BUILD_UI=OFF",  # the module `ui` has built it before
+    "-DLLAMA_USE_PREBUILT_UI=OFF",  # ON would download it
     "-DGGML_NATIVE=ON",
     "-DGGML_CCACHE=OFF",
     "-DLLAMA_BUILD_NUMBER=0",
@@ -42,8 +43,9 @@ _NO_HTTPS = (
 )
 
 
-# A finding ends the server or is written to its log; asserts are enabled. The included file names
-# the code to instrument. The thread sanitizer cannot see OpenMP's synchronisation.
+# Flags of a build with a sanitizer. The included file selects the code to instrument and enables
+# asserts; a finding ends the server or is written to its log. OpenMP is off with the thread
+# sanitizer, which does not see its synchronisation.
 _SANITIZERS = Path(__file__).with_name("sanitize.cmake")
 _INCLUDED = f"-DCMAKE_PROJECT_llama.cpp_INCLUDE={_SANITIZERS}"
 SANITIZERS = {
@@ -61,9 +63,9 @@ class Toolchain:
         git: Path of git.
         generator: Generator of cmake.
         flags: Flags of cmake.
-        compiler: Version of the compilers.
-        cpu: Instruction set of this machine.
-        notes: What the server will lack on this machine, each with what to install.
+        compiler: Versions of the compilers.
+        cpu: Instruction set of this machine; see `cpu_identity`.
+        notes: What a server built on this machine will lack, each with what to install.
     """
 
     cmake: str
@@ -88,7 +90,7 @@ BACKENDS = ("cuda", "vulkan", "hip", "metal")
 
 
 def find_toolchain(backend: str = "", sanitize: str = "") -> Toolchain:
-    """Find the tools of this machine; BuildError names the packages to install.
+    """Find the build tools of this machine; raises BuildError with the packages to install.
 
     `backend` is one of BACKENDS, or empty for the CPU (on macOS: for llama.cpp's default, Metal).
     `sanitize` is one of SANITIZERS, or empty for a server without a sanitizer.
@@ -232,7 +234,10 @@ def _visible_gpus() -> str:
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The instruction set of a native build, which must not run on a CPU without it."""
+    """Return the architecture and the CPU features of this machine.
+
+    They are a part of the key of a build for the native CPU, which must not run on others.
+    """
     features = ""
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,7 +1,7 @@
 """Builds the web UI of llama-server with npm, once for each source tree.
 
-The UI is a static site. It is built in a scratch copy and kept in the cache, and each build tree
-receives it as `tools/ui/dist`, from where llama.cpp's own build embeds it.
+The UI is a static site. It is built in a temporary copy of its sources and kept in the cache. Each
+build tree gets it as `tools/ui/dist`, which llama.cpp's own build embeds into the server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from .cmake import Progress
 from .series import source_files
 
-# Where a llama.cpp tree has the sources of the UI, and where its build looks for a finished one.
+# Paths in a llama.cpp tree: the sources of the UI, and the finished UI that its build embeds.
 _SOURCE, _TARGET = "tools/ui", "tools/ui/dist"
 _KEY_LENGTH = 16
-# Seconds for each of the two npm commands, and seconds after a failure without another attempt.
+# Most seconds for each of the two npm commands, and seconds after a failure until the next attempt.
 _TIMEOUT, _RETRY_AFTER = 900.0, 3600.0
 _TAIL_LINES = 5
 
@@ -39,15 +39,15 @@ def should_build_ui(cache: Path) -> bool:
 
 
 def _failure(cache: Path) -> Path:
-    """A file that records by its time when npm failed."""
+    """Return the path of a file whose modification time says when npm failed."""
     return cache / "ui" / "failed"
 
 
 def built_ui(source: Path, cache: Path, progress: Progress) -> Path | None:
     """Return the directory of the finished UI of `source`, built if it is not in the cache.
 
-    Returns None, and reports why, when npm is not installed or fails. The caller has the lock of
-    the cache.
+    Returns None, and reports why, when npm is not installed or fails. The caller must hold the lock
+    of the cache.
     """
     final, failure = cache / "ui" / _content_key(source / _SOURCE), _failure(cache)
     if (final / "index.html").is_file():
@@ -76,7 +76,7 @@ def built_ui(source: Path, cache: Path, progress: Progress) -> Path | None:
 
 
 def ui_files(directory: Path) -> dict[str, Path]:
-    """Map the path of each file of a finished UI in a llama.cpp tree to the file."""
+    """Return the files of a finished UI by their path in a llama.cpp tree."""
     return {f"{_TARGET}/{name}": directory / name for name in source_files(directory)}
 
 
@@ -91,10 +91,10 @@ def _content_key(directory: Path) -> str:
 
 
 def _build(origin: Path, scratch: Path) -> str:
-    """Build the UI into `scratch`/dist; returns what failed, "" for nothing.
+    """Build the UI into `scratch`/dist; returns what failed, or "" on success.
 
-    Packages are those of llama.cpp's lock file, with their hashes. Their install scripts are not
-    run.
+    npm installs the packages in llama.cpp's lock file, checks their hashes, and does not run their
+    install scripts.
     """
     npm, tree, dist = shutil.which("npm") or "npm", scratch / "ui", scratch / "dist"
     shutil.copytree(origin, tree, ignore=shutil.ignore_patterns("node_modules", "dist"))

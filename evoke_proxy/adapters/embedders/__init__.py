@@ -1,1 +1,1 @@
-"""Text embedders: the built-in word vectors, and encoders in ONNX format."""
+"""Text encoders: the built-in word vectors, and encoders in ONNX format and their download."""

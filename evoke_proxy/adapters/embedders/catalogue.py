@@ -1,6 +1,7 @@
-"""The text encoders that `evoke-proxy embedder fetch` knows, and the directory of fetched ones.
+"""Lists the text encoders that `evoke-proxy embedder fetch` offers, and manages fetched ones.
 
-Each file is pinned by its SHA-256. An encoder appears in the directory whole or not at all.
+Each file is pinned by its SHA-256. An encoder appears in the directory of fetched encoders only
+when all of its files are complete.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class PinnedFile:
     """A file of an encoder.
 
     Attributes:
-        path: Its path in the repository, and in the directory where it is stored.
-        size: Bytes.
-        sha256: Its hash, in hexadecimal.
+        path: Its path in the repository, and in the directory of the stored encoder.
+        size: Its size in bytes.
+        sha256: Its SHA-256, in hexadecimal.
     """
 
     path: str
@@ -35,9 +36,9 @@ class PinnedEncoder:
     Attributes:
         name: Its name on the command line and in settings.
         repository: Its repository on the model hub.
-        revision: The commit.
-        licence: SPDX identifier.
-        files: The files that the proxy reads.
+        revision: The commit of the repository.
+        licence: Its licence, as an SPDX identifier.
+        files: The files of the repository that the proxy reads.
     """
 
     name: str
@@ -52,7 +53,7 @@ class PinnedEncoder:
         return sum(file.size for file in self.files)
 
 
-# The preferred one first.
+# The encoders on offer, the preferred one first.
 ENCODERS = (
     PinnedEncoder(
         name="bge-small-en-v1.5",
@@ -115,7 +116,7 @@ def encoder_names() -> tuple[str, ...]:
 
 
 def encoder_named(name: str) -> PinnedEncoder:
-    """The encoder of a name; KeyError when there is none."""
+    """Return the encoder with a name; KeyError when there is none."""
     match = next((encoder for encoder in ENCODERS if encoder.name == name), None)
     if match is None:
         raise KeyError(name)
@@ -123,7 +124,10 @@ def encoder_named(name: str) -> PinnedEncoder:
 
 
 def default_directory() -> Path:
-    """`evoke-proxy/embedders` under the user's data directory; not created here."""
+    """Return `evoke-proxy/embedders` in the data directory of the user; does not create it.
+
+    For a user without a home directory it is /var/lib/evoke-proxy/embedders.
+    """
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     try:
         return Path(base).expanduser() / "evoke-proxy" / "embedders"
@@ -132,22 +136,27 @@ def default_directory() -> Path:
 
 
 class EncoderStore:
-    """Fetched encoders in a directory, which may not exist yet."""
+    """The fetched encoders in a directory, which may not exist yet.
+
+    Attributes:
+        root: The directory.
+    """
 
     def __init__(self, directory: str | Path = "") -> None:
-        """Use a directory; empty: the default one."""
+        """Use a directory, or `default_directory` if `directory` is empty."""
         self.root = Path(directory).expanduser() if directory else default_directory()
 
     def directory(self, encoder: PinnedEncoder) -> Path:
-        """Where an encoder is, or would be."""
+        """Return the directory of an encoder, which exists if it is fetched."""
         return self.root / encoder.name
 
     def draft(self, encoder: PinnedEncoder) -> Path:
-        """Where the files of an encoder are while it is fetched."""
+        """Return the directory in which the files of an encoder are collected while it is"
+        " fetched."""
         return self.root / f".{encoder.name}.part"
 
     def has(self, encoder: PinnedEncoder) -> bool:
-        """Whether all files of an encoder are there with their sizes; hashes are not compared."""
+        """Whether all files of an encoder exist with their sizes; does not compare hashes."""
         home = self.directory(encoder)
         try:
             return all((home / file.path).stat().st_size == file.size for file in encoder.files)
@@ -155,7 +164,7 @@ class EncoderStore:
             return False
 
     def stored(self) -> list[PinnedEncoder]:
-        """The encoders that are there, the preferred one first."""
+        """Return the fetched encoders, the preferred one first."""
         return [encoder for encoder in ENCODERS if self.has(encoder)]
 
     def remove(self, encoder: PinnedEncoder) -> bool:

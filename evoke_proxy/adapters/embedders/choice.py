@@ -15,17 +15,17 @@ from evoke_proxy.core.retrieval.encoding import Encoder
 from evoke_proxy.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-# The packages of which one runs ONNX encoders.
+# The packages that provide onnxruntime; exactly one of them must be installed.
 _RUNTIMES = ("onnxruntime", "onnxruntime-gpu")
 
 
 def load_encoder(config: EmbedderConfig) -> Encoder | None:
-    """Load the encoder of a configuration; None when blocks are ranked by words alone.
+    """Load the encoder that the configuration selects; None if `embedder.model` is `none`.
 
-    `embedder.model: auto` is the encoder in `embedder.directory`, else one that was fetched, else
-    the built-in word vectors. A fetched one that cannot be loaded is logged with the fix, and the
-    word vectors are used. Raises ConfigError with the cause and the fix when the encoder that the
-    configuration names cannot be loaded.
+    `embedder.model: auto` selects the encoder in `embedder.directory`, else one that was fetched,
+    else the built-in word vectors. If a fetched encoder cannot be loaded under `auto`, that is
+    logged with the fix, and the word vectors are used. Raises ConfigError with the cause and the
+    fix when an encoder that the configuration names cannot be loaded.
     """
     if config.directory and config.model != "auto":
         raise ConfigError(
@@ -45,7 +45,7 @@ def _named(config: EmbedderConfig, store: EncoderStore) -> Encoder:
     if config.model not in encoder_names():
         raise ConfigError(
             f"embedder.model: {config.model!r} is not one of auto, built-in, none,"
-            f" {', '.join(encoder_names())}; another encoder is named by embedder.directory"
+            f" {', '.join(encoder_names())}; for another encoder set embedder.directory instead"
         )
     encoder = encoder_named(config.model)
     if not store.has(encoder):
@@ -61,7 +61,7 @@ def _fetched(config: EmbedderConfig, store: EncoderStore) -> Encoder:
         if missing := missing_packages():
             _log.warning(
                 "%s was fetched but not loaded: %s not installed; pip install 'evoke-proxy[cpu]'"
-                " (or [gpu]). The built-in word vectors are used",
+                " (or [gpu]). The proxy uses the built-in word vectors",
                 encoder.name,
                 " and ".join(missing),
             )
@@ -85,7 +85,7 @@ def _onnx(config: EmbedderConfig) -> Encoder:
 
 
 def conflicting_runtimes() -> str:
-    """Return the problem and its fix when both onnxruntime packages are installed; else ''."""
+    """Return the problem and its fix if both onnxruntime packages are installed, else ""."""
     installed = [name for name in _RUNTIMES if _is_installed(name)]
     if len(installed) < len(_RUNTIMES):
         return ""
@@ -97,7 +97,7 @@ def conflicting_runtimes() -> str:
 
 
 def missing_packages() -> list[str]:
-    """Return the packages that ONNX encoders need and that are not installed."""
+    """Return the packages that ONNX encoders need and that cannot be found."""
     return [name for name in ("onnxruntime", "tokenizers") if find_spec(name) is None]
 
 

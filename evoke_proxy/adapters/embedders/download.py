@@ -1,4 +1,4 @@
-"""Downloads a pinned text encoder into the store, and continues where an earlier download ended."""
+"""Downloads a pinned text encoder into the store, and continues interrupted downloads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from evoke_proxy.errors import DownloadError
 
 _CHUNK = 1 << 18
 _TIMEOUT_S = 30.0
-# Attempts without a new byte, and the pause before each but the first.
+# Most attempts in a row that receive no new byte, and the seconds between them.
 _MAX_ATTEMPTS = 3
 _PAUSE_S = 1.0
-# Statuses that another attempt may change.
+# HTTP statuses after which another attempt may succeed.
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 _NETWORK_ERRORS = (
@@ -36,19 +36,19 @@ _NETWORK_ERRORS = (
     http.client.HTTPException,
 )
 
-# Called with the bytes that are there and the bytes of the whole encoder.
+# Called with the bytes that are stored so far, and the bytes of the whole encoder.
 Progress = Callable[[int, int], None]
 
 
 def fetch(
     encoder: PinnedEncoder, store: EncoderStore, mirror: str = HUB, progress: Progress | None = None
 ) -> bool:
-    """Download an encoder into the store; False when it was there and its hashes are right.
+    """Download an encoder into the store; returns False if it is there with the right hashes.
 
-    `mirror` is the base URL of the model hub or of a copy of it. The encoder's directory appears by
-    one rename after the hash of each file was compared and its bytes were synced to disk. Raises
-    DownloadError with the cause and the fix; the bytes of an unfinished file stay for the next
-    call, those with a wrong hash do not.
+    `mirror` is the base URL of the model hub or of a copy of it. The hash of each file is checked,
+    and its bytes are flushed to disk, before the directory of the encoder appears by one rename.
+    Raises DownloadError with the cause and the fix. The next call continues an unfinished file; a
+    file with a wrong hash is deleted.
     """
     home, draft = store.directory(encoder), store.draft(encoder)
     try:
@@ -82,7 +82,7 @@ def _fetch_files(encoder: PinnedEncoder, draft: Path, mirror: str, progress: Pro
         report = partial(_report, progress, done, encoder.size)
         continues = _size(part) > 0
         checksum = _download(url, file, part, report)
-        if checksum != file.sha256 and continues:  # what was there may have been damaged
+        if checksum != file.sha256 and continues:  # bytes of an earlier call may be damaged
             checksum = _download(url, file, part, report)
         if checksum != file.sha256:
             raise DownloadError(
@@ -95,7 +95,7 @@ def _fetch_files(encoder: PinnedEncoder, draft: Path, mirror: str, progress: Pro
 
 
 def _silent(done: int, total: int) -> None:
-    """Show nothing."""
+    """Ignore the progress."""
 
 
 def _report(progress: Progress, before: int, total: int, n: int) -> None:
@@ -103,9 +103,10 @@ def _report(progress: Progress, before: int, total: int, n: int) -> None:
 
 
 def _download(url: str, file: PinnedFile, part: Path, progress: Callable[[int], None]) -> str:
-    """Download a file to `part`, from where it ends on, and return its SHA-256.
+    """Download what is missing of a file to `part`, and return its SHA-256.
 
-    A file with another hash than the pinned one is deleted. A few attempts without a new byte fail.
+    Deletes a file whose hash is not the pinned one. Raises DownloadError when the server refuses,
+    or after _MAX_ATTEMPTS attempts in a row without a new byte.
     """
     attempts = 0
     while (begin := _size(part)) != file.size:
@@ -121,7 +122,7 @@ def _download(url: str, file: PinnedFile, part: Path, progress: Callable[[int], 
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
                 part.unlink()
                 raise DownloadError(
-                    f"{url} is shorter than {file.size} bytes; nothing of it was stored"
+                    f"{url} is shorter than {file.size} bytes; it was not stored"
                 ) from None
             if error.code not in _TRANSIENT:
                 raise _unreachable(url, cause) from None
@@ -149,7 +150,7 @@ def _receive(url: str, file: PinnedFile, output: BinaryIO, progress: Callable[[i
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
         if size and reply.status != http.HTTPStatus.PARTIAL_CONTENT:
             output.truncate(size := 0)
-        # One byte more than expected is enough to know that it is another file.
+        # One byte more than expected shows that it is another file.
         while size <= file.size and (chunk := reply.read(min(_CHUNK, file.size + 1 - size))):
             output.write(chunk)
             size += len(chunk)
@@ -157,13 +158,13 @@ def _receive(url: str, file: PinnedFile, output: BinaryIO, progress: Callable[[i
     if size > file.size:
         output.flush()
         output.truncate(0)
-        raise DownloadError(f"{url} is larger than {file.size} bytes; nothing of it was stored")
+        raise DownloadError(f"{url} is larger than {file.size} bytes; it was not stored")
 
 
 def _unreachable(url: str, cause: str) -> DownloadError:
     return DownloadError(
         f"{url}: {cause}; check the network and HTTPS_PROXY, or name a copy of the model hub with"
-        " --mirror URL. Call it again to continue"
+        " --mirror URL. Run the command again to continue"
     )
 
 
@@ -183,13 +184,13 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DownloadError(
-                f"another process fetches into {path.parent}; wait for it to end"
+                f"another process is fetching into {path.parent}; wait for it to end"
             ) from None
         yield
 
 
 def _part(draft: Path, file: PinnedFile) -> Path:
-    """The unfinished file; its name changes with its hash."""
+    """Return the path of an unfinished file; the name contains the hash of the complete file."""
     path = draft / file.path
     return path.with_name(f"{path.name}.{file.sha256[:12]}")
 

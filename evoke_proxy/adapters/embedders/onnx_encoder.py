@@ -1,7 +1,7 @@
-"""Text embedder: runs a BERT-like ONNX encoder and returns vectors of unit length.
+"""Runs a BERT-like text encoder in ONNX format, and returns vectors of unit length.
 
-onnxruntime and tokenizers come with the extra [cpu] or [gpu]; they are imported when an encoder is
-loaded.
+The packages onnxruntime and tokenizers belong to the extras [cpu] and [gpu]. They are imported only
+when an encoder is loaded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _MODELS = ("model.onnx", "onnx/model.onnx")
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _TOKEN_OUTPUTS = ("last_hidden_state", "token_embeddings")
 _CUDA = "CUDAExecutionProvider"
-# The most tokens of one inference, with padding; it limits memory and time.
+# Most tokens of one inference, padding included; this limits its memory and time.
 _BATCH_TOKENS = 1024
-# Longer texts are cut before the tokenizer reads them.
+# A text is cut to this many characters per token of the encoder before it is tokenized.
 _CHARS_PER_TOKEN = 32
 _DOES_NOT_LOAD = "embedder.directory: {} cannot be loaded: {}; export or fetch it again"
 _OR_WITHOUT = "leave embedder.directory empty for the built-in word vectors"
@@ -35,10 +35,11 @@ class OnnxEncoder:
     """A loaded encoder; its methods may be called from several threads at a time.
 
     Attributes:
-        name: The last part of its directory.
-        is_immediate: False: a text takes milliseconds.
+        name: The name of its directory, without parents.
+        is_immediate: False, because a text takes milliseconds.
         dimensions: The length d of its vectors.
-        fingerprint: 32 bytes that differ between encoders whose vectors differ.
+        fingerprint: 32 bytes; encoders with different vectors have different ones.
+        recipe: Pooling, maximum length, and the texts put before questions and documents.
     """
 
     is_immediate = False
@@ -58,7 +59,7 @@ class OnnxEncoder:
         self.dimensions = self._try(model)
 
     def describe(self) -> str:
-        """The encoder in one line, for the log."""
+        """Describe the encoder in one line, for the log."""
         device = "CUDA" if self._session.get_providers()[0] == _CUDA else "CPU"
         return (
             f"{self._directory}: {self.dimensions} dimensions, pooling {self.recipe.pooling},"
@@ -66,14 +67,14 @@ class OnnxEncoder:
         )
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d] of questions, each after the query instruction; see `documents`."""
+        """Return vectors of questions, each embedded after the query instruction; see"
+        " `documents`."""
         return self._encoded([self.recipe.query_instruction + text for text in texts])
 
     def documents(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d], float32, of the texts to search, in their order.
+        """Return vectors of the texts to search: float32 [n, d], of unit length, in their order.
 
-        Texts beyond the encoder's maximum length are cut. Raises EmbedderError when inference
-        fails.
+        A text longer than `recipe.max_tokens` is cut. Raises EmbedderError when inference fails.
         """
         return self._encoded([self.recipe.document_instruction + text for text in texts])
 
@@ -108,7 +109,7 @@ class OnnxEncoder:
         return pooled(rows, mask, self.recipe.pooling)
 
     def _try(self, model: Path) -> int:
-        """Run the first inference, which is the slowest; returns the number of dimensions."""
+        """Run a first inference, which is the slowest; returns the number of dimensions."""
         try:
             return int(self.documents(["", "a " * self.recipe.max_tokens]).shape[1])
         except EmbedderError as error:
@@ -116,7 +117,7 @@ class OnnxEncoder:
 
 
 def _batches(tokens: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    """Batches of indexes of texts of similar length, so that little is padding."""
+    """Yield batches of indexes of texts; those of a batch have similar lengths, to pad little."""
     batch: list[int] = []
     for index in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
         if batch and (len(batch) + 1) * len(tokens[index]) > _BATCH_TOKENS:
@@ -165,7 +166,7 @@ def _tokenizer(directory: Path, how: Recipe) -> Any:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
-            f"embedder.directory: {path} is missing; it belongs to the model and comes with it"
+            f"embedder.directory: {path} is missing; copy it from the repository of the model"
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -176,7 +177,7 @@ def _tokenizer(directory: Path, how: Recipe) -> Any:
 
 
 def _pad_id(tokenizer: Any) -> int:
-    """The padding token of a tokenizer, whose own padding is switched off here."""
+    """Return the padding token of a tokenizer, and switch off the padding by the tokenizer."""
     padding = tokenizer.padding
     tokenizer.no_padding()
     if padding:
@@ -193,8 +194,8 @@ def _session(model: Path, config: EmbedderConfig) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = config.threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised as well
-    # By default it caches a memory plan for every shape, and spins between inferences.
+    options.log_severity_level = 4  # fatal errors only; other errors are raised as exceptions
+    # By default onnxruntime caches a memory plan for every shape, and its threads spin while idle.
     options.enable_mem_pattern = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
@@ -207,7 +208,7 @@ def _session(model: Path, config: EmbedderConfig) -> Any:
 
 
 def _providers(available: Sequence[str], config: EmbedderConfig) -> list[Any]:
-    # llama-server uses the same GPU, so the arena grows only as far as requested.
+    # llama-server uses the same GPU, so onnxruntime allocates only as much memory as it requests.
     cuda = (_CUDA, {"arena_extend_strategy": "kSameAsRequested"})
     uses_cuda = config.device != "cpu" and _CUDA in available
     return [cuda, "CPUExecutionProvider"] if uses_cuda else ["CPUExecutionProvider"]
@@ -215,25 +216,28 @@ def _providers(available: Sequence[str], config: EmbedderConfig) -> list[Any]:
 
 def _no_cuda(why: str) -> ConfigError:
     return ConfigError(
-        f"embedder.device: {why}; install the extra [gpu] in place of [cpu] and the CUDA that it"
-        " wants, or set embedder.device to cpu"
+        f"embedder.device: {why}; install the extra [gpu] instead of [cpu] and the version of CUDA"
+        " that onnxruntime-gpu needs, or set embedder.device to cpu"
     )
 
 
 def _inputs(session: Any, model: Path) -> dict[str, npt.DTypeLike]:
-    """The declared inputs of the graph, with their types."""
+    """Return the inputs of the model with their types.
+
+    Raises ConfigError when the proxy cannot provide an input.
+    """
     kinds = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
     inputs = {value.name: kinds.get(value.type) for value in session.get_inputs()}
     if not set(inputs) <= set(_INPUTS) or None in inputs.values() or _INPUTS[0] not in inputs:
         raise ConfigError(
-            f"embedder.directory: {model} takes {', '.join(inputs)}; the proxy can give"
-            f" {', '.join(_INPUTS)} as whole numbers: export a text encoder with these"
+            f"embedder.directory: {model} has the inputs {', '.join(inputs)}; the proxy provides"
+            f" only {', '.join(_INPUTS)}, as whole numbers: export a text encoder with these"
         )
     return inputs  # type: ignore[return-value]
 
 
 def _output(session: Any) -> str:
-    """The output with a row for each token if the graph names one, else its first output."""
+    """Return the output with a row for each token, by its usual names, else the first output."""
     outputs = [str(value.name) for value in session.get_outputs()]
     return next((name for name in _TOKEN_OUTPUTS if name in outputs), outputs[0])
 

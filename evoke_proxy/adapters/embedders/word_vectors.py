@@ -1,4 +1,4 @@
-"""The built-in text embedder: a table of word vectors that travels with the package."""
+"""The built-in text encoder: a table of word vectors that is part of the package."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from evoke_proxy.models import word_vectors_file
 
 
 class WordVectorEncoder:
-    """Embeds texts with a table of word vectors, without a network and without other packages.
+    """Embeds texts with a table of word vectors; needs no download and no further packages.
 
     Its methods may be called from several threads at a time. Questions and documents are embedded
-    alike.
+    in the same way.
 
     Attributes:
         name: `built-in`.
-        is_immediate: True: a text takes microseconds.
+        is_immediate: True, because a text takes microseconds.
         dimensions: The length d of its vectors.
-        fingerprint: 32 bytes that differ between tables.
+        fingerprint: 32 bytes; different tables have different ones.
     """
 
     name = "built-in"
     is_immediate = True
 
     def __init__(self, path: Path | None = None) -> None:
-        """Load a table, by default that of the package; ConfigError when it cannot be read."""
+        """Load the table at `path`, or that of the package; ConfigError when it cannot be read."""
         path = path or word_vectors_file()
         try:
             data = path.read_bytes()
@@ -49,13 +49,16 @@ class WordVectorEncoder:
         self.dimensions = self._table.dimensions
 
     def describe(self) -> str:
-        """The embedder in one line, for the log."""
+        """Describe the encoder in one line, for the log."""
         return f"built-in word vectors: {self.dimensions} dimensions, CPU"
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d] of questions, float32; see `documents`."""
+        """Return vectors of questions; see `documents`."""
         return self._table.vectors(texts)
 
     def documents(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d] of texts, float32; zeros for a text without a known word."""
+        """Return vectors of texts: float32 [n, d], of unit length.
+
+        The vector of a text without a word in the table is all zeros.
+        """
         return self._table.vectors(texts)

@@ -84,7 +84,7 @@ def test_a_download_continues_after_a_broken_connection(hub: Hub, store: Encoder
 def test_the_next_call_continues_a_failed_download(hub: Hub, store: EncoderStore) -> None:
     hub.cut_at = {"onnx/model.onnx": 300_000}
     hub.statuses = [200, 200, 503, 503, 503]
-    with pytest.raises(DownloadError, match=r"HTTP status 503.*Call it again"):
+    with pytest.raises(DownloadError, match=r"HTTP status 503.*Run the command again"):
         fetch(ENCODER, store, hub.url)
     assert not store.has(ENCODER) and not store.directory(ENCODER).exists()
     hub.requests.clear()
