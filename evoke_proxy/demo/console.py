@@ -64,8 +64,8 @@ def gain(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     )
     decoded, whole_decoded = (_sum(arm, "decoded") for arm in (ours, whole))
     yield (
-        f"Work: {_sum(ours, 'recovered'):,} tokens came back by a copy. Decoded were {decoded:,};"
-        f" without a budget it were {whole_decoded:,}."
+        f"Work: {_sum(ours, 'recovered'):,} tokens were recovered by a copy and {decoded:,} were"
+        f" decoded; without a budget {whole_decoded:,} were decoded."
     )
     yield (
         f"Time: {ours['wall_s']:.1f} s; without a budget {whole['wall_s']:.1f} s. With a model as"

@@ -192,7 +192,8 @@ def test_the_gain_is_computed_from_both_arms() -> None:
     whole = ours | {"peak_resident": 2000, "turns": [{"recovered": 0, "decoded": 950}]}
     cache, work, _ = console.gain({"evoke": ours, "no_eviction": whole})
     assert "500 tokens instead of 2,000, 4.0 times less, with the same answer" in cache
-    assert "700 tokens came back by a copy. Decoded were 900; without a budget 950." in work
+    assert "700 tokens were recovered by a copy and 900 were decoded" in work
+    assert "without a budget 950 were decoded" in work
     lost = {"evoke": ours | {"recalled": False}, "no_eviction": whole}
     assert "with another answer" in next(iter(console.gain(lost)))
     assert list(console.gain({"evoke": ours})) == []

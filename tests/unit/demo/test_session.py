@@ -118,7 +118,9 @@ def test_an_arm_that_recalls_a_value_it_lost_fails(name: str) -> None:
 
 def test_a_turn_over_the_budget_fails_with_its_number() -> None:
     runs = {**passing(), "evoke": arm("evoke", True, turn(4, resident_peak=BUDGET + 1))}
-    assert failures(runs, BUDGET) == ["evoke: turn 4: peak resident 513 is over the budget of 512"]
+    assert failures(runs, BUDGET) == [
+        "evoke: turn 4: 513 tokens were in the cache, over the budget of 512"
+    ]
 
 
 def test_a_peak_of_exactly_the_budget_passes() -> None:

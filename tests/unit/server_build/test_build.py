@@ -158,7 +158,7 @@ def test_a_killed_build_that_cannot_be_resumed_is_started_over(
     write_header(patches, "next")
     (only_tree(cache) / "building").touch()
     assert output_of(build()) == "next"
-    assert "starting it over" in capsys.readouterr().err
+    assert "building from the beginning" in capsys.readouterr().err
     assert not (only_tree(cache) / "building").exists()
 
 
