@@ -26,7 +26,12 @@ from evoke_proxy.core.policy.planner import (
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
-from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
+from evoke_proxy.core.policy.standing import (
+    asked_blocks,
+    live_blocks,
+    question_start,
+    rule_blocks,
+)
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.units import Units
@@ -46,8 +51,10 @@ _FEW_QUESTIONS = 3
 # blocks come first.
 _RANKED = 1.0
 # Scores above those of ranked blocks: of the running task or a chat's last messages, of the files
-# that the turn works on, and of rules for every answer.
-_LIVE, _REREAD, _RULES = 3.0, 4.0, 4.5
+# that the turn works on, of rules for every answer, and of a question that is not decoded again.
+_LIVE, _REREAD, _RULES, _ASKED = 3.0, 4.0, 4.5, 5.0
+# At most this share of the budget is for a question that is not decoded again.
+_MAX_ASKED_SHARE = 0.5
 # Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
 
@@ -95,9 +102,10 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
                 scores[reread_file_blocks(view, query, config)] = _REREAD
             scores[rules] = _RULES
         selection = SelectionOrder(units, order, margin)
+        asked = asked_blocks(view, int(_MAX_ASKED_SHARE * (config.budget or 0)))
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
-            return select_blocks(candidates, scores, capacity, selection)
+            return select_blocks(candidates, np.where(asked, _ASKED, scores), capacity, selection)
 
         # A long tail, or one with text before its question, is partly evicted while it is decoded.
         tail_scores, tail_room = scores, None

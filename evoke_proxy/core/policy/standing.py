@@ -83,6 +83,17 @@ def live_blocks(view: PolicyView, capacity: int) -> Mask:
     return stays
 
 
+def asked_blocks(view: PolicyView, capacity: int) -> Mask:
+    """Return the blocks [n] of the question that are not decoded again, as of a repeated request.
+
+    Of a question of more than `capacity` tokens, its last blocks.
+    """
+    stays = np.zeros(len(view.blocks), np.bool_)
+    indexes = np.arange(question_start(view.blocks), view.first_new_block)[::-1]
+    _take(stays, view.blocks, indexes, capacity)
+    return stays
+
+
 def _take(stays: Mask, blocks: BlockTable, indexes: Positions, room: int) -> None:
     """Set `stays` for the blocks at `indexes` that fit into `room` tokens, taken in this order."""
     for i in indexes.tolist():

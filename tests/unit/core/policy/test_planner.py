@@ -575,6 +575,26 @@ def test_an_answer_that_is_decoded_with_the_question_takes_no_room_from_the_best
     assert whole == ["s/8", "s/9", "s/10", "s/11", "s/12"]
 
 
+@pytest.mark.parametrize("state", ["r", "s"])
+def test_the_question_of_a_repeated_request_stays_in_the_cache(state: str) -> None:
+    """All of it was decoded before, with a part of the generation prompt that follows it."""
+    view = block_view([*FILLER[:9], "what is number3"], f"rsssrrrrr{state}", tail=8)
+    view = replace(view, n_past=10 * 64 + 4)
+    answered = replace(CONFIG, budget=448)
+    plan = decide(view, "what is number3", answered)
+    assert "-s/9" not in moves_of(plan) and ("+s/9" in moves_of(plan)) == (state == "s")
+    assert "+s/3" in moves_of(plan)
+
+
+def test_a_repeated_question_that_is_too_long_keeps_its_end_within_half_of_the_budget() -> None:
+    view = block_view(FILLER[:12], "rsss" + "r" * 8, tail=8)
+    blocks = (replace(block, message=min(i, 6)) for i, block in enumerate(view.blocks))
+    view = replace(view, blocks=BlockTable(blocks), n_past=12 * 64 + 4)
+    plan = decide(view, "what is number3", CONFIG)
+    assert not {"-s/8", "-s/9", "-s/10", "-s/11"} & set(moves_of(plan).split())
+    assert "+s/3" in moves_of(plan) and "-s/6" in moves_of(plan)
+
+
 def test_a_block_that_is_not_complete_leaves_in_pieces() -> None:
     """llama-server would cut it at multiples of 64 tokens, across the ends of blocks."""
     view = block_view(FILLER[:2], "rr", tail=0)
