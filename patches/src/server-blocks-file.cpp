@@ -4,10 +4,12 @@
 #include "llama.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cinttypes>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #if !defined(_WIN32)
 #include <fcntl.h>
@@ -18,7 +20,7 @@
 
 static constexpr char     MAGIC[8] = { 'e', 'v', 'o', 'k', 'e', 'K', 'V', 'B' };
 static constexpr uint32_t VERSION  = 3;          // 1: without key bounds, 2: without the origin of rows
-static constexpr uint64_t ID_SEED  = 2;          // of server_blocks_model_id()
+static constexpr uint64_t ID_SEED  = 3;          // of server_blocks_model_id()
 static constexpr uint32_t ORDER    = 0x01020304; // byte order of numbers
 static constexpr size_t   ALIGN    = 64;         // of the offset of the rows
 static constexpr size_t   HEAD_MAX = size_t(64) << 20;
@@ -295,17 +297,47 @@ server_blocks_head peek(int fd, fixed_head & fixed) {
     return unpacked(std::move(bytes), fixed);
 }
 
-// Returns the checksum of n bytes of the file, or of fewer where the file ends.
-uint64_t checksum_of(int fd, size_t offset, size_t n, uint64_t seed) {
-    std::vector<uint8_t> bytes(n);
-    const ssize_t done = pread(fd, bytes.data(), n, offset);
-    return server_blocks_checksum(bytes.data(), std::max<ssize_t>(done, 0), seed);
+// A range of a file.
+struct file_range {
+    size_t offset;
+    size_t size;
+};
+
+// Returns the checksum of a range of the file, or of less where the file ends. Reads it in parts.
+uint64_t checksum_of(int fd, const file_range & range, uint64_t seed) {
+    static constexpr size_t PART = 1024*1024;
+    std::vector<uint8_t> bytes(std::min(PART, range.size));
+    for (size_t at = 0; at < range.size; at += PART) {
+        const ssize_t done = pread(fd, bytes.data(), std::min(PART, range.size - at), range.offset + at);
+        seed = server_blocks_checksum(bytes.data(), std::max<ssize_t>(done, 0), seed);
+    }
+    return seed;
 }
 
-// Hashes the metadata and every tensor: all of a small one, samples of a large one. Sets `n_files` to the number of
-// files that the model is split into. Returns 0 if the file cannot be read.
+// Returns the checksums of the ranges. Several threads read: a model may have many gigabytes.
+std::vector<uint64_t> checksums_of(int fd, const std::vector<file_range> & ranges, uint64_t seed) {
+    static constexpr size_t N_THREADS = 8;
+    std::vector<uint64_t> sums(ranges.size());
+    std::atomic<size_t> next { 0 };
+    const auto work = [&] {
+        for (size_t i = next++; i < ranges.size(); i = next++) {
+            sums[i] = checksum_of(fd, ranges[i], seed);
+        }
+    };
+    std::vector<std::thread> threads;
+    for (size_t i = 1; i < std::min<size_t>(N_THREADS, std::thread::hardware_concurrency()); ++i) {
+        threads.emplace_back(work);
+    }
+    work();
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    return sums;
+}
+
+// Hashes the metadata and every tensor, whole. Sets `n_files` to the number of files that the model is split into.
+// Returns 0 if the file cannot be read.
 uint64_t gguf_id(const std::string & path, uint64_t h, int & n_files) {
-    static constexpr size_t PART = 4096, N_PARTS = 8;
     const std::unique_ptr<gguf_context, decltype(&gguf_free)> file(gguf_init_from_file(path.c_str(), { true, nullptr }), gguf_free);
     if (!file) {
         return 0;
@@ -317,20 +349,13 @@ uint64_t gguf_id(const std::string & path, uint64_t h, int & n_files) {
         return 0;
     }
     const size_t base = gguf_get_data_offset(file.get());
-    h = checksum_of(fd, 0, base, h);
+    std::vector<file_range> ranges { { 0, base } };
     for (int64_t i = 0; i < gguf_get_n_tensors(file.get()); ++i) {
-        const size_t at = base + gguf_get_tensor_offset(file.get(), i);
-        const size_t n  = gguf_get_tensor_size(file.get(), i);
-        if (n <= PART*N_PARTS) {
-            h = checksum_of(fd, at, n, h);
-            continue;
-        }
-        for (size_t k = 0; k < N_PARTS; ++k) {
-            h = checksum_of(fd, at + (n - PART)/(N_PARTS - 1)*k, PART, h);
-        }
+        ranges.push_back({ base + gguf_get_tensor_offset(file.get(), i), gguf_get_tensor_size(file.get(), i) });
     }
+    const std::vector<uint64_t> sums = checksums_of(fd, ranges, h);
     close(fd);
-    return h;
+    return server_blocks_checksum(sums.data(), sums.size()*sizeof(sums[0]), h);
 }
 
 #endif

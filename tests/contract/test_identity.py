@@ -6,6 +6,8 @@ change them by rounding only; rows computed from something else change them by m
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +40,10 @@ def difference(one: dict[int, float], other: dict[int, float]) -> float:
 
 
 @contextmanager
-def serving(*options: str, seed: int = 0) -> Iterator[Llama]:
+def serving(*options: str, seed: int = 0, model: Path | None = None) -> Iterator[Llama]:
     usual = ("-c", "4096", "-np", "2", "-no-kvu", "-fa", "on", "--evoke-ram", "16")
-    with running(True, *usual, *options, model=ensure(SHAPES["tiny-dense"], seed)) as server:
+    model = model or ensure(SHAPES["tiny-dense"], seed)
+    with running(True, *usual, *options, model=model) as server:
         yield server
 
 
@@ -282,6 +285,28 @@ def test_a_server_with_other_computation_does_not_use_the_disk(reason: str, tmp_
         adopted = server.act("block-adopt", tokens=tokens, names=["b"])
         assert adopted["same_cells"] and adopted["whole"]
         assert logprobs(server, tokens) == own
+
+
+def test_a_model_of_which_few_weights_have_changed_does_not_use_the_disk(tmp_path: Path) -> None:
+    """Changes 64 bytes of the largest tensor, and leaves the path, size and metadata of the file.
+
+    The tensor has 512 KiB from about byte 63,000 on.
+    """
+    model = tmp_path / "model.gguf"
+    shutil.copyfile(ensure(SHAPES["tiny-dense"]), model)
+    with serving(*disk_options(tmp_path), model=model) as server:
+        tokens = text(server)
+        decode_whole(server, tokens)
+        server.act("block-save", name="b", p0=0, p1=len(tokens))
+    with model.open("r+b") as file:
+        file.seek(320_000)
+        weights = file.read(64)
+        file.seek(-64, os.SEEK_CUR)
+        file.write(weights[::-1])
+    with serving(*disk_options(tmp_path), model=model) as server:
+        assert listed(server) == {}
+        error = server.refuse("block-adopt", tokens=tokens, names=["b"])
+        assert (error["code"], error["type"]) == (409, "other_model")
 
 
 @dataclass(frozen=True)
