@@ -50,6 +50,8 @@ def fetch(
     Raises DownloadError with the cause and the fix. The next call continues an unfinished file; a
     file with a wrong hash is deleted.
     """
+    if not mirror.startswith(("https://", "http://")):
+        raise DownloadError(f"{mirror!r} is no URL of a mirror such as https://mirror.example.org")
     home, draft = store.directory(encoder), store.draft(encoder)
     try:
         store.root.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,10 @@ def _download(url: str, file: PinnedFile, part: Path, progress: Callable[[int], 
                     f"{url} is shorter than {file.size} bytes; it was not stored"
                 ) from None
             if error.code not in _TRANSIENT:
-                raise _unreachable(url, cause) from None
+                raise DownloadError(
+                    f"{url}: {cause}; the server does not give this file: name another copy of the"
+                    " model hub with --mirror URL"
+                ) from None
         except _NETWORK_ERRORS as error:
             cause = str(getattr(error, "reason", error)) or type(error).__name__
         attempts = attempts + 1 if _size(part) <= begin else 0

@@ -141,9 +141,16 @@ def test_a_file_that_was_damaged_on_disk_is_replaced(hub: Hub, store: EncoderSto
 
 def test_a_missing_file_is_requested_only_once(hub: Hub, store: EncoderStore) -> None:
     del hub.files["onnx/model.onnx"]
-    with pytest.raises(DownloadError, match="HTTP status 404"):
+    with pytest.raises(DownloadError, match=r"HTTP status 404; .* another copy of the model hub"):
         fetch(ENCODER, store, hub.url)
     assert len(hub.requests) == 2
+
+
+@pytest.mark.parametrize("mirror", ["mirror.example.org", "ftp://mirror", "/srv/mirror", ""])
+def test_a_mirror_that_is_no_web_address_is_refused(store: EncoderStore, mirror: str) -> None:
+    with pytest.raises(DownloadError, match=r"is no URL of a mirror such as https://"):
+        fetch(ENCODER, store, mirror)
+    assert not store.root.exists()
 
 
 def test_without_a_network_the_error_says_what_to_do(
