@@ -55,6 +55,7 @@ def _read(name: str) -> Any:
 
 GPU = _read("compose.yaml")
 CPU = merged(GPU, _read("compose.cpu.yaml"))
+FILES = {"gpu": ("compose.yaml",), "cpu": ("compose.yaml", "compose.cpu.yaml")}
 STACKS = pytest.mark.parametrize("stack", [GPU, CPU], ids=["gpu", "cpu"])
 BUILT = ("llama-server", "proxy")
 
@@ -572,3 +573,45 @@ def test_the_fetch_command_exits_with_0_even_if_nothing_can_be_fetched(
     assert ("the network" in done.stderr) is not network
     assert "continuing without it: the proxy will use built-in word vectors" in done.stderr
     assert not (tmp_path / "store" / encoder.name).exists()
+
+
+def _compose_program() -> list[str]:
+    """The Compose command of this machine, version 2; skips the test if there is none."""
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]) is None:
+            continue
+        found = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
+        if found.returncode == 0 and not found.stdout.startswith("1."):
+            return command
+    pytest.skip("no Docker Compose on this machine")
+
+
+@pytest.mark.parametrize("settings", ["", "all"])
+@pytest.mark.parametrize("name", FILES)
+def test_docker_compose_reads_the_stack_as_these_tests_do(
+    name: str, settings: str, tmp_path: Path
+) -> None:
+    """With the default settings, and with every line of .env.example as a setting."""
+    command = _compose_program()
+    lines = (DOCKER / ".env.example").read_text("utf-8")
+    values = re.sub(r"^#(?=[A-Z_]+=)", "", lines, flags=re.MULTILINE) if settings else ""
+    (tmp_path / "env").write_text(values, "utf-8")
+    command += ["--env-file", str(tmp_path / "env")]
+    for file in FILES[name]:
+        command += ["-f", str(DOCKER / file)]
+    env = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME")}
+    done = subprocess.run(
+        [*command, "config", "--format", "json"], capture_output=True, text=True, env=env
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    stack = GPU if name == "gpu" else CPU
+    services = json.loads(done.stdout)["services"]
+    assert services.keys() == stack["services"].keys()
+    for service, read in services.items():
+        assert ("deploy" in read) == ("deploy" in stack["services"][service]), service
+        build = stack["services"][service].get("build", {}).get("args", {})
+        values_read = read.get("build", {}).get("args", {})
+        assert {key: values_read[key] for key in build if "$" not in build[key]} == {
+            key: value for key, value in build.items() if "$" not in value
+        }
+    assert services["llama-server"]["environment"]["LLAMA_ARG_EVOKE_DISK"] == "/blocks/kv:8192"
