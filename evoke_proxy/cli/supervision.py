@@ -40,6 +40,7 @@ class Child:
         log: File that its output is appended to; after a crash the last lines are printed. None:
             it writes to the output of this process.
         stop_s: Seconds that it may take to stop before it is killed.
+        orphan_signal: The signal that it gets when this process ends in any way (Linux).
         process: The process; None before its start, and between a crash and the next start.
         n_crashes: Number of crashes in a row.
     """
@@ -49,13 +50,14 @@ class Child:
     env: Mapping[str, str]
     log: Path | None
     stop_s: float
+    orphan_signal: signal.Signals = signal.SIGTERM
     process: subprocess.Popen[bytes] | None = None
     n_crashes: int = 0
     _started_at: float = 0.0
     _start_at: float = 0.0
 
     def start(self) -> None:
-        """Start the process; the kernel sends it SIGTERM when this process ends in any way."""
+        """Start the process; it gets `orphan_signal` when this process ends in any way."""
         self._started_at = time.monotonic()
         output: IO[bytes] | None = None
         if self.log is not None:
@@ -69,7 +71,7 @@ class Child:
                 stderr=subprocess.STDOUT if output is not None else None,
                 env=dict(self.env),
                 process_group=0,  # Ctrl-C signals only this process, which stops the children
-                preexec_fn=_ends_with(os.getpid()),
+                preexec_fn=_ends_with(os.getpid(), self.orphan_signal),
             )
         finally:
             if output is not None:
@@ -161,8 +163,11 @@ class Stop:
     on_second: list[Callable[[], None]] = field(default_factory=list)
 
     def install(self) -> None:
-        """Count SIGTERM and SIGINT from now on."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Count SIGTERM, SIGINT and, unless nohup ignores it, SIGHUP from now on."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # the terminal is closed
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             signal.signal(number, lambda *_: self._count())
 
     def _count(self) -> None:
@@ -189,11 +194,12 @@ def describe(code: int | None) -> str:
 
 def say(text: str) -> None:
     """Print a message of `evoke-proxy up` to standard error."""
-    print(f"evoke-proxy up: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is closed
+        print(f"evoke-proxy up: {text}", file=sys.stderr, flush=True)
 
 
-def _ends_with(parent: int) -> Callable[[], None] | None:
-    """Return the function that makes a new process get SIGTERM when `parent` ends.
+def _ends_with(parent: int, number: signal.Signals) -> Callable[[], None] | None:
+    """Return the function that makes a new process get a signal when `parent` ends.
 
     The new process calls it before its program. None where the system is not Linux.
     """
@@ -202,7 +208,7 @@ def _ends_with(parent: int) -> Callable[[], None] | None:
     prctl = ctypes.CDLL(None, use_errno=True).prctl
 
     def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
         if os.getppid() != parent:  # it has ended already
             os._exit(1)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from evoke_proxy.cli import supervision
-from evoke_proxy.cli.supervision import Child, backoff_s, describe
+from evoke_proxy.cli.supervision import Child, Stop, backoff_s, describe, say
 
 
 def child(log: Path, program: str) -> Child:
@@ -92,3 +94,71 @@ def test_an_exit_soon_after_the_start_differs_from_a_later_crash(
     assert one.exit_code == 1 and one.ended_early
     monkeypatch.setattr(supervision, "_STABLE_S", 0.0)
     assert not one.ended_early
+
+
+_PARENT = """
+import os, signal, sys, time
+from pathlib import Path
+from evoke_proxy.cli.supervision import Child
+program = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+child = Child("it", [sys.executable, "-c", program + "; time.sleep(60)"], os.environ,
+              Path(sys.argv[1]), 5.0, orphan_signal=signal.SIGKILL)
+child.start()
+while "1" not in child.tail():
+    time.sleep(0.01)
+print(child.process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has this signal")
+def test_a_child_that_ignores_sigterm_ends_with_its_killed_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _PARENT, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert Path(f"/proc/{pid}/stat").exists()
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_closed_terminal_stops_but_nohup_does_not() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        stop = Stop()
+        stop.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.wait() and stop.requested == 1
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        ignoring = Stop()
+        ignoring.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not ignoring.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_message_for_a_closed_terminal_is_lost_without_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as broken:
+        monkeypatch.setattr(sys, "stderr", broken)
+        say("stopping")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            broken.close()
