@@ -40,17 +40,22 @@ class Command:
         name: Its name on the command line.
         summary: Its description in `evoke-proxy --help`.
         module: The module that implements it (a `CommandModule`), imported only when needed.
+        takes_server_options: Whether words after `--` are options for llama-server.
     """
 
     name: str
     summary: str
     module: str
+    takes_server_options: bool = False
 
 
 COMMANDS = (
-    Command("up", "start a llama-server and the proxy in front of it", "evoke_proxy.cli.up"),
+    Command("up", "start a llama-server and the proxy in front of it", "evoke_proxy.cli.up", True),
     Command(
-        "plan", "show how many KV cells and how much memory a model gets", "evoke_proxy.cli.plan"
+        "plan",
+        "show how many KV cells and how much memory a model gets",
+        "evoke_proxy.cli.plan",
+        True,
     ),
     Command(
         "serve", "run the proxy in front of one or more llama-servers", "evoke_proxy.cli.serve"
@@ -84,8 +89,7 @@ class CommandModule(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (by default sys.argv) names; returns its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments = build_parser(words).parse_args(words)
+    arguments = _parsed(list(sys.argv[1:] if argv is None else argv))
     try:
         code = _load(arguments.command).run(arguments)
         sys.stdout.flush()
@@ -98,6 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 1
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; `server_options` are the words after `--`, wherever other options stand."""
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    if not any(command.name == chosen and command.takes_server_options for command in COMMANDS):
+        return build_parser(words).parse_args(words)
+    end = words.index("--") if "--" in words else len(words)
+    parser = build_parser(words)
+    arguments, unknown = parser.parse_known_args(words[:end])
+    if unknown or arguments.server_options:
+        text = " ".join([*unknown, *arguments.server_options])
+        parser.error(f"unrecognized arguments: {text}; options for llama-server follow --")
+    arguments.server_options = list(words[end + 1 :])
+    return arguments
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:

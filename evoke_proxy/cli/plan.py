@@ -19,6 +19,7 @@ from evoke_proxy.adapters.model_file import read_shape
 from evoke_proxy.config import PolicySettings
 from evoke_proxy.core.servers.memory_plan import (
     KV_TYPES,
+    LEAST_CELLS_OF_A_SLOT,
     KvTypes,
     MemoryPlan,
     Wishes,
@@ -39,6 +40,8 @@ EXAMPLES = """examples:
       plan for another device, longer conversations, and four of them at a time"""
 
 _MIB = 1 << 20
+# Cells of a session, and room for blocks, where the size of the model is not known.
+_UNPLANNED_CELLS, _UNPLANNED_RAM_MIB, _UNPLANNED_DISK_MIB = 16_384, 4096, 16_384
 _UNITS = {"": _MIB, "k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 # Long names of the llama-server options that change the plan, by their short names.
@@ -51,8 +54,10 @@ _ALIASES = {
 
 
 def size(text: str) -> int:
-    """Return the bytes of a size such as 16GiB, 512M, or 4096 (MiB); ArgumentTypeError if"
-    " invalid."""
+    """Return the bytes of a size such as 16GiB, 512M, or 4096 (MiB).
+
+    Raises ArgumentTypeError for other texts.
+    """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 16GiB")
@@ -185,6 +190,8 @@ def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
                 f"{name} is not a type of the KV cache; the types are {', '.join(KV_TYPES)}"
             )
     ram = options.number("--evoke-ram")
+    if ram is None and arguments.ram is not None and arguments.ram < _MIB:
+        raise ConfigError("--ram: blocks need at least 1 MiB; to evict nothing, use --budget off")
     return Wishes(
         sessions=sessions,
         context=options.number("--ctx-logical") or arguments.context,
@@ -208,15 +215,15 @@ def server_command(
     options: ServerOptions,
     state: Path,
     plan: MemoryPlan | None,
+    wanted_without: Wishes | None = None,
 ) -> list[str]:
     """Return the command line of llama-server without its address.
 
-    `plan` is None for a model that is not downloaded yet: sizes are then defaults. Options that the
-    user gives replace those of the plan.
+    `plan` is None for a model that is not downloaded yet: sizes are then those of `wanted_without`,
+    or defaults. Options that the user gives replace those of the plan.
     """
     if plan is None:
-        wanted = {"--ctx-size": "16384", "--parallel": "1", "--kv-eviction": "1"}
-        wanted |= {"--evoke-ram": "4096", "--evoke-disk": f"{state / 'blocks'}:16384"}
+        wanted = _unplanned(wanted_without or Wishes(), state)
     else:
         wanted = {"--ctx-size": str(plan.cells * plan.sessions), "--parallel": str(plan.sessions)}
         if plan.shape.layers:
@@ -231,6 +238,18 @@ def server_command(
         for word in (name, value)
     ]
     return [program, *model, *words, *options.words]
+
+
+def _unplanned(wishes: Wishes, state: Path) -> dict[str, str]:
+    """Options for a model of unknown size; --kv-eviction lets it use its trained context."""
+    cells, disk = wishes.cells or _UNPLANNED_CELLS, wishes.disk_mib
+    wanted = {"--ctx-size": str(cells * wishes.sessions), "--parallel": str(wishes.sessions)}
+    wanted |= {"--kv-eviction": "1", "--evoke-ram": str(wishes.ram_mib or _UNPLANNED_RAM_MIB)}
+    if wishes.context is not None:
+        wanted["--ctx-logical"] = str(wishes.context)
+    if disk != 0:
+        wanted["--evoke-disk"] = f"{state / 'blocks'}:{disk or _UNPLANNED_DISK_MIB}"
+    return wanted
 
 
 def table(plan: MemoryPlan) -> list[str]:
@@ -254,25 +273,30 @@ def table(plan: MemoryPlan) -> list[str]:
             " session",
         ),
         ("evicted blocks", f"at most {_bytes(outside)} for each session"),
-        ("host memory", f"{plan.ram_mib} MiB for all sessions (--evoke-ram)"),
-        (
-            "disk",
-            f"{plan.disk_mib} MiB for all sessions (--evoke-disk)" if plan.disk_mib else "none",
-        ),
+        ("host memory", f"{_shared(plan.ram_mib, plan)} (--evoke-ram)"),
+        ("disk", f"{_shared(plan.disk_mib, plan)} (--evoke-disk)" if plan.disk_mib else "none"),
     ]
     if not shape.layers:
         rows = [
-            *rows[:3],
+            *rows[:2],
+            ("context", f"{plan.context} tokens (-c {plan.cells * plan.sessions})"),
             ("cells", "none: the model has only a recurrent state, so nothing is evicted"),
         ]
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]
 
 
+def _shared(mib: int, plan: MemoryPlan) -> str:
+    """Describe MiB that all sessions share."""
+    share = f", {mib // plan.sessions} for each" if plan.sessions > 1 else ""
+    return f"{mib} MiB for all sessions{share}"
+
+
 def _without_budget(plan: MemoryPlan) -> str:
     """Say why nothing is evicted, and which option would change it."""
     quarter = plan.context // 4
-    change = f"; --cells {quarter} keeps a quarter of it in cells" if plan.shape.layers else ""
+    can_change = plan.shape.layers and quarter >= LEAST_CELLS_OF_A_SLOT
+    change = f"; --cells {quarter} keeps a quarter of it in cells" if can_change else ""
     return f"off: the whole context fits the cells{change}"
 
 

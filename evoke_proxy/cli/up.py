@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,10 @@ EXAMPLES = """examples:
 _SERVER_STOP_S = 20.0
 # Values of llama-server's --host with which it also listens at 127.0.0.1, where `up` reaches it.
 _REACHABLE_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::")
+_NO_MODEL = (
+    "if it could not download the model, check the network (HF_ENDPOINT names another model hub),"
+    " or download the GGUF file and name it with -m"
+)
 # Seconds that the proxy may take to stop, in addition to `limits.drain_timeout_s`.
 _PROXY_STOP_S = 15.0
 
@@ -91,11 +96,13 @@ class Stack:
         server: llama-server.
         proxy: The proxy.
         port: Port of 127.0.0.1 at which llama-server listens.
+        advice: What to do when llama-server ends while it starts, after its last lines.
     """
 
     server: Child
     proxy: Child
     port: int
+    advice: str = ""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,10 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
     if binary is None or not _ports_are_free(config, port):
         return 1
     model, state, plan = _planned(arguments, options, binary)
-    command = planning.server_command(str(binary), model, options, state, plan)
+    wanted = planning.wishes(arguments, options)
+    command = planning.server_command(str(binary), model, options, state, plan, wanted)
     for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
         command += [name, value] if options.value(name) is None else []
-    keeps_slots = plan is not None and plan.shape.kind != "dense"
+    # The blocks of a dense model are all of its state; of an unknown one they may not be.
+    keeps_slots = plan is None or plan.shape.kind != "dense"
     if keeps_slots and options.value("--slot-save-path") is None:
         command += ["--slot-save-path", str(state / "slots")]
         make_private(state / "slots")
@@ -135,7 +144,13 @@ def run(arguments: argparse.Namespace) -> int:
     env = _proxy_environment(options, config, state / "slots" if keeps_slots else None)
     stack = Stack(
         server=Child(
-            "llama-server", command, os.environ, state / "llama-server.log", _SERVER_STOP_S
+            "llama-server",
+            command,
+            os.environ,
+            state / "llama-server.log",
+            _SERVER_STOP_S,
+            # SIGTERM while the proxy waits for a call would let both wait for each other.
+            orphan_signal=signal.SIGKILL,
         ),
         proxy=Child(
             "the proxy",
@@ -145,6 +160,7 @@ def run(arguments: argparse.Namespace) -> int:
             config.limits.drain_timeout_s + _PROXY_STOP_S,
         ),
         port=port,
+        advice=_NO_MODEL if plan is None else "",
     )
     return keep(stack)
 
@@ -183,6 +199,8 @@ def _is_ready(stack: Stack, stop: Stop) -> bool:
         if code is not None:
             say(f"llama-server ended with {describe(code)} while it started. Its last lines:")
             print(stack.server.tail(), file=sys.stderr, flush=True)
+            if stack.advice:
+                say(stack.advice)
             return False
         if stop.wait():
             return False
@@ -223,8 +241,7 @@ def _server(arguments: argparse.Namespace) -> Path | None:
 
 
 def _backend(wanted: str) -> str:
-    """Return the backend to build for; "auto" is CUDA if nvcc and nvidia-smi exist, else the"
-    " CPU."""
+    """Return the backend to build for; "auto" is CUDA if nvcc and nvidia-smi exist, else CPU."""
     if wanted != "auto":
         return "" if wanted == "cpu" else wanted
     return "cuda" if shutil.which("nvidia-smi") and shutil.which("nvcc") else ""
@@ -234,14 +251,14 @@ def _ports_are_free(config: Config, port: int) -> bool:
     """Whether every address is free; prints which process uses each of the others."""
     is_free = True
     named = config.security.admin_listen != type(config.security)().admin_listen
-    addresses = [*config.listen, *(config.security.admin_listen if named else ())]
-    for host, number in [*map(parse_listen, addresses), ("127.0.0.1", port)]:
+    addresses = [(*parse_listen(address), "--listen") for address in config.listen]
+    if named:
+        admin = map(parse_listen, config.security.admin_listen)
+        addresses += [(*address, "--admin-listen") for address in admin]
+    for host, number, option in [*addresses, ("127.0.0.1", port, "-- --port")]:
         owner = taken_by(host, number)
         if owner is not None:
-            say(
-                f"{host}:{number} is taken by {owner}: stop it, or choose another address"
-                " (--listen, --admin-listen)"
-            )
+            say(f"{host}:{number} is taken by {owner}: stop it, or choose another: {option}")
             is_free = False
     return is_free
 
@@ -256,9 +273,10 @@ def _planned(
     name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
     state = arguments.state or planning.default_state(name)
     if arguments.model is None:
+        ignored = "; --vram has no effect" if arguments.vram is not None else ""
         say(
             "llama-server downloads the model, so its size is not known: cells and memory are"
-            " defaults, which options after -- change"
+            f" defaults, which --cells, --context, --ram and --disk change{ignored}"
         )
         return ["-hf", arguments.hf_repo], state, None
     plan = planning.plan_for(arguments.model, arguments, options, binary, state)

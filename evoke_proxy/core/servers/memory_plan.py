@@ -9,6 +9,7 @@ _MIB = 1 << 20
 # llama-server rounds the cells of a slot up to a multiple of the first number, and decodes batches
 # of as many tokens as the second.
 _CELL_STEP, _BATCH = 256, 512
+LEAST_CELLS_OF_A_SLOT = _CELL_STEP
 # Bytes of one value of a KV type of llama-server.
 KV_TYPES: Mapping[str, float] = {
     "f32": 4.0,
@@ -190,6 +191,8 @@ def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan
     )
     cells = wishes.cells or _cells(shape, machine, wishes, context, notes)
     cells = min(_padded(cells), _padded(context)) if wishes.cells is None else _padded(cells)
+    if not shape.layers:  # the cells of llama-server limit a conversation, although none has rows
+        context = cells = min(_padded(context), cells) if wishes.cells else _padded(context)
     context = max(context, cells) if shape.n_trained == 0 else context
     ram, disk = (0, 0) if not shape.layers else _stores(machine, wishes, row_bytes, context, notes)
     return MemoryPlan(
@@ -254,7 +257,11 @@ def _stores(
         ram = max(_LEAST_RAM_MIB, min(int(needed) + 1, most))
         if needed > ram:
             notes.append(f"Host memory holds {ram} of {int(needed)} MiB: the rest is on disk.")
+    elif ram > machine.ram // _MIB:
+        notes.append(f"Host memory has {machine.ram // _MIB} MiB free, less than {ram} MiB.")
     disk = wishes.disk_mib
+    if disk is not None and disk > machine.disk // _MIB:
+        notes.append(f"The disk has {machine.disk // _MIB} MiB free, less than {disk} MiB.")
     if disk is None:
         most = int(machine.disk * _DISK_SHARE / _MIB)
         disk = min(max(_LEAST_DISK_MIB, int(_DISK_FACTOR * needed)), most)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from evoke_proxy.cli.main import main
 from evoke_proxy.cli.plan import ServerOptions, add_wishes, server_command, size, table, wishes
 from evoke_proxy.core.servers.memory_plan import LayerKv, Machine, ModelShape, Wishes, make_plan
 from evoke_proxy.errors import ConfigError
+from evoke_proxy.models import bundled_model
 
 GIB = 1 << 30
 SHAPE = ModelShape("llama", (LayerKv(512, 512),) * 28, n_trained=131_072, weight_bytes=5 * GIB)
@@ -72,6 +75,35 @@ def test_a_model_that_is_not_downloaded_yet_gets_its_trained_context() -> None:
     assert command[command.index("--kv-eviction") + 1] == "1"
 
 
+def test_wishes_size_a_model_that_is_not_downloaded_yet() -> None:
+    wanted = wishes(
+        arguments("--cells", "4096", "--sessions", "2", "--context", "65536", "--ram", "2GiB"),
+        ServerOptions(()),
+    )
+    command = server_command(
+        "server", ["-hf", "a/b"], ServerOptions(("-ngl", "9")), Path("/state"), None, wanted
+    )
+    text = " ".join(command)
+    assert "--ctx-size 8192 --parallel 2" in text and "--ctx-logical 65536" in text
+    assert "--evoke-ram 2048" in text and "--evoke-disk /state/blocks:16384" in text
+    assert text.endswith("-ngl 9")
+    without_disk = replace(wanted, disk_mib=0)
+    command = server_command("server", [], ServerOptions(()), Path("/state"), None, without_disk)
+    assert "--evoke-disk" not in command
+
+
+def test_host_memory_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1 MiB"):
+        wishes(arguments("--ram", "1KiB"), ServerOptions(()))
+
+
+def test_the_table_shows_what_each_of_several_sessions_has() -> None:
+    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384, sessions=2, ram_mib=100, disk_mib=300))
+    text = "\n".join(table(plan))
+    assert "100 MiB for all sessions, 50 for each (--evoke-ram)" in text
+    assert "300 MiB for all sessions, 150 for each (--evoke-disk)" in text
+
+
 def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384))
     text = "\n".join(table(plan))
@@ -85,3 +117,28 @@ def test_the_table_names_the_option_that_would_evict_where_a_context_fits() -> N
     plan = make_plan(SHAPE, MACHINE, Wishes(cells=32_768, context=32_768))
     text = "\n".join(table(plan))
     assert "off: the whole context fits the cells; --cells 8192 keeps a quarter" in text
+
+
+def test_a_context_whose_quarter_is_less_than_a_slot_gets_no_advice() -> None:
+    plan = make_plan(SHAPE, MACHINE, Wishes(cells=512, context=512))
+    assert "--cells" not in "\n".join(table(plan))
+
+
+@pytest.mark.parametrize("words", [["--cells", "512", "m", "--"], ["m", "--cells", "512", "--"]])
+def test_options_of_llama_server_may_follow_any_option_of_plan(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(bundled_model())
+    command = ["plan", *(model if word == "m" else word for word in words)]
+    assert main([*command, "-np", "2", "-ngl", "20", "--"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "--ctx-size 1024" in last and last.endswith("-np 2 -ngl 20 --")
+
+
+@pytest.mark.parametrize("words", [["-ngl", "20"], ["20"]])
+def test_options_of_llama_server_without_dashes_before_them_are_refused_with_the_fix(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "model.gguf", *words])
+    assert f"{' '.join(words)}; options for llama-server follow --" in capsys.readouterr().err

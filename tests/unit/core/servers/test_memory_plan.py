@@ -98,3 +98,20 @@ def test_windowed_layers_keep_the_window_and_a_batch() -> None:
     assert shape.kind == "iswa"
     assert session_bytes(shape, 8192) == (8192 + 768) * 256
     assert make_plan(shape, ROOMY, Wishes()).row_bytes == 256
+
+
+def test_the_cells_of_a_recurrent_model_limit_its_context() -> None:
+    shape = ModelShape("mamba", (), n_recurrent=4, state_bytes=4 * 5000, n_trained=8192)
+    assert make_plan(shape, ROOMY, Wishes()).cells == 8192
+    few = make_plan(shape, ROOMY, Wishes(cells=300))
+    assert (few.cells, few.context) == (512, 512)
+    assert make_plan(shape, ROOMY, Wishes(cells=300, context=100)).context == 256
+
+
+def test_more_memory_or_disk_than_is_free_gives_a_note() -> None:
+    plan = make_plan(DENSE, Machine(None, GIB, GIB), Wishes(ram_mib=2048, disk_mib=4096))
+    assert plan.notes[-2:] == (
+        "Host memory has 1024 MiB free, less than 2048 MiB.",
+        "The disk has 1024 MiB free, less than 4096 MiB.",
+    )
+    assert not make_plan(DENSE, ROOMY, Wishes(cells=16_384, ram_mib=8, disk_mib=8)).notes
