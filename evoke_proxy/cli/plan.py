@@ -214,16 +214,15 @@ def server_command(
     model: Sequence[str],
     options: ServerOptions,
     state: Path,
-    plan: MemoryPlan | None,
-    wanted_without: Wishes | None = None,
+    plan: MemoryPlan | Wishes,
 ) -> list[str]:
     """Return the command line of llama-server without its address.
 
-    `plan` is None for a model that is not downloaded yet: sizes are then those of `wanted_without`,
-    or defaults. Options that the user gives replace those of the plan.
+    For a model that is not downloaded yet there are wishes instead of a plan; sizes that they leave
+    open are defaults. Options that the user gives replace those of the plan.
     """
-    if plan is None:
-        wanted = _unplanned(wanted_without or Wishes(), state)
+    if isinstance(plan, Wishes):
+        wanted = _unplanned(plan, state)
     else:
         wanted = {"--ctx-size": str(plan.cells * plan.sessions), "--parallel": str(plan.sessions)}
         if plan.shape.layers:

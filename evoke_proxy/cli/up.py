@@ -128,8 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     if binary is None or not _ports_are_free(config, port):
         return 1
     model, state, plan = _planned(arguments, options, binary)
-    wanted = planning.wishes(arguments, options)
-    command = planning.server_command(str(binary), model, options, state, plan, wanted)
+    sizes = plan or planning.wishes(arguments, options)
+    command = planning.server_command(str(binary), model, options, state, sizes)
     for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
         command += [name, value] if options.value(name) is None else []
     # The blocks of a dense model are all of its state; of an unknown one they may not be.

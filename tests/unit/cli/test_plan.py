@@ -69,7 +69,7 @@ def test_a_recurrent_model_gets_no_block_options() -> None:
 
 
 def test_a_model_that_is_not_downloaded_yet_gets_its_trained_context() -> None:
-    command = server_command("server", ["-hf", "a/b"], ServerOptions(()), Path("/state"), None)
+    command = server_command("server", ["-hf", "a/b"], ServerOptions(()), Path("/state"), Wishes())
     assert command[1:3] == ["-hf", "a/b"]
     # With --kv-eviction the logical context defaults to the trained length.
     assert command[command.index("--kv-eviction") + 1] == "1"
@@ -88,7 +88,7 @@ def test_wishes_size_a_model_that_is_not_downloaded_yet() -> None:
     assert "--evoke-ram 2048" in text and "--evoke-disk /state/blocks:16384" in text
     assert text.endswith("-ngl 9")
     without_disk = replace(wanted, disk_mib=0)
-    command = server_command("server", [], ServerOptions(()), Path("/state"), None, without_disk)
+    command = server_command("server", [], ServerOptions(()), Path("/state"), without_disk)
     assert "--evoke-disk" not in command
 
 
