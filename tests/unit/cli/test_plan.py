@@ -81,7 +81,7 @@ def test_wishes_size_a_model_that_is_not_downloaded_yet() -> None:
         ServerOptions(()),
     )
     command = server_command(
-        "server", ["-hf", "a/b"], ServerOptions(("-ngl", "9")), Path("/state"), None, wanted
+        "server", ["-hf", "a/b"], ServerOptions(("-ngl", "9")), Path("/state"), wanted
     )
     text = " ".join(command)
     assert "--ctx-size 8192 --parallel 2" in text and "--ctx-logical 65536" in text
