@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from harness import server_binary
 from shipped_stack import PROXY, ROOT, Installed, Program, running
@@ -134,15 +132,3 @@ def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> Non
     with stack(host):
         installed.assert_continues_after_a_restart(client)
         assert (tmp_path / "state/admin-token").read_text("utf-8").strip() == token
-
-
-@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")])
-def test_docker_compose_accepts_the_files_of_the_stack(files: tuple[str, ...]) -> None:
-    command = ["docker", "compose"]
-    if shutil.which("docker") is None or subprocess.run([*command, "version"]).returncode != 0:
-        pytest.skip("needs the Docker CLI with its compose plugin")
-    options = [word for name in files for word in ("-f", name)]
-    completed = subprocess.run(
-        [*command, *options, "config", "--quiet"], cwd=DOCKER, capture_output=True, text=True
-    )
-    assert completed.returncode == 0, completed.stderr

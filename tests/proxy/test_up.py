@@ -118,6 +118,22 @@ def test_a_killed_server_is_restarted_and_sigterm_stops_both(tmp_path: Path) -> 
         assert not healthy(port)
 
 
+def test_both_end_soon_when_up_is_killed_while_blocks_are_copied(tmp_path: Path) -> None:
+    """The proxy copies blocks after an answer; a server that is told to stop does not answer it."""
+    with up(tmp_path, "--cells", "1024") as running:
+        until(lambda: _LISTENS.search(running.output), "the proxy listens")
+        match = _LISTENS.search(running.output)
+        assert match is not None
+        text = " ".join(f"Nina paints the village number {n}." for n in range(300))
+        message = {"role": "user", "content": text}
+        body = json.dumps({"messages": [message], "max_tokens": 4}).encode()
+        assert ask(int(match[1]), "POST", "/v1/chat/completions", body).status == 200
+        server = running.server_pid
+        running.process.kill()
+        until(lambda: not Path(f"/proc/{server}/exe").exists(), "llama-server ends", 20)
+        until(lambda: not healthy(int(match[1])), "the proxy ends", 20)
+
+
 def test_up_exits_with_the_last_lines_of_a_server_that_cannot_start(tmp_path: Path) -> None:
     with up(tmp_path, server_options=["--no-such-option"]) as running:
         assert running.process.wait(60) == 1
