@@ -13,7 +13,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import ROLES, FloatArray, Mask, Positions
-from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.model.blocks import Role, count
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.planner import (
     Candidates,
@@ -55,6 +55,8 @@ _RANKED = 1.0
 _LIVE, _REREAD, _RULES, _ASKED = 3.0, 4.0, 4.5, 5.0
 # At most this share of the budget is for a question that is not decoded again.
 _MAX_ASKED_SHARE = 0.5
+# An answer is expected to take at most the budget divided by this.
+_MAX_ANSWER_DIVISOR = 2
 # Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
 
@@ -92,7 +94,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         units = Units.of(view.blocks, _max_unit_tokens(left, query))
         keep = keep_scores(view, config.sink_tokens, parameters.weights)
         order = np.zeros(0, np.int64)
-        if parameters.relevance > 0:
+        if parameters.relevance > 0 and not _fits(view, config):
             order = _unit_order(view, query, config, units)
         scores = keep + _ranked(order, units)
         if room is not None:
@@ -127,6 +129,20 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         )
 
     return choose
+
+
+def _fits(view: PolicyView, config: PolicyConfig) -> bool:
+    """Return whether prompt and answer fit budget and cells, so that ranking would change nothing.
+
+    An answer is expected to take at most half of the budget; one that takes more is decoded with
+    blocks evicted by their keep-scores.
+    """
+    if config.budget is None:
+        return True
+    longest = config.budget // _MAX_ANSWER_DIVISOR
+    answer = longest if view.max_tokens is None else min(view.max_tokens, longest)
+    n_needed = view.n_tokens + answer
+    return n_needed <= min(config.budget, view.n_free + count(view.resident))
 
 
 def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:

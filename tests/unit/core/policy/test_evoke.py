@@ -1,0 +1,57 @@
+"""The evoke policy ranks blocks only where the ranking can change the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from policy_fixtures import CONFIG, FILLER, block_view
+
+from evoke_proxy.core.model.block_table import Positions
+from evoke_proxy.core.policy.registry import decide
+from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.query import Query
+
+QUERY = Query.of("What is the name of the harbour master?")
+
+
+@pytest.fixture
+def n_ranked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of blocks of each ranking that is computed."""
+    calls: list[int] = []
+    rank = Index.unit_order
+
+    def counted(index: Index, query: Query, blocks: object, *others: object) -> Positions:
+        calls.append(len(blocks))  # type: ignore[arg-type]
+        return rank(index, query, blocks, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Index, "unit_order", counted)
+    return calls
+
+
+def test_a_prompt_that_fits_with_its_answer_is_not_ranked(n_ranked: list[int]) -> None:
+    view = replace(block_view(FILLER[:8], "rrrsssrr"), max_tokens=100)
+    config = replace(CONFIG, budget=view.n_tokens + 100)
+    plan = decide(view, QUERY, config)
+    assert not n_ranked
+    assert not plan.evicts
+    assert len(plan.loads) == 3, "all blocks that are not in the cache must come back"
+
+
+@pytest.mark.parametrize("reason", ["budget", "answer", "cells"])
+def test_a_prompt_that_may_not_fit_is_ranked(reason: str, n_ranked: list[int]) -> None:
+    view = replace(block_view(FILLER[:8], "rrrsssrr"), max_tokens=100)
+    config = replace(CONFIG, budget=view.n_tokens + 100)
+    if reason == "budget":
+        config = replace(config, budget=view.n_tokens + 99)
+    elif reason == "answer":
+        view = replace(view, max_tokens=None)
+    else:
+        view = replace(view, n_free=100)
+    decide(view, QUERY, config)
+    assert n_ranked == [8]
+
+
+def test_nothing_is_ranked_without_a_budget(n_ranked: list[int]) -> None:
+    decide(block_view(FILLER[:8], "rrrsssrr"), QUERY, replace(CONFIG, budget=None))
+    assert not n_ranked
