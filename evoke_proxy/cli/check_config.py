@@ -29,6 +29,8 @@ EXAMPLES = """examples:
 
 # Most seconds for a connection to llama-server, and for its answer.
 _CONNECT_S, _ANSWER_S = 2.0, 5.0
+# Advice where the budget is automatic and the server is not patched.
+_TO_EVICT = "start the one that `evoke-proxy build-server` builds, with --evoke-ram"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +92,8 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
         return f"{error}{unknown}", ""
     status = budget_status(config.policy, info)
     in_force = f"; {status.text}" if info.patched else ""
+    if not info.patched and config.policy.budget == AUTO:
+        in_force = f", so nothing is evicted; to evict, {_TO_EVICT}"
     return f"{_described(info)}{in_force}", status.warning
 
 

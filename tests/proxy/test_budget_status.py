@@ -118,6 +118,8 @@ def test_check_config_compares_the_budget_with_the_servers(
     assert lines[-1] == "the configuration is valid, with 1 warning"
     lines = check_config("--budget", "1500", *upstreams)
     assert sum(line.startswith("warning ") for line in lines) == 3
+    (stock,) = [line for line in check_config(*upstreams) if " stock: " in line]
+    assert "nothing is evicted" in stock and "build-server" in stock and "--evoke-ram" in stock
     lines = check_config("--budget", "1500", *upstreams, "--offline")
     assert lines[-1] == "the configuration is valid"
 
