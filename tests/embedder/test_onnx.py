@@ -187,7 +187,7 @@ def _nan(directory: Path) -> None:
     [
         (None, {}, "is not a directory; evoke-proxy embedder fetch fetches"),
         (Path.mkdir, {}, "has neither model.onnx nor onnx/model.onnx; put an encoder"),
-        (_no_tokenizer, {}, "tokenizer.json is missing; it belongs to the model"),
+        (_no_tokenizer, {}, "tokenizer.json is missing; copy it from the repository"),
         (_broken_model, {}, "model.onnx cannot be loaded: [ONNXRuntimeError]"),
         (_broken_tokenizer, {}, "tokenizer.json cannot be loaded: "),
         (_broken_file, {}, "config.json cannot be loaded: "),
@@ -195,7 +195,7 @@ def _nan(directory: Path) -> None:
         (_nan, {}, "vectors that are not numbers"),
         (write, {"device": "cuda"}, "embedder.device: onnxruntime offers only "),
         (lambda d: write(d, outputs=("scalar",)), {}, "output scalar has shape []"),
-        (lambda d: write(d, inputs=("pixels",)), {}, "takes pixels; the proxy can give input_ids"),
+        (lambda d: write(d, inputs=("pixels",)), {}, "has the inputs pixels; the proxy provides"),
         (lambda d: write(d, kind=TensorProto.FLOAT), {}, "as whole numbers: export a text encoder"),
         (lambda d: write(d, batch=1), {}, "the embedder failed: "),
     ],
