@@ -323,7 +323,7 @@ class Metrics:
             self.reloads.labels(result=result)
         self.upstream_errors = self._counter(
             "evoke_upstream_errors",
-            "Failures of llama-server, by kind: an error code such as upstream_timeout.",
+            "Failures of llama-server, by kind: an error code, for example upstream_timeout.",
             "kind",
         )
 
@@ -361,7 +361,7 @@ class Metrics:
         )
         self.snapshots_evicted = self._counter(
             "evoke_snapshot_evictions",
-            "Deleted snapshots, by reason, such as the limit that was exceeded.",
+            "Deleted snapshots, by reason: for example the limit that was exceeded.",
             "reason",
         )
         self.index_failures = self._counter(

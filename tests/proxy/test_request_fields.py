@@ -173,7 +173,7 @@ def test_pins_beyond_their_share_of_the_budget_are_refused(
         answer = _post(patched_proxy.port, path, body | pin)
         assert answer.status == 400
         error = json.loads(answer.body)["error"]
-        assert "tokens are pinned, at most" in error["message"]
+        assert "tokens are pinned, but at most" in error["message"]
         assert error.get("code", "evoke_pin_budget_exceeded") == "evoke_pin_budget_exceeded"
     assert _post(patched_proxy.port, path, body).status == 200
 
