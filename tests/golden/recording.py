@@ -98,9 +98,9 @@ def relay(upstream: int) -> Iterator[Recorder]:
         with contextlib.suppress(OSError, ValueError):
             buffer = b""
             while True:
-                one, rest = _read(near, buffer, far)
-                made.received.append(one)
-                buffer = rest
+                one, buffer = _read(near, buffer)
+                made.received.append(one)  # before the server can answer it
+                far.sendall(one.head + b"\r\n\r\n" + one.body)
         for end in (far, near):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -118,17 +118,13 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
         sink.shutdown(socket.SHUT_RDWR)
 
 
-def _read(
-    connection: socket.socket, buffer: bytes, forward: socket.socket | None = None
-) -> tuple[Received, bytes]:
+def _read(connection: socket.socket, buffer: bytes) -> tuple[Received, bytes]:
     """One request and what came after it; ValueError at the end of the connection."""
 
     def more() -> bytes:
         data = connection.recv(1 << 16)
         if not data:
             raise ValueError("closed")
-        if forward is not None:
-            forward.sendall(data)
         return data
 
     while b"\r\n\r\n" not in buffer:
