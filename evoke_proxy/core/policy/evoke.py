@@ -132,7 +132,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
 
 
 def _fits(view: PolicyView, config: PolicyConfig) -> bool:
-    """Return whether prompt and answer fit budget and cells, so that ranking would change nothing.
+    """Return whether prompt and answer should fit budget and cells, so that nothing is evicted.
 
     An answer is expected to take at most half of the budget; one that takes more is decoded with
     blocks evicted by their keep-scores.

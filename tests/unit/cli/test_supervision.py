@@ -157,6 +157,8 @@ def test_a_message_for_a_closed_terminal_is_lost_without_an_error(
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as broken:
+        with pytest.raises(BrokenPipeError):
+            print("a message", file=broken, flush=True)
         monkeypatch.setattr(sys, "stderr", broken)
         say("stopping")
         monkeypatch.undo()

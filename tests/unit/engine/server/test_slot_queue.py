@@ -631,6 +631,26 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
     _with_engine(work)
 
 
+def _slow_block_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Make block calls on a slot with 12 rows wait.
+
+    Returns an event that is set when a call has begun, and one that lets all calls end.
+    """
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slot(*_: object) -> dict[str, Any]:
+        return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
+
+    async def run(*_: object) -> dict[str, Any]:
+        begun.set()
+        await may_end.wait()
+        return {"epoch": 5}
+
+    monkeypatch.setattr(BlockApi, "slot", slot)
+    monkeypatch.setattr(BlockApi, "run", run)
+    return begun, may_end
+
+
 def test_a_turn_waits_while_its_rows_are_saved_for_a_request_without_a_conversation(
     monkeypatch: Any,
 ) -> None:
@@ -640,18 +660,7 @@ def test_a_turn_waits_while_its_rows_are_saved_for_a_request_without_a_conversat
         (victim,) = engine.conversations
         (await engine.server.slots.acquire(victim.id, "")).release()
         victim.budgeted.epoch = 5
-        saving, saved = asyncio.Event(), asyncio.Event()
-
-        async def slot(*_: object) -> dict[str, Any]:
-            return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
-
-        async def run(*_: object) -> dict[str, Any]:
-            saving.set()
-            await saved.wait()
-            return {"epoch": 5}
-
-        monkeypatch.setattr(BlockApi, "slot", slot)
-        monkeypatch.setattr(BlockApi, "run", run)
+        saving, saved = _slow_block_calls(monkeypatch)
         scope, chat = _request(engine).scope, parse_chat("chat", {"prompt": "Hi", "id_slot": 0})
         incoming = IncomingRequest(dialect="completions", body=b"{}", headers={})
         request = ParsedChat(incoming=incoming, tenant="", body=b"{}", chat=chat, id_slot=0)
@@ -678,18 +687,7 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
         conversation.budgeted.epoch = 5
         if has_slot:
             (await engine.server.slots.acquire(conversation.id, "")).release()
-        dropping, dropped = asyncio.Event(), asyncio.Event()
-
-        async def slot(*_: object) -> dict[str, Any]:
-            return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
-
-        async def run(*_: object) -> dict[str, Any]:
-            dropping.set()
-            await dropped.wait()
-            return {"epoch": 5}
-
-        monkeypatch.setattr(BlockApi, "slot", slot)
-        monkeypatch.setattr(BlockApi, "run", run)
+        dropping, dropped = _slow_block_calls(monkeypatch)
         span = Span(0, len(conversation.tokens))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(Admin(engine).drop_block(conversation.id, span))
