@@ -12,9 +12,19 @@ BENCHES := support latency copies capture decode limit overhead stall embedding 
 
 .PHONY: demo test check docs bench fuzz patches-check test-matrix help venv build tools clean
 
+##@ Start
+## make demo            a planted fact under four policies; report in out/demo/report.html
+## make build           the patched llama-server and the stock one
 demo: venv
 	@$(BIN)/evoke-proxy demo
 
+##@ Check
+## make test            all tests; TESTS=tests/unit for some of them
+## make check           style, types, structure
+## make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, macos, pins
+## make fuzz            20000 random operations and malformed requests, with sanitizers
+## make patches-check   releases of llama.cpp that the patches apply to: patches/APPLIES.md
+## make docs            the documentation as a site, in out/site
 test: build .venv/clients
 	@$(BIN)/python tests/run.py -n $(JOBS) --dist loadfile --no-loadscope-reorder --continue-on-collection-errors $(TESTS)
 
@@ -24,6 +34,37 @@ check: venv
 	$(BIN)/mypy --strict evoke_proxy bench
 	$(BIN)/python -m pytest -q tests/unit/house/test_floors.py
 
+##@ Recall: does the model see what the question needs
+## make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget
+## make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache
+## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it
+## make bench-unseen    the same, and recall by the model, of questions that it was not trained on
+## make bench-retrieval how often the block with the answer is found, and how fast
+## make bench-recall    layers of a model that find the block in question
+## make bench-ceiling   recall of the bundled model without eviction
+## make bench-kv_types  recall with a quantized KV cache
+## make bench-placement recall by position of a recovered block, by distance
+## make bench-long      a session of eight budgets: recall and rows in the cache along it
+##@ Cost: what a turn, a copy and a restart take
+## make bench-overhead  time that the proxy adds to a request and to a budgeted turn
+## make bench-session   time that a budget costs: a long conversation, and sixteen at once
+## make bench-growth    time of a turn in the proxy with 100 to 100,000 saved blocks
+## make bench-stall     longest stall that one client causes another
+## make bench-embedding time to embed a question or a block
+## make bench-latency   save, load and evict a block, compared with decoding it
+## make bench-copies    save and load, compared with a memcpy of the same size
+## make bench-latency-gpu  both on an NVIDIA GPU, compared with the link and with decoding
+## make bench-decode    decode speed of the patched server, compared with the stock one
+## make bench-capture   time that capturing attention adds to a generated token
+## make bench-restart   first token after a restart: cold, with the usual recipe, with ours
+## make bench-peers     only that recipe and ours
+##@ Limits and whole applications
+## make bench-limit     longest generation and parallel conversations in few cells
+## make bench-support   memory types and what they support: writes patches/SUPPORT.md
+## make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact
+## make bench-opencode  opencode on a budget, compared with an intact prefix cache
+## make bench-soak      many agents for 10 minutes; ARGS='--seconds 36000' for longer
+## make bench           all benches, hours
 # All benches in sequence, for hours, on an otherwise idle machine. A bench that misses its bar does not
 # stop the others.
 bench: build .venv/clients
@@ -59,44 +100,9 @@ test-matrix: venv .venv/clients
 	@test -n "$(TARGET)" || { $(BIN)/python tests/matrix.py --help; exit 2; }
 	@$(BIN)/python tests/matrix.py $(TARGET) $(ARGS)
 
+# Prints the lines of this file that begin with `##`.
 help:
-	@echo "make demo            a planted fact under four policies; report in out/demo/report.html"
-	@echo "make test            all tests; TESTS=tests/unit for some of them"
-	@echo "make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, macos, pins"
-	@echo "make check           style, types, structure"
-	@echo "make docs            the documentation as a site, in out/site"
-	@echo "make build           the patched llama-server and the stock one"
-	@echo "make bench-latency   save, load and evict a block, compared with decoding it"
-	@echo "make bench-capture   time that capturing attention adds to a generated token"
-	@echo "make bench-decode    decode speed of the patched server, compared with the stock one"
-	@echo "make bench-limit     longest generation and parallel conversations in few cells"
-	@echo "make bench-copies    save and load, compared with a memcpy of the same size"
-	@echo "make bench-latency-gpu  both on an NVIDIA GPU, compared with the link and with decoding"
-	@echo "make bench-overhead  time that the proxy adds to a request and to a budgeted turn"
-	@echo "make bench-stall     longest stall that one client causes another"
-	@echo "make bench-embedding time to embed a question or a block"
-	@echo "make bench-retrieval how often the block with the answer is found, and how fast"
-	@echo "make bench-ceiling   recall of the bundled model without eviction"
-	@echo "make bench-unseen    the same, and recall by the model, of questions that it was not trained on"
-	@echo "make bench-kv_types  recall with a quantized KV cache"
-	@echo "make bench-placement recall by position of a recovered block, by distance"
-	@echo "make bench-support   memory types and what they support: writes patches/SUPPORT.md"
-	@echo "make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it"
-	@echo "make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget"
-	@echo "make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache"
-	@echo "make bench-recall    layers of a model that find the block in question"
-	@echo "make bench-session   time that a budget costs: a long conversation, and sixteen at once"
-	@echo "make bench-growth    time of a turn in the proxy with 100 to 100,000 saved blocks"
-	@echo "make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact"
-	@echo "make bench-opencode  opencode on a budget, compared with an intact prefix cache"
-	@echo "make bench-long      a session of eight budgets: recall and rows in the cache along it"
-	@echo "make bench-restart   first token after a restart: cold, with the usual recipe, with ours"
-	@echo "make bench-peers     only that recipe and ours"
-	@echo "make bench-soak      many agents for 10 minutes; ARGS='--seconds 36000' for longer"
-	@echo "make bench           all benches, hours"
-	@echo "make fuzz            20000 random operations and malformed requests, with sanitizers"
-	@echo "make patches-check   releases of llama.cpp that the patches apply to: patches/APPLIES.md"
-	@echo "make clean           delete everything but the built servers"
+	@sed -n 's/^##@ \(.*\)/\n\1/p; s/^## /  /p' Makefile
 
 # Both servers from one build tree: minutes the first time, immediate later.
 build: venv
@@ -133,6 +139,8 @@ tools:
 	  echo "missing on this machine:$$missing" >&2; \
 	  echo "on Debian or Ubuntu:  sudo apt-get install -y$$missing" >&2; exit 1; fi
 
+##@ Tidy
+## make clean           delete everything but the built servers
 # Keeps the built servers in the cache (~/.cache/evoke-proxy), which took minutes.
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist

@@ -17,6 +17,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRA = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "bench/README.md",
     "deploy/README.md",
     "evoke_proxy/models/MODEL_CARD.md",
