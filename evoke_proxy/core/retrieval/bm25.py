@@ -187,17 +187,30 @@ class InvertedIndex:
         """Return the evidence of the documents that contain exactly this term."""
         return self._evidence(term, *self._active_postings(term))
 
-    def stem_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
-        """Return the active documents with a form of a word, and the counts of the forms in each.
+    def stem_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the active documents contain forms of words, given by stem.
 
-        A document occurs once for each form that it contains.
+        Returns three arrays [p]: the index in `stems`, the document, and the count of one form of
+        the word in the document.
         """
-        found = [self._active_postings(term) for term in self._terms_of_stem.get(word_stem, ())]
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            return np.zeros(0, np.int64), np.zeros(0)
-        return np.concatenate([f[0] for f in found]), np.concatenate([f[1] for f in found])
+        all_documents, all_counts = array("q"), array("d")
+        stem_numbers, lengths = list[int](), list[int]()
+        for number, word_stem in enumerate(stems):
+            for term in self._terms_of_stem.get(word_stem, ()):
+                postings = self._postings[term]
+                all_documents.extend(postings[0])
+                all_counts.extend(postings[1])
+                stem_numbers.append(number)
+                lengths.append(len(postings[0]))
+        if not lengths:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+        numbers = np.repeat(stem_numbers, lengths)
+        documents = np.frombuffer(all_documents, np.int64)
+        counts = np.frombuffer(all_counts, np.float64)
+        if self._n_active < len(self._active):
+            active = self._active[documents]
+            numbers, documents, counts = numbers[active], documents[active], counts[active]
+        return numbers, documents, counts
 
     def has_stem(self, word_stem: str) -> bool:
         """Return whether a document, active or not, contains a form of a word."""

@@ -7,6 +7,7 @@ interleaved, so that each question gets its share of the room.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,18 @@ _MIN_SPREAD = 1e-9
 
 
 def standardized(scores: FloatArray) -> FloatArray:
-    """Return scores [u] with mean 0 and standard deviation 1; all 0 when they are all equal."""
-    if not len(scores):
+    """Return rows of scores [..., u], each with mean 0 and standard deviation 1.
+
+    A row of equal scores becomes 0.
+    """
+    n = scores.shape[-1]
+    if not n:
         return scores
-    centred = scores - scores.mean()
-    spread = float(np.sqrt((centred @ centred) / len(centred)))
-    scaled: FloatArray = centred / spread if spread > _MIN_SPREAD else np.zeros(len(scores))
+    centred = scores - np.add.reduce(scores, axis=-1, keepdims=True) / n
+    spreads = [math.sqrt(row @ row / n) for row in centred.reshape(-1, n)]
+    # Divided by infinity, the scores of a row without a spread are 0.
+    divisors = [spread if spread > _MIN_SPREAD else math.inf for spread in spreads]
+    scaled: FloatArray = centred / np.reshape(divisors, (*scores.shape[:-1], 1))
     return scaled
 
 

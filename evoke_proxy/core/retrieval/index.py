@@ -205,17 +205,23 @@ class Index:
         n_ranked = (
             int(units.of_block[question_start]) if question_start < len(blocks) else len(units)
         )
-        positions = np.zeros(len(self._inverted), np.int64)
-        positions[self._documents] = np.arange(len(blocks))
-        mentions = partial(self._mentions, first_new=question_start)
-        points = self._of(self._circumstance_points)
-        circumstances = np.where(_of_short_messages(blocks), points, 0.0)
+        positions = None
+        # Without documents of removed blocks, the documents are numbered in block order.
+        if len(blocks) < len(self._inverted):
+            positions = np.zeros(len(self._inverted), np.int64)
+            positions[self._documents] = np.arange(len(blocks))
         source = _BlockSource(
-            blocks, self._inverted, positions, mentions, circumstances, self._signals
+            blocks=blocks,
+            inverted=self._inverted,
+            positions=positions,
+            find_mentions=partial(self._mentions, first_new=question_start),
+            find_circumstances=partial(self._of_short_user_messages, self._circumstance_points),
+            signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
-        cosines = list(self._clause_cosines(query))
-        return ranker.order(query, cosines, self._topic_cosines(query), model_relevance)
+        # The cosines of the whole text are those of its only clause.
+        topic_cosines = self._topic_cosines(query) if query.n_own != 1 else None
+        return ranker.order(query, self._clause_cosines(query), topic_cosines, model_relevance)
 
     def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
         """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
@@ -241,11 +247,14 @@ class Index:
         `retrieval.instructions.instruction_points`.
         """
         self.update(blocks)
-        return np.where(_of_short_messages(blocks), self._of(self._instruction_points), 0.0)
+        return self._of_short_user_messages(self._instruction_points)
 
-    def _of(self, values: array[float]) -> FloatArray:
-        """Return the values [n] of the blocks, given an array of values by document number."""
-        return np.array(values)[self._documents]
+    def _of_short_user_messages(self, points: array[float]) -> FloatArray:
+        """Return the points [n] of the blocks of short messages, given points by document number.
+
+        Blocks of other messages have 0 points.
+        """
+        return np.where(_of_short_messages(self._blocks), self._of_blocks(np.array(points)), 0.0)
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -368,8 +377,10 @@ class Index:
         lexical = self._lexical_scores(text, context)
         mentions = np.zeros(len(lexical))
         if "names" in self._signals:
-            mentions = self._mentions(text, context.first_new)
-            lexical += _MENTION * (mentions > 0)
+            found = self._mentions(text, context.first_new)
+            if found is not None:
+                mentions = found
+                lexical += _MENTION * (mentions > 0)
         if cosines is None:
             return ClauseRanking(top_ranked(lexical + _MENTION * mentions), lexical)
         similarity = outlier_scores(cosines)
@@ -416,16 +427,19 @@ class Index:
         fuzzy = self._inverted.fuzzy_evidence(exact) if "grams" in self._signals else exact
         context.term_evidence.update((term, (exact[term], fuzzy[term])) for term in terms)
 
-    def _mentions(self, text: str, first_new: int) -> FloatArray:
+    def _mentions(self, text: str, first_new: int) -> FloatArray | None:
         """Return the rank of each block [n], by age, among the blocks whose name a text mentions.
 
         0 when the text mentions no name of the block, else 1 or more. Later blocks rank higher,
         because only the latest reading of a file is valid. Blocks from `first_new` on count as the
-        earliest.
+        earliest. None when the text mentions no name of any block.
         """
+        named = self._named_documents and possible_names(text) & self._named_documents.keys()
+        if not named:
+            return None
         limit = max(_MIN_NAMED_BLOCKS, _MAX_NAMED_SHARE * len(self._documents))
         lateness = np.zeros(len(self._documents))
-        for name in possible_names(text) & self._named_documents.keys():
+        for name in named:
             documents_with_name = np.array(self._named_documents[name])
             if len(documents_with_name) <= limit:
                 at = np.flatnonzero(np.isin(self._documents, documents_with_name))
@@ -484,29 +498,31 @@ class _BlockSource:
     Attributes:
         blocks: The blocks of the session.
         inverted: Their terms.
-        positions: The index of the block of each active document.
-        find_mentions: Returns [n] above 0 for the blocks that a text mentions by name.
-        circumstances: [n] points of each block as a circumstance of the user, 0 to 3; see
-            `retrieval.instructions.circumstance_points`.
+        positions: The index of the block of each active document; None when they are equal.
+        find_mentions: Returns the result of `mentions`.
+        find_circumstances: Returns the result of `circumstances`.
         signals: The signals that may be used.
     """
 
     blocks: BlockTable
     inverted: InvertedIndex
-    positions: Positions
-    find_mentions: Callable[[str], FloatArray]
-    circumstances: FloatArray
+    positions: Positions | None
+    find_mentions: Callable[[str], FloatArray | None]
+    find_circumstances: Callable[[], FloatArray]
     signals: frozenset[str]
 
-    def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
-        """Return the indexes of blocks that contain forms of a word, and the counts of the forms.
+    def form_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the blocks contain forms of words, given by stem.
 
-        A block occurs once for each form that it contains.
+        Returns three arrays [p]: the index in `stems`, the index of the block, and the count of one
+        form of the word in the block.
         """
         if "words" not in self.signals:
-            return np.zeros(0, np.int64), np.zeros(0)
-        documents, counts = self.inverted.stem_counts(word_stem)
-        return self.positions[documents], counts
+            stems = ()
+        numbers, documents, counts = self.inverted.stem_counts(stems)
+        if self.positions is not None:
+            documents = self.positions[documents]
+        return numbers, documents, counts
 
     def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
         """Return the most similar indexed term of each term that no block contains.
@@ -519,11 +535,20 @@ class _BlockSource:
         found = zip(unknown, self.inverted.similar_terms(unknown), strict=True)
         return {term: similar[0][0] for term, similar in found if similar}
 
-    def mentions(self, text: str) -> FloatArray:
-        """Return [n] above 0 for blocks that a text mentions by name, more for later ones."""
-        if "names" not in self.signals:
-            return np.zeros(len(self.blocks))
-        return self.find_mentions(text)
+    def mentions(self, text: str) -> FloatArray | None:
+        """Return [n] above 0 for blocks that a text mentions by name, more for later ones.
+
+        None when it mentions no name.
+        """
+        return self.find_mentions(text) if "names" in self.signals else None
+
+    @property
+    def circumstances(self) -> FloatArray:
+        """Points [n] of each block as a circumstance of the user, 0 to 3.
+
+        See `retrieval.instructions.circumstance_points`.
+        """
+        return self.find_circumstances()
 
     def block_text(self, block: int) -> str:
         """Return the text of a block."""

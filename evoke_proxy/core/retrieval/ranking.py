@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -69,6 +69,9 @@ _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 _MIN_WRITTEN_SHARE, _FEW_WRITTEN_WORDS = 0.3, 12
 # Longest query, in terms.
 _MAX_TERMS = 256
+# The texts of a query are scored together while they have at most this many scores of stems and
+# units, which take 16 MiB.
+_MAX_SCORES = 1 << 20
 
 _WORD = re.compile(r"\w+")
 # The words of an ASCII text that may be names: those with a capital, a digit or an underscore.
@@ -78,10 +81,11 @@ _ASCII_NAME = re.compile(r"(?<!\w)[a-z]*+[A-Z0-9_]\w*")
 class UnitSource(Protocol):
     """The look-ups that a ranking needs; blocks are numbered in prompt order."""
 
-    def form_counts(self, word_stem: str) -> tuple[Positions, FloatArray]:
-        """Return the indexes of blocks that contain forms of a word, and the counts of the forms.
+    def form_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the blocks contain forms of words, given by stem.
 
-        A block occurs once for each form that it contains.
+        Returns three arrays [p]: the index in `stems`, the index of the block, and the count of one
+        form of the word in the block.
         """
         ...
 
@@ -92,8 +96,11 @@ class UnitSource(Protocol):
         """
         ...
 
-    def mentions(self, text: str) -> FloatArray:
-        """Return [n] above 0 for blocks that a text mentions by name, more for later ones."""
+    def mentions(self, text: str) -> FloatArray | None:
+        """Return [n] above 0 for blocks that a text mentions by name, more for later ones.
+
+        None when it mentions no name.
+        """
         ...
 
     @property
@@ -139,7 +146,7 @@ class UnitRanker:
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
-        self._counts: dict[str, FloatArray] = {}
+        self._terms_of: dict[str, Sequence[str]] = {}
         self._stems_of: dict[str, Sequence[str]] = {}
         self._words_of: dict[int, frozenset[str]] = {}
 
@@ -165,18 +172,19 @@ class UnitRanker:
             # text; so this ranking is used as well, with less weight.
             weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
             rankings.append(model_scores.ranking(weight))
-        score = partial(self._score_clause, query=query, cosines=cosines)
         n_own, n_asked = query.n_own, query.n_own + query.n_earlier
-        context = [score(i) for i in range(n_asked, len(query.clauses))]
-        texts = list[_TextScores]()
-        if n_own != 1 and query.text:
-            texts.append(self._score(query.text, topic_cosines))
-        texts += [score(i) for i in range(n_own)]
-        texts = [self._in_context(one, context) for one in texts]
+        whole = [query.text] if n_own != 1 and query.text else []
+        scored = self._score(
+            [*whole, *query.clauses],
+            [*[topic_cosines] * len(whole), *(cosines or [None] * len(query.clauses))],
+        )
+        clauses = scored[len(whole) :]
+        context = clauses[n_asked:]
+        texts = [self._in_context(one, context) for one in scored[: len(whole) + n_own]]
         if model_relevance is not None and query.n_own == 1:
             texts[0] = texts[0].plus(model_scores, 1.0)
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
-        texts += [score(i) for i in range(n_own, n_asked)]
+        texts += clauses[n_own:n_asked]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         first = self._latest_first(query, first)
@@ -246,11 +254,6 @@ class UnitRanker:
         order = found[np.argsort(-(text.scores + points)[found], kind="stable")]
         return Ranking(order, _CIRCUMSTANCE_WEIGHT)
 
-    def _score_clause(
-        self, clause: int, query: Query, cosines: Sequence[FloatArray | None]
-    ) -> _TextScores:
-        return self._score(query.clauses[clause], cosines[clause] if cosines else None)
-
     @staticmethod
     def _in_context(scores: _TextScores, context: Sequence[_TextScores]) -> _TextScores:
         """Add the scores of texts of earlier turns, each with half the weight of the one before."""
@@ -259,63 +262,106 @@ class UnitRanker:
             scores, weight = scores.plus(one, weight), weight / 2
         return scores
 
-    def _score(self, text: str, cosines: FloatArray | None) -> _TextScores:
-        """Return the scores of the units for one text."""
-        by_words, by_neighbours = self._bm25(text)
+    def _score(
+        self, texts: Sequence[str], cosines: Sequence[FloatArray | None]
+    ) -> list[_TextScores]:
+        """Return the scores of the units for each text.
+
+        All texts are scored at once, because an array operation takes about as long for one text as
+        for several.
+        """
+        by_words, by_neighbours = self._bm25(texts)
         near = with_neighbours(by_words, _NEIGHBOUR_SCORES)
         scores = standardized(by_words) + standardized(by_neighbours) + standardized(near)
         evidence = by_neighbours
-        if cosines is not None:
-            of_units = self._units.maxima(np.nan_to_num(cosines, nan=-1.0))[: self._n]
-            has_vector = of_units > -1.0
-            of_units = np.where(
-                has_vector, of_units, of_units[has_vector].mean() if has_vector.any() else 0.0
-            )
+        rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
+        if rows:
+            of_units = np.stack([self._unit_cosines(one) for one in cosines if one is not None])
             smoothed = with_neighbours(of_units, _NEIGHBOUR_SCORES)
             by_meaning = standardized(of_units)
-            scores = scores + by_meaning + standardized(smoothed)
-            evidence = np.maximum(evidence, by_meaning)
-        mentions = self._units.maxima(self._source.mentions(text))[: self._n]
-        if mentions.any():
-            scores = scores + np.where(mentions > 0, _MENTION + mentions, 0.0)
-            evidence = np.maximum(evidence, mentions)
-        return _TextScores(scores, evidence)
+            scores[rows] = scores[rows] + by_meaning + standardized(smoothed)
+            evidence[rows] = np.maximum(evidence[rows], by_meaning)
+        for i, text in enumerate(texts):
+            mentions = self._source.mentions(text)
+            if mentions is not None:
+                of_units = self._units.maxima(mentions)[: self._n]
+                scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
+                evidence[i] = np.maximum(evidence[i], of_units)
+        return [_TextScores(*both) for both in zip(scores, evidence, strict=True)]
 
-    def _bm25(self, text: str) -> tuple[FloatArray, FloatArray]:
-        """Return the BM25 scores [u] of the units, and of the units with their neighbours."""
-        stems = self._stems(text)
-        if not stems or not self._n:
-            return np.zeros(self._n), np.zeros(self._n)
-        counts = np.stack([self._unit_counts(one) for one in stems])
-        frequencies = (counts > 0).sum(axis=1)
+    def _unit_cosines(self, cosines: FloatArray) -> FloatArray:
+        """Return the cosine of each unit [u], given those of the blocks [n].
+
+        A unit without vectors has the mean of the others.
+        """
+        of_units = self._units.maxima(np.where(np.isnan(cosines), -1.0, cosines))[: self._n]
+        has_vector = of_units > -1.0
+        if not has_vector.all():
+            mean = of_units[has_vector].mean() if has_vector.any() else 0.0
+            of_units = np.where(has_vector, of_units, mean)
+        return of_units
+
+    def _bm25(self, texts: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+        """Return the BM25 scores [t, u] for each text: of the units, and with their neighbours."""
+        by_words = np.zeros((len(texts), self._n))
+        by_neighbours = np.zeros((len(texts), self._n))
+        for rows, stems in self._batches([self._stems(text) for text in texts]):
+            row_of = {one: i for i, one in enumerate(dict.fromkeys(chain.from_iterable(stems)))}
+            of_words, of_neighbours = self._stem_scores(list(row_of))
+            for row, of_text in zip(rows, stems, strict=True):
+                wanted = [row_of[one] for one in of_text]
+                by_words[row] = of_words[wanted].sum(axis=0)
+                by_neighbours[row] = of_neighbours[wanted].sum(axis=0)
+        return by_words, by_neighbours
+
+    def _batches(
+        self, stems_of_texts: Sequence[Sequence[str]]
+    ) -> Iterator[tuple[range, Sequence[Sequence[str]]]]:
+        """Divide texts, given by their stems, so that the arrays of a batch are not too large.
+
+        Yields the indexes of the texts in each batch, and their stems.
+        """
+        start = n_stems = 0
+        for i, stems in enumerate(stems_of_texts):
+            if i > start and (n_stems + len(stems)) * self._n > _MAX_SCORES:
+                yield range(start, i), stems_of_texts[start:i]
+                start, n_stems = i, 0
+            n_stems += len(stems)
+        yield range(start, len(stems_of_texts)), stems_of_texts[start:]
+
+    def _stem_scores(self, stems: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+        """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
+        numbers, blocks, found = self._source.form_counts(stems)
+        n_units = len(self._units)
+        cells = numbers * n_units + self._units.of_block[blocks]
+        sums = np.asarray(np.bincount(cells, found, len(stems) * n_units), np.float64)
+        counts: FloatArray = sums.reshape(len(stems), n_units)[:, : self._n]
+        frequencies = np.count_nonzero(counts, axis=1)
         weights = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
         is_function_word = [one in _FUNCTION_STEMS for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
         weights = weights[:, None]
         near = with_neighbours(counts, _NEIGHBOUR_WORDS)
-        by_words = (weights * counts * (_K1 + 1) / (counts + self._norms)).sum(axis=0)
-        by_neighbours = (weights * near * (_K1 + 1) / (near + self._neighbour_norms)).sum(axis=0)
+        by_words = weights * counts * (_K1 + 1) / (counts + self._norms)
+        by_neighbours = weights * near * (_K1 + 1) / (near + self._neighbour_norms)
         return by_words, by_neighbours
 
     def _stems(self, text: str) -> Sequence[str]:
         """Return the stems of a text's terms, each once; misspelt terms are corrected."""
         stems = self._stems_of.get(text)
         if stems is None:
-            terms = list(dict.fromkeys(terms_of(text)))[:_MAX_TERMS]
+            terms = list(dict.fromkeys(self._terms(text)))[:_MAX_TERMS]
             corrected = self._source.corrected(terms)
             stems = list(dict.fromkeys(stem(corrected.get(term, term)) for term in terms))
             self._stems_of[text] = stems
         return stems
 
-    def _unit_counts(self, word_stem: str) -> FloatArray:
-        """Return how often each unit [u] contains forms of a word."""
-        counts = self._counts.get(word_stem)
-        if counts is None:
-            blocks, found = self._source.form_counts(word_stem)
-            units = self._units.of_block[blocks]
-            counts = np.bincount(units, found, len(self._units))[: self._n].astype(np.float64)
-            self._counts[word_stem] = counts
-        return counts
+    def _terms(self, text: str) -> Sequence[str]:
+        """Return the terms of a text of the query."""
+        terms = self._terms_of.get(text)
+        if terms is None:
+            terms = self._terms_of[text] = terms_of(text)
+        return terms
 
     def _second_look_up(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
         """Return the units that share a rare name or value with the best ones, the closest first.
@@ -324,7 +370,7 @@ class UnitRanker:
         read as well, the closest first, so that a chain of names is followed.
         """
         texts = (query.text, *query.clauses)
-        read_names = {stem(term) for text in texts for term in terms_of(text)}
+        read_names = {stem(term) for text in texts for term in self._terms(text)}
         weights = dict[int, float]()
         for ranking in rankings:
             for rank, unit in enumerate(ranking.order[:_READ_UNITS].tolist()):
@@ -354,12 +400,14 @@ class UnitRanker:
         Names whose stems are in `read_names` are ignored; the names of this unit are added to it.
         """
         scores, total = dict[int, float](), math.log1p(self._n / 2)
+        names = dict[str, float]()
         for name, weight in names_in(self._read(unit)).items():
             name_stem = stem(name)
-            if name_stem in read_names:
-                continue
-            read_names.add(name_stem)
-            units = self._units_with(name_stem)
+            if name_stem not in read_names:
+                read_names.add(name_stem)
+                names[name_stem] = weight
+        units_of_names = self._units_with(list(names))
+        for weight, units in zip(names.values(), units_of_names, strict=True):
             if 1 < len(units) <= _MAX_NAMED_UNITS:
                 rarity = weight * math.log1p(self._n / len(units))
                 for other in units:
@@ -367,10 +415,15 @@ class UnitRanker:
         scores.pop(unit, None)
         return [(i, min(1.0, scores[i] / total)) for i in sorted(scores)]
 
-    def _units_with(self, word_stem: str) -> set[int]:
-        """Return the ranked units that contain forms of a word."""
-        blocks, _ = self._source.form_counts(word_stem)
-        return {unit for unit in self._units.of_block[blocks].tolist() if unit < self._n}
+    def _units_with(self, stems: Sequence[str]) -> list[set[int]]:
+        """Return for each stem the ranked units that contain forms of the word."""
+        found = [set[int]() for _ in stems]
+        numbers, blocks, _ = self._source.form_counts(stems)
+        units = self._units.of_block[blocks]
+        for number, unit in zip(numbers.tolist(), units.tolist(), strict=True):
+            if unit < self._n:
+                found[number].add(unit)
+        return found
 
 
 def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
