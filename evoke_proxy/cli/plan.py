@@ -40,8 +40,8 @@ EXAMPLES = """examples:
       plan for another device, longer conversations, and four of them at a time"""
 
 _MIB = 1 << 20
-# Cells of a session, and room for blocks, where the size of the model is not known.
-_UNPLANNED_CELLS, _UNPLANNED_RAM_MIB, _UNPLANNED_DISK_MIB = 16_384, 4096, 16_384
+# What llama-server takes for --evoke-disk without a number.
+_DISK_MIB_OF_THE_SERVER = 4096
 _UNITS = {"": _MIB, "k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 # Long names of the llama-server options that change the plan, by their short names.
@@ -189,17 +189,35 @@ def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
             raise ConfigError(
                 f"{name} is not a type of the KV cache; the types are {', '.join(KV_TYPES)}"
             )
-    ram = options.number("--evoke-ram")
-    if ram is None and arguments.ram is not None and arguments.ram < _MIB:
-        raise ConfigError("--ram: blocks need at least 1 MiB; to evict nothing, use --budget off")
     return Wishes(
         sessions=sessions,
         context=options.number("--ctx-logical") or arguments.context,
         cells=cells // sessions if cells else arguments.cells,
-        ram_mib=ram or (arguments.ram // _MIB if arguments.ram is not None else None),
-        disk_mib=arguments.disk // _MIB if arguments.disk is not None else None,
+        ram_mib=_ram_mib(arguments, options),
+        disk_mib=_disk_mib(arguments, options),
         kv=KvTypes(*types),
     )
+
+
+def _ram_mib(arguments: argparse.Namespace, options: ServerOptions) -> int | None:
+    """MiB of host memory for blocks; ConfigError for a `--ram` that holds no block."""
+    named = options.value("--evoke-ram")
+    if named is not None and named.isdecimal():
+        return int(named)
+    if arguments.ram is None:
+        return None
+    if arguments.ram < _MIB:
+        raise ConfigError("--ram: blocks need at least 1 MiB; to evict nothing, use --budget off")
+    return int(arguments.ram) // _MIB
+
+
+def _disk_mib(arguments: argparse.Namespace, options: ServerOptions) -> int | None:
+    """MiB of disk for blocks; llama-server's option is `DIRECTORY` or `DIRECTORY:MIB`."""
+    named = options.value("--evoke-disk")
+    if named is not None:
+        mib = named.rpartition(":")[2]
+        return int(mib) if ":" in named and mib.isdecimal() else _DISK_MIB_OF_THE_SERVER
+    return None if arguments.disk is None else int(arguments.disk) // _MIB
 
 
 def default_state(model: str) -> Path:
@@ -214,22 +232,18 @@ def server_command(
     model: Sequence[str],
     options: ServerOptions,
     state: Path,
-    plan: MemoryPlan | Wishes,
+    plan: MemoryPlan,
 ) -> list[str]:
     """Return the command line of llama-server without its address.
 
-    For a model that is not downloaded yet there are wishes instead of a plan; sizes that they leave
-    open are defaults. Options that the user gives replace those of the plan.
+    Options that the user gives replace those of the plan.
     """
-    if isinstance(plan, Wishes):
-        wanted = _unplanned(plan, state)
-    else:
-        wanted = {"--ctx-size": str(plan.cells * plan.sessions), "--parallel": str(plan.sessions)}
-        if plan.shape.layers:
-            wanted["--ctx-logical"] = str(plan.context)
-            wanted["--evoke-ram"] = str(plan.ram_mib)
-        if plan.shape.layers and plan.disk_mib:
-            wanted["--evoke-disk"] = f"{state / 'blocks'}:{plan.disk_mib}"
+    wanted = {"--ctx-size": str(plan.cells * plan.sessions), "--parallel": str(plan.sessions)}
+    if plan.ram_mib:
+        wanted["--ctx-logical"] = str(plan.context)
+        wanted["--evoke-ram"] = str(plan.ram_mib)
+    if plan.disk_mib:
+        wanted["--evoke-disk"] = f"{state / 'blocks'}:{plan.disk_mib}"
     words = [
         word
         for name, value in wanted.items()
@@ -239,40 +253,21 @@ def server_command(
     return [program, *model, *words, *options.words]
 
 
-def _unplanned(wishes: Wishes, state: Path) -> dict[str, str]:
-    """Options for a model of unknown size; --kv-eviction lets it use its trained context."""
-    cells, disk = wishes.cells or _UNPLANNED_CELLS, wishes.disk_mib
-    wanted = {"--ctx-size": str(cells * wishes.sessions), "--parallel": str(wishes.sessions)}
-    wanted |= {"--kv-eviction": "1", "--evoke-ram": str(wishes.ram_mib or _UNPLANNED_RAM_MIB)}
-    if wishes.context is not None:
-        wanted["--ctx-logical"] = str(wishes.context)
-    if disk != 0:
-        wanted["--evoke-disk"] = f"{state / 'blocks'}:{disk or _UNPLANNED_DISK_MIB}"
-    return wanted
-
-
 def table(plan: MemoryPlan) -> list[str]:
     """Format the plan as lines of text."""
     shape, budget = plan.shape, plan.budget(PolicySettings().reserve_tokens)
-    saved = max(0, plan.whole_bytes - plan.device_bytes)
-    outside = int(plan.row_bytes * max(0, plan.context - plan.cells))
     rows = [
         ("model", f"{shape.architecture}, {shape.kind}, weights {_bytes(shape.weight_bytes)}"),
         ("sessions", str(plan.sessions)),
-        ("context", f"{plan.context} tokens (--ctx-logical)"),
+        ("context", f"{plan.context} tokens ({'--ctx-logical' if plan.ram_mib else '-c'})"),
         ("cells", f"{plan.cells} for each session (-c {plan.cells * plan.sessions})"),
         (
             "budget",
             f"{budget} tokens for each session" if budget else _without_budget(plan),
         ),
         ("on the device", f"{_bytes(plan.device_bytes)} for each session"),
-        (
-            "whole context",
-            f"would take {_bytes(plan.whole_bytes)} there: eviction saves {_bytes(saved)} for each"
-            " session",
-        ),
-        ("evicted blocks", f"at most {_bytes(outside)} for each session"),
-        ("host memory", f"{_shared(plan.ram_mib, plan)} (--evoke-ram)"),
+        *(_savings(plan) if plan.can_evict else ()),
+        ("host memory", f"{_shared(plan.ram_mib, plan)} (--evoke-ram)" if plan.ram_mib else "none"),
         ("disk", f"{_shared(plan.disk_mib, plan)} (--evoke-disk)" if plan.disk_mib else "none"),
     ]
     if not shape.layers:
@@ -285,6 +280,20 @@ def table(plan: MemoryPlan) -> list[str]:
     return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]
 
 
+def _savings(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """Rows on what eviction saves on the device, and where it puts it."""
+    saved = max(0, plan.whole_bytes - plan.device_bytes)
+    outside = int(plan.row_bytes * max(0, plan.context - plan.cells))
+    return [
+        (
+            "whole context",
+            f"would take {_bytes(plan.whole_bytes)} there: eviction saves {_bytes(saved)} for each"
+            " session",
+        ),
+        ("evicted blocks", f"at most {_bytes(outside)} for each session"),
+    ]
+
+
 def _shared(mib: int, plan: MemoryPlan) -> str:
     """Describe MiB that all sessions share."""
     share = f", {mib // plan.sessions} for each" if plan.sessions > 1 else ""
@@ -293,6 +302,8 @@ def _shared(mib: int, plan: MemoryPlan) -> str:
 
 def _without_budget(plan: MemoryPlan) -> str:
     """Say why nothing is evicted, and which option would change it."""
+    if plan.shape.layers and not plan.ram_mib:
+        return "off: --evoke-ram 0 disables block calls; leave it out to evict"
     quarter = plan.context // 4
     can_change = plan.shape.layers and quarter >= LEAST_CELLS_OF_A_SLOT
     change = f"; --cells {quarter} keeps a quarter of it in cells" if can_change else ""

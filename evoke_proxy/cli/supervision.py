@@ -41,6 +41,8 @@ class Child:
             it writes to the output of this process.
         stop_s: Seconds that it may take to stop before it is killed.
         orphan_signal: The signal that it gets when this process ends in any way (Linux).
+        prints_output: Whether its standard output goes to that of this process, and only its
+            standard error to `log`.
         process: The process; None before its start, and between a crash and the next start.
         n_crashes: Number of crashes in a row.
     """
@@ -51,6 +53,7 @@ class Child:
     log: Path | None
     stop_s: float
     orphan_signal: signal.Signals = signal.SIGTERM
+    prints_output: bool = False
     process: subprocess.Popen[bytes] | None = None
     n_crashes: int = 0
     _started_at: float = 0.0
@@ -67,8 +70,8 @@ class Child:
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output is not None else None,
+                stdout=None if self.prints_output else output,
+                stderr=output,
                 env=dict(self.env),
                 process_group=0,  # Ctrl-C signals only this process, which stops the children
                 preexec_fn=_ends_with(os.getpid(), self.orphan_signal),

@@ -8,16 +8,16 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from evoke_proxy.adapters.port_owner import taken_by
 from evoke_proxy.cli import plan as planning
 from evoke_proxy.cli import serve
+from evoke_proxy.cli.model_download import ModelDownload
 from evoke_proxy.cli.supervision import Child, Stop, describe, say
 from evoke_proxy.config import Config, env_name, load, parse_listen
-from evoke_proxy.core.servers.memory_plan import MemoryPlan
 from evoke_proxy.demo.processes import free_port, healthy
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server, finished_server_path
@@ -40,12 +40,10 @@ EXAMPLES = """examples:
 
 # Seconds that llama-server may take to stop: it writes its blocks to disk.
 _SERVER_STOP_S = 20.0
+# Seconds after which a start is slow enough to say where llama-server reports its progress.
+_SLOW_START_S = 10.0
 # Values of llama-server's --host with which it also listens at 127.0.0.1, where `up` reaches it.
 _REACHABLE_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::")
-_NO_MODEL = (
-    "if it could not download the model, check the network (HF_ENDPOINT names another model hub),"
-    " or download the GGUF file and name it with -m"
-)
 # Seconds that the proxy may take to stop, in addition to `limits.drain_timeout_s`.
 _PROXY_STOP_S = 15.0
 
@@ -96,13 +94,11 @@ class Stack:
         server: llama-server.
         proxy: The proxy.
         port: Port of 127.0.0.1 at which llama-server listens.
-        advice: What to do when llama-server ends while it starts, after its last lines.
     """
 
     server: Child
     proxy: Child
     port: int
-    advice: str = ""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -127,20 +123,26 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if binary is None or not _ports_are_free(config, port):
         return 1
-    model, state, plan = _planned(arguments, options, binary)
-    sizes = plan or planning.wishes(arguments, options)
-    command = planning.server_command(str(binary), model, options, state, sizes)
+    name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
+    state = arguments.state or planning.default_state(name)
+    model, file = ["-m", str(arguments.model)], arguments.model
+    if file is None:
+        make_private(state)
+        download = ModelDownload(arguments.hf_repo, options, binary, state / "download.log")
+        model, file = ["-hf", arguments.hf_repo], download.cached() or download.run()
+        if file is None:
+            return 0 if download.was_stopped else 1
+    plan = planning.plan_for(file, arguments, options, binary, state)
+    command = planning.server_command(str(binary), model, options, state, plan)
     for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
         command += [name, value] if options.value(name) is None else []
-    # The blocks of a dense model are all of its state; of an unknown one they may not be.
-    keeps_slots = plan is None or plan.shape.kind != "dense"
+    make_private(state)
+    # The blocks of a dense model are all of its state; those of others are not.
+    keeps_slots = plan.shape.kind != "dense"
     if keeps_slots and options.value("--slot-save-path") is None:
         command += ["--slot-save-path", str(state / "slots")]
         make_private(state / "slots")
-    make_private(state)
-    if plan is not None:
-        print("\n".join([*planning.table(plan), ""]))
-    print(shlex.join(command), flush=True)
+    print("\n".join([*planning.table(plan), "", shlex.join(command)]), flush=True)
     env = _proxy_environment(options, config, state / "slots" if keeps_slots else None)
     stack = Stack(
         server=Child(
@@ -160,7 +162,6 @@ def run(arguments: argparse.Namespace) -> int:
             config.limits.drain_timeout_s + _PROXY_STOP_S,
         ),
         port=port,
-        advice=_NO_MODEL if plan is None else "",
     )
     return keep(stack)
 
@@ -194,13 +195,15 @@ def keep(stack: Stack) -> int:
 
 def _is_ready(stack: Stack, stop: Stop) -> bool:
     """Wait until llama-server answers; False when it ends before that, or a signal comes."""
+    slow_at: float | None = time.monotonic() + _SLOW_START_S
     while not healthy(stack.port):
+        if slow_at is not None and time.monotonic() > slow_at:
+            say(f"llama-server is loading the model; its log is {stack.server.log}")
+            slow_at = None
         code = stack.server.exit_code
         if code is not None:
             say(f"llama-server ended with {describe(code)} while it started. Its last lines:")
             print(stack.server.tail(), file=sys.stderr, flush=True)
-            if stack.advice:
-                say(stack.advice)
             return False
         if stop.wait():
             return False
@@ -261,26 +264,6 @@ def _ports_are_free(config: Config, port: int) -> bool:
             say(f"{host}:{number} is taken by {owner}: stop it, or choose another: {option}")
             is_free = False
     return is_free
-
-
-def _planned(
-    arguments: argparse.Namespace, options: planning.ServerOptions, binary: Path
-) -> tuple[Sequence[str], Path, MemoryPlan | None]:
-    """Return the options that name the model, the directory of its state, and the plan.
-
-    The plan is None for a model that llama-server downloads.
-    """
-    name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
-    state = arguments.state or planning.default_state(name)
-    if arguments.model is None:
-        ignored = "; --vram has no effect" if arguments.vram is not None else ""
-        say(
-            "llama-server downloads the model, so its size is not known: cells and memory are"
-            f" defaults, which --cells, --context, --ram and --disk change{ignored}"
-        )
-        return ["-hf", arguments.hf_repo], state, None
-    plan = planning.plan_for(arguments.model, arguments, options, binary, state)
-    return ["-m", str(arguments.model)], state, plan
 
 
 def make_private(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Bounds how many requests begin in one iteration of the event loop.
 
 A client with hundreds of connections that sends its next request before it has read the last answer
-would otherwise run hundreds of handlers between two looks at the other connections.
+would otherwise run hundreds of handlers before the other connections are served.
 """
 
 from __future__ import annotations

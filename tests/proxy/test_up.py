@@ -141,26 +141,6 @@ def test_up_exits_with_the_last_lines_of_a_server_that_cannot_start(tmp_path: Pa
         assert "--no-such-option" in running.output.rpartition("last lines")[2]
 
 
-def test_a_model_that_cannot_be_downloaded_is_reported_with_the_options_and_the_fix(
-    tmp_path: Path,
-) -> None:
-    """The program in place of llama-server fails as that does without a network."""
-    server = tmp_path / "server"
-    server.write_text("#!/bin/sh\necho failed to load model\nexit 1\n")
-    server.chmod(0o700)
-    command = [sys.executable, "-m", "evoke_proxy", "up", "-hf", "owner/model"]
-    command += ["--server", str(server), "--state", str(tmp_path / "state"), "--vram", "3GiB"]
-    command += ["--listen", "127.0.0.1:0", "--cells", "4096", "--sessions", "2", "--", "-ngl", "9"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert completed.returncode == 1
-    options = "-hf owner/model --ctx-size 8192 --parallel 2"
-    assert options in completed.stdout and "-ngl 9 --host" in completed.stdout
-    assert f"--slot-save-path {tmp_path}/state/slots" in completed.stdout
-    assert "--vram has no effect" in completed.stderr
-    assert "| failed to load model" in completed.stderr
-    assert "check the network" in completed.stderr and "with -m" in completed.stderr
-
-
 def test_the_error_for_an_occupied_port_names_its_process(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -118,7 +118,7 @@ class Wishes:
         sessions: Number of slots.
         context: Longest conversation in tokens.
         cells: Cells of a slot.
-        ram_mib: Host memory for blocks.
+        ram_mib: Host memory for blocks; 0 for a server without block calls.
         disk_mib: Disk for blocks; 0 for none.
         kv: Types of K and V in the cache.
     """
@@ -191,10 +191,14 @@ def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan
     )
     cells = wishes.cells or _cells(shape, machine, wishes, context, notes)
     cells = min(_padded(cells), _padded(context)) if wishes.cells is None else _padded(cells)
+    has_blocks = bool(shape.layers) and wishes.ram_mib != 0
     if not shape.layers:  # the cells of llama-server limit a conversation, although none has rows
         context = cells = min(_padded(context), cells) if wishes.cells else _padded(context)
+    elif not has_blocks:
+        context = min(context, cells)
+        notes.append("Nothing can be evicted without host memory for blocks.")
     context = max(context, cells) if shape.n_trained == 0 else context
-    ram, disk = (0, 0) if not shape.layers else _stores(machine, wishes, row_bytes, context, notes)
+    ram, disk = _stores(machine, wishes, row_bytes, context, notes) if has_blocks else (0, 0)
     return MemoryPlan(
         shape=shape,
         sessions=wishes.sessions,

@@ -190,7 +190,7 @@ class _Cursor:
     def skip(self, n_bytes: int) -> None:
         self.at += n_bytes
         if self.at > self._size:
-            raise ValueError("not caches of rows")
+            raise ValueError("the file has a cache whose cells are not in a known form")
 
     def peek(self) -> int | None:
         """The next number, without moving the cursor; None at the end."""
@@ -210,11 +210,11 @@ def _cache(cursor: _Cursor, version: int) -> Cache:
     """The cache that begins here; one of its streams at most has cells."""
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
-        raise ValueError("not caches of rows")
+        raise ValueError("the file has a cache whose cells are not in a known form")
     streams = [_stream(cursor, version) for _ in range(n_streams)]
     filled = [cache for cache in streams if cache.n_cells]
     if len(filled) > 1:
-        raise ValueError("not caches of rows")
+        raise ValueError("the file has a cache whose cells are not in a known form")
     return filled[0] if filled else streams[0]
 
 
@@ -244,7 +244,7 @@ def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
         cells = np.frombuffer(cursor.take(kind.itemsize * n_cells), kind)
         if (cells["n_seq"] == 1).all() and (cells["position"] >= 0).all():
             return cells
-    raise ValueError("not caches of rows")
+    raise ValueError("the file has a cache whose cells are not in a known form")
 
 
 def _rows(cursor: _Cursor, n_cells: int) -> Rows:
@@ -257,7 +257,7 @@ def _rows(cursor: _Cursor, n_cells: int) -> Rows:
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
     type, size, count = cursor.number(), cursor.number(), cursor.number()
     if not size:  # otherwise a file could state any number of columns
-        raise ValueError("not caches of rows")
+        raise ValueError("the file has a cache whose cells are not in a known form")
     rows = Rows(type, cursor.at, size, count, size * n_cells)
     cursor.skip(size * n_cells * count)
     return rows

@@ -289,7 +289,7 @@ class SessionAdmin:
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
             _log.info(
-                "session %s is shown as of the latest answer: %s",
+                "session %s is shown as it was after its latest answer: %s",
                 conversation.id,
                 error or "llama-server is busy",
             )

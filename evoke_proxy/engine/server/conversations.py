@@ -502,7 +502,7 @@ class Conversation:
         self.own_budget, self.session.config = own, config
 
     def apply(self, policy: PolicyConfig) -> None:
-        """Apply another configured policy from the next turn on; a budget of its own stays."""
+        """Apply another configured policy from the next turn on, but keep an own budget."""
         config = self.session.config
         budget = config.budget if self.own_budget else policy.budget
         self.session.config = replace(policy, budget=budget)

@@ -40,7 +40,7 @@ class PreparationFailures:
             # Its message may quote the prompt.
             error = PlanRefused(f"status {error.status}", str(error.error.get("type")))
         if isinstance(error, EvokeError):
-            _log.warning("no plan, failed at %s: %s", trace.stage, error)
+            _log.warning("a request gets no plan: its stage %r failed: %s", trace.stage, error)
         else:
-            _log.error("no plan, failed at %s", trace.stage, exc_info=error)
+            _log.error("a request gets no plan: its stage %r failed", trace.stage, exc_info=error)
         return f"degraded:{trace.stage}"

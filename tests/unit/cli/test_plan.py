@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,30 +67,6 @@ def test_a_recurrent_model_gets_no_block_options() -> None:
     assert "nothing is evicted" in "\n".join(table(plan))
 
 
-def test_a_model_that_is_not_downloaded_yet_gets_its_trained_context() -> None:
-    command = server_command("server", ["-hf", "a/b"], ServerOptions(()), Path("/state"), Wishes())
-    assert command[1:3] == ["-hf", "a/b"]
-    # With --kv-eviction the logical context defaults to the trained length.
-    assert command[command.index("--kv-eviction") + 1] == "1"
-
-
-def test_wishes_size_a_model_that_is_not_downloaded_yet() -> None:
-    wanted = wishes(
-        arguments("--cells", "4096", "--sessions", "2", "--context", "65536", "--ram", "2GiB"),
-        ServerOptions(()),
-    )
-    command = server_command(
-        "server", ["-hf", "a/b"], ServerOptions(("-ngl", "9")), Path("/state"), wanted
-    )
-    text = " ".join(command)
-    assert "--ctx-size 8192 --parallel 2" in text and "--ctx-logical 65536" in text
-    assert "--evoke-ram 2048" in text and "--evoke-disk /state/blocks:16384" in text
-    assert text.endswith("-ngl 9")
-    without_disk = replace(wanted, disk_mib=0)
-    command = server_command("server", [], ServerOptions(()), Path("/state"), without_disk)
-    assert "--evoke-disk" not in command
-
-
 def test_host_memory_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 MiB"):
         wishes(arguments("--ram", "1KiB"), ServerOptions(()))
@@ -111,6 +86,26 @@ def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     assert "16128 tokens for each session" in text
     assert "896.00 MiB for each session" in text
     assert "7.00 GiB there: eviction saves 6.12 GiB" in text
+
+
+@pytest.mark.parametrize("words", [("--evoke-ram", "0"), ("--evoke-ram=0", "-c", "2048")])
+def test_a_server_without_block_calls_gets_a_plan_without_eviction(words: tuple[str, ...]) -> None:
+    server_options = ServerOptions(words)
+    plan = make_plan(SHAPE, MACHINE, wishes(arguments("--cells", "4096"), server_options))
+    text = "\n".join(table(plan))
+    assert "off: --evoke-ram 0 disables block calls" in text
+    assert "host memory    none" in text and "disk           none" in text
+    assert plan.context == plan.cells
+    command = server_command("server", ["-m", "x"], server_options, Path("/state"), plan)
+    assert not {"--ctx-logical", "--evoke-disk"} & set(command)
+
+
+def test_the_table_shows_the_disk_that_an_option_of_llama_server_names() -> None:
+    for value, mib in (("/blocks:77", 77), ("/blocks", 4096), ("/blo:cks", 4096)):
+        found = wishes(arguments("--disk", "1GiB"), ServerOptions(("--evoke-disk", value)))
+        assert f"{mib} MiB for all sessions (--evoke-disk)" in "\n".join(
+            table(make_plan(SHAPE, MACHINE, found))
+        )
 
 
 def test_the_table_names_the_option_that_would_evict_where_a_context_fits() -> None:

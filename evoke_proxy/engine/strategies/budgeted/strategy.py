@@ -231,7 +231,10 @@ class BudgetedStrategy(CacheStrategy):
             except PromptTooLong:
                 return turn  # llama-server refuses it, so it exceeds no budget
             except Exception as failure:
-                _log.warning("the budget is not held either: %s", type(failure).__name__)
+                _log.warning(
+                    "llama-server cannot keep the request within the budget either: %s",
+                    type(failure).__name__,
+                )
         if isinstance(error, UpstreamError) and not error.reached:
             return turn  # the request will not reach it either
         policy = self._server.conversations.policy
@@ -283,7 +286,11 @@ class BudgetedStrategy(CacheStrategy):
         as_planned = conversation.session.finish(accounting)
         if accounting.marker != "ok" or not as_planned:
             metrics.plan_failures.labels(reason="books_differ").inc()
-            _log.warning("session %s: %r differs from the plan", conversation.id, accounting)
+            _log.warning(
+                "session %s: what llama-server did differs from the plan: %r",
+                conversation.id,
+                accounting,
+            )
         if accounting.marker != "ok":
             conversation.budgeted.slot_unknown()
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:

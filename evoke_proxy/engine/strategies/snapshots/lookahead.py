@@ -100,9 +100,9 @@ class Lookahead:
             result = "cancelled"
             raise
         except UpstreamRejected as error:  # its message may quote the prompt
-            _log.warning("not decoded ahead: status %d", error.status)
+            _log.warning("the next prompt is not decoded ahead: status %d", error.status)
         except EvokeError as error:
-            _log.warning("not decoded ahead: %s", error)
+            _log.warning("the next prompt is not decoded ahead: %s", error)
         finally:
             if result:
                 self._metrics.look_aheads.labels(result=result).inc()

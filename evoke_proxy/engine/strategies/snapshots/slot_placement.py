@@ -226,7 +226,7 @@ class SlotPlacement:
         except UpstreamRejected as error:
             # Most likely the prompt is too long, which llama-server reports to the client.
             self._metrics.saves.labels(result="skipped_rejected").inc()
-            _log.info("no boundary: status %d", error.status)
+            _log.info("llama-server refused to decode up to the boundary: status %d", error.status)
             return turn
         turn = self._learn_from_prefill(turn, live, done, reuse)
         scope.turn = turn

@@ -105,7 +105,9 @@ class SnapshotTransfers:
         self._metrics.restores.labels(result="useful" if useful else "wasted").inc()
         self._metrics.restored_tokens.inc(min(cached, match.shared))
         if not useful:
-            _log.warning("a restore of %d tokens saved %d from being decoded", match.shared, cached)
+            _log.warning(
+                "restored %d tokens, of which llama-server reused only %d", match.shared, cached
+            )
 
     def end_without_result(self, match: Match) -> None:
         """End a restore whose client left before its use was known; llama-server is alive."""
