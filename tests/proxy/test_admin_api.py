@@ -58,6 +58,19 @@ def test_the_block_map_covers_every_token(patched_proxy: RunningProxy) -> None:
     assert last["ttft_s"] > 0 and len(last["recovered_spans"]) > 0
 
 
+def test_saved_blocks_are_shown_as_saved_whichever_session_has_the_slot(
+    patched_proxy: RunningProxy,
+) -> None:
+    for name in ("first", "second"):
+        conversation_with_evicted_fact(patched_proxy.port, name, system=f" This is the {name}.")
+    ids = [row["id"] for row in admin_call(patched_proxy, "GET", "sessions")["sessions"]]
+    assert len(ids) == 2
+    for id in ids * 2:
+        session = admin_call(patched_proxy, "GET", f"sessions/{id}")
+        assert fact_block(session)["state"] == "saved_ram"
+        assert session["totals"]["omitted"] == 0 < session["totals"]["saved_ram"]
+
+
 def test_the_admin_api_exposes_no_text_of_prompts(patched_port: int) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "read_file"}}
     call["function"] = {"name": "read_file", "arguments": '{"path": "hush/meridian.py"}'}

@@ -90,6 +90,11 @@ class Layout:
         return frozenset(compress(self.blocks.labels, self.in_pool.tolist()))
 
     @property
+    def usable_copies(self) -> frozenset[str]:
+        """Labels of the copies of parts of this prompt, those without a block included."""
+        return self.saved.union(item.label for item in self.ranges)
+
+    @property
     def n_copies(self) -> int:
         """Number of labels that llama-server may have a copy of."""
         others = self.stale.union(item.label for item in self.ranges)

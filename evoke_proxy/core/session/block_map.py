@@ -43,10 +43,14 @@ class RowLocations:
         resident: Sequence[Span],
         n_tokens: int,
     ) -> RowLocations:
-        """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count."""
+        """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count.
+
+        The `stale` of a copy is not used: it compares the copy with the slot that was asked, which
+        may hold another session.
+        """
         copies: dict[str, list[Span]] = {"ram": [], "disk": []}
         for copy in answer.get("blocks", ()):
-            if copy.get("name") in labels and not copy.get("stale"):
+            if copy.get("name") in labels:
                 tier = "disk" if copy.get("tier") == "disk" else "ram"
                 copies[tier].append(Span(int(copy["p0"]), int(copy["p1"])))
         return cls(tuple(resident), merged(copies["ram"]), merged(copies["disk"]), n_tokens)

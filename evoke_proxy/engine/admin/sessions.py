@@ -298,7 +298,8 @@ class SessionAdmin:
             conversation.in_use or conversation.budgeted.epoch == view.epoch
         )
         rows, n_tokens = (view.resident, view.n_tokens) if has_rows else ((), 0)
-        where = RowLocations.parse(answer, conversation.labels, rows, n_tokens)
+        labels = conversation.session.layout.usable_copies
+        where = RowLocations.parse(answer, labels, rows, n_tokens)
         live = {item.id for item in self._server.conversations}
         self._last_locations = {
             id: locations for id, locations in self._last_locations.items() if id in live

@@ -479,7 +479,7 @@ class Conversation:
     def labels(self) -> frozenset[str]:
         """The labels of all copies of its blocks that llama-server may have."""
         layout = self.session.layout
-        return layout.saved | layout.stale | {item.label for item in layout.ranges}
+        return layout.usable_copies | layout.stale
 
     @property
     def overrides(self) -> OperatorOverrides:
