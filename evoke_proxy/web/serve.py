@@ -160,7 +160,7 @@ async def _listen(runner: web.AppRunner, engine: ProxyGateway) -> None:
     for address in runner.addresses[len(admin) :]:
         _print(f"listens on {_url(address)}")
     for address in admin:
-        _print(f"is operated at {_url(address)}/evoke/")
+        _print(f"has its page at {_url(address)}/evoke/")
 
 
 async def _listen_for_admin(

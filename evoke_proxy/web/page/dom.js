@@ -26,10 +26,20 @@ export const byId = (id) => document.getElementById(id);
 const grouped = new Intl.NumberFormat("en");
 export const number = (value) => grouped.format(value);
 
+const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+const unitOf = (value) => UNITS.find(([size]) => value >= size) ?? UNITS.at(-1);
+const inUnit = (value, size) => String(Math.round((10 * value) / size) / 10);
+
 export function bytes(value) {
-  for (const [size, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
-    if (value >= size) return `${(value / size).toFixed(1)} ${unit}`;
-  return `${value} B`;
+  const [size, unit] = unitOf(value);
+  return `${inUnit(value, size)} ${unit}`;
+}
+
+// "9.9 of 256 MiB": the unit is written once where both have the same.
+export function bytesOf(used, whole) {
+  const [size] = unitOf(whole);
+  return used && unitOf(used)[0] === size ? `${inUnit(used, size)} of ${bytes(whole)}`
+    : `${used ? bytes(used) : 0} of ${bytes(whole)}`;
 }
 
 export function seconds(value) {

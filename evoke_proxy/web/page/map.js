@@ -101,6 +101,12 @@ export function blockMap(act) {
       moves[event.key]();
     }
   });
+  // A faded edge shows that there are further turns behind it.
+  function markEdges() {
+    rows.classList.toggle("above", rows.scrollTop > 4);
+    rows.classList.toggle("below", rows.scrollTop + rows.clientHeight < rows.scrollHeight - 4);
+  }
+  rows.addEventListener("scroll", markEdges, { passive: true });
   rows.addEventListener("pointerover", (event) => { hoveredKey = event.target.dataset?.place ?? null; inspect(); });
   rows.addEventListener("pointerleave", () => { hoveredKey = null; inspect(); });
 
@@ -147,6 +153,7 @@ export function blockMap(act) {
       (node, [, row]) => reconcile(node.lastChild, row, keyOf, cell, updateCell));
     // The latest turns are at the end: they stay in sight until someone scrolls back.
     if (isFirst || atEnd) rows.scrollTop = rows.scrollHeight;
+    markEdges();
     previousStates = new Map(blocks.map((block) => [keyOf(block), block.state]));
     const all = cells(), same = all.find((one) => one.dataset.place === selectedKey);
     if (!same) selectedKey = null;

@@ -1,16 +1,16 @@
 // The totals over all sessions: cells, stores of saved blocks, prompt tokens, evictions and recoveries.
 
 import { ACCOUNTS } from "./charts.js";
-import { bytes, el, number, percent } from "./dom.js";
+import { bytes, bytesOf, el, number, percent } from "./dom.js";
 
 export function overview(facts, sessions) {
   const stored = sessions.filter((session) => !session.live).length;
   const snapshotBytes = sessions.reduce((sum, session) => sum + (session.bytes ?? 0), 0);
   return [
     figure("Sessions", number(sessions.length), stored ? `${number(stored)} of them on disk only` : null),
-    facts.cells ? gauge("Tokens in the KV cache", facts.resident, facts.cells, number) : null,
-    facts.ram ? gauge("Saved in RAM", facts.ram.used, facts.ram.budget, bytes, lost(facts.ram.dropped, "copies given up for lack of room")) : null,
-    facts.disk ? gauge("Saved on disk", facts.disk.used, facts.disk.budget, bytes, lost(facts.disk.failed, "copies could not be written")) : null,
+    facts.cells ? gauge("Tokens in the KV cache", facts.resident, facts.cells, (used, size) => `${number(used)} of ${number(size)}`) : null,
+    facts.ram ? gauge("Saved in RAM", facts.ram.used, facts.ram.budget, bytesOf, lost(facts.ram.dropped, "copies given up for lack of room")) : null,
+    facts.disk ? gauge("Saved on disk", facts.disk.used, facts.disk.budget, bytesOf, lost(facts.disk.failed, "copies could not be written")) : null,
     snapshotBytes ? figure("Snapshots on disk", bytes(snapshotBytes)) : null,
     facts.cells ? figure("Blocks", `${number(facts.blocks_evicted)} evicted`, `${number(facts.blocks_recovered)} recovered`) : null,
     prompts(facts.tokens),
@@ -24,7 +24,7 @@ function figure(name, value, more) {
 }
 
 function gauge(name, used, size, format, problem = null) {
-  const share = Math.min(1, used / size), text = `${format(used)} of ${format(size)}`;
+  const share = Math.min(1, used / size), text = format(used, size);
   const level = el("div", {
     class: "gauge", role: "meter", "aria-label": name, "aria-valuemin": "0", "aria-valuemax": String(size),
     "aria-valuenow": String(Math.min(used, size)), "aria-valuetext": text,
