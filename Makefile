@@ -120,7 +120,7 @@ venv: .venv/stamp
 # Large packages that only tests and some benches need: client libraries for tests/clients, packages
 # that run and write an embedder, and linters of docker/.
 .venv/clients: .venv/stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export,otel]'
 	@touch $@
 
 # The documentation as a site in out/site. Broken links are errors.

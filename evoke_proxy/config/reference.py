@@ -2,23 +2,27 @@
 
 python -m evoke_proxy.config.reference > docs/configuration.md
 python -m evoke_proxy.config.reference example > config/evoke.example.yaml
+python -m evoke_proxy.config.reference schema > config/evoke.schema.json
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import yaml
 
 from evoke_proxy.config.schema import Setting, env_name, sections, settings
 
 _WIDTH = 100
 _EXAMPLE_HEAD = """\
+# yaml-language-server: $schema=evoke.schema.json
 # Every setting of evoke-proxy with its default. All are optional, and so is the file.
 # Each has an environment variable (EVOKE_POLICY_BUDGET for policy.budget), which overrides the
 # file. Command-line options override both. Unknown keys and wrong types are refused.
@@ -36,7 +40,8 @@ variables that begin with `EVOKE_`, and values of a wrong type are refused at st
 the most similar key or variable.
 
 `evoke-proxy check-config --config FILE` checks a file without starting the proxy.
-[config/evoke.example.yaml](../config/evoke.example.yaml) contains every setting with its default. A
+[config/evoke.example.yaml](../config/evoke.example.yaml) contains every setting with its default.
+Its first line names the JSON schema of the file, with which editors complete and check keys. A
 running proxy reads its file again when it [reloads](admin-api.md#stopping-and-reloading). Changes
 of settings marked *reloadable* take effect then; changes of others take effect at the next start.
 """
@@ -50,6 +55,45 @@ def reference() -> str:
 def example() -> str:
     """Return the text of config/evoke.example.yaml: every setting with its default."""
     return "\n".join([_EXAMPLE_HEAD, *_example_lines()]) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a settings file: config/evoke.schema.json.
+
+    What a type cannot express, such as the form of an address, only `loader` checks.
+    """
+    sections_of: dict[str, Any] = {}
+    for name, description, items in _by_section():
+        properties = {item.key.rpartition(".")[2]: _property(item) for item in items}
+        if not name:
+            sections_of |= properties
+            continue
+        sections_of[name] = {
+            "description": " ".join(description.split()),
+            "type": "object",
+            "additionalProperties": False,
+            "properties": properties,
+        }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Settings of evoke-proxy",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": sections_of,
+    }
+
+
+def _property(item: Setting) -> dict[str, Any]:
+    """The schema of one setting."""
+    kind = msgspec.json.schema(item.type)
+    if item.choices:
+        kind["enum"] = list(item.choices)
+    if any("enum" in part for part in kind.get("anyOf", ())):
+        kind["anyOf"].append({"enum": ["off", False]})  # YAML 1.1 reads `off` as false
+    if kind.get("type") == "array":  # a single text is a list of one
+        kind = {"anyOf": [kind, {"type": "string"}]}
+    default = list(item.default) if isinstance(item.default, tuple) else item.default
+    return {"description": " ".join(item.doc.split()), "default": default, **kind}
 
 
 def _by_section() -> Iterator[tuple[str, str, list[Setting]]]:
@@ -116,5 +160,15 @@ def _comment(text: str, indent: str) -> list[str]:
     )
 
 
+def _main() -> None:
+    match sys.argv[1:]:
+        case ["example"]:
+            print(example(), end="")
+        case ["schema"]:
+            print(json.dumps(schema(), indent=1))
+        case _:
+            print(reference(), end="")
+
+
 if __name__ == "__main__":
-    print(example() if sys.argv[1:] == ["example"] else reference(), end="")
+    _main()

@@ -513,6 +513,12 @@ class LogConfig:
         choices=LOG_FORMATS,
         reloadable=True,
     )
+    traces: bool = setting(
+        False,
+        "Export a trace of each chat request with OpenTelemetry: render, plan, copy, prefill, first"
+        " byte. Needs the extra [otel]. OTEL_* variables say where to; by default to"
+        " http://localhost:4318 (OTLP over HTTP).",
+    )
 
 
 @dataclass(frozen=True, slots=True)

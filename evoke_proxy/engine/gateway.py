@@ -35,17 +35,24 @@ class ForwardedBody:
 
 
 class RequestTrace:
-    """Measures one request, names its stage, and publishes when it waits."""
+    """Measures one request, names its stage, and publishes when it waits.
 
-    def __init__(self, arrived_at: float) -> None:
+    With `records_steps` it also records when each step began and ended, for spans of a trace.
+    """
+
+    def __init__(self, arrived_at: float, records_steps: bool = False) -> None:
         # Event loop times, in seconds.
         self.arrived_at = arrived_at
         # When the current attempt began; later than `arrived_at` after a failover.
         self.attempted_at = arrived_at
+        # When it was forwarded; that of its arrival before.
+        self.forwarded_at = arrived_at
         # The current stage: the label of `evoke_degraded_total` when it fails.
         self.stage = "render"
         # Seconds of waiting, by the name of what was waited for.
         self.waits: dict[str, float] = {}
+        # Name, begin and end of each step, event loop times; None when they are not recorded.
+        self.steps: list[tuple[str, float, float]] | None = [] if records_steps else None
         # Seconds of the proxy's own work before forwarding; None until the request is forwarded.
         self.own_s: float | None = None
         # Seconds of the proxy's own work after the reply.
@@ -76,6 +83,16 @@ class RequestTrace:
     def add_wait(self, name: str, seconds: float) -> None:
         """Add seconds of waiting under a name."""
         self.waits[name] = self.waits.get(name, 0.0) + seconds
+
+    def add_call(self, label: str, began: float, ended: float) -> None:
+        """Add a call of llama-server: a wait, and a step."""
+        self.add_wait(label, ended - began)
+        self.add_step(label, began, ended)
+
+    def add_step(self, name: str, began: float, ended: float) -> None:
+        """Record a step, if steps are recorded."""
+        if self.steps is not None:
+            self.steps.append((name, began, ended))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

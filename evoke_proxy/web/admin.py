@@ -50,7 +50,10 @@ def routes(engine: ProxyGateway) -> list[web.RouteDef]:
     return [
         web.get("/evoke/health", _health),
         web.get("/evoke/ready", ready),
-        *(web.route(*path, _for_operators(admin, handler)) for path, handler in admin_api.ROUTES),
+        *(
+            web.route(route.method, route.path, _for_operators(admin, route.handler))
+            for route in admin_api.ROUTES
+        ),
         *page_files.routes(),
         web.get("/metrics", metrics, allow_head=False),
         # [\s\S], because a dot does not match an encoded newline.

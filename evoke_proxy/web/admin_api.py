@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 import orjson
 from aiohttp import web
+from msgspec import UNSET
 
-from evoke_proxy.config import AUTO
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.errors import RequestError
+from evoke_proxy.web import admin_types as types
 from evoke_proxy.web.coalescing import COALESCER
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD
 
 Handler = Callable[[web.Request, Admin], Awaitable[web.StreamResponse]]
+_Body = TypeVar("_Body", bound=types.Body)
 # In a path: the tenant of requests without a key.
 _NO_TENANT = "-"
 # Rows of the list of sessions that are made before other tasks run.
 _ROWS_PER_STEP = 32
+# What the value of each key of a body must be, for the error message.
+_MUST_BE = {
+    "action": "action: must be pin, unpin or drop",
+    "budget": "budget: must be a positive number of tokens, or null for no limit",
+    "draining": "draining: must be true or false",
+    "p0": "p0, p1: must be prompt positions with 0 <= p0 < p1",
+    "p1": "p0, p1: must be prompt positions with 0 <= p0 < p1",
+    "pinned": "pinned: must be true or false",
+}
+# A key in an error message of msgspec: of a wrong value, or of a missing one.
+_WRONG_KEY = re.compile(r"\$\.(\w+)|required field `(\w+)`")
 # A comment is sent after this time without an event, so that no other proxy closes the stream.
 _IDLE_EVENTS_S = 15.0
 _IDLE_COMMENT = b": nothing new\n\n"
@@ -46,10 +62,13 @@ def require_same_site(request: web.Request) -> None:
 
 
 async def _get_status(_: web.Request, admin: Admin) -> web.StreamResponse:
+    """The state of the proxy: version, mode, slots, queue, policy and budget."""
     return json_answer(admin.status())
 
 
 async def _get_overview(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Totals of all servers since the start of the proxy."""
+
     async def make() -> bytes:
         return orjson.dumps(await admin.overview())
 
@@ -57,6 +76,8 @@ async def _get_overview(request: web.Request, admin: Admin) -> web.StreamRespons
 
 
 async def _list_sessions(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """All sessions, the latest used first."""
+
     async def make() -> bytes:
         rows = []
         for row in admin.rows():
@@ -69,6 +90,7 @@ async def _list_sessions(request: web.Request, admin: Admin) -> web.StreamRespon
 
 
 async def _get_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """A session: its blocks, turns and snapshots."""
     id = _id(request)
 
     async def make() -> bytes:
@@ -78,22 +100,23 @@ async def _get_session(request: web.Request, admin: Admin) -> web.StreamResponse
 
 
 async def _change_session(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Body: `{"pinned": bool, "budget": tokens | null | "default"}`, either or both."""
-    body, id = await _json_body(request, {"pinned", "budget"}), _id(request)
-    budget = _budget(body["budget"], allows_default=True) if "budget" in body else None
-    pinned = _flag(body["pinned"], "pinned") if "pinned" in body else None
-    if "budget" in body:
-        admin.set_budget(id, budget, own=body["budget"] != "default")
-    if pinned is not None:
-        admin.pin(id, pinned)
+    """Pin or unpin a session, or set its budget."""
+    change, id = await _json_body(request, types.SessionChange), _id(request)
+    if change.budget is not UNSET:
+        own = change.budget != "default"
+        admin.set_budget(id, None if change.budget == "default" else change.budget, own)
+    if change.pinned is not UNSET:
+        admin.pin(id, change.pinned)
     return await _get_session(request, admin)
 
 
 async def _delete_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Delete a session: rows, copies and snapshots."""
     return json_answer(await admin.delete(_id(request)))
 
 
 async def _export_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """A session as a tar archive: a manifest and its snapshot files."""
     pieces = await admin.export(_id(request))
     response = web.StreamResponse(headers={"Cache-Control": "no-store"})
     response.content_type = "application/x-tar"
@@ -107,52 +130,47 @@ async def _export_session(request: web.Request, admin: Admin) -> web.StreamRespo
 
 
 async def _change_blocks(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Body: `{"action": "pin" | "unpin" | "drop", "p0": start, "p1": end}`, prompt positions."""
-    body, id = await _json_body(request, {"action", "p0", "p1"}), _id(request)
-    span = _span(body.get("p0"), body.get("p1"))
-    match body.get("action"):
-        case "pin" | "unpin" as action:
-            admin.pin_block(id, span, action == "pin")
-        case "drop":
-            await admin.drop_block(id, span)
-        case _:
-            raise RequestError("action: must be pin, unpin or drop")
+    """Pin, unpin or drop the blocks in a range of a session."""
+    change, id = await _json_body(request, types.BlockChange), _id(request)
+    if change.p0 >= change.p1:
+        raise RequestError(_MUST_BE["p0"])
+    span = Span(change.p0, change.p1)
+    if change.action == "drop":
+        await admin.drop_block(id, span)
+    else:
+        admin.pin_block(id, span, change.action == "pin")
     return await _get_session(request, admin)
 
 
 async def _set_default_budget(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Body: `{"budget": tokens | "auto" | null}`, for sessions without a budget of their own."""
-    body = await _json_body(request, {"budget"})
-    if "budget" not in body:
-        raise RequestError("budget: is missing from the request body")
-    wanted = body["budget"]
-    admin.set_default_budget(AUTO if wanted == AUTO else _budget(wanted, allows_default=False))
+    """Set the budget of sessions without one of their own."""
+    admin.set_default_budget((await _json_body(request, types.BudgetChange)).budget)
     return await _get_status(request, admin)
 
 
 async def _wipe_tenant(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Delete everything of a tenant; `-` is the tenant of requests without a key."""
     tenant = request.match_info["tenant"]
     return json_answer(await admin.wipe("" if tenant == _NO_TENANT else tenant))
 
 
 async def _list_servers(_: web.Request, admin: Admin) -> web.StreamResponse:
-    """The list is empty where there is only one server."""
+    """The llama-servers behind the proxy; empty where there is only one."""
     return json_answer({"servers": admin.server_rows()})
 
 
 async def _change_server(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Body: `{"draining": bool}`."""
-    body = await _json_body(request, {"draining"})
-    draining = _flag(body["draining"], "draining")
-    return json_answer(admin.drain(request.match_info["name"], draining))
+    """Start or stop draining a server: it gets no new requests."""
+    change = await _json_body(request, types.ServerChange)
+    return json_answer(admin.drain(request.match_info["name"], change.draining))
 
 
 async def _next_piece(pieces: Iterator[bytes]) -> bytes | None:
     return await asyncio.to_thread(next, pieces, None)
 
 
-async def _json_body(request: web.Request, keys: set[str]) -> dict[str, Any]:
-    """The body: a JSON object with at least one of these keys, and no others.
+async def _json_body(request: web.Request, wanted: type[_Body]) -> _Body:
+    """The body, which must not be empty.
 
     Only `application/json` is accepted: the page of another site cannot send that type. Raises
     RequestError.
@@ -163,37 +181,24 @@ async def _json_body(request: web.Request, keys: set[str]) -> dict[str, Any]:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the request body is not JSON: {error}", "invalid_json") from error
-    if not isinstance(body, dict) or not body or not body.keys() <= keys:
-        raise RequestError(f"the request body must be an object with {' or '.join(sorted(keys))}")
-    return body
+    names = " or ".join(sorted(wanted.__struct_fields__))
+    refusal = f"the request body must be an object with {names}"
+    try:
+        change = msgspec.convert(body, wanted)
+    except msgspec.ValidationError as error:
+        wrong = _WRONG_KEY.search(str(error)) if body else None
+        raise RequestError(_MUST_BE[wrong[1] or wrong[2]] if wrong else refusal) from error
+    if not body:
+        raise RequestError(refusal)
+    return change
 
 
 def _id(request: web.Request) -> str:
     return request.match_info["id"]
 
 
-def _budget(value: object, allows_default: bool) -> int | None:
-    if value is None or (allows_default and value == "default"):
-        return None
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    raise RequestError("budget: must be a positive number of tokens, or null for no limit")
-
-
-def _flag(value: object, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name}: must be true or false")
-    return value
-
-
-def _span(start: object, end: object) -> Span:
-    if type(start) is int and type(end) is int and 0 <= start < end:
-        return Span(start, end)
-    raise RequestError("p0, p1: must be prompt positions with 0 <= p0 < p1")
-
-
 async def _listen(request: web.Request, admin: Admin) -> web.StreamResponse:
-    """Stream the events from now on, or all events after the one that `Last-Event-ID` names.
+    """The events from now on, or all events after the one that `Last-Event-ID` names.
 
     A client that reads too slowly is disconnected. All streams end when the proxy stops.
     """
@@ -211,20 +216,38 @@ async def _listen(request: web.Request, admin: Admin) -> web.StreamResponse:
             await guard.write(request, response, chunk)
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A call of the admin API. Only operators may make it.
+
+    Attributes:
+        method: Its method.
+        path: Its path, with the names of parameters in braces.
+        handler: What answers it; its docstring describes the call.
+        answer: The type of the answer, which is JSON; a media type where it is not.
+        body: The type of the body; None without one.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    answer: type | str
+    body: type[types.Body] | None = None
+
+
 _SESSION = "/evoke/sessions/{id}"
-# The handlers by method and path; only operators may call them.
-ROUTES: tuple[tuple[tuple[str, str], Handler], ...] = (
-    (("GET", "/evoke/status"), _get_status),
-    (("GET", "/evoke/overview"), _get_overview),
-    (("GET", "/evoke/events"), _listen),
-    (("GET", "/evoke/sessions"), _list_sessions),
-    (("GET", _SESSION), _get_session),
-    (("PATCH", _SESSION), _change_session),
-    (("DELETE", _SESSION), _delete_session),
-    (("GET", f"{_SESSION}/export"), _export_session),
-    (("POST", f"{_SESSION}/blocks"), _change_blocks),
-    (("GET", "/evoke/servers"), _list_servers),
-    (("PATCH", "/evoke/servers/{name}"), _change_server),
-    (("PUT", "/evoke/budget"), _set_default_budget),
-    (("DELETE", "/evoke/tenants/{tenant}"), _wipe_tenant),
+ROUTES: tuple[Route, ...] = (
+    Route("GET", "/evoke/status", _get_status, types.Status),
+    Route("GET", "/evoke/overview", _get_overview, types.Overview),
+    Route("GET", "/evoke/events", _listen, "text/event-stream"),
+    Route("GET", "/evoke/sessions", _list_sessions, types.Sessions),
+    Route("GET", _SESSION, _get_session, types.Session),
+    Route("PATCH", _SESSION, _change_session, types.Session, types.SessionChange),
+    Route("DELETE", _SESSION, _delete_session, types.Deleted),
+    Route("GET", f"{_SESSION}/export", _export_session, "application/x-tar"),
+    Route("POST", f"{_SESSION}/blocks", _change_blocks, types.Session, types.BlockChange),
+    Route("GET", "/evoke/servers", _list_servers, types.Servers),
+    Route("PATCH", "/evoke/servers/{name}", _change_server, types.Server, types.ServerChange),
+    Route("PUT", "/evoke/budget", _set_default_budget, types.Status, types.BudgetChange),
+    Route("DELETE", "/evoke/tenants/{tenant}", _wipe_tenant, types.Deleted),
 )

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from evoke_proxy.adapters.tracing import Tracing
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
 from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, endpoints, error_responses, logs, relay
 from evoke_proxy.web.active_requests import ACTIVE_REQUESTS, ActiveRequests
-from evoke_proxy.web.chat import answer_chat, answer_count
+from evoke_proxy.web.chat import TRACING, answer_chat, answer_count
 from evoke_proxy.web.client_access import ACCESS, Access, client_access_check
 from evoke_proxy.web.coalescing import COALESCER, RequestCoalescer
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, admin_only_address
@@ -31,7 +32,8 @@ _STATUS_DISCONNECTED = 499
 def create_app(engine: ProxyGateway) -> web.Application:
     """Make the application in front of `engine`, which the caller enters and leaves.
 
-    Each request passes the middlewares in the order of their list: the first is the outermost.
+    Raises ConfigError when traces are to be exported and cannot be. Each request passes the
+    middlewares in the order of their list: the first is the outermost.
     """
     limits = engine.config.limits
     middlewares = [
@@ -53,6 +55,7 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app[RELAY_QUEUE] = RelayQueue(engine)
     app[ACTIVE_REQUESTS] = ActiveRequests(lambda: engine.shared.draining)
     app[COALESCER] = RequestCoalescer()
+    app[TRACING] = _tracing(app) if engine.config.log.traces else None
     # [\s\S], because a dot does not match an encoded newline.
     routes = [*admin.routes(engine), web.route("*", r"/{path:[\s\S]*}", _dispatch(engine))]
     for route in routes:
@@ -62,6 +65,16 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app.on_response_prepare.append(logs.add_request_id)
     app.on_response_prepare.append(connections.announce_close)
     return app
+
+
+def _tracing(app: web.Application) -> Tracing:
+    tracing = Tracing()
+
+    async def close(_: web.Application) -> None:
+        await tracing.close()
+
+    app.on_cleanup.append(close)
+    return tracing
 
 
 def _dispatch(engine: ProxyGateway) -> _Handler:

@@ -13,10 +13,13 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from evoke_proxy.adapters.tracing import TRACEPARENT, trace_id_of
 from evoke_proxy.config import LogConfig
 
 # The id of the request of the current task, and the facts about it for the log.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
+# The id of its trace (W3C Trace Context); "" if its client names none and no traces are exported.
+TRACE_ID: ContextVar[str] = ContextVar("TRACE_ID", default="")
 FACTS: ContextVar[Mapping[str, Any] | None] = ContextVar("FACTS", default=None)
 _HEADER = "X-Request-Id"
 # Ids of clients that are safe in a log line and in a header.
@@ -37,9 +40,10 @@ def configure_logging(config: LogConfig) -> None:
 
 
 def identify(request: web.Request) -> None:
-    """Set the request's id from its X-Request-Id header, or make a new id."""
+    """Set the request's id from its X-Request-Id header, or make a new id, and its trace id."""
     id = request.headers.get(_HEADER, "")
     REQUEST_ID.set(id if _SAFE_ID.fullmatch(id) else uuid.uuid4().hex[:16])
+    TRACE_ID.set(trace_id_of(request.headers.get(TRACEPARENT, "")))
 
 
 async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
@@ -59,6 +63,7 @@ def log_request(level: int, facts: Mapping[str, Any]) -> None:
 
 def _add_request_id(record: logging.LogRecord) -> bool:
     record.__dict__["request"] = REQUEST_ID.get()
+    record.__dict__["trace"] = TRACE_ID.get()
     return True
 
 
@@ -67,8 +72,9 @@ class _TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s %(about)s%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        id = getattr(record, "request", "")
-        record.__dict__["about"] = f"id={id} " if id else ""
+        id, trace = getattr(record, "request", ""), getattr(record, "trace", "")
+        about = (f"id={id} " if id else "") + (f"trace={trace} " if trace else "")
+        record.__dict__["about"] = about
         return super().format(record)
 
 
@@ -82,6 +88,8 @@ class _JsonFormatter(logging.Formatter):
         item["logger"] = record.name
         if getattr(record, "request", ""):
             item["request_id"] = record.__dict__["request"]
+        if getattr(record, "trace", ""):
+            item["trace_id"] = record.__dict__["trace"]
         item |= facts if facts is not None else {"message": record.getMessage()}
         if record.exc_info:
             item["exception"] = self.formatException(record.exc_info)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import orjson
@@ -32,8 +32,17 @@ _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUS_LOADING = 503
 # The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
-# Seconds that calls of the current task have taken, by their label; None: times are not recorded.
-AWAITED: ContextVar[dict[str, float] | None] = ContextVar("AWAITED", default=None)
+
+
+class CallTimes(Protocol):
+    """Records when calls were made."""
+
+    def add_call(self, label: str, began: float, ended: float) -> None:
+        """Record a call with its label and times of the monotonic clock, seconds."""
+
+
+# Records the calls of the current task; None: times are not recorded.
+AWAITED: ContextVar[CallTimes | None] = ContextVar("AWAITED", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +50,7 @@ class CallOptions:
     """How one JSON call is made.
 
     Attributes:
-        label: key under which AWAITED adds the time of the call.
+        label: name under which AWAITED records the call.
         is_long: whether `upstream.long_call_timeout_s` limits the call, not `call_timeout_s`.
         check: called with each piece of a reply whose status is below 400; an exception that it
             raises ends the call.
@@ -238,9 +247,9 @@ def _parsed(target: str, status: int, raw: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _timed(label: str) -> Iterator[None]:
-    seconds, started = AWAITED.get(), time.perf_counter()
+    times, began = AWAITED.get(), time.monotonic()
     try:
         yield
     finally:
-        if seconds is not None:
-            seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - started
+        if times is not None:
+            times.add_call(label, began, time.monotonic())

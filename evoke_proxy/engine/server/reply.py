@@ -35,6 +35,8 @@ class ReplyReader:
         if self.first_byte_s is None:
             now = asyncio.get_running_loop().time()
             self.first_byte_s = now - self._trace.arrived_at
+            self._trace.add_step("prefill", self._trace.forwarded_at, now)
+            self._trace.add_step("first byte", now, now)
         self.observer.feed(data)
         if self.answer is not None:
             self.answer.feed(data)

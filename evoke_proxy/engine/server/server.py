@@ -89,7 +89,7 @@ class Server:
         self, request: ParsedRequest, trace: RequestTrace
     ) -> AsyncIterator[Exchange]:
         """See Gateway."""
-        AWAITED.set(trace.waits)
+        AWAITED.set(trace)
         calls = self.resources.calls.as_caller(request.headers)
         await self.monitor.ensure_current(calls.client)
         selected = self.strategy  # another instance may answer before the turn ends
@@ -129,7 +129,8 @@ class Server:
 
     def _commit(self, turn: PreparedTurn, trace: RequestTrace) -> None:
         """Make the request the latest of its conversation, directly before it is forwarded."""
-        trace.own_s = _now() - trace.attempted_at - sum(trace.waits.values())
+        trace.forwarded_at = _now()
+        trace.own_s = trace.forwarded_at - trace.attempted_at - sum(trace.waits.values())
         self.resources.metrics.own_seconds.observe(trace.own_s)
         if turn.conversation is not None and turn.arrival is not None:
             self.conversations.commit(turn.conversation, turn.arrival)

@@ -128,7 +128,9 @@ class TurnScope:
             lease = await self._slots.acquire(session, tenant, ephemeral=ephemeral, slot=slot)
         self.leases.append(self._exit_stack.enter_context(lease))
         self.note_slots()
-        waited_s = loop.time() - began
+        granted = loop.time()
+        waited_s = granted - began
+        self.trace.add_step("queue", began, granted)
         self._metrics.queue_seconds.observe(waited_s)
         self.trace.add_wait("queue", waited_s)
         return lease

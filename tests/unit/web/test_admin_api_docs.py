@@ -14,7 +14,7 @@ TEXT = (Path(__file__).parents[3] / "docs/admin-api.md").read_text("utf-8")
 
 def test_the_documented_calls_are_those_of_the_admin_api() -> None:
     documented = re.findall(r"^\| `([A-Z]+) (/evoke/\S+)`", TEXT, re.MULTILINE)
-    assert sorted(documented) == sorted(path for path, _ in ROUTES)
+    assert sorted(documented) == sorted((route.method, route.path) for route in ROUTES)
 
 
 def test_states_and_paths_are_explained() -> None:

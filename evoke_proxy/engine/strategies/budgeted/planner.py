@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -170,6 +171,8 @@ class Planner:
         """Decide, run the plan, and add its marker to the body."""
         trace, conversation = scope.trace, turn.conversation
         trace.stage = "decide"
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         view, session = turn.view, turn.conversation.session
         if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
@@ -187,6 +190,7 @@ class Planner:
             trace.stage = "probe"
             started, plan = await self._prober.probe(turn, scope, probe, (started, plan))
         trace.stage = "plan"
+        trace.add_step("plan", began, loop.time())
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)

@@ -1,0 +1,276 @@
+"""The bodies that the admin API accepts, and the answers that it gives.
+
+Bodies are parsed as these types. Answers are made by `engine.admin`; their types document them, and
+`tests/proxy/test_openapi.py` compares them with the answers of a running proxy. An answer may have
+further keys. A key is absent where its field is unset.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from evoke_proxy.core.session.accounting import PATHS
+from evoke_proxy.core.session.block_map import STATES
+
+_MAX_TOKENS = 2**30  # llama-server counts tokens in 32 bits
+
+Tokens = Annotated[int, Meta(ge=0, description="Number of tokens.")]
+Position = Annotated[int, Meta(ge=0, le=_MAX_TOKENS, description="Position in the prompt, tokens.")]
+Budget = Annotated[int, Meta(gt=0, le=_MAX_TOKENS, description="Tokens.")]
+Time = Annotated[float, Meta(description="Seconds since the epoch.")]
+Flag = Annotated[bool, Meta(description="true or false.")]
+Ranges = Annotated[list[tuple[int, int]], Meta(description="Ranges [start, end) of positions.")]
+
+
+class Body(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of a request; other keys are refused."""
+
+
+class SessionChange(Body):
+    """Changes of a session, at least one."""
+
+    pinned: Annotated[bool, Meta(description="Keep it, and its snapshots.")] | UnsetType = UNSET
+    # null: no limit. "default": the budget of all sessions.
+    budget: Budget | Literal["default"] | None | UnsetType = UNSET
+
+
+class BlockChange(Body):
+    """A change of the blocks in the range [p0, p1); p1 must be greater than p0."""
+
+    action: Literal["pin", "unpin", "drop"]
+    p0: Position
+    p1: Position
+
+
+class BudgetChange(Body):
+    """The budget of sessions without one of their own; null for no limit."""
+
+    budget: Budget | Literal["auto"] | None
+
+
+class ServerChange(Body):
+    """A change of one of several servers."""
+
+    draining: Flag
+
+
+class Problem(Struct, kw_only=True):
+    """Why the configured budget is not in force at a server, and what to do."""
+
+    server: str
+    reason: str
+    problem: str
+    fix: str
+
+
+class Store(Struct, kw_only=True):
+    """Bytes of saved blocks in one tier, and how many copies were lost there."""
+
+    used: int
+    budget: int
+    dropped: int | UnsetType = UNSET
+    failed: int | UnsetType = UNSET
+
+
+class Overview(Struct, kw_only=True):
+    """Totals of all servers since the start of the proxy."""
+
+    tokens: dict[str, float]
+    blocks_evicted: float
+    blocks_recovered: float
+    budget: Budget | Literal["auto"] | None
+    cells: int
+    resident: int
+    ram: Store | None
+    disk: Store | None
+    problems: list[Problem]
+
+
+class Server(Struct, kw_only=True):
+    """One of several llama-servers."""
+
+    name: str
+    url: str
+    state: str
+    takes: Annotated[bool, Meta(description="Whether it gets new requests.")]
+    breaker: str
+    draining: bool
+    foreign: Annotated[bool, Meta(description="Whether it runs another model.")]
+    failures: int
+    retry_in_s: float | None
+    mode: str
+    slots: int
+    in_flight: int
+    queued: int
+    sessions: int
+    fingerprint: Any
+    snapshots: Any
+
+
+class Servers(Struct, kw_only=True):
+    """All servers; empty where there is only one."""
+
+    servers: list[Server]
+
+
+class Status(Struct, kw_only=True):
+    """The state of the proxy, without a call of llama-server."""
+
+    version: str
+    mode: str
+    server: Annotated[str, Meta(description="The state of llama-server, in words.")]
+    reachable: bool
+    build: str
+    slots: Annotated[list[str | None], Meta(description="The session of each slot.")]
+    queued: int
+    policy: str
+    budget: Budget | None
+    event: Annotated[int, Meta(description="Number of the latest event.")]
+    draining: bool
+    servers: list[Server] | UnsetType = UNSET
+
+
+class Drift(Struct, kw_only=True):
+    """How the latest request of a session differs from what was expected."""
+
+    cause: str
+    message: int | None
+    characters: tuple[int, int]
+
+
+class SessionRow(Struct, kw_only=True):
+    """A session in the list. One that is only on disk has fewer keys."""
+
+    id: str
+    tenant: str
+    name: Annotated[str | None, Meta(description="The name that its client gives it.")]
+    live: Annotated[bool, Meta(description="false: only its snapshots on disk exist.")]
+    turns: int
+    tokens: Tokens
+    used: Time
+    pinned: bool
+    bytes: Annotated[int, Meta(description="Size of its snapshots.")]
+    snapshots: Annotated[int, Meta(description="Number of its snapshots.")]
+    slot: int | None | UnsetType = UNSET
+    busy: bool | UnsetType = UNSET
+    resident: Tokens | UnsetType = UNSET
+    saved_blocks: int | UnsetType = UNSET
+    # The budget of its latest turn.
+    budget: Budget | None | UnsetType = UNSET
+    # The budget of its next turn, and whether it is its own.
+    limit: Budget | None | UnsetType = UNSET
+    own_budget: bool | UnsetType = UNSET
+    policy: str | None | UnsetType = UNSET
+    drift: Drift | None | UnsetType = UNSET
+    server: str | UnsetType = UNSET
+
+
+class Sessions(Struct, kw_only=True):
+    """All sessions, the latest used first, then those on disk only."""
+
+    sessions: list[SessionRow]
+
+
+class BlockRow(Struct, kw_only=True):
+    """A block of a session: where its rows are, without its text."""
+
+    p0: Position
+    p1: Position
+    state: Annotated[str, Meta(extra_json_schema={"enum": list(STATES)})]
+    resident: Tokens
+    role: str
+    pinned: bool
+    score: float | None
+    turn: int | UnsetType = UNSET
+    message: int | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+
+
+class Turn(Struct, kw_only=True):
+    """A turn of a session: decoded + recovered + resident_before + omitted = prompt."""
+
+    number: int
+    at: Time
+    path: Annotated[str, Meta(extra_json_schema={"enum": list(PATHS)})]
+    decision: str
+    ttft_s: float | None
+    prompt: Tokens
+    decoded: Tokens
+    recovered: Tokens
+    resident_before: Tokens
+    omitted: Tokens
+    resident: Tokens
+    peak: Tokens
+    budget: Budget | None
+    evicted: Ranges
+    recovered_spans: Ranges
+
+
+class SnapshotRow(Struct, kw_only=True):
+    """A snapshot of a session on disk."""
+
+    id: str
+    n_tokens: Tokens
+    n_bytes: int
+    created: Time
+    used: Time
+    pinned: bool
+
+
+class Session(SessionRow, kw_only=True):
+    """One session: its blocks, its latest turns, its snapshots."""
+
+    snapshots: list[SnapshotRow]  # type: ignore[assignment]
+    blocks: list[BlockRow]
+    totals: Annotated[dict[str, int], Meta(description="Tokens by state.")]
+    history: list[Turn]
+    fresh: bool | UnsetType = UNSET
+
+
+class Deleted(Struct, kw_only=True):
+    """What was deleted, and what could not be reached."""
+
+    sessions: int
+    snapshots: int
+    left: list[str]
+
+
+class Health(Struct, kw_only=True):
+    """The proxy runs."""
+
+    status: Literal["ok"]
+
+
+class Check(Struct, kw_only=True):
+    """A check of the readiness."""
+
+    ok: bool
+    detail: str
+    reason: str | UnsetType = UNSET
+
+
+class Readiness(Struct, kw_only=True):
+    """Whether requests can be served. Only operators get `checks`."""
+
+    status: Literal["ready", "degraded", "not_ready"]
+    failed: list[str]
+    reasons: list[str]
+    mode: str
+    checks: dict[str, Check] | UnsetType = UNSET
+
+
+class ErrorDetail(Struct, kw_only=True):
+    """An error."""
+
+    message: str
+    type: str
+    code: str
+    param: None | UnsetType = UNSET
+
+
+class Error(Struct, kw_only=True):
+    """The body of an answer with an error."""
+
+    error: ErrorDetail
