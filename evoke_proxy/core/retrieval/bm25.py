@@ -67,6 +67,9 @@ def terms_of(text: str) -> list[str]:
     """
     terms: list[str] = []
     for word in WORD.findall(text):
+        if word.islower() and word.isalpha():  # the usual case
+            terms.append(word)
+            continue
         lowered = word.lower()
         terms.append(lowered)
         if not lowered.isalnum():

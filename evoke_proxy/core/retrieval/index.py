@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 
 import numpy as np
 
@@ -282,9 +281,8 @@ class Index:
 
     def without_vectors(self, limit: int) -> list[Block]:
         """Return at most `limit` blocks that have no vectors, the latest first."""
-        documents = enumerate(reversed(self._documents.tolist()), 1)
-        missing = (self._blocks[-i] for i, number in documents if number not in self._vectors)
-        return list(islice(missing, limit))
+        has_vectors = self._vectors.mask(len(self._inverted))[self._documents]
+        return self._blocks.pick(np.flatnonzero(~has_vectors)[::-1][:limit])
 
     def add_vectors(self, vectors: Iterable[tuple[str, Vectors]]) -> None:
         """Add unit vectors [k, d] of the chunks of blocks, by label.

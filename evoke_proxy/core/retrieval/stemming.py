@@ -5,27 +5,57 @@ Porter, "An algorithm for suffix stripping" (1980), steps 1 to 5.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from functools import lru_cache
+from string import ascii_lowercase
 
 # Words of other lengths are their own stems.
 _MIN_CHARS, _MAX_CHARS = 3, 40
 _CACHED_WORDS = 1 << 15
 
 # Endings and their replacements in steps 2 and 3, and endings that step 4 removes.
-_STEP_2 = (
-    *(("ational", "ate"), ("tional", "tion"), ("enci", "ence"), ("anci", "ance"), ("izer", "ize")),
-    *(("abli", "able"), ("alli", "al"), ("entli", "ent"), ("eli", "e"), ("ousli", "ous")),
-    *(("ization", "ize"), ("ation", "ate"), ("ator", "ate"), ("alism", "al"), ("iveness", "ive")),
-    *(("fulness", "ful"), ("ousness", "ous"), ("aliti", "al"), ("iviti", "ive"), ("biliti", "ble")),
+_STEP_2 = dict(
+    (
+        *(
+            ("ational", "ate"),
+            ("tional", "tion"),
+            ("enci", "ence"),
+            ("anci", "ance"),
+            ("izer", "ize"),
+        ),
+        *(("abli", "able"), ("alli", "al"), ("entli", "ent"), ("eli", "e"), ("ousli", "ous")),
+        *(
+            ("ization", "ize"),
+            ("ation", "ate"),
+            ("ator", "ate"),
+            ("alism", "al"),
+            ("iveness", "ive"),
+        ),
+        *(
+            ("fulness", "ful"),
+            ("ousness", "ous"),
+            ("aliti", "al"),
+            ("iviti", "ive"),
+            ("biliti", "ble"),
+        ),
+    )
 )
-_STEP_3 = (
-    *(("icate", "ic"), ("ative", ""), ("alize", "al"), ("iciti", "ic"), ("ical", "ic")),
-    *(("ful", ""), ("ness", "")),
+_STEP_3 = dict(
+    (
+        *(("icate", "ic"), ("ative", ""), ("alize", "al"), ("iciti", "ic"), ("ical", "ic")),
+        *(("ful", ""), ("ness", "")),
+    )
 )
-_STEP_4 = (
-    *("al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "ion"),
-    *("ou", "ism", "ate", "iti", "ous", "ive", "ize"),
+_STEP_4 = frozenset(
+    (
+        *("al", "ance", "ence", "er", "ic", "able", "ible", "ant", "ement", "ment", "ent", "ion"),
+        *("ou", "ism", "ate", "iti", "ous", "ive", "ize"),
+    )
 )
+# Length of the longest of these endings.
+_MAX_ENDING = 7
+# Vowels and consonants, except for y, which may be either.
+_FORMS = str.maketrans({letter: "v" if letter in "aeiou" else "c" for letter in ascii_lowercase})
 
 
 @lru_cache(_CACHED_WORDS)
@@ -48,6 +78,8 @@ def stem(word: str) -> str:
 
 def _form(word: str) -> str:
     """Return `v` for each vowel and `c` for each consonant; y after a consonant is a vowel."""
+    if "y" not in word:
+        return word.translate(_FORMS)
     form = ""
     for letter in word:
         is_vowel = letter in "aeiou" or (letter == "y" and form.endswith("c"))
@@ -92,22 +124,26 @@ def _without_participle(word: str) -> str:
     return rest + "e" if _measure(rest) == 1 and _ends_cvc(rest) else rest
 
 
-def _replaced(word: str, endings: tuple[tuple[str, str], ...]) -> str:
+def _ending(word: str, endings: Collection[str]) -> str:
+    """Return the longest of the endings that a word has; "" when it has none."""
+    for length in range(_MAX_ENDING, 1, -1):
+        if word[-length:] in endings:
+            return word[-length:]
+    return ""
+
+
+def _replaced(word: str, endings: Mapping[str, str]) -> str:
     """Replace the longest matching ending if the rest has a measure above 0: steps 2 and 3."""
-    found = max((pair for pair in endings if word.endswith(pair[0])), key=_length, default=None)
-    if found is None:
+    found = _ending(word, endings)
+    if not found:
         return word
-    rest = word[: -len(found[0])]
-    return rest + found[1] if _measure(rest) > 0 else word
-
-
-def _length(pair: tuple[str, str]) -> int:
-    return len(pair[0])
+    rest = word[: -len(found)]
+    return rest + endings[found] if _measure(rest) > 0 else word
 
 
 def _without_suffix(word: str) -> str:
     """Remove the longest matching suffix if the rest has a measure above 1: step 4."""
-    suffix = max((s for s in _STEP_4 if word.endswith(s)), key=len, default="")
+    suffix = _ending(word, _STEP_4)
     rest = word[: -len(suffix)] if suffix else word
     if not suffix or _measure(rest) <= 1:
         return word

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import FloatArray, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import SENTENCE_GAP
 
@@ -76,6 +76,12 @@ class DocumentVectors:
 
     def __len__(self) -> int:
         return len(self._documents)
+
+    def mask(self, size: int) -> Mask:
+        """Return which of the documents with numbers below `size` have vectors [size]."""
+        has_vectors = np.zeros(size, np.bool_)
+        has_vectors[np.array(self._documents)] = True
+        return has_vectors
 
     def put(self, document: int, vectors: Vectors) -> None:
         """Copy the unit vectors [k, d], k > 0, of a document that has none yet."""

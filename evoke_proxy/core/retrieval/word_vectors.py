@@ -7,6 +7,7 @@ of its pieces, scaled to unit length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ _EPSILON = float(np.finfo(np.float32).eps)
 """Relative rounding error of one operation."""
 _LARGEST = 128.0
 """Largest magnitude of a value of `rows`, which are int8."""
+_TEXTS_AT_ONCE = 64
+"""Texts whose rows are copied at once."""
 
 
 class WordVectors:
@@ -50,15 +53,27 @@ class WordVectors:
         leave a rest that depends on the processor's order of additions.
         """
         sums = np.zeros((len(texts), self.dimensions), np.float32)
-        for row, text in zip(sums, texts, strict=True):
-            ids = self._pieces.ids(text)
-            if ids:
-                scales = self._scales[ids]
-                np.matmul(scales, self._rows[ids].astype(np.float32), out=row)
-                # n eps times the sum of the magnitudes bounds the error of a sum of n products.
-                rounding = len(ids) * _EPSILON * _LARGEST * float(np.abs(scales).sum())
-                if float(np.abs(row).max()) <= rounding:
-                    row[:] = 0
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            self._add_up(
+                texts[start : start + _TEXTS_AT_ONCE], sums[start : start + _TEXTS_AT_ONCE]
+            )
         lengths = np.linalg.norm(sums, axis=1, keepdims=True)
         sums /= np.maximum(lengths, 1e-12)
         return sums
+
+    def _add_up(self, texts: Sequence[str], sums: Vectors) -> None:
+        """Write the sum of the vectors of each text's pieces into the rows of `sums`."""
+        ids_of_texts = [self._pieces.ids(text) for text in texts]
+        ids = list(chain.from_iterable(ids_of_texts))
+        if not ids:
+            return
+        scales, rows = self._scales[ids], self._rows[ids].astype(np.float32)
+        at, bounds = 0, np.zeros(len(texts))
+        for i, of_text in enumerate(ids_of_texts):
+            end = at + len(of_text)
+            if of_text:
+                np.matmul(scales[at:end], rows[at:end], out=sums[i])
+                bounds[i] = len(of_text) * np.abs(scales[at:end]).sum()
+            at = end
+        # n eps times the sum of the magnitudes bounds the error of a sum of n products.
+        sums[np.abs(sums).max(axis=1) <= _EPSILON * _LARGEST * bounds] = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from itertools import islice
+from itertools import accumulate
 
 import numpy as np
 
@@ -103,10 +103,11 @@ class BlockVectors:
             if block.message != last
         ]
         chunks = [chunks_of(block.text) for block in missing]
-        rows = iter(self._embedding.embed_blocks([text for texts in chunks for text in texts]))
+        rows = self._embedding.embed_blocks([text for texts in chunks for text in texts])
+        ends = list(accumulate(map(len, chunks)))
         session.add_vectors(
-            (block.label, np.stack(list(islice(rows, len(texts)))))
-            for block, texts in zip(missing, chunks, strict=True)
+            (block.label, rows[end - len(texts) : end])
+            for block, texts, end in zip(missing, chunks, ends, strict=True)
             if texts
         )
 
