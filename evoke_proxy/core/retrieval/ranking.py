@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -114,6 +114,60 @@ class UnitSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _SparseRows:
+    """The values of a matrix [s, u] that are not 0, by rows; most words are in few units.
+
+    Attributes:
+        starts: [s + 1] index of the first value of each row, then the number of values.
+        columns: [p] the column of each value, ascending within a row.
+        values: [p] the values.
+        n_columns: The number u of columns.
+    """
+
+    starts: Positions
+    columns: Positions
+    values: FloatArray
+    n_columns: int
+
+    @classmethod
+    def summed(cls, cells: Positions, values: FloatArray, shape: tuple[int, int]) -> _SparseRows:
+        """Add up values above 0 of the same cell; a cell is row * u + column."""
+        n_rows, n_columns = shape
+        sums = np.asarray(np.bincount(cells, values, n_rows * n_columns), np.float64)
+        filled = (sums > 0).nonzero()[0]  # of booleans: many times as fast
+        starts = filled.searchsorted(np.arange(n_rows + 1) * n_columns)
+        columns = filled - np.repeat(np.arange(n_rows) * n_columns, np.diff(starts))
+        return cls(starts, columns, sums[filled], n_columns)
+
+    @property
+    def rows(self) -> Positions:
+        """The row of each value [p]."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+    def with_neighbours(self, shares: Sequence[float]) -> _SparseRows:
+        """Add shares of the neighbours in the same row; see `fusion.with_neighbours`."""
+        columns, first_cells = self.columns, self.rows * self.n_columns
+        cells, values = [first_cells + columns], [self.values]
+        for distance, share in enumerate(shares, 1):
+            before, after = columns >= distance, columns < self.n_columns - distance
+            cells += [cells[0][before] - distance, cells[0][after] + distance]
+            values += [share * self.values[before], share * self.values[after]]
+        shape = len(self.starts) - 1, self.n_columns
+        return self.summed(np.concatenate(cells), np.concatenate(values), shape)
+
+    def sums(self, groups: Sequence[Sequence[int]]) -> FloatArray:
+        """Return the sum [g, u] of the rows in each group, added in the order of the group."""
+        rows = np.array(list(chain.from_iterable(groups)), np.int64)
+        counts = np.diff(self.starts)[rows]
+        ends = counts.cumsum()
+        at = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - ends + counts, counts)
+        first_cells = np.repeat(np.arange(len(groups)) * self.n_columns, list(map(len, groups)))
+        cells = np.repeat(first_cells, counts) + self.columns[at]
+        total = np.bincount(cells, self.values[at], len(groups) * self.n_columns)
+        return np.asarray(total, np.float64).reshape(len(groups), self.n_columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _TextScores:
     """The scores of the units for one text.
 
@@ -132,8 +186,8 @@ class _TextScores:
 
     def ranking(self, weight: float) -> Ranking:
         """Rank the units with evidence and a score above the mean; of equals the latest first."""
-        found = np.flatnonzero((self.evidence > 0) & (self.scores > 0))[::-1]
-        return Ranking(found[np.argsort(-self.scores[found], kind="stable")], weight)
+        found = ((self.evidence > 0) & (self.scores > 0)).nonzero()[0][::-1]
+        return Ranking(found[(-self.scores[found]).argsort(kind="stable")], weight)
 
 
 class UnitRanker:
@@ -202,8 +256,8 @@ class UnitRanker:
         stems = dict[int, set[str]]()
         found = list[Ranking]()
         for ranking in rankings:
-            best = list[int]()
-            for unit in ranking.order[:_COMPARED_UNITS].tolist():
+            best, compared = list[int](), ranking.order[:_COMPARED_UNITS].tolist()
+            for unit in compared:
                 place = len(best)
                 for i, other in enumerate(best):
                     if other < unit and self._may_be_version(unit, other):
@@ -214,8 +268,10 @@ class UnitRanker:
                             place = i
                             break
                 best.insert(place, unit)
-            order = np.array([*best, *ranking.order[_COMPARED_UNITS:].tolist()], np.int64)
-            found.append(Ranking(order, ranking.weight))
+            if best != compared:
+                order = np.concatenate([best, ranking.order[_COMPARED_UNITS:]])
+                ranking = replace(ranking, order=order)
+            found.append(ranking)
         return found
 
     def _may_be_version(self, unit: int, other: int) -> bool:
@@ -308,10 +364,9 @@ class UnitRanker:
         for rows, stems in self._batches([self._stems(text) for text in texts]):
             row_of = {one: i for i, one in enumerate(dict.fromkeys(chain.from_iterable(stems)))}
             of_words, of_neighbours = self._stem_scores(list(row_of))
-            for row, of_text in zip(rows, stems, strict=True):
-                wanted = [row_of[one] for one in of_text]
-                by_words[row] = of_words[wanted].sum(axis=0)
-                by_neighbours[row] = of_neighbours[wanted].sum(axis=0)
+            of_texts = [[row_of[one] for one in of_text] for of_text in stems]
+            by_words[rows] = of_words.sums(of_texts)
+            by_neighbours[rows] = of_neighbours.sums(of_texts)
         return by_words, by_neighbours
 
     def _batches(
@@ -329,22 +384,22 @@ class UnitRanker:
             n_stems += len(stems)
         yield range(start, len(stems_of_texts)), stems_of_texts[start:]
 
-    def _stem_scores(self, stems: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+    def _stem_scores(self, stems: Sequence[str]) -> tuple[_SparseRows, _SparseRows]:
         """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
         numbers, blocks, found = self._source.form_counts(stems)
-        n_units = len(self._units)
-        cells = numbers * n_units + self._units.of_block[blocks]
-        sums = np.asarray(np.bincount(cells, found, len(stems) * n_units), np.float64)
-        counts: FloatArray = sums.reshape(len(stems), n_units)[:, : self._n]
-        frequencies = np.count_nonzero(counts, axis=1)
+        units = self._units.of_block[blocks]
+        is_ranked = units < self._n
+        cells, found = (numbers * self._n + units)[is_ranked], found[is_ranked]
+        counts = _SparseRows.summed(cells, found, (len(stems), self._n))
+        frequencies = np.diff(counts.starts)
         weights = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
         is_function_word = [one in _FUNCTION_STEMS for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
-        weights = weights[:, None]
-        near = with_neighbours(counts, _NEIGHBOUR_WORDS)
-        by_words = weights * counts * (_K1 + 1) / (counts + self._norms)
-        by_neighbours = weights * near * (_K1 + 1) / (near + self._neighbour_norms)
-        return by_words, by_neighbours
+        near = counts.with_neighbours(_NEIGHBOUR_WORDS)
+        return (
+            _bm25_scores(counts, weights, self._norms),
+            _bm25_scores(near, weights, self._neighbour_norms),
+        )
 
     def _stems(self, text: str) -> Sequence[str]:
         """Return the stems of a text's terms, each once; misspelt terms are corrected."""
@@ -424,6 +479,12 @@ class UnitRanker:
             if unit < self._n:
                 found[number].add(unit)
         return found
+
+
+def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) -> _SparseRows:
+    """Return the BM25 scores of counts [s, u], for weights [s] and length normalizations [u]."""
+    weighted = weights[counts.rows] * counts.values * (_K1 + 1)
+    return replace(counts, values=weighted / (counts.values + norms[counts.columns]))
 
 
 def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
