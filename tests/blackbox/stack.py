@@ -29,9 +29,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "evoke_proxy/models/tiny-recall-f16.gguf"
 START_S = 120.0
 _LISTENS = re.compile(rb"^evoke-proxy listens on http://[^\s:]+:(\d+)", re.MULTILINE)
-_ADMIN_LISTENS = re.compile(
-    rb"^evoke-proxy has its admin page at http://[^\s:]+:(\d+)", re.MULTILINE
-)
+_ADMIN_LISTENS = re.compile(rb"^evoke-proxy has its page at http://[^\s:]+:(\d+)", re.MULTILINE)
 _CHAT = "/v1/chat/completions"
 # Values that files and variables could set in earlier versions, and now only code.
 TUNING = {"limits__keepalive_s", "snapshots__min_tokens", "snapshots__min_gain"}
