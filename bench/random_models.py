@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from .random_tensors import Tensor, add_settings, tensors
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What decides memory and cost of a model. `window`: what sliding layers see; `bos`: whether
-    the vocabulary begins every text with a token of its own; `thinks`: it has one for each end of a
+    the vocabulary begins every text with a token of its own; `mtp`: it has a head that proposes the
+    token after the next, for speculative decoding; `thinks`: it has one for each end of a
     thought, as those of models that think do; `packed`: matrices are Q4_K; `vocabulary`: which
     ggml-vocab-NAME.gguf of the pinned tree it has, without a chat template. Empty: the bundled."""
 
@@ -47,6 +48,7 @@ class Shape:
     window: int = 0
     bos: bool = False
     packed: bool = False
+    mtp: bool = False
     thinks: bool = False
     vocabulary: str = ""
 
@@ -96,6 +98,7 @@ SHAPES = {
         _tiny("tiny-lfm2-window", "lfm2", window=64),
         _tiny("tiny-qwen2vl", "qwen2vl"),
         _tiny("tiny-qwen35", "qwen35"),
+        _tiny("tiny-mtp", "qwen35", mtp=True),
         _tiny("tiny-mamba", "mamba"),
         _tiny("tiny-longrope", "phi3"),  # RoPE factors for short texts and others for long ones
         _tiny("tiny-dense-thinks", "llama", thinks=True),
@@ -118,6 +121,67 @@ def ensure(shape: Shape, seed: int = 0) -> Path:
     return path
 
 
+# A small projector of images, of the kind of LLaVA: two layers of a vision transformer, of which
+# upstream uses all but the last, and a perceptron. Images become 16 rows.
+_IMAGE, _PATCH, _VISION, _VISION_FF = 56, 14, 64, 128
+IMAGE_ROWS = (_IMAGE // _PATCH) ** 2
+
+
+def ensure_projector(width: int, seed: int = 0) -> Path:
+    """The GGUF of a projector for models of this width, written first if the cache has none."""
+    path = cache_dir() / "models" / f"projector-{width}-{seed}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        _write_projector(part, width, np.random.default_rng(seed))
+        part.rename(path)
+    return path
+
+
+def _write_projector(path: Path, width: int, random: np.random.Generator) -> None:
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_name(f"random projector {width}")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    writer.add_bool("clip.use_gelu", True)
+    writer.add_vision_image_size(_IMAGE)
+    writer.add_vision_patch_size(_PATCH)
+    writer.add_vision_embedding_length(_VISION)
+    writer.add_vision_feed_forward_length(_VISION_FF)
+    writer.add_vision_block_count(2)
+    writer.add_vision_head_count(1)
+    writer.add_vision_projection_dim(width)
+    writer.add_vision_attention_layernorm_eps(1e-5)
+    writer.add_vision_image_mean([0.5, 0.5, 0.5])
+    writer.add_vision_image_std([0.5, 0.5, 0.5])
+    for name, size in _projector_tensors(width):
+        ones = name.endswith(("ln1.weight", "ln2.weight"))
+        weights = random.standard_normal(size, dtype=np.float32) / np.float32(np.sqrt(size[-1]))
+        writer.add_tensor(name, np.ones(size, np.float32) if ones else weights)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _projector_tensors(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "v.patch_embd.weight", (_VISION, 3, _PATCH, _PATCH)
+    yield "v.position_embd.weight", (IMAGE_ROWS, _VISION)
+    for layer in range(2):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_out"):
+            yield f"v.blk.{layer}.{name}.weight", (_VISION, _VISION)
+        for name in ("ln1", "ln2"):
+            yield f"v.blk.{layer}.{name}.weight", (_VISION,)
+            yield f"v.blk.{layer}.{name}.bias", (_VISION,)
+        yield f"v.blk.{layer}.ffn_up.weight", (_VISION_FF, _VISION)
+        yield f"v.blk.{layer}.ffn_down.weight", (_VISION, _VISION_FF)
+    yield "mm.0.weight", (width, _VISION)
+    yield "mm.0.bias", (width,)
+    yield "mm.2.weight", (width, width)
+    yield "mm.2.bias", (width,)
+
+
 def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name(f"random {shape.name}")
@@ -125,7 +189,7 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer.add_file_type(kind)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.width)
-    writer.add_block_count(shape.layers)
+    writer.add_block_count(shape.layers + shape.mtp)
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
     add_settings(writer, shape)

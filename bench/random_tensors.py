@@ -68,6 +68,8 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_used_count(_EXPERTS_USED)
     if shape.arch in ("mamba", "jamba"):
         _add_ssm(writer, 2 * shape.width, _STATE, _RANK)
+    if shape.mtp:
+        writer.add_nextn_predict_layers(1)
     if shape.arch == "qwen35":
         writer.add_full_attention_interval(2)
         writer.add_ssm_group_count(shape.kv_heads)
@@ -98,6 +100,19 @@ def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
         parts += [] if shape.arch == "mamba" else _feed_forward(shape)
         for part in parts:
             yield Tensor(f"blk.{i}.{part.name}", part.size, part.exact, part.sign)
+    if shape.mtp:
+        for part in _next_token_head(shape):
+            yield Tensor(f"blk.{shape.layers}.{part.name}", part.size, part.exact, part.sign)
+
+
+def _next_token_head(shape: Shape) -> Iterator[Tensor]:
+    """One more layer of attention, which reads the last hidden state and the next token."""
+    yield Tensor("attn_norm.weight", (shape.width,))
+    yield from _attention(shape)
+    yield from _feed_forward(shape)
+    yield Tensor("nextn.eh_proj.weight", (shape.width, 2 * shape.width))
+    yield Tensor("nextn.enorm.weight", (shape.width,))
+    yield Tensor("nextn.hnorm.weight", (shape.width,))
 
 
 def _attention(shape: Shape) -> Iterator[Tensor]:

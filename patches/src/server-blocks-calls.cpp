@@ -1,5 +1,6 @@
 #include "server-blocks-calls.h"
 
+#include "server-blocks-media.h"
 #include "server-blocks-plan.h"
 
 #include <algorithm>
@@ -111,10 +112,10 @@ json server_blocks_calls::slot_json(const server_blocks_slot & slot) const {
 // Returns for a rendered prompt how many of its tokens each slot has.
 json server_blocks_calls::view(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
     json res = json::array();
-    const server_tokens tokens(call.tokens, false);
     for (const auto & slot : slots) {
         json one = slot_json(slot);
-        one["n_common"] = std::min<int64_t>(slot.prompt->tokens.get_common_prefix(tokens), state_of(slot).reuse());
+        const auto & tokens = slot.prompt->tokens;
+        one["n_common"] = server_blocks_before_media(tokens, std::min(server_blocks_common_prefix(tokens, call.tokens), state_of(slot).reuse()));
         res.push_back(one);
     }
     return json { {"slots", res}, {"instance", instance()} };
@@ -189,7 +190,7 @@ json server_blocks_calls::info(const json & body, const server_blocks_slot & slo
 // Returns the copies of one session that fit a text, whatever the slot holds. A tenant may have very many others: nothing
 // is made of these.
 json server_blocks_calls::find(const json & body, const server_blocks_slot & slot) const {
-    const server_blocks_text text(adopted_tokens(body, slot), state_of(slot).adapters());
+    const server_blocks_text text(adopted_tokens(body, slot, true), state_of(slot).adapters());
     const std::string session = get_session(body);
     json res = json::array();
     parts.store.for_each(get_tenant(body), [&](const server_blocks_key & key, const server_blocks_copy & copy) {
@@ -409,7 +410,8 @@ void server_blocks_calls::do_disk_work(server_blocks_call & call) {
 // adopt: gives an idle slot a text and the saved rows of it, at least those of the block that ends with the text
 //
 
-llama_tokens server_blocks_calls::adopted_tokens(const json & body, const server_blocks_slot & slot) const {
+// `with_media`: accepts the ids of media, too.
+llama_tokens server_blocks_calls::adopted_tokens(const json & body, const server_blocks_slot & slot, bool with_media) const {
     const json & values = get_list(body, "tokens");
     if (values.empty()) {
         fail_request("\"tokens\" must be a non-empty array of token ids");
@@ -420,8 +422,9 @@ llama_tokens server_blocks_calls::adopted_tokens(const json & body, const server
     const int32_t n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(parts.context.ctx)));
     llama_tokens res;
     for (const auto & value : values) {
-        const int64_t token = value.is_number_integer() ? value.get<int64_t>() : -1;
-        if (token < 0 || token >= n_vocab) {
+        const int64_t token = value.is_number_integer() ? value.get<int64_t>() : LLAMA_TOKEN_NULL;
+        const bool    media = with_media && token < LLAMA_TOKEN_NULL && token >= std::numeric_limits<llama_token>::min();
+        if (!media && (token < 0 || token >= n_vocab)) {
             fail_request("\"tokens\" must be token ids; " + value.dump() + " is not in the vocabulary");
         }
         res.push_back((llama_token) token);
@@ -488,7 +491,7 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
     if (body.contains("epoch")) {
         check_epoch(body, state);
     }
-    const server_blocks_text text(adopted_tokens(body, slot), state.adapters());
+    const server_blocks_text text(adopted_tokens(body, slot, false), state.adapters());
     json incomplete = json::array();
     const auto copies = adopted_copies(body, text, incomplete);
     int32_t n_needed = 0;
@@ -504,6 +507,7 @@ json server_blocks_calls::adopt(const json & body, const server_blocks_slot & sl
     llama_memory_seq_rm(llama_get_memory(ctx), slot.id, -1, -1);
     slot.prompt->clear();
     slot.prompt->tokens.insert(text.tokens);
+    parts.context.draft.clear(slot.id);
     state.on_adopt();
     state.set_owner({ get_tenant(body), get_session(body) });
     const int32_t n_same = load_adopted(slot, text, copies);
@@ -529,6 +533,9 @@ void server_blocks_calls::check_shift(const json & body, const server_blocks_slo
     }
     check_idle(slot);
     check_epoch(body, state_of(slot));
+    if (!server_blocks_media(slot.prompt->tokens).empty()) {
+        fail(501, "not_supported_error", "positions of a text with images or sounds cannot be shifted");
+    }
     if (llama_kv_block_shared(parts.context.ctx, slot.id, 0, std::numeric_limits<llama_pos>::max())) {
         fail(409, "shared_cells", "rows of this slot belong to another slot too");
     }
@@ -547,6 +554,7 @@ json server_blocks_calls::compact(const json & body, const server_blocks_slot & 
     state.on_move_start(!resident.empty() && resident[0].first == 0 ? resident[0].second : 0);
     const uint32_t n_moved = llama_kv_block_compact(parts.context.ctx, slot.id);
     state.on_moved();
+    parts.context.draft.clear(slot.id);
     slot.prompt->clear();
     slot.prompt->tokens.insert(remaining);
     state.renew_epoch();
@@ -586,6 +594,7 @@ json server_blocks_calls::insert(const json & body, const server_blocks_slot & s
     }
     state.on_move_start(at);
     state.on_moved();
+    parts.context.draft.clear(slot.id);
     tokens.insert(tokens.begin() + at, copy.tokens.begin(), copy.tokens.end());
     slot.prompt->clear();
     slot.prompt->tokens.insert(tokens);

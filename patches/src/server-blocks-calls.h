@@ -19,7 +19,7 @@ struct server_blocks_call {
     std::string  action;
     int          id_slot = -1;
     json         body;
-    llama_tokens tokens; // of action "view": the rendered prompt
+    llama_tokens tokens; // of action "view": the ids of the rendered prompt, see server-blocks-media.h
 
     // disk work that the thread of the call does before run() is called once more
     bool waits   = false;
@@ -63,7 +63,7 @@ private:
     json slot_json(const server_blocks_slot & slot) const;
     json copies_json(const std::string & tenant, const server_blocks_text & text, const llama_kv_ranges & resident, uint64_t after) const;
     server_blocks_slot_state & state_of(const server_blocks_slot & slot) const { return parts.context.slots[slot.id]; }
-    llama_tokens adopted_tokens(const json & body, const server_blocks_slot & slot) const;
+    llama_tokens adopted_tokens(const json & body, const server_blocks_slot & slot, bool with_media) const;
     std::map<llama_pos, server_blocks_key> adopted_copies(const json & body, const server_blocks_text & text, json & incomplete) const;
     int32_t load_adopted(const server_blocks_slot & slot, const server_blocks_text & text, const std::map<llama_pos, server_blocks_key> & copies);
     server_blocks_key_set spilled_keys(const json & body) const;

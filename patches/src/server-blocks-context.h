@@ -6,6 +6,7 @@
 // Threads: the main loop only.
 
 #include "llama-kv-block.h"
+#include "server-blocks-draft.h"
 #include "server-blocks-slot.h"
 #include "server-task.h"
 
@@ -16,6 +17,7 @@ struct server_blocks_context {
     llama_context *       ctx = nullptr;
     llama_kv_block_memory memory { "", false, false };
     std::vector<server_blocks_slot_state> slots; // by id; empty while blocks are off
+    server_blocks_draft   draft;                 // of speculative decoding
     int64_t               last_epoch = 0;        // counter of the slots' epochs
 
     int n_slots() const { return (int) slots.size(); }
@@ -43,8 +45,9 @@ template <typename Slots> static std::vector<server_blocks_slot> server_blocks_s
 
 // A text and its prefix hashes.
 struct server_blocks_text {
-    llama_tokens          tokens;
-    std::vector<uint64_t> hashes; // server_blocks_prefix_hashes() of the tokens
+    llama_tokens          tokens; // server_blocks_ids() of the text
+    std::vector<uint64_t> hashes; // server_blocks_prefix_hashes() of these
+    llama_kv_ranges       media;  // server_blocks_media() of the text: no block begins or ends inside one of these
 
     // The present text of a slot.
     server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot);

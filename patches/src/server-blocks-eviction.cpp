@@ -2,6 +2,7 @@
 
 #include "server-blocks-flags.h"
 #include "server-blocks-hash.h"
+#include "server-blocks-media.h"
 
 #include "common.h"
 #include "log.h"
@@ -112,7 +113,7 @@ int32_t server_blocks_eviction::limit(int id) const {
 
 // Returns how many cells are free and will not be taken by tokens of the batch that is being prepared.
 int32_t server_blocks_eviction::n_free_cells(int id) const {
-    int32_t n = context.slots[id].n_free();
+    int32_t n = context.slots[id].n_free() - context.draft.n_reserved();
     for (int other = 0; other < context.n_slots(); ++other) {
         if (prompts[other] && (unified || other == id)) {
             n -= std::max(0, prompts[other]->n_tokens() - context.slots[other].end());
@@ -124,7 +125,7 @@ int32_t server_blocks_eviction::n_free_cells(int id) const {
 int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode) {
     auto & slot = context.slots[id];
     prompts[id] = &prompt;
-    if (slot.budget().n_rows == 0 && !options.on()) {
+    if ((slot.budget().n_rows == 0 && !options.on()) || is_irregular(prompt)) {
         return n_wanted;
     }
     retry_capture(id);
@@ -148,6 +149,28 @@ int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, 
         return 1;
     }
     return std::min(n_wanted, n);
+}
+
+void server_blocks_eviction::make_room_for_all(int id, const server_prompt & prompt, int32_t n) {
+    auto & slot = context.slots[id];
+    prompts[id] = &prompt;
+    if ((slot.budget().n_rows == 0 && !options.on()) || is_irregular(prompt)) {
+        return;
+    }
+    store.begin_call();
+    candidate_map found;
+    while (limit(id) - slot.n_rows() < n && evict_one(id, found)) {
+    }
+    while (options.on() && n_free_cells(id) < n && evict_one_anywhere(id, found)) {
+    }
+    if (limit(id) - slot.n_rows() < n) {
+        slot.on_breach();
+    }
+}
+
+// Returns whether the positions of a text are not the indices of its tokens.
+bool server_blocks_eviction::is_irregular(const server_prompt & prompt) const {
+    return !server_blocks_media_supported() && !server_blocks_media(prompt.tokens).empty();
 }
 
 //
@@ -189,6 +212,14 @@ server_blocks_eviction::candidates server_blocks_eviction::collect(int id) const
     if (unified && context.n_slots() > 1) {
         res.evictable = server_ranges_without(res.evictable, llama_kv_block_shared_ranges(context.ctx, id));
     }
+    if (is_irregular(*prompts[id])) {
+        res.evictable.clear();
+    }
+    for (const auto & m : res.text.media) {
+        if (!server_ranges_contain(res.evictable, m.first, m.second)) {
+            server_ranges_remove(res.evictable, m.first, m.second); // all rows of an image are evicted, or none
+        }
+    }
     if (options.mode == SERVER_BLOCKS_MODE_ATTENTION && llama_attn_capture_get(context.ctx, id)) {
         res.attention = llama_attn_capture_sums(context.ctx, id);
     }
@@ -196,20 +227,23 @@ server_blocks_eviction::candidates server_blocks_eviction::collect(int id) const
 }
 
 // Returns the first of the recent rows, which are never evicted. The last row is one of them in any case.
-llama_pos server_blocks_eviction::recent_start(int id, const server_blocks_budget & rules) const {
+llama_pos server_blocks_eviction::recent_start(int id, const candidates & from) const {
     const auto & slot = context.slots[id];
-    const int32_t n_recent = slot.budget().n_rows > 0 ? rules.recent : options.n_recent(slot.n_rows());
-    return slot.end() - std::max(1, n_recent);
+    const int32_t n_recent = slot.budget().n_rows > 0 ? from.rules.recent : options.n_recent(slot.n_rows());
+    const llama_pos start = slot.end() - std::max(1, n_recent);
+    const auto * cut = server_blocks_cut_by(from.text.media, start);
+    return cut ? cut->first : start;
 }
 
 // Sets `out` to the block to evict next: first those of the budget's order, then blocks by their score, last the block that
 // the recent rows cut short. Returns false when there is none.
 bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out) const {
-    const llama_pos recent = recent_start(id, from.rules);
+    const llama_pos recent = recent_start(id, from);
     const auto & order = from.rules.order;
     while (from.next_in_order < order.size()) {
         const auto & e = order[from.next_in_order++];
-        if (e.p1 <= recent && server_ranges_contain(from.evictable, e.p0, e.p1)) {
+        const bool cuts = server_blocks_cut_by(from.text.media, e.p0) || server_blocks_cut_by(from.text.media, e.p1);
+        if (e.p1 <= recent && !cuts && server_ranges_contain(from.evictable, e.p0, e.p1)) {
             out = e;
             return true;
         }
@@ -234,6 +268,9 @@ void server_blocks_eviction::list_blocks(int id, candidates & from) const {
         for (llama_pos p0 = r.first, p1; p0 < end; p0 = p1) {
             // aligned, so that every slot cuts the same text at the same positions
             p1 = std::min(end, p0 + rules.block - (p0 - rules.align)%rules.block);
+            if (const auto * cut = server_blocks_cut_by(from.text.media, p1)) {
+                p1 = p0 < cut->first ? cut->first : cut->second;
+            }
             const bool incomplete = p1 == from.recent_start && (p1 - rules.align)%rules.block != 0;
             const double value = incomplete ? std::numeric_limits<double>::max() : score(id, from, p0, p1);
             scored.push_back({ value, { "", p0, p1 } });
@@ -314,10 +351,16 @@ void server_blocks_eviction::save_rows(int id, const server_prompt & prompt) {
     const int32_t size  = std::max(64, slot.budget().n_rows > 0 ? slot.budget().block : options.block);
     const server_blocks_text text(prompt, slot);
     const llama_pos n_tokens = (llama_pos) text.tokens.size();
+    if (is_irregular(prompt)) {
+        return;
+    }
     store.begin_call();
     for (const auto & r : slot.resident()) {
         for (llama_pos p0 = r.first, p1; p0 < std::min(r.second, n_tokens); p0 = p1) {
             p1 = std::min({ r.second, (p0/size + 1)*size, n_tokens });
+            if (const auto * cut = server_blocks_cut_by(text.media, p1)) {
+                p1 = p0 < cut->first ? cut->first : std::min(r.second, cut->second);
+            }
             const server_blocks_range range { id, text, p0, p1 };
             transfer.save({ saver.tenant, saver.session, block_name(range) }, range);
         }

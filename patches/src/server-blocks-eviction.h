@@ -41,6 +41,9 @@ public:
     // returns -1: the slot decodes nothing now, and calls again after the others' decode.
     int32_t make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode);
 
+    // Evicts until n tokens of a slot, all of which are decoded together, have room.
+    void make_room_for_all(int id, const server_prompt & prompt, int32_t n);
+
     // Records which blocks got attention in the last decode.
     void on_decoded(int id);
 
@@ -64,10 +67,11 @@ private:
     };
     using candidate_map = std::map<int, candidates>; // by slot
 
+    bool    is_irregular(const server_prompt & prompt) const;
     int32_t limit(int id) const;
     int32_t n_free_cells(int id) const;
     server_blocks_budget rules(int id) const;
-    llama_pos  recent_start(int id, const server_blocks_budget & rules) const;
+    llama_pos  recent_start(int id, const candidates & from) const;
     candidates collect(int id) const;
     void       list_blocks(int id, candidates & from) const;
     double     score(int id, const candidates & from, llama_pos p0, llama_pos p1) const;

@@ -416,6 +416,7 @@ size_t server_blocks_file_size(const server_blocks_head & head) {
 
 // Not supported on this system: server_blocks_disk::open() refuses.
 uint64_t server_blocks_model_id(const common_params &) { return 0; }
+uint64_t server_blocks_projector_id(const common_params &) { return 0; }
 void server_blocks_file_remove_abandoned(const std::string &) {}
 server_blocks_head server_blocks_file_peek(const std::string &) { damaged("not on this system"); }
 server_blocks_head server_blocks_file_read(const std::string &, const server_blocks_head &, uint8_t *) { damaged("not on this system"); }
@@ -458,6 +459,15 @@ uint64_t server_blocks_model_id(const common_params & params) {
         p.number(params.control_vector_layer_start);
         p.number(params.control_vector_layer_end);
     }
+    return h == 0 ? 0 : server_blocks_checksum(p.bytes.data(), p.bytes.size(), h);
+}
+
+uint64_t server_blocks_projector_id(const common_params & params) {
+    int n_files = 1;
+    const uint64_t h = gguf_id(params.mmproj.path, ID_SEED, n_files);
+    packer p;
+    p.number(params.image_min_tokens);
+    p.number(params.image_max_tokens);
     return h == 0 ? 0 : server_blocks_checksum(p.bytes.data(), p.bytes.size(), h);
 }
 

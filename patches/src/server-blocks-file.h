@@ -61,6 +61,9 @@ struct server_blocks_file_error : std::runtime_error {
 // read. LoRA adapters differ by request: the hashes of the tokens contain them.
 uint64_t server_blocks_model_id(const common_params & params);
 
+// Returns the same for the projector of images and sounds and the options that change its rows; 0 if it cannot be read.
+uint64_t server_blocks_projector_id(const common_params & params);
+
 // The first version of the format that records the origin of rows. Files of earlier versions are not used.
 constexpr uint32_t SERVER_BLOCKS_FILE_FIRST_USED = 3;
 

@@ -137,6 +137,14 @@ void server_blocks_history::on_decoded(llama_pos end, bool opaque) {
     open = true;
 }
 
+void server_blocks_history::shorten(llama_pos end) {
+    if (open && !rows.empty() && rows.back().p0 < end) {
+        rows.back().p1 = std::min(rows.back().p1, end); // the next decode extends it, as if these rows had not been there
+    } else {
+        on_removed(end, std::numeric_limits<llama_pos>::max());
+    }
+}
+
 void server_blocks_history::on_removed(llama_pos p0, llama_pos p1) {
     open = false;
     if (p0 <= state_partial && p1 == std::numeric_limits<llama_pos>::max()) {

@@ -53,6 +53,9 @@ public:
     // Records that rows up to `end` were decoded after the last row. `opaque`: under an adapter that is not recorded.
     void on_decoded(llama_pos end, bool opaque);
 
+    // Records that the rows from `end` on, which the last decode added, are no longer resident. Nothing has copied them.
+    void shorten(llama_pos end);
+
     // Records that the rows of [p0, p1) are no longer resident.
     void on_removed(llama_pos p0, llama_pos p1);
 

@@ -1,5 +1,7 @@
 #include "server-blocks-plan.h"
 
+#include "server-blocks-media.h"
+
 #include <algorithm>
 #include <limits>
 
@@ -24,6 +26,9 @@ server_blocks_plan::server_blocks_plan(const server_blocks_parts & parts, const 
     : parts(parts), slot(slot), state(parts.context.slots[slot.id]), tenant(get_tenant(body)), text(*slot.prompt, state),
       resident(state.resident()), resident_before(resident), n_resident(server_ranges_size(resident)) {
     check_epoch(body, state);
+    if (!text.media.empty() && !server_blocks_media_supported()) {
+        fail(501, "not_supported_error", "the text of the slot has images whose rows share positions (M-RoPE): blocks work on text only with this model");
+    }
     state.reconcile();
     session     = get_session(body);
     n_free      = state.n_free();
@@ -34,6 +39,15 @@ server_blocks_plan::server_blocks_plan(const server_blocks_parts & parts, const 
 
 server_blocks_plan::~server_blocks_plan() {
     parts.store.cancel_reservation();
+}
+
+// Fails if a range begins or ends inside an image or a sound.
+void server_blocks_plan::check_media(llama_pos p0, llama_pos p1) const {
+    for (const llama_pos pos : { p0, p1 }) {
+        if (const auto * cut = server_blocks_cut_by(text.media, pos)) {
+            fail(400, "invalid_request_error", string_format("[%d, %d) cuts the image or sound at [%d, %d)", p0, p1, cut->first, cut->second));
+        }
+    }
 }
 
 void server_blocks_plan::check_expectations(const json & body) const {
@@ -153,6 +167,7 @@ json server_blocks_plan::save(const json & op, const json & label) {
     const server_blocks_range range { slot.id, text, p0, p1 };
     const auto key = parts.transfer.key_of(tenant, range);
     if (dry) {
+        check_media(p0, p1);
         if (!server_ranges_contain(resident_before, p0, p1)) {
             fail_request(string_format("some rows of [%d, %d) are not resident", p0, p1));
         }
@@ -211,6 +226,7 @@ void server_blocks_plan::check_eviction(const llama_kv_ranges & ranges) {
     const auto checkpoints = parts.eviction.checkpoint_rows(*slot.prompt);
     for (const auto & r : ranges) {
         count_tokens(r.second - r.first);
+        check_media(r.first, r.second);
         if (!resident.empty() && r.first < resident.back().second && resident.back().second <= r.second) {
             fail_request(string_format("[%d, %d) contains the last resident row, without which the next token cannot be decoded", r.first, r.second));
         }

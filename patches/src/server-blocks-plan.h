@@ -37,6 +37,7 @@ public:
     json run(const std::vector<server_blocks_op> & ops);
 
 private:
+    void check_media(llama_pos p0, llama_pos p1) const;
     void check_expectations(const json & body) const;
     void check_ops(const std::vector<server_blocks_op> & ops);
     void reserve();

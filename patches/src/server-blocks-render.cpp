@@ -1,6 +1,7 @@
 #include "server-blocks-render.h"
 
 #include "server-blocks-hash.h"
+#include "server-blocks-media.h"
 
 #include "base64.hpp"
 #include "common.h"
@@ -66,13 +67,46 @@ bool ends_full_width(const std::string & text, size_t end) {
 
 } // namespace
 
-server_blocks_render::server_blocks_render(const llama_vocab * vocab, llama_tokens tokens)
-    : vocab(vocab), tokens(std::move(tokens)), n_generation((int32_t) this->tokens.size()) {
+server_blocks_render::server_blocks_render(const llama_vocab * vocab, llama_tokens tokens, llama_kv_ranges media)
+    : vocab(vocab), tokens(std::move(tokens)), media(std::move(media)), n_generation((int32_t) this->tokens.size()) {
     starts.reserve(this->tokens.size());
-    for (const auto token : this->tokens) {
+    auto next = this->media.begin();
+    for (size_t i = 0; i < this->tokens.size(); ++i) {
         starts.push_back(text.size());
-        text += common_token_to_piece(vocab, token, true);
+        if (this->tokens[i] >= 0) {
+            text += common_token_to_piece(vocab, this->tokens[i], true);
+        } else if (next != this->media.end() && next->first == (llama_pos) i) {
+            text += get_media_marker();
+            ++next;
+        }
     }
+}
+
+// Returns whether the text is that of the prompt, and sets `begin` to where the prompt begins in it. Around media the
+// projector may have added tokens.
+bool server_blocks_render::reproduces(const std::string & prompt, size_t & begin) const {
+    if (media.empty()) {
+        begin = text.size() - std::min(text.size(), prompt.size());
+        return text.size() >= prompt.size() && text.compare(begin, prompt.size(), prompt) == 0;
+    }
+    const auto parts = string_split(prompt, std::string(get_media_marker()));
+    size_t at = begin = text.find(parts.front());
+    for (const auto & part : parts) {
+        at = at == std::string::npos ? at : text.find(part, at);
+        if (at == std::string::npos) {
+            return false;
+        }
+        at += part.size();
+    }
+    return true;
+}
+
+json server_blocks_render::media_json() const {
+    json res = json::array();
+    for (const auto & m : media) {
+        res.push_back(json::array({ m.first, m.second }));
+    }
+    return res;
 }
 
 // Returns the token that contains the character at `pos`.
@@ -85,6 +119,9 @@ int32_t server_blocks_render::token_at(size_t pos) const {
 int32_t server_blocks_render::first_token_of(int32_t from, int32_t at) const {
     int32_t res = at;
     for (int32_t i = at - 1; i >= from; --i) {
+        if (tokens[i] < 0) {
+            continue;
+        }
         if (llama_vocab_is_eog(vocab, tokens[i])) {
             break;
         }
@@ -124,7 +161,8 @@ std::vector<int32_t> server_blocks_render::sentence_starts_in(const char_ranges 
 }
 
 void server_blocks_render::locate_messages(const std::string & prompt, const json & messages, const std::string & generation_prompt) {
-    if (text.size() < prompt.size() || text.compare(text.size() - prompt.size(), prompt.size(), prompt) != 0) {
+    size_t cursor = 0;
+    if (!reproduces(prompt, cursor)) {
         sentence_starts = sentence_starts_in({ { 0, text.size() } });
         return;
     }
@@ -136,7 +174,6 @@ void server_blocks_render::locate_messages(const std::string & prompt, const jso
 
     std::vector<span> found; // p1 is set below
     char_ranges content;     // the texts of the messages, without what the template adds
-    size_t  cursor = text.size() - prompt.size();
     int32_t from   = 0;
     for (size_t i = 0; i < messages.size(); ++i) {
         size_t first = std::string::npos;
@@ -147,14 +184,20 @@ void server_blocks_render::locate_messages(const std::string & prompt, const jso
             }
             first  = std::min(first, pos);
             cursor = pos + part.size();
-            content.emplace_back(pos, cursor);
+            if (part != get_media_marker()) {
+                content.emplace_back(pos, cursor);
+            }
         }
         if (first == std::string::npos) {
             continue;
         }
         const int32_t p0 = found.empty() ? 0 : first_token_of(from, token_at(first));
         found.push_back({ i, role_of(messages.at(i)), std::max(p0, from), 0 });
-        from = std::min(token_at(cursor - 1) + 1, n_generation);
+        from = token_at(cursor - 1) + 1;
+        if (const auto * cut = server_blocks_cut_by(media, from)) { // the marker is the text of the first row
+            from = cut->second;
+        }
+        from = std::min(from, n_generation);
     }
     for (size_t i = 0; i < found.size(); ++i) {
         found[i].p1 = i + 1 < found.size() ? found[i + 1].p0 : n_generation;
@@ -177,6 +220,7 @@ json server_blocks_render::expanded(json reply) const {
     reply["tokens"]     = tokens;
     reply["spans"]      = std::move(list);
     reply["stops"]      = sentence_starts;
+    reply["media"]      = media_json();
     return reply;
 }
 
@@ -236,6 +280,7 @@ std::string server_blocks_render::compact(json reply, const server_blocks_edges 
     reply["generation"] = n_generation;
     reply["edges"]      = std::move(last);
     reply["from"]       = from;
+    reply["media"]      = media_json();
 
     json columns { {"index", json::array()}, {"role", json::array()}, {"end", json::array()} };
     for (const auto & s : spans) {

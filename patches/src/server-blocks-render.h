@@ -7,6 +7,7 @@
 // Invariants: message spans are ascending and disjoint and end before the generation prompt. Where the tokenizer does not
 //             reproduce the prompt there are no spans instead of wrong ones.
 
+#include "llama-kv-block.h"
 #include "server-common.h"
 
 #include <cstdint>
@@ -19,13 +20,14 @@ using server_blocks_edges = std::vector<std::pair<int32_t, std::string>>;
 
 class server_blocks_render {
 public:
-    server_blocks_render(const llama_vocab * vocab, llama_tokens tokens);
+    // `tokens`: the ids of the prompt, see server-blocks-media.h. `media`: the ranges of images and sounds among them.
+    server_blocks_render(const llama_vocab * vocab, llama_tokens tokens, llama_kv_ranges media = {});
 
     // Finds the spans of `messages` and of `generation_prompt` in the tokens of `prompt`, and the tokens that begin a
-    // sentence or a line in the messages.
+    // sentence or a line in the messages. In both, get_media_marker() stands for each image or sound.
     void locate_messages(const std::string & prompt, const json & messages, const std::string & generation_prompt);
 
-    // Returns `reply` with the fields generation, tokens, spans and stops.
+    // Returns `reply` with the fields generation, tokens, spans, stops and media.
     json expanded(json reply) const;
 
     // Returns `reply` as text, with the spans as columns, the tokens as base64 of little-endian int32, and the sentence
@@ -46,6 +48,8 @@ private:
 
     using char_ranges = std::vector<std::pair<size_t, size_t>>;
 
+    bool    reproduces(const std::string & prompt, size_t & first) const;
+    json    media_json() const;
     int32_t token_at(size_t pos) const;
     int32_t first_token_of(int32_t from, int32_t at) const;
     std::vector<int32_t> sentence_starts_in(const char_ranges & ranges) const;
@@ -53,6 +57,7 @@ private:
 
     const llama_vocab *  vocab;
     llama_tokens         tokens;
+    llama_kv_ranges      media;
     std::string          text;   // of all tokens
     std::vector<size_t>  starts; // first character of each token
     int32_t              n_generation; // first token of the generation prompt

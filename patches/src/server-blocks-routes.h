@@ -97,23 +97,28 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
     }
     std::vector<raw_buffer> files;
     const json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
-    if (!files.empty()) {
-        throw std::invalid_argument("a request with images or audio cannot be rendered to tokens");
+    if (!files.empty() && !server_blocks_media_supported()) {
+        throw std::invalid_argument("a request with images or sounds cannot be rendered: blocks work on text only with this model (M-RoPE)");
     }
-    auto inputs = tokenize_input_prompts(ctx_server.vocab, nullptr, parsed.at("prompt"), true, true, ctx_server.init_opt);
+    std::vector<server_tokens> inputs;
+    if (ctx_server.mctx && dialect != "completions") {
+        inputs.push_back(process_mtmd_prompt(ctx_server.mctx, parsed.at("prompt").get<std::string>(), files, ctx_server.init_opt));
+    } else {
+        inputs = tokenize_input_prompts(ctx_server.vocab, ctx_server.mctx, parsed.at("prompt"), true, true, ctx_server.init_opt);
+    }
     if (inputs.size() != 1) {
         throw std::invalid_argument("exactly one prompt can be rendered");
     }
 
     server_blocks_call call;
     call.action = "view";
-    call.tokens = inputs[0].get_text_tokens();
+    call.tokens = server_blocks_ids(inputs[0]);
     const llama_tokens tokens = call.tokens;
     auto res = handle_blocks(req, std::move(call));
     if (res->status != 200 || res->data.empty()) {
         return res;
     }
-    server_blocks_render render(ctx_server.vocab, tokens);
+    server_blocks_render render(ctx_server.vocab, tokens, server_blocks_media(inputs[0]));
     if (parsed.at("prompt").is_string()) {
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
         render.locate_messages(parsed.at("prompt").get<std::string>(), messages, json_value(parsed, "generation_prompt", std::string()));

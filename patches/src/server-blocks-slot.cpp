@@ -12,7 +12,7 @@ server_blocks_slot_state::server_blocks_slot_state(llama_context * ctx, int id, 
 }
 
 int32_t server_blocks_slot_state::clip(int32_t n_past) const {
-    if (n_past <= 0) {
+    if (n_past <= 0 || turn.irregular) {
         return n_past;
     }
     int32_t res = 0;
@@ -27,6 +27,7 @@ int32_t server_blocks_slot_state::clip(int32_t n_past) const {
 uint32_t server_blocks_slot_state::evict(llama_pos p0, llama_pos p1) {
     server_ranges_remove(recovered, p0, p1);
     rows.on_removed(p0, p1);
+    all_rows = false;
     return llama_kv_block_evict(ctx, id, p0, p1);
 }
 
@@ -59,9 +60,10 @@ void server_blocks_slot_state::set_budget(server_blocks_budget budget) {
 int32_t server_blocks_slot_state::begin_turn(const server_blocks_turn & request) {
     // A request that names no adapters gets those of the server, and upstream reuses rows that were decoded under others.
     const bool other_rows = request.adapters != turn.adapters && !request.opaque && !turn.opaque;
+    const bool was_irregular = turn.irregular;
     turn   = request;
     turn.n_common = other_rows ? 0 : request.n_common;
-    marker = request.epoch < 0 ? NO_MARKER : request.epoch == current_epoch ? VALID_MARKER : STALE_MARKER;
+    marker = request.epoch < 0 ? NO_MARKER : request.epoch == current_epoch && !request.irregular ? VALID_MARKER : STALE_MARKER;
     first_token = false;
     n_hidden    = 0; // what was evicted since the last turn was not decoded in this one
     accounting  = json();
@@ -84,12 +86,15 @@ int32_t server_blocks_slot_state::begin_turn(const server_blocks_turn & request)
         return clip(reusable); // the prefix would have missing rows as well if it were decoded once more
     }
     reconcile();
+    if (turn.irregular && (was_irregular || all_rows)) {
+        return turn.n_common; // nothing is evicted from such a text, but its positions have gaps
+    }
     return std::min(turn.n_common, rows.complete_end());
 }
 
 int32_t server_blocks_slot_state::on_decode_start(int32_t n_past) {
     const auto    present   = resident();
-    const int32_t n_present = server_ranges_count(present, 0, n_past);
+    const int32_t n_present = turn.irregular ? n_past : server_ranges_count(present, 0, n_past);
     // Rows of a text that this one does not continue were resident since the last reply, unless they were loaded since,
     // and are freed before anything is decoded: they do not count for this turn. Those of a probe do.
     const int32_t n_cut = probed ? 0 : server_ranges_count(present, turn.n_common, END) - server_ranges_count(recovered, turn.n_common, END);
@@ -117,6 +122,15 @@ void server_blocks_slot_state::on_decoded() {
     }
 }
 
+void server_blocks_slot_state::on_draft_refused() {
+    const llama_pos last = end();
+    if (last < rows.end()) {
+        rows.shorten(last);
+        last_uses.resize(std::min(last_uses.size(), (size_t) last));
+        llama_attn_capture_forget(ctx, id, last);
+    }
+}
+
 void server_blocks_slot_state::on_first_token(int32_t n_prompt, int32_t n_decoded) {
     if (!probing) {
         llama_attn_capture_prompt(ctx, id, false);
@@ -126,7 +140,7 @@ void server_blocks_slot_state::on_first_token(int32_t n_prompt, int32_t n_decode
         return;
     }
     const auto    present   = resident();
-    const int32_t n_present = server_ranges_count(present, 0, n_past);
+    const int32_t n_present = turn.irregular ? n_past : server_ranges_count(present, 0, n_past);
     int32_t n_recovered = 0;
     for (const auto & r : recovered) {
         n_recovered += server_ranges_count(present, r.first, std::min(r.second, (llama_pos) n_past));
@@ -195,18 +209,24 @@ void server_blocks_slot_state::on_clear() {
     renew_epoch();
     last_uses.clear();
     rows.clear();
+    turn.irregular = false;
+    all_rows       = true;
     reconcile(); // rows from a slot file may be there
 }
 
 void server_blocks_slot_state::on_copy(const server_blocks_slot_state & from) {
     on_clear();
     rows = from.rows;
-    turn.adapters = from.turn.adapters;
-    turn.opaque   = from.turn.opaque;
+    turn.adapters  = from.turn.adapters;
+    turn.opaque    = from.turn.opaque;
+    turn.irregular = from.turn.irregular;
+    all_rows       = from.all_rows;
 }
 
 void server_blocks_slot_state::on_adopt() {
     renew_epoch();
+    turn.irregular = false;
+    all_rows       = false;
     reserved = true;
     last_uses.clear();
     rows.clear();

@@ -49,6 +49,7 @@ struct server_blocks_turn {
     uint64_t adapters   = 0;     // hash of the active adapters and their scales, 0: none
     bool     opaque     = false; // an adapter is active in a part of the text only, and nothing records in which
     bool     oversized  = false; // the prompt does not fit the cells: the engine evicts some of it in any case
+    bool     irregular  = false; // it has media with M-RoPE, so that its tokens have other positions than their indices
 };
 
 // For whom a slot has its rows.
@@ -80,6 +81,9 @@ public:
 
     // Returns n_past, reduced to the end of a resident range.
     int32_t clip(int32_t n_past) const;
+
+    // Returns whether the text has other positions than the indices of its tokens. Nothing is evicted from it.
+    bool is_irregular() const { return turn.irregular; }
 
     // Frees the cells of [p0, p1); returns the number of rows.
     uint32_t evict(llama_pos p0, llama_pos p1);
@@ -135,6 +139,9 @@ public:
 
     // Records that a batch was decoded.
     void on_decoded();
+
+    // Records that rows at the end were removed, which the last decode has added: tokens of a draft that were refused.
+    void on_draft_refused();
 
     // Records that the first token of the reply was generated; `n_decoded` tokens of the prompt were decoded.
     void on_first_token(int32_t n_prompt, int32_t n_decoded);
@@ -199,6 +206,7 @@ private:
     server_blocks_history rows;
     server_blocks_budget  budget_rules;
     server_blocks_slot_owner slot_owner;
+    bool            all_rows         = true;  // nothing was evicted since the cells were emptied
     bool            record_uses      = false;
     bool            report_all_turns = false;
 

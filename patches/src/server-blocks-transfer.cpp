@@ -1,9 +1,12 @@
 #include "server-blocks-transfer.h"
 
 #include "server-blocks-hash.h"
+#include "server-blocks-media.h"
 
 server_blocks_text::server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot)
-    : server_blocks_text(prompt.tokens.get_text_tokens(), slot.adapters()) {}
+    : server_blocks_text(server_blocks_ids(prompt.tokens), slot.adapters()) {
+    media = server_blocks_media(prompt.tokens);
+}
 
 server_blocks_text::server_blocks_text(llama_tokens tokens, uint64_t adapters)
     : tokens(std::move(tokens)), hashes(server_blocks_prefix_hashes(this->tokens, adapters)) {}

@@ -2,9 +2,11 @@
 
 #include "server-blocks-flags.h"
 #include "server-blocks-hash.h"
+#include "server-blocks-media.h"
 
 #include "common.h"
 #include "log.h"
+#include "mtmd.h"
 
 #include <algorithm>
 #include <cstring>
@@ -26,7 +28,8 @@ void server_blocks::adjust(common_params & params) {
     params.ctx_shift        = false;
 }
 
-void server_blocks::init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported) {
+void server_blocks::init(llama_context * ctx, const common_params & params, llama_context * ctx_dft, int32_t n_draft_max) {
+    const int n_slots = params.n_parallel;
     active = false;
     context.ctx = ctx;
     context.slots.clear();
@@ -36,9 +39,14 @@ void server_blocks::init(llama_context * ctx, const common_params & params, int 
     if (flags.ram_mib <= 0) {
         return;
     }
-    this->unsupported = unsupported ? unsupported : llama_kv_block_unsupported(ctx);
+    this->unsupported = llama_kv_block_unsupported(ctx);
+    if (!this->unsupported && n_draft_max > 0) {
+        this->unsupported = server_blocks_draft::unsupported(params, ctx_dft);
+    }
     if (!this->unsupported) {
         context.memory = llama_kv_block_kind(ctx);
+        context.draft.init(ctx, ctx_dft, n_draft_max, params.kv_unified ? n_slots : 1);
+        server_blocks_set_projector(ctx, params, !flags.disk.empty());
         fence.reset(ctx);
         adapter_ids.clear();
         server_blocks_store::options options;
@@ -88,6 +96,9 @@ json server_blocks::props() const {
     }
     if (store.disk().is_open()) {
         features.push_back("disk");
+    }
+    if (server_blocks_media_supported()) {
+        features.push_back("media");
     }
     return json {
         {"version",  1},
@@ -154,12 +165,21 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
         return adapter.scale != 0.0f && llama_adapter_get_alora_n_invocation_tokens(adapter.ptr) > 0;
     });
     turn.oversized = eviction.modes().on() && task.n_tokens() > eviction.modes().n_rows;
-    return context.slots[id].begin_turn(turn);
+    turn.irregular = !server_blocks_media_supported() && !server_blocks_media(task.tokens).empty();
+    return server_blocks_before_media(task.tokens, context.slots[id].begin_turn(turn));
 }
 
 void server_blocks::on_start(int id, int32_t n_past, server_slot_stats & stats) {
     if (enabled()) {
         stats.n_prompt_cached = context.slots[id].on_decode_start(n_past);
+    }
+}
+
+void server_blocks::on_media(int id, const server_prompt & prompt, const mtmd_input_chunk * chunk) {
+    const int32_t n = (int32_t) mtmd_input_chunk_get_n_tokens(chunk);
+    if (enabled()) {
+        eviction.make_room_for_all(id, prompt, n);
+        context.draft.prepare(id, prompt.tokens.pos_next(), n);
     }
 }
 
@@ -189,6 +209,7 @@ void server_blocks::on_final(int id, server_slot_stats & stats) {
 void server_blocks::on_clear(int id) {
     if (enabled()) {
         context.slots[id].on_clear();
+        context.draft.clear(id);
     }
 }
 

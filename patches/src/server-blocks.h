@@ -9,9 +9,11 @@
 //   server_blocks_store       saved copies in host memory and on disk       server-blocks-store.h, -memory.h, -copy-files.h, ...
 //   server_blocks_capture     attention of the model                        server-blocks-capture.h
 //   server_blocks_transfer    rows between cells and the store              server-blocks-transfer.h
+//   server_blocks_draft       draft context of speculative decoding         server-blocks-draft.h
 //   server_blocks_eviction    budgets, --ctx-logical, --kv-eviction         server-blocks-eviction.h, -modes.h
 //   server_blocks_calls       the block calls and plans                     server-blocks-calls.h, -plan.h
 //   server_blocks_render      messages in a rendered prompt                 server-blocks-render.h
+//   (functions)               images and sounds in a text                   server-blocks-media.h
 //
 // Owns: all of these. Each is declared after those it uses.
 // Threads: the main loop, between two decodes, except the functions marked "any thread".
@@ -23,6 +25,7 @@
 #include "server-blocks-eviction.h"
 #include "server-blocks-fence.h"
 #include "server-blocks-json.h"
+#include "server-blocks-media.h"
 #include "server-blocks-render.h"
 #include "server-blocks-store.h"
 #include "server-blocks-transfer.h"
@@ -41,8 +44,9 @@ public:
     // Turns off options that cannot be combined with blocks, before the context is created.
     static void adjust(common_params & params);
 
-    // Reads --evoke-ram and prepares all parts. `unsupported`: why this server cannot offer block calls, or nullptr.
-    void init(llama_context * ctx, const common_params & params, int n_slots, const char * unsupported);
+    // Reads --evoke-ram and prepares all parts. `ctx_dft`: the draft context of speculative decoding, or nullptr.
+    // `n_draft_max`: most tokens of a draft, 0 without speculative decoding.
+    void init(llama_context * ctx, const common_params & params, llama_context * ctx_dft, int32_t n_draft_max);
 
     // Reads --ctx-logical and --kv-eviction, for slots that would have n_ctx tokens. Returns false, with the reason in
     // the log, when they cannot work.
@@ -98,15 +102,33 @@ public:
     // Returns n_past, reduced to the end of a resident range.
     int32_t clip(int id, int32_t n_past) const { return enabled() ? context.slots[id].clip(n_past) : n_past; }
 
-    bool is_resident(int id, llama_pos pos) const { return !enabled() || context.slots[id].is_resident(pos); }
+    bool is_resident(int id, llama_pos pos) const {
+        return !enabled() || context.slots[id].is_irregular() || context.slots[id].is_resident(pos);
+    }
 
     // Called when the tokens from n_past on are removed; corrects the count of reused tokens in `stats`.
     void on_start(int id, int32_t n_past, server_slot_stats & stats);
 
-    // See server_blocks_eviction::make_room().
+    // See server_blocks_eviction::make_room(). Makes the draft context ready for as many tokens as it returns.
     int32_t make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode = false) {
-        return enabled() && n_wanted > 0 ? eviction.make_room(id, prompt, n_wanted, others_decode) : n_wanted;
+        if (!enabled() || n_wanted <= 0) {
+            return n_wanted;
+        }
+        if (context.draft.on()) {
+            context.slots[id].on_draft_refused();
+        }
+        const int32_t n = eviction.make_room(id, prompt, n_wanted, others_decode);
+        if (n > 0) {
+            context.draft.prepare(id, prompt.tokens.pos_next(), n);
+        }
+        return n;
     }
+
+    // Returns how many tokens of a draft may be decoded together with the last token of the slot's text.
+    int32_t draft_room(int id, const server_prompt & prompt, size_t n_draft) { return make_room(id, prompt, 1 + (int32_t) n_draft) - 1; }
+
+    // Called before the rows of an image or a sound are decoded, all of them together.
+    void on_media(int id, const server_prompt & prompt, const mtmd_input_chunk * chunk);
 
     void on_decoded();
     void on_first_token(int id, const server_task & task, const server_slot_stats & stats);

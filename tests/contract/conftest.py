@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from images import projector
 from llama import Llama, running
 from mode_calls import evicting
 
@@ -42,6 +43,14 @@ def two() -> Iterator[Llama]:
 def shared() -> Iterator[Llama]:
     """The patched server with two slots that share their cells, and no flash attention."""
     with running(True, *CONTEXT, "-np", "2", "-kvu", "-fa", "off") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sighted() -> Iterator[Llama]:
+    """As `one`, with a projector of images."""
+    options = (*CONTEXT, "-np", "1", "-fa", "on", "--mmproj", projector())
+    with running(True, *options) as server:
         yield server
 
 

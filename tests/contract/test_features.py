@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from llama import Llama, running
 
+from bench.random_models import SHAPES, ensure
+
 FEATURES = "blocks adopt attention compact find plan probe render reuse stream".split()
 
 
@@ -52,10 +54,13 @@ def test_the_ram_cache_and_context_shift_are_off_with_blocks() -> None:
         assert server.epoch(0) == epoch
 
 
-def test_speculative_decoding_is_refused_with_a_reason() -> None:
-    with running(True, "-c", "512", "--evoke-ram", "8", "--spec-type", "ngram-simple") as server:
+def test_a_draft_model_with_a_recurrent_state_is_refused_with_a_reason() -> None:
+    draft = ("-md", str(ensure(SHAPES["tiny-lfm2"])), "--spec-type", "draft-simple")
+    with running(True, "-c", "512", "-np", "1", "--evoke-ram", "8", *draft) as server:
         table = server.get("/props")["evoke"]
         assert table["features"] == [] and "speculative" in table["unsupported"]
+        assert "draft model that has a recurrent state" in table["unsupported"]
         assert len(table["instance"]) == 16
         status, answer = server.ask("GET", "/slots/0/blocks")
         assert (status, answer["error"]["type"]) == (501, "not_supported_error")
+        assert table["unsupported"] in answer["error"]["message"]

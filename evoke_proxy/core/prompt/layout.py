@@ -25,6 +25,7 @@ from evoke_proxy.core.prompt.segment import (
     cut,
     inside,
     next_numbers,
+    outside_media,
 )
 from evoke_proxy.core.request.messages import Message
 
@@ -119,6 +120,7 @@ class Layout:
         n_past = view.n_past(len(tokens)) if len(tokens) else 0
         resident = clipped(view.resident, Span(0, n_past))
         boundaries = _ends((*resident, *clipped(view.non_evictable, Span(0, n_past))))
+        boundaries = outside_media(boundaries, rendered.media)
         prefix = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
         ranges = [item for item in self.ranges if self._may_match(item, shared, view)]
         boundaries |= _ends(item.span for item in ranges)

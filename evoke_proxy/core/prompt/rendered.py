@@ -124,6 +124,8 @@ class Rendered:
         spans: positions of the messages; they tile [0, generation).
         slots: state of the slots that the request named.
         sentence_starts: positions [k] where a sentence or line starts inside a message.
+        media: positions of the images and sounds, ascending. Their tokens are negative numbers that
+            identify their content.
         message_hashes: end positions of the last messages, each with llama-server's hash of the
             rendering up to it. When a later call sends them, its answer omits what it shares with
             this rendering up to one of these ends.
@@ -135,6 +137,7 @@ class Rendered:
     spans: Sequence[MessageSpan]
     slots: tuple[SlotView, ...] = ()
     sentence_starts: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
+    media: tuple[Span, ...] = ()
     message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
     _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and sentence_starts
@@ -155,6 +158,7 @@ class Rendered:
             earlier = previous.spans if previous is not None and start else None
             spans = _message_spans(answer.get("spans") or (), generation, start, earlier)
             slots = answer.get("slots") or ()
+            media = tuple(Span(int(p0), int(p1)) for p0, p1 in answer.get("media") or ())
             hashes = tuple((int(end), str(hashed)) for end, hashed in answer.get("edges") or ())
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UpstreamProtocolError(f"a rendering has an unknown shape: {error!r}") from error
@@ -168,6 +172,7 @@ class Rendered:
             spans=spans,
             slots=tuple(SlotView.parse(slot) for slot in slots),
             sentence_starts=starts,
+            media=media,
             message_hashes=hashes,
             instance=str(answer.get("instance") or ""),
             _memory=memory,
@@ -197,6 +202,11 @@ def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
             return at + first
         at, step = at + step, _STEP
     return n
+
+
+def has_media(tokens: Tokens) -> bool:
+    """Whether a prompt contains an image or a sound, see `Rendered.media`."""
+    return bool(len(tokens)) and int(tokens.min()) < 0
 
 
 def _ranges(pairs: Sequence[Sequence[Any]]) -> tuple[Span, ...]:

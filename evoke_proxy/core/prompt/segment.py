@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evoke_proxy.core.model.block_table import Positions
-from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.messages import Message, ToolCall
 
@@ -74,7 +74,8 @@ def cut(
 
     No block crosses the end of a message or a boundary. A block ends with a sentence or line when
     this leaves more than half of its maximum length. A prompt without spans is cut as one message.
-    The text of a block is an estimate, see `TextAlignment`.
+    The text of a block is an estimate, see `TextAlignment`. An image or a sound is one block of any
+    length, with the text of its message.
     """
     options = options or CutOptions()
     end = min(rendered.generation, len(rendered.tokens))
@@ -86,8 +87,8 @@ def cut(
     for item in spans[first:]:
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        text = TextAlignment(message.printed, item.span, rendered.sentence_starts)
-        for span in _pieces(item.span.clipped(end), options, text.sentence_starts):
+        text = _MessageText(message.printed, item.span, rendered)
+        for span in _pieces(item.span.clipped(end), options, text):
             number = numbers.get(name.base, options.next_numbers.get(name.base, 0))
             numbers[name.base] = number + 1
             display_name = f"{name.base}#{number}"
@@ -97,14 +98,28 @@ def cut(
     return drafts
 
 
-def _pieces(span: Span, options: CutOptions, sentence_starts: Sequence[int]) -> Iterator[Span]:
+def outside_media(positions: Iterable[int], media: Sequence[Span]) -> set[int]:
+    """Those of these positions at which a block may begin or end: no image or sound is cut."""
+    if not media:
+        return set(positions)
+    starts = [span.start for span in media]
+    return {
+        position
+        for position in positions
+        if not (at := bisect_left(starts, position)) or position >= media[at - 1].end
+    }
+
+
+def _pieces(span: Span, options: CutOptions, text: _MessageText) -> Iterator[Span]:
     """Yield the spans of the blocks of one message, from `options.start` on."""
     first = min(max(span.start, options.start), span.end)
     boundaries = inside(sorted(options.boundaries), Span(first, span.end))
-    edges = sorted({first, span.end, *boundaries})
+    around_media = (position for item in text.media for position in (item.start, item.end))
+    edges = sorted({first, span.end, *outside_media(boundaries, text.media), *around_media})
+    edges = [edge for edge in edges if first <= edge <= span.end]
     for at, stop in zip(edges, edges[1:], strict=False):
-        while stop - at > options.block_tokens:
-            end = _block_end(at, options.block_tokens, sentence_starts)
+        while stop - at > options.block_tokens and not text.is_media(at):
+            end = _block_end(at, options.block_tokens, text.sentence_starts)
             yield Span(at, end)
             at = end
         if stop > at:
@@ -121,6 +136,41 @@ def _block_end(start: int, block_tokens: int, sentence_starts: Sequence[int]) ->
 def inside(positions: Sequence[int], span: Span) -> Sequence[int]:
     """Select those of ascending positions that would split a span."""
     return positions[bisect_right(positions, span.start) : bisect_left(positions, span.end)]
+
+
+class _MessageText:
+    """The text of one message, whose tokens may contain images and sounds."""
+
+    def __init__(self, text: str, span: Span, rendered: Rendered) -> None:
+        self.media = clipped(rendered.media, span)
+        self._starts = {item.start for item in self.media}
+        self._text = text
+        if not self.media:
+            self._alignment = TextAlignment(text, span, rendered.sentence_starts)
+            self.sentence_starts = self._alignment.sentence_starts
+            return
+        all_starts = rendered.sentence_starts
+        first, last = bisect_right(all_starts, span.start), bisect_left(all_starts, span.end)
+        self.sentence_starts = [int(at) for at in all_starts[first:last]]
+        starts = [self._text_position(at) for at in self.sentence_starts]
+        self._alignment = TextAlignment(
+            text, Span(span.start, self._text_position(span.end)), starts
+        )
+
+    def of(self, part: Span) -> str:
+        """The approximate text of a block; that of the whole message for an image or a sound."""
+        if self.is_media(part.start):
+            return self._text
+        first, end = self._text_position(part.start), self._text_position(part.end)
+        return self._alignment.of(Span(first, end))
+
+    def is_media(self, start: int) -> bool:
+        """Whether the block that begins there is an image or a sound."""
+        return start in self._starts
+
+    def _text_position(self, position: int) -> int:
+        """The position if the images and sounds of the message had no tokens."""
+        return position - sum(len(item) for item in self.media if item.end <= position)
 
 
 class TextAlignment:

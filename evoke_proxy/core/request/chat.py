@@ -87,14 +87,16 @@ class ChatRequest:
     keep_marks: Mapping[int, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
 
-    @property
-    def bypass(self) -> str:
-        """Why the request cannot be managed under a budget; empty when it can."""
+    def bypass(self, media: bool = False) -> str:
+        """Why the request cannot be managed; empty when it can.
+
+        `media` says whether requests with images, sounds or files can.
+        """
         reasons = (
             ("disabled", not self.options.enabled),
             ("raw_prompt", self.dialect == "completions"),
             ("n", self.n > 1),
-            ("media", self.has_media),
+            ("media", self.has_media and not media),
             ("cache_prompt", not self.cache_prompt),
         )
         return next((reason for reason, holds in reasons if holds), "")

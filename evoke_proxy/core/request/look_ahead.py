@@ -67,7 +67,7 @@ def snapshot_obstacle(request: ChatRequest) -> str:
         ("continues", prefilled or not continuation_keys.isdisjoint(request.keys)),
         ("lora", "lora" in request.keys),
     )
-    return next((reason for reason, holds in reasons if holds), request.bypass)
+    return next((reason for reason, holds in reasons if holds), request.bypass())
 
 
 def kind_of(request: ChatRequest) -> str:

@@ -375,7 +375,9 @@ class Session:
             # On a slot of another session a few tokens may agree by chance. Blocks must not be
             # split there, because their copies are adopted.
             adopting = layout_on(replace(view, n_common=0, resident=()))
-            adopt_to = adopting.saved_end(n_tokens - 1)
+            # llama-server adopts tokens only: text from the first image on is decoded again.
+            limit = min((n_tokens - 1, *(span.start for span in inputs.rendered.media)))
+            adopt_to = adopting.saved_end(limit)
             if adopt_to >= n_past + block_tokens:
                 return adopting, adopt_to
         return self._with_unconfirmed(layout_on(view)), 0

@@ -164,8 +164,8 @@ class Prober:
 
     def _declined(self, conversation: Conversation, turn: Turn) -> str:
         view = turn.view
-        if not self._server.monitor.server.can_probe:
-            return "off"
+        if not self._server.monitor.server.can_probe or turn.rendered.media:
+            return "off"  # a probe sends the prompt as tokens, and images have none
         if not self._attention.can_capture(conversation):
             return "off"
         self.pace.note(conversation.budgeted.timings)

@@ -5,7 +5,7 @@ Models with recurrent states or attention windows need this: copies of blocks do
 
 from __future__ import annotations
 
-from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.prompt.rendered import Tokens, has_media
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
@@ -39,6 +39,8 @@ class SlotSnapshots:
         Raises Preempted when a request arrives, and UpstreamErrors.
         """
         conversation = job.conversation
+        if has_media(tokens):
+            return  # images cannot be sent as tokens
         for end in decode_steps(len(conversation.session.tokens), len(tokens)):
             epoch = conversation.budgeted.epoch
             prefill = job.calls.stock.prefill(tokens[:end], job.slot, epoch)
@@ -58,14 +60,15 @@ class SlotSnapshots:
     async def save(self, job: SlotJob) -> None:
         """Save the slot of a job, which begins with the conversation's prompt.
 
-        Does nothing directly after another save, for short prompts, without room on the disk, and
-        for a conversation that was forgotten. Raises EvokeErrors when a call fails.
+        Does nothing directly after another save, for short prompts, for those with images, without
+        room on the disk, and for a conversation that was forgotten. Raises EvokeErrors when a call
+        fails.
         """
         conversation, api = job.conversation, job.calls.stock
         tokens = conversation.session.tokens
         if self._transfers.seconds_until_save() > 0:
             return
-        if len(tokens) <= self._probe.behaviour.window_tokens:
+        if len(tokens) <= self._probe.behaviour.window_tokens or has_media(tokens):
             return
         n_bytes = len(tokens) * self._probe.costs.bytes_per_token
         if not self.repository.has_room(conversation.tenant, n_bytes):

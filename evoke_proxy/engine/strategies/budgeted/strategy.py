@@ -71,7 +71,7 @@ class BudgetedStrategy(CacheStrategy):
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
         scope.expect_slot()
-        reason = request.chat.bypass
+        reason = request.chat.bypass(self._server.monitor.server.can_hold_media)
         if reason:
             self._server.metrics.bypass.labels(reason=reason).inc()
             scope.turn = replace(scope.turn, decision=f"bypass:{reason}")

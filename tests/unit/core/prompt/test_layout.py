@@ -324,3 +324,12 @@ def _check(before: Layout, layout: Layout, rendering_: Rendered, view: SlotView)
         if block.span in old:
             same = tokens[: block.span.end] == earlier[: block.span.end]
             assert (old[block.span] == block.label) == same
+
+
+def test_no_block_is_split_inside_an_image_where_residency_changes() -> None:
+    plain = rendered(list(range(203)), 40, 200)
+    pictured = replace(plain, media=(Span(50, 150),))
+    layout = reconciled(Layout("s"), pictured, slot(0))
+    assert (50, 150) in spans(layout)
+    again = reconciled(layout, pictured, slot(203, (0, 90), (120, 203)))
+    assert (50, 150) in spans(again)

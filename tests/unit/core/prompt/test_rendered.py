@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.model.blocks import Role, Span, parse_role
-from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, common_prefix
+from evoke_proxy.core.prompt.rendered import (
+    MessageSpan,
+    Rendered,
+    SlotView,
+    common_prefix,
+    has_media,
+)
 from evoke_proxy.errors import UpstreamProtocolError
 
 SLOT: dict[str, Any] = {
@@ -173,3 +179,14 @@ def test_another_conversation_may_use_only_rows_with_all_rows_before_them_visibl
     answer |= {"resident": resident}
     answer |= {} if n_reusable is None else {"n_reusable": n_reusable}
     assert SlotView.parse(answer).adoptable_end == edge
+
+
+def test_images_are_parsed_and_are_no_tokens() -> None:
+    tokens = np.array([5, -7, -9, 6], "<i4")
+    answer = {"tokens": tokens.tolist(), "generation": 3, "media": [[1, 3]]}
+    parsed = Rendered.parse(answer)
+    assert parsed.media == (Span(1, 3),) and has_media(parsed.tokens)
+    assert not has_media(parsed.tokens[:1]) and not has_media(parsed.tokens[:0])
+    assert Rendered.parse({"tokens": [5], "generation": 1}).media == ()
+    with pytest.raises(UpstreamProtocolError):
+        Rendered.parse(answer | {"media": [[3, 1]]})

@@ -259,3 +259,54 @@ def test_other_threads_run_while_a_long_line_is_cut() -> None:
 
     # The shortest of several runs: in any one of them this thread may lack a processor.
     assert min(longest_step(work) for _ in range(5)) < 0.02
+
+
+def with_media(*media: tuple[int, int], lengths: tuple[int, ...] = (20, 700, 30)) -> Rendered:
+    end = sum(lengths)
+    tokens = np.arange(end + 3, dtype=np.int32)
+    for first, last in media:
+        tokens[first:last] = -2
+    spans = tuple(Span(first, last) for first, last in media)
+    return Rendered(tokens, end, spans_of(*lengths), media=spans)
+
+
+def test_an_image_is_one_block_of_any_length() -> None:
+    rendered = with_media((30, 606), (606, 650))
+    for boundaries in ((), (5, 100, 605, 606, 640)):
+        drafts = segment.cut(rendered, [], CutOptions(64, boundaries))
+        ends = [draft.span.end for draft in drafts]
+        assert {(30, 606), (606, 650)} <= {(draft.span.start, draft.span.end) for draft in drafts}
+        assert ends == sorted(ends) and ends[-1] == rendered.generation
+        assert [draft.span.start for draft in drafts[1:]] == ends[:-1]
+
+
+def test_the_block_of_an_image_has_the_text_of_its_message() -> None:
+    words = [f"word{i}" for i in range(124)]
+    messages = [Message(Role.USER, ""), Message(Role.USER, " ".join(words)), Message(Role.USER, "")]
+    drafts = segment.cut(with_media((30, 606)), messages, CutOptions(64))
+    (image,) = [draft for draft in drafts if draft.span == Span(30, 606)]
+    assert image.text == " ".join(words)
+    texts = [draft.text for draft in drafts if draft.message == 1 and draft is not image]
+    assert texts[0].startswith("word0 ") and texts[-1].endswith("word123")
+    assert all(any(word in text for text in texts) for word in words)
+    assert len(texts[0]) < len(image.text) / 4
+
+
+@given(
+    media=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 90)), max_size=4),
+    boundaries=st.lists(st.integers(0, 750), max_size=6),
+    block_tokens=st.integers(1, 80),
+)
+def test_no_block_begins_or_ends_inside_an_image(
+    media: list[tuple[int, int]], boundaries: list[int], block_tokens: int
+) -> None:
+    apart: list[tuple[int, int]] = []
+    for first, length in sorted(media):
+        if not apart or first >= apart[-1][1]:
+            apart.append((first, first + length))
+    inside = [(first, last) for first, last in apart if last <= 720 and not first < 20 < last]
+    rendered = with_media(*inside)
+    drafts = segment.cut(rendered, [], CutOptions(block_tokens, boundaries))
+    assert sum(len(draft.span) for draft in drafts) == rendered.generation
+    for first, last in inside:
+        assert not any(first < draft.span.start < last for draft in drafts)

@@ -36,7 +36,7 @@ def test_a_plain_request_has_the_defaults() -> None:
         options=RequestOptions(), keys=request.keys,
     )  # fmt: skip
     assert [message.role for message in request.messages] == [Role.USER]
-    assert request.bypass == ""
+    assert request.bypass() == ""
 
 
 def test_each_dialect_has_its_own_field_for_the_answers_limit() -> None:
@@ -81,7 +81,8 @@ def test_the_answers_limit_follows_the_servers_precedence(
 def test_a_request_that_cannot_be_budgeted_has_a_bypass_reason(
     fields: dict[str, Any], reason: str
 ) -> None:
-    assert chat(**fields).bypass == reason
+    assert chat(**fields).bypass() == reason
+    assert chat(**fields).bypass(media=True) == ("" if reason == "media" else reason)
 
 
 def test_several_prompts_count_as_several_answers() -> None:

@@ -88,3 +88,9 @@ def test_the_cells_of_a_slot_default_to_all_cells() -> None:
 def test_a_server_with_the_find_feature_can_find_sessions() -> None:
     for features, can_find in ((FEATURES, False), ([*FEATURES, "find"], True)):
         assert ServerInfo.parse({"evoke": {"features": features}}).can_find is can_find
+
+
+def test_a_server_with_the_media_feature_holds_images() -> None:
+    features = ["blocks", "plan", "render", "reuse", "stream"]
+    assert not ServerInfo.parse({"evoke": {"features": features}}).can_hold_media
+    assert ServerInfo.parse({"evoke": {"features": [*features, "media"]}}).can_hold_media
