@@ -50,6 +50,13 @@ _ALIASES = {
     "-np": "--parallel",
     "-ctk": "--cache-type-k",
     "-ctv": "--cache-type-v",
+    "-md": "--model-draft",
+    "--spec-draft-model": "--model-draft",
+    "-ctkd": "--cache-type-k-draft",
+    "--spec-draft-type-k": "--cache-type-k-draft",
+    "-ctvd": "--cache-type-v-draft",
+    "--spec-draft-type-v": "--cache-type-v-draft",
+    "-mm": "--mmproj",
 }
 
 
@@ -183,20 +190,37 @@ def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
     """
     sessions = options.number("--parallel") or arguments.sessions or 1
     cells = options.number("--ctx-size")
-    types = [options.value(f"--cache-type-{name}") or "f16" for name in "kv"]
-    for name in types:
-        if name not in KV_TYPES:
-            raise ConfigError(
-                f"{name} is not a type of the KV cache; the types are {', '.join(KV_TYPES)}"
-            )
+    draft, projector = options.value("--model-draft"), options.value("--mmproj")
     return Wishes(
         sessions=sessions,
         context=options.number("--ctx-logical") or arguments.context,
         cells=cells // sessions if cells else arguments.cells,
         ram_mib=_ram_mib(arguments, options),
         disk_mib=_disk_mib(arguments, options),
-        kv=KvTypes(*types),
+        kv=_kv_types(options),
+        draft=read_shape(Path(draft)) if draft else None,
+        draft_kv=_kv_types(options, "-draft"),
+        projector_bytes=_file_bytes(Path(projector)) if projector else 0,
     )
+
+
+def _kv_types(options: ServerOptions, suffix: str = "") -> KvTypes:
+    """Return the types of K and V; ConfigError for one that llama-server does not have."""
+    types = [options.value(f"--cache-type-{name}{suffix}") or "f16" for name in "kv"]
+    for name in types:
+        if name not in KV_TYPES:
+            raise ConfigError(
+                f"{name} is not a type of the KV cache; the types are {', '.join(KV_TYPES)}"
+            )
+    return KvTypes(*types)
+
+
+def _file_bytes(path: Path) -> int:
+    """Return the size of a file; ConfigError when it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"--mmproj: {path} cannot be read: {error.strerror}") from error
 
 
 def _ram_mib(arguments: argparse.Namespace, options: ServerOptions) -> int | None:
@@ -256,8 +280,14 @@ def server_command(
 def table(plan: MemoryPlan) -> list[str]:
     """Format the plan as lines of text."""
     shape, budget = plan.shape, plan.budget(PolicySettings().reserve_tokens)
+    weights = f"weights {_bytes(shape.weight_bytes)}"
+    if plan.other_bytes:
+        weights += f", {_bytes(plan.other_bytes)} beside it (-md, --mmproj)"
     rows = [
-        ("model", f"{shape.architecture}, {shape.kind}, weights {_bytes(shape.weight_bytes)}"),
+        (
+            "model",
+            f"{shape.architecture}, {shape.kind}, {weights}",
+        ),
         ("sessions", str(plan.sessions)),
         ("context", f"{plan.context} tokens ({'--ctx-logical' if plan.ram_mib else '-c'})"),
         ("cells", f"{plan.cells} for each session (-c {plan.cells * plan.sessions})"),

@@ -121,6 +121,9 @@ class Wishes:
         ram_mib: Host memory for blocks; 0 for a server without block calls.
         disk_mib: Disk for blocks; 0 for none.
         kv: Types of K and V in the cache.
+        draft: The draft model of speculative decoding, which gets as many cells; None without one.
+        draft_kv: Types of K and V in the cache of the draft model.
+        projector_bytes: Bytes of the projector of images; 0 without one.
     """
 
     sessions: int = 1
@@ -129,6 +132,19 @@ class Wishes:
     ram_mib: int | None = None
     disk_mib: int | None = None
     kv: KvTypes = KvTypes()
+    draft: ModelShape | None = None
+    draft_kv: KvTypes = KvTypes()
+    projector_bytes: int = 0
+
+    @property
+    def n_other_bytes(self) -> int:
+        """Bytes of the files that are loaded beside the model."""
+        return self.projector_bytes + (self.draft.weight_bytes if self.draft is not None else 0)
+
+    def bytes_of(self, shape: ModelShape, cells: int) -> int:
+        """Bytes of one slot, those of its draft included."""
+        drafted = session_bytes(self.draft, cells, self.draft_kv) if self.draft is not None else 0
+        return session_bytes(shape, cells, self.kv) + drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +157,8 @@ class MemoryPlan:
         cells: Cells of a slot.
         context: Longest conversation in tokens.
         row_bytes: Bytes of one token in the layers of full attention: what a saved block takes.
-        device_bytes: Bytes of K, V and states of one session.
+        other_bytes: Bytes of the draft model and the projector.
+        device_bytes: Bytes of K, V and states of one session, those of its draft included.
         whole_bytes: The same if the whole context were in cells.
         ram_mib: Host memory for the blocks of all sessions; 0 without block calls.
         disk_mib: Disk for the blocks of all sessions; 0 for none.
@@ -157,6 +174,7 @@ class MemoryPlan:
     whole_bytes: int
     ram_mib: int
     disk_mib: int
+    other_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -186,9 +204,7 @@ def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan
     """Return the plan for a model on a machine: as many cells as fit, and room for saved blocks."""
     notes: list[str] = []
     context = _context(shape, wishes, notes)
-    row_bytes = int(
-        sum(wishes.kv.bytes_of(layer) for layer in shape.layers if not layer.is_windowed)
-    )
+    row_bytes = int(_row_bytes(shape, wishes.kv))
     cells = wishes.cells or _cells(shape, machine, wishes, context, notes)
     cells = min(_padded(cells), _padded(context)) if wishes.cells is None else _padded(cells)
     has_blocks = bool(shape.layers) and wishes.ram_mib != 0
@@ -205,12 +221,18 @@ def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan
         cells=cells,
         context=context,
         row_bytes=row_bytes,
-        device_bytes=session_bytes(shape, cells, wishes.kv),
-        whole_bytes=session_bytes(shape, context, wishes.kv),
+        device_bytes=wishes.bytes_of(shape, cells),
+        whole_bytes=wishes.bytes_of(shape, context),
         ram_mib=ram,
         disk_mib=disk,
+        other_bytes=wishes.n_other_bytes,
         notes=tuple(notes),
     )
+
+
+def _row_bytes(shape: ModelShape, kv: KvTypes) -> float:
+    """Bytes of one token in the layers of full attention."""
+    return sum(kv.bytes_of(layer) for layer in shape.layers if not layer.is_windowed)
 
 
 def _padded(cells: int) -> int:
@@ -237,9 +259,12 @@ def _cells(
     if machine.device is None:
         free = machine.ram * _CPU_SHARE
     else:
-        free = machine.device * _SHARE - shape.weight_bytes - _COMPUTE_BYTES
-    row = sum(wishes.kv.bytes_of(layer) for layer in shape.layers if not layer.is_windowed)
-    rest = session_bytes(shape, _CELL_STEP, wishes.kv) - row * _CELL_STEP
+        weights = shape.weight_bytes + wishes.n_other_bytes
+        free = machine.device * _SHARE - weights - _COMPUTE_BYTES
+    row = _row_bytes(shape, wishes.kv)
+    if wishes.draft is not None:
+        row += _row_bytes(wishes.draft, wishes.draft_kv)
+    rest = wishes.bytes_of(shape, _CELL_STEP) - row * _CELL_STEP
     most = context if row == 0 else int((free / wishes.sessions - rest) / row)
     if most < min(_LEAST_CELLS, context):
         notes.append(

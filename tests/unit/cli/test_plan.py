@@ -137,3 +137,18 @@ def test_options_of_llama_server_without_dashes_before_them_are_refused_with_the
     with pytest.raises(SystemExit):
         main(["plan", "model.gguf", *words])
     assert f"{' '.join(words)}; options for llama-server follow --" in capsys.readouterr().err
+
+
+def test_the_plan_counts_the_draft_model_and_the_projector_of_llama_server(tmp_path: Path) -> None:
+    projector = tmp_path / "mmproj.gguf"
+    projector.write_bytes(bytes(3 << 20))
+    words = ("-md", str(bundled_model()), "-ctkd", "q8_0", "--mmproj", str(projector))
+    found = wishes(arguments(), ServerOptions(words))
+    assert found.draft is not None and found.draft.architecture == "llama"
+    assert (found.draft_kv.k, found.draft_kv.v) == ("q8_0", "f16")
+    assert found.projector_bytes == 3 << 20
+    lines = table(make_plan(SHAPE, MACHINE, found))
+    assert "beside it (-md, --mmproj)" in lines[0]
+    for missing in ("--mmproj", "-md"):
+        with pytest.raises(ConfigError, match="missing"):
+            wishes(arguments(), ServerOptions((missing, str(tmp_path / "missing.gguf"))))

@@ -115,3 +115,16 @@ def test_more_memory_or_disk_than_is_free_gives_a_note() -> None:
         "The disk has 1024 MiB free, less than 4096 MiB.",
     )
     assert not make_plan(DENSE, ROOMY, Wishes(cells=16_384, ram_mib=8, disk_mib=8)).notes
+
+
+def test_a_draft_model_and_a_projector_take_their_share_of_the_device() -> None:
+    small = ModelShape("qwen2", (LayerKv(128, 128),) * 24, weight_bytes=GIB)
+    alone = make_plan(DENSE, ROOMY, Wishes())
+    beside = Wishes(draft=small, draft_kv=KvTypes("q8_0", "q8_0"), projector_bytes=GIB // 2)
+    plan = make_plan(DENSE, ROOMY, beside)
+    drafted = 24 * 2 * 128 * 34 // 32
+    free = 0.9 * 12 * GIB - 5 * GIB - 768 * MIB - GIB - GIB // 2
+    assert free - 256 * (ROW + drafted) < plan.cells * (ROW + drafted) <= free
+    assert plan.device_bytes == plan.cells * (ROW + drafted)
+    assert plan.other_bytes == GIB + GIB // 2 and alone.other_bytes == 0
+    assert plan.row_bytes == alone.row_bytes, "blocks have no rows of the draft"
