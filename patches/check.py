@@ -42,6 +42,7 @@ OWN_TESTS = {
     "0005": ("contract/test_compact.py", "contract/test_random.py"),  # of everything
     "0006": ("contract/test_http.py",),
     "0007": ("contract/test_cancelled_prompts.py",),
+    "0008": ("contract/test_shutdown.py",),
 }
 _SMOKE = ("contract/test_exact.py",)
 _COMPILES = "compiles, tests pass"

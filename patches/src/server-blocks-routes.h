@@ -38,6 +38,10 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks(const server_
         if (!result) {
             return res; // the client has disconnected
         }
+        if (result->is_error()) {
+            res->error(result->to_json()); // the server is stopping
+            return res;
+        }
         data = result->to_json();
         if (shared->waits) {
             ctx_server.blocks.do_disk_work(*shared); // files are read here, not on the main loop
