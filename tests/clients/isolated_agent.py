@@ -1,4 +1,4 @@
-"""Runs two turns of a coding agent through a proxy, in a network with only the loopback.
+"""Runs turns of a coding agent through a proxy, in a network with only the loopback.
 
 Run it in its own network namespace, so that the agent reaches no other host. Prints a JSON object:
 the agent's output, the proxy's token accounting, statuses and sessions of it, and its requests.
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ from gguf import GGUFReader
 
 from bench.chat_turns import proxied
 from bench.random_models import SHAPES, ensure
-from bench.scripted import Relay, calling_in_messages, relayed
+from bench.scripted import Calling, Relay, calling_in_messages, relayed
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-BUDGET, TURN_S = 6000, 150
+TURN_S = 150
 ADMIN = "127.0.0.1:18090"
 FIRST, SECOND = "When does the boat of notes.txt leave?", "And when does it come back?"
 # The logit bias of the end token: answers of the random model then have a few dozen tokens.
@@ -48,7 +50,11 @@ wire_api = "responses"
 """
 
 
-def claude(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[str, str]]:
+# The commands of an agent's turns, and its environment.
+Turns = tuple[list[list[str]], dict[str, str]]
+
+
+def claude(program: str, home: Path, port: int) -> Turns:
     """Return the commands of Claude Code's two turns, and its environment."""
     command = [program, "--model", "random", "-p"]
     settings = {
@@ -61,7 +67,7 @@ def claude(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[s
     return [[*command, FIRST], [*command, SECOND, "--continue"]], settings
 
 
-def codex(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[str, str]]:
+def codex(program: str, home: Path, port: int) -> Turns:
     """Return the commands of Codex's two turns, and its environment."""
     (home / ".codex").mkdir()
     (home / ".codex/config.toml").write_text(_CODEX % port)
@@ -70,7 +76,75 @@ def codex(program: str, home: Path, port: int) -> tuple[list[list[str]], dict[st
     return turns, {"EVOKE_KEY": "any"}
 
 
-AGENTS = {"claude": (claude, "/v1/messages"), "codex": (codex, "/v1/responses")}
+def cline(program: str, home: Path, port: int) -> Turns:
+    """Return the command of Cline's only turn, and its environment.
+
+    It continues a session only on a terminal. Without the setting it leaves a process running.
+    """
+    provider = {"provider": "openai-compatible", "apiKey": "any", "model": "random"}
+    settings = provider | {"baseUrl": f"http://127.0.0.1:{port}/v1"}
+    entry = {"settings": settings, "updatedAt": "2026-11-24T00:00:00.000Z", "tokenSource": "manual"}
+    file = home / ".cline/data/settings/providers.json"
+    file.parent.mkdir(parents=True)
+    providers = {"openai-compatible": entry}
+    file.write_text(
+        json.dumps({"version": 1, "lastUsedProvider": "openai-compatible", "providers": providers})
+    )
+    return [[program, FIRST]], {"CLINE_SESSION_BACKEND_MODE": "local"}
+
+
+def qwen(program: str, home: Path, port: int) -> Turns:
+    """Return the command of Qwen Code's only turn, and its environment; no test runs it."""
+    (home / ".qwen").mkdir()
+    settings = {
+        "memory": {"enableManagedAutoMemory": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "general": {"enableAutoUpdate": False},
+    }
+    (home / ".qwen/settings.json").write_text(json.dumps(settings))
+    command = [program, "--auth-type", "openai", "--openai-api-key", "any", "-m", "random"]
+    command += ["--openai-base-url", f"http://127.0.0.1:{port}/v1"]
+    return [[*command, FIRST]], {}
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """How an agent is run.
+
+    Attributes:
+        turns: Returns its commands and environment, from its program, home directory and port.
+        path: Where it sends its chats.
+        budget: Budget of a session, in tokens; less than the agent's own prompt.
+        read: Name and arguments of its tool that reads the file at a path; its first turn calls it.
+            None for an agent that calls no tools here.
+        calling: Writes the call in the dialect of the path.
+    """
+
+    turns: Callable[[str, Path, int], Turns]
+    path: str
+    budget: int = 6000
+    read: Callable[[str], tuple[str, Mapping[str, Any]]] | None = None
+    calling: Calling | None = None
+
+
+AGENTS = {
+    "claude": Agent(
+        claude,
+        "/v1/messages",
+        read=lambda path: ("Read", {"file_path": path}),
+        calling=calling_in_messages,
+    ),
+    "codex": Agent(codex, "/v1/responses"),
+    "cline": Agent(
+        cline,
+        "/v1/chat/completions",
+        budget=1000,
+        read=lambda path: ("read_files", {"files": [{"path": path}]}),
+    ),
+    "qwen": Agent(
+        qwen, "/v1/chat/completions", read=lambda path: ("read_file", {"file_path": path})
+    ),
+}
 
 
 def _server(port: int) -> list[str]:
@@ -82,11 +156,11 @@ def _server(port: int) -> list[str]:
 
 
 def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
-    agent, path = AGENTS[name]
+    agent = AGENTS[name]
     home, work, server = folder / "home", folder / "work", free_port()
     home.mkdir()
     work.mkdir()
-    proxy_settings = {"policy": {"budget": BUDGET}, "page": {"names": True}}
+    proxy_settings = {"policy": {"budget": agent.budget}, "page": {"names": True}}
     (folder / "evoke.yaml").write_text(json.dumps(proxy_settings))
     sent: list[Any] = []
     (work / "notes.txt").write_text("The boat leaves at nine.\n")
@@ -95,14 +169,12 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
         proxied(server, "--config", str(folder / "evoke.yaml"), "--admin-listen", ADMIN) as proxy,
         ExitStack() as stack,
     ):
-        relay = Relay(
-            proxy.port, lambda body, _: sent.append(body["messages"]), calling_in_messages
-        )
+        relay = Relay(proxy.port, lambda body, _: sent.append(body["messages"]), agent.calling)
         port = proxy.port
-        if name == "claude":  # its first turn reads a file
-            relay.calls.append(("Read", {"file_path": str(work / "notes.txt")}))
+        if agent.read is not None:
+            relay.calls.append(agent.read(str(work / "notes.txt")))
             port = stack.enter_context(relayed(relay))
-        turns, settings = agent(program, home, port)
+        turns, settings = agent.turns(program, home, port)
         env = {
             "PATH": os.environ["PATH"],
             "HOME": str(home),
@@ -117,7 +189,8 @@ def _run(name: str, program: str, folder: Path) -> dict[str, Any]:
     statuses = sorted(set(re.findall(r" (?:GET|POST|HEAD) \S+ (\d{3}) ", log)))
     return {
         "outputs": outputs,
-        "accounting": _accounting(log, path),
+        "budget": agent.budget,
+        "accounting": _accounting(log, agent.path),
         "statuses": statuses,
         "sessions": sessions,
         "blocks": [block.get("name") for block in blocks],

@@ -1,4 +1,4 @@
-"""Unmodified Claude Code and Codex run two turns on a budget, in a network without other hosts."""
+"""Unmodified coding agents run turns on a budget, in a network without other hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 from bench.npm import INSTALL_S, NotInstalled, installed
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
-BUDGET, TURN_S = 6000, 150
+TURN_S = 150
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "claude": ("@anthropic-ai/claude-code", "2.1.330"),
     "codex": ("@openai/codex", "0.169.0"),
+    "cline": ("cline", "3.0.65"),
 }
 # Runs a command in a new network namespace; without root this needs a user namespace.
 UNSHARE = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
@@ -36,7 +37,7 @@ def agent(request: pytest.FixtureRequest) -> tuple[str, Path]:
 
 
 @pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
-def test_an_isolated_agent_runs_two_turns_without_decoding_its_history_again(
+def test_an_isolated_agent_runs_its_turns_without_decoding_its_history_again(
     agent: tuple[str, Path],
 ) -> None:
     name, program = agent
@@ -45,25 +46,28 @@ def test_an_isolated_agent_runs_two_turns_without_decoding_its_history_again(
     completed = subprocess.run([*UNSHARE, *script], env=environment, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr[-2000:]
     result = json.loads(completed.stdout)
-    assert [turn["code"] for turn in result["outputs"]] == [0, 0], result["outputs"]
+    assert {turn["code"] for turn in result["outputs"]} == {0}, result["outputs"]
     # Codex may disconnect at the event of a complete answer, before the end of the stream.
     assert set(result["statuses"]) <= {"200", "499" if name == "codex" else "200"}, result[
         "statuses"
     ]
+    budget = result["budget"]
     for accounting in result["accounting"]:
-        assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"] > BUDGET
-        assert accounting["peak"] <= BUDGET
+        assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"] > budget
+        assert accounting["peak"] <= budget
     first, *_, last = result["accounting"]
     assert first["decoded"] == first["prompt"]
-    # The second turn did not decode its history again, and some of the history is not resident.
+    assert len(result["accounting"]) > 1
+    # The last request did not decode its history again, and some of the history is not resident.
     assert last["decoded"] < last["prompt"] / 10 and last["omitted"] > 500
+    if name != "codex":  # its first turn has read a file
+        assert result["faults"] == []
+        assert "The boat leaves at nine." in json.dumps(result["sent"][-1])
     if name == "claude":
-        assert result["faults"] == [] and "The boat leaves at nine." in json.dumps(
-            result["sent"][-1]
-        )
         assert "file:notes.txt#0" in result["blocks"], "the tool result is not a block of its file"
     # The agent did not repeat its request with a changed prompt.
     latest, *_ = result["sessions"]
     assert latest["turns"] >= 2 and latest["drift"] is None
-    (session_name,) = {session["name"] for session in result["sessions"]}
-    assert len(session_name) == 36, "the session has not the id that the agent sent"
+    if name in ("claude", "codex"):
+        (session_name,) = {session["name"] for session in result["sessions"]}
+        assert len(session_name) == 36, "the session has not the id that the agent sent"
