@@ -54,10 +54,12 @@ class Ranking:
     Attributes:
         order: Indexes of the ranked units, best first.
         weight: How many tokens this ranking gets for each token of a ranking of weight 1.
+        after: How many tokens the other rankings get first.
     """
 
     order: Positions
     weight: float = 1.0
+    after: int = 0
 
 
 def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
@@ -72,7 +74,7 @@ def interleaved(rankings: Sequence[Ranking], lengths: Positions) -> Positions:
     if len(rankings) == 1:
         return rankings[0].order
     units = np.concatenate([ranking.order for ranking in rankings])
-    spent = [lengths[ranking.order].cumsum() / ranking.weight for ranking in rankings]
+    spent = [each.after + lengths[each.order].cumsum() / each.weight for each in rankings]
     merged = units[np.argsort(np.concatenate(spent), kind="stable")]
     # The last write wins, so that writing in reversed order leaves the first position of each unit.
     first = np.zeros(len(lengths), np.int64)

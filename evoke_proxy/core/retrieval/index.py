@@ -32,7 +32,7 @@ from evoke_proxy.core.retrieval.bm25 import (
     sum_evidence,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.instructions import circumstance_points, instruction_points
+from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import UnitRanker
 from evoke_proxy.core.retrieval.stemming import stem
@@ -79,8 +79,9 @@ _VECTOR_CERTAINTY = 0.8
 # _MIN_NAMED_BLOCKS: it is, for example, the name of a tool that most turns call.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
 
-# Standing instructions and circumstances are recognized in messages of at most this many blocks.
-_SHORT_BLOCKS = 2
+# Standing instructions and statements of the user are recognized in messages of at most this many
+# tokens.
+_INSTRUCTION_TOKENS, _STATEMENT_TOKENS = 96, 64
 
 # The text of a block may overlap its neighbours' by this many characters, because the position of a
 # token in the text of its message is an estimate.
@@ -153,7 +154,7 @@ class Index:
         self._phrase_texts: list[str] = []
         self._ends_inside_sentence = array("b")
         self._instruction_points = array("d")
-        self._circumstance_points = array("d")
+        self._statement_points = array("d")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -214,7 +215,7 @@ class Index:
             inverted=self._inverted,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
-            find_circumstances=partial(self._of_short_user_messages, self._circumstance_points),
+            statements=self._of_short_messages(self._statement_points, _STATEMENT_TOKENS),
             signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
@@ -246,14 +247,15 @@ class Index:
         `retrieval.instructions.instruction_points`.
         """
         self.update(blocks)
-        return self._of_short_user_messages(self._instruction_points)
+        return self._of_short_messages(self._instruction_points, _INSTRUCTION_TOKENS)
 
-    def _of_short_user_messages(self, points: array[float]) -> FloatArray:
+    def _of_short_messages(self, points: array[float], max_tokens: int) -> FloatArray:
         """Return the points [n] of the blocks of short messages, given points by document number.
 
-        Blocks of other messages have 0 points.
+        Blocks of messages of more than `max_tokens` tokens have 0 points.
         """
-        return np.where(_of_short_messages(self._blocks), self._of_blocks(np.array(points)), 0.0)
+        is_short = _of_short_messages(self._blocks, max_tokens)
+        return np.where(is_short, self._of_blocks(np.array(points)), 0.0)
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -330,7 +332,7 @@ class Index:
         self._ends_inside_sentence.append(not ends_sentence(block.text))
         is_of_user = block.role is Role.USER
         self._instruction_points.append(instruction_points(block.text) if is_of_user else 0.0)
-        self._circumstance_points.append(circumstance_points(block.text) if is_of_user else 0.0)
+        self._statement_points.append(statement_points(block.text) if is_of_user else 0.0)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -498,7 +500,8 @@ class _BlockSource:
         inverted: Their terms.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
-        find_circumstances: Returns the result of `circumstances`.
+        statements: [n] points of each block as a short statement of the user, 0 to 3; see
+            `retrieval.instructions.statement_points`.
         signals: The signals that may be used.
     """
 
@@ -506,7 +509,7 @@ class _BlockSource:
     inverted: InvertedIndex
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]
-    find_circumstances: Callable[[], FloatArray]
+    statements: FloatArray
     signals: frozenset[str]
 
     def form_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
@@ -540,25 +543,18 @@ class _BlockSource:
         """
         return self.find_mentions(text) if "names" in self.signals else None
 
-    @property
-    def circumstances(self) -> FloatArray:
-        """Points [n] of each block as a circumstance of the user, 0 to 3.
-
-        See `retrieval.instructions.circumstance_points`.
-        """
-        return self.find_circumstances()
-
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
         return self.blocks[block].text
 
 
-def _of_short_messages(blocks: BlockTable) -> Mask:
-    """Return which blocks [n] are of messages with at most _SHORT_BLOCKS blocks."""
+def _of_short_messages(blocks: BlockTable, max_tokens: int) -> Mask:
+    """Return which blocks [n] are of messages with at most `max_tokens` tokens."""
     messages = blocks.messages
     firsts = np.flatnonzero(np.diff(messages, prepend=-1))
     counts = np.diff(firsts, append=len(messages))
-    is_short: Mask = np.repeat(counts <= _SHORT_BLOCKS, counts)
+    lengths = np.add.reduceat(blocks.lengths, firsts) if len(firsts) else counts
+    is_short: Mask = np.repeat(lengths <= max_tokens, counts)
     return is_short
 
 

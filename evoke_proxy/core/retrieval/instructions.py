@@ -1,13 +1,13 @@
-"""Recognizes standing instructions and circumstances in a user's messages by rules; English only.
+"""Recognizes standing instructions and statements in a user's messages by rules; English only.
 
 A standing instruction tells how every later answer should be: "Always answer in French". It tells
 the assistant what to do or states a wish, it holds in general, and it is about the form of answers.
 Each of these properties gives points, so that no single word decides. A statement that asks for
 nothing is never an instruction: "My lucky number is 7".
 
-A circumstance is something that limits the user: "I can't walk far". It decides whether a plan is
-good, but usually has no word in common with a question about the plan, so that words do not find
-it.
+A statement tells what only the user knows: "I can't walk far". It decides whether a plan is good,
+but often has no word in common with a question about the plan, so that words do not find it. One
+that limits what is possible, or is about the user, is the likeliest to be needed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,11 @@ _FROM_NOW_ON = _Lexicon(
     r"|replies|responses?|messages?|explanations?|examples?|snippets?|code|summar(?:y|ies)|texts?)"
     r"|whatever (?:i|we|the)|when(?:ever)? (?:i|you|we) (?:ask|say|send|write|paste|answer|reply"
     r"|respond|mention|talk|explain|suggest|use)|no matter what|in our (?:chats?|conversations?)"
-    r"|before you (?:answer|reply|respond|suggest|write)"
+    r"|before (?:you (?:answer|reply|respond|suggest|write)|answering|replying|responding|writing)"
+    r"|throughout|until further notice|unless (?:i|we) (?:say|tell|ask)|(?:each|every|next) time"
+    r"|in (?:this|our) (?:chat|session|conversation|talk|dialogue)s?|for this (?:chat|session"
+    r"|conversation)|here on|from today|by default|as a (?:rule|habit)|for good|permanently"
+    r"|for the remaining \w+|what(?:ever)? happens"
 )
 # States that something holds without exception.
 _ALWAYS = _Lexicon(
@@ -71,11 +75,11 @@ _ALWAYS = _Lexicon(
     r"|exclusively|at (?:all|most|least)|no more than|under|instead|anymore|any more|all the time"
     r"|for (?:any|every|each)|if (?:i|you)|no|not|without|rather than"
 )
-_EVERY = frozenset("always never ever every each whenever whatever".split())
+_EVERY = frozenset("always never ever every each all any whenever whatever".split())
 # Verbs of imperatives that address the assistant, at the start of a clause.
 _VERBS = (
     r"add|address|answer|ask|assume|avoid|be|begin|call|cite|consider|continue|convert|correct"
-    r"|describe|display|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
+    r"|behave|cut|describe|display|double-check|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
     r"|imagine|include|indent|keep|leave|limit|list|make|mark|mention|name|number|omit|phrase|play|prefer|present|pretend|provide|put"
     r"|quote|refer|refrain|remember|render|repeat|reply|respond|restrict|round|say|shorten|show|sign"
     r"|skip|spare|speak|spell|start|state|stay|stick|stop|structure|suggest|summari[sz]e|switch|talk"
@@ -85,7 +89,7 @@ _IMPERATIVE = re.compile(
     r"(?:(?:do not|don't|dont|no need to|feel free to|try to|be sure to"
     r"|make sure (?:to|that you|you)) (?:ever |always )?\w+"
     r"|(?:never|always) (?!been|had|seen|done|met|went|gone|knew|\w+ed\b)\w+"
-    r"|let(?:'s| us) (?:speak|talk|use|stick|keep|switch|continue|stay|write)\b"
+    r"|let(?:'s| us) \w+"
     r"|(?:" + _VERBS + r")\b)",
     re.IGNORECASE,
 )
@@ -101,8 +105,41 @@ _LATER_IMPERATIVE = re.compile(
     r"(?:please |always |never )?(?:" + _VERBS + r")\b",
     re.IGNORECASE,
 )
+# A frame that states when an imperative applies: "For legal topics add a disclaimer".
+_FRAME = re.compile(
+    r"(?:(?:for|in|with|on|at|when|whenever|if|before|after|whatever|wherever|unless|as long as)"
+    r"\b[^,:]*, (?:please |then |always |never |just )?"
+    r"|(?P<general>for) (?:(?!my\b|our\b|the\b|a\b|me\b|i\b|we\b|you\b)[\w'-]+ ){1,3})"
+    r"(?P<order>(?:" + _VERBS + r"|(?:do not|don't) \w+)\b"
+    r"|[a-z]+(?<!ed)(?<!s) (?:the|my|your|all|me|us|it|them|everything|any)\b)",
+    re.IGNORECASE,
+)
+# States how the assistant's answers have to be: "All dates that you give me have to be short".
+_OUTPUT = re.compile(
+    r"\b(?:answers?|repl(?:y|ies)|responses?|messages?|explanations?|summar(?:y|ies)"
+    r"|you (?:ever )?(?:write|give|say|tell|send|suggest|make|mention|show|use|do|recommend|put)"
+    r")\b",
+    re.IGNORECASE,
+)
+_OBLIGATION = re.compile(
+    r"\b(?:should|must|have to|has to|needs? to|may|shall|goes|go|ought to|can)\b", re.IGNORECASE
+)
+# States what suits the user: "Short sentences work best for me".
+_SUITS = re.compile(
+    r"\b(?:works? (?:best|better)|helps?|(?:is|are|it's) (?:important|easier|better|best|hard))\b",
+    re.IGNORECASE,
+)
+_FOR_ME = re.compile(r"\b(?:for|to) me\b", re.IGNORECASE)
+# A negated imperative usually holds on, except with one of these verbs.
+_NEGATED = re.compile(
+    r"(?:do not|don't|dont|never|avoid|stop|no need to|refrain from)\b"
+    r"(?! (?:ever )?(?:forget|worry|let|be (?:afraid|sorry)|mind|know|think|you)\b)",
+    re.IGNORECASE,
+)
+# Compares the assistant with somebody: "Talk like a pirate".
+_ROLE = re.compile(r"\b(?:as if|as though|like an?|as (?:you would|an?|my))\b", re.IGNORECASE)
 # Where a clause ends, and how many are read.
-_CLAUSE_GAP, _MAX_CLAUSES = re.compile(r"[,:] "), 6
+_CLAUSE_GAP, _MAX_CLAUSES = re.compile(r"[,:] (?:so |and |but )?|\bso "), 6
 # States what the user wants of the assistant.
 _WANTS = _Lexicon(
     r"(?:i|we)(?:'d| would|'ll| will)? (?:also |really |much )?(?:prefer|rather|want"
@@ -220,13 +257,32 @@ def _has_imperative(sentence: str) -> bool:
         is_imperative = _IMPERATIVE.match(rest) or _LATER_IMPERATIVE.match(rest)
         if is_imperative and not _ONE_OFF.match(rest):
             return True
-    return False
+    return _has_frame(sentence)
+
+
+def _has_frame(sentence: str) -> bool:
+    """Return whether a sentence has an imperative after words that state when it applies."""
+    framed = _FRAME.match(sentence)
+    if framed is None:
+        return False
+    start = framed.start("order")
+    is_general = framed["general"] or _EVERY & frozenset(_WORD.findall(sentence[:start].lower()))
+    return bool(is_general) or not _ONE_OFF.match(sentence[start:])
 
 
 def _has_wish(lowered: str, words: frozenset[str]) -> bool:
     """Return whether a lower-case sentence says what the user wants of the assistant."""
     wants = _WANTS.count(lowered, words) or (_YOURS & words and _LIKES.count(lowered, words))
     return bool(wants) and _OWN_ACTION.search(lowered) is None
+
+
+def _requires(lowered: str) -> bool:
+    """Return whether a lower-case sentence says how answers have to be, or what suits the user."""
+    for subject, predicate in ((_OUTPUT, _OBLIGATION), (_SUITS, _FOR_ME)):
+        found = subject.search(lowered)
+        if found is not None and predicate.search(lowered, found.end()) is not None:
+            return True
+    return False
 
 
 def _is_fragment(lowered: str, words: frozenset[str]) -> bool:
@@ -242,18 +298,25 @@ def _points(sentence: str, asks: bool) -> float:
         return 0.0
     lowered = sentence.lower()
     words = frozenset(_WORD.findall(lowered))
-    wants, has_imperative = _has_wish(lowered, words), _has_imperative(sentence)
+    has_imperative = _has_imperative(sentence)
+    wants = _has_wish(lowered, words) or _requires(lowered)
     holds_on = bool(_FROM_NOW_ON.count(lowered, words))
-    if not (
-        wants or has_imperative or (holds_on and _ASSISTANT & words) or _is_fragment(lowered, words)
-    ):
+    is_fragment = any(
+        _is_fragment(clause, frozenset(_WORD.findall(clause)))
+        for clause in _CLAUSE_GAP.split(lowered, _MAX_CLAUSES)
+    )
+    if not (wants or has_imperative or (holds_on and _ASSISTANT & words) or is_fragment):
         return 0.0
     points = 2.0 * holds_on + 1.0 * wants + 1.5 * has_imperative
     points += 1.0 * bool(_ALWAYS.count(lowered, words)) + 0.5 * bool(_ADDRESSED & words)
     points += (0.0, 1.5, 2.0)[_ANSWERS.count(lowered, words)]
+    if has_imperative:
+        rest = _OPENING.sub("", sentence, count=1)
+        points += 1.0 * _has_frame(sentence) + 0.5 * bool(_ROLE.search(lowered))
+        points += 0.5 * bool(_NEGATED.match(rest))
     if _ONE_OFF.match(sentence):
         points -= 2.0
-    if not wants and _PAST.count(lowered, words):
+    if not wants and not has_imperative and _PAST.count(lowered, words):
         points -= 2.0
     # Beside a question, such a sentence usually describes the answer to that question only.
     if asks and not holds_on and not _EVERY & words:
@@ -262,8 +325,9 @@ def _points(sentence: str, asks: bool) -> float:
 
 
 # A longer text is a report, in which a word like "not" usually states no limit of the user.
-_MAX_CIRCUMSTANCE_CHARS = 240
-_MIN_CIRCUMSTANCE_WORDS, _MIN_CIRCUMSTANCE_POINTS = 4, 2.0
+_MAX_STATEMENT_CHARS = 240
+# A sentence of fewer words than these, courtesies left out, states nothing.
+_MIN_STATEMENT_WORDS = 3
 # States what is not true, not possible, not liked, or needs care.
 _LIMIT = _Lexicon(
     r"not|no|never|nothing|nobody|none|neither|nor|cannot|\w+n't|without|un\w+able|only|just|hardly"
@@ -280,9 +344,10 @@ _LIMIT = _Lexicon(
 )
 # Words for the user and what belongs to the user.
 _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
-_VERBAL = frozenset(
-    "is are am was were be been has have had can cannot could must may do does did will would i we"
-    " he she they it there my our his her their the both every".split()
+# Words of thanks and agreement.
+_COURTESY = frozenset(
+    "thank thanks you that that's is fine great good ok okay very much for the this it it's i"
+    " understand see a an and so information interesting know to nice all right yes no".split()
 )
 _YES_NO = re.compile(
     r"^(?:and |but |so |then |also |ok(?:ay)?,? |hey,? |hi,? )*(?:can|could|may|might|should|shall"
@@ -295,23 +360,26 @@ _MODAL_INSIDE = re.compile(
 )
 
 
-def circumstance_points(text: str) -> float:
-    """Return the points of a user's short text as a circumstance: 0 when it is none, else 2 or 3.
+def statement_points(text: str) -> float:
+    """Return the points of a user's short text as a statement: 0 when it is none, else up to 3.
 
-    A statement has one point, one more when it states a limit, and one more when it is about the
-    user. The points of a text are those of its best sentence; one point alone does not count.
+    A sentence that is neither question nor request nor courtesy has one point, one more when it
+    states a limit, and one more when it is about the user. The points of a text are those of its
+    best sentence, less one beside a question, which the statement usually explains.
     """
-    if len(text) > _MAX_CIRCUMSTANCE_CHARS or len(text.split()) < _MIN_CIRCUMSTANCE_WORDS:
+    if len(text) > _MAX_STATEMENT_CHARS:
         return 0.0
-    points = 0.0
+    points, asks = 0.0, False
     for sentence in _sentences(text):
+        if _is_question(sentence):
+            asks = True
+            continue
         lowered = sentence.lower()
         words = frozenset(_WORD.findall(lowered))
-        is_statement = _VERBAL & words or "'" in lowered
-        if is_statement and not _is_question(sentence):
+        if len(words - _COURTESY) >= _MIN_STATEMENT_WORDS and not _ONE_OFF.match(sentence):
             found = 1.0 + bool(_LIMIT.count(lowered, words)) + bool(_OWN & words)
             points = max(points, found)
-    return points if points >= _MIN_CIRCUMSTANCE_POINTS else 0.0
+    return max(0.0, points - asks)
 
 
 def asks_for_advice(text: str) -> bool:

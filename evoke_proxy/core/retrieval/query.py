@@ -47,6 +47,11 @@ _REFERENCE = re.compile(
 _CONTINUATION = re.compile(
     r"(?:and|but|so|or|also|then|what about|how about|why not)\b", re.IGNORECASE
 )
+# A noun, and a pronoun that may stand for it when it comes after it in the same turn.
+_NOUN = re.compile(r"\b(?:the|my|our|your|a|an|every|each|some|all|any|no|both) \w+", re.IGNORECASE)
+_PERSONAL = re.compile(
+    r"\b(?:he|him|his|she|her|hers|they|them|their|theirs|it|its)\b", re.IGNORECASE
+)
 # A capitalized word or a number inside a sentence: what a pronoun of the same turn may stand for.
 _NAME_INSIDE = re.compile(r"(?<=[\w,;:] )(?:(?!I\b)[A-Z]\w*|\S*\d\S*)")
 
@@ -193,14 +198,18 @@ def _is_user(message: Message) -> bool:
 def refers_back(text: str) -> bool:
     """Return whether a text is understood only with the turns before.
 
-    It has only a few words, or begins with a word like "and", or has a pronoun and no name that the
-    pronoun could stand for.
+    It has only a few words, or begins with a word like "and", or has a pronoun and neither a name
+    nor, before it, a noun that the pronoun could stand for.
     """
     text = _both_ends(text, _CLAUSE_CHARS)
     words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
     if words <= _FEW_WORDS or _CONTINUATION.match(text.lstrip()):
         return True
-    return bool(_REFERENCE.search(text)) and not _NAME_INSIDE.search(text)
+    if not _REFERENCE.search(text):
+        return False
+    noun = _NOUN.search(text)
+    has_noun = noun is not None and _PERSONAL.search(text, noun.end()) is not None
+    return not has_noun and not _NAME_INSIDE.search(text)
 
 
 def split_clauses(text: str) -> list[str]:

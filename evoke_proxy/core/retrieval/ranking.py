@@ -2,7 +2,8 @@
 
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
 by vectors where there are any. The scores of these signals are standardized and added. A second
-search looks up the names that the best units contain. The rankings are interleaved.
+search looks up the names that the best units contain. Where no statement of the user has the words
+of the question, the statements are ranked too. The rankings are interleaved.
 """
 
 from __future__ import annotations
@@ -47,13 +48,22 @@ _CONTEXT_WEIGHT = 0.5
 _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
-# Weight of the ranking of the user's circumstances, which is used when the user asks for advice.
-_CIRCUMSTANCE_WEIGHT = 0.34
+# Weight of the ranking of the user's short statements, and the share of the query's words that a
+# unit must have to be a likely answer: the statements are used when none of them has this share, or
+# when the user asks for advice.
+_STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
+# A longer text without a question mark tells something and asks for nothing.
+_SHORT_CHARS = 256
 # A unit that the query mentions by name comes before all others.
 _MENTION = 100.0
-# The second look-up reads this many of the best units of each text, follows chains of at most this
-# many names from unit to unit, and ignores a name that more than this many units contain.
-_READ_UNITS, _MAX_HOPS, _MAX_NAMED_UNITS = 2, 5, 6
+# Of the best units of each text, the second look-up reads the first _READ_ANY, and the statements
+# among the first _READ_STATEMENTS. It follows chains of at most _MAX_HOPS names from unit to unit,
+# and ignores a name or word that more than _MAX_NAMED_UNITS or _MAX_WORD_UNITS units contain.
+_READ_ANY, _READ_STATEMENTS, _MAX_HOPS = 2, 8, 5
+_MAX_NAMED_UNITS, _MAX_WORD_UNITS = 6, 4
+# Certainty that a rare word links two units as a name does, and factor of the weight of a unit that
+# is no statement.
+_WORD_CERTAINTY, _NOT_STATED = 0.5, 0.5
 # It also reads at most this many of the units that it has found. The weight of a found unit is
 # multiplied by _HOP_WEIGHT for each name in its chain.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
@@ -104,8 +114,8 @@ class UnitSource(Protocol):
         ...
 
     @property
-    def circumstances(self) -> FloatArray:
-        """Points [n] of each block as a circumstance of the user; see `circumstance_points`."""
+    def statements(self) -> FloatArray:
+        """Points [n] of each block as a short statement of the user; see `statement_points`."""
         ...
 
     def block_text(self, block: int) -> str:
@@ -174,15 +184,18 @@ class _TextScores:
     Attributes:
         scores: [u] fused score; the mean unit has 0.
         evidence: [u] above 0 where a signal found something in the unit or in its neighbours.
+        own: [u] the part of the score that the unit has without its neighbours.
     """
 
     scores: FloatArray
     evidence: FloatArray
+    own: FloatArray
 
     def plus(self, other: _TextScores, weight: float) -> _TextScores:
         """Return these scores plus `weight` times the others, with the evidence of both."""
         evidence = np.maximum(self.evidence, other.evidence)
-        return _TextScores(self.scores + weight * other.scores, evidence)
+        own = self.own + weight * other.own
+        return _TextScores(self.scores + weight * other.scores, evidence, own)
 
     def ranking(self, weight: float) -> Ranking:
         """Rank the units with evidence and a score above the mean; of equals the latest first."""
@@ -220,7 +233,7 @@ class UnitRanker:
         rankings = list[Ranking]()
         if model_relevance is not None:
             by_model = self._units.maxima(model_relevance)[: self._n]
-            model_scores = _TextScores(standardized(by_model), by_model)
+            model_scores = _TextScores(standardized(by_model), by_model, standardized(by_model))
             # With a single question, these scores are also added to those of its text. That sum
             # ranks a unit without the question's words low, because most of its signals are of the
             # text; so this ranking is used as well, with less weight.
@@ -242,11 +255,21 @@ class UnitRanker:
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         first = self._latest_first(query, first)
-        second = self._second_look_up(query, first)
-        if texts and query.clauses and asks_for_advice(query.clauses[0]):
-            first.append(self._circumstances(texts[0]))
+        points = self._units.maxima(self._source.statements)[: self._n]
+        second = self._second_look_up(query, first, points)
+        after, is_unsure = 0, False
+        if first and len(first[0].order):
+            coverage = self._coverage(query)
+            # Where the best unit has most of the query's words, other rankings come after it.
+            if coverage[first[0].order[0]] >= _MIN_COVERAGE:
+                after = self._room_of_best(first[0].order)
+            is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
+            is_unsure = _asks(query.text) and not is_covered
+        if query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
+            first.append(_statements(texts[0], points, after))
         return interleaved(
-            [*rankings, *first, Ranking(second, _SECOND_LOOK_UP_WEIGHT)], self._units.lengths
+            [*rankings, *first, Ranking(second, _SECOND_LOOK_UP_WEIGHT, after)],
+            self._units.lengths,
         )
 
     def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
@@ -303,12 +326,22 @@ class UnitRanker:
         blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
         return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
 
-    def _circumstances(self, text: _TextScores) -> Ranking:
-        """Rank the units that state circumstances of the user, by their points and text scores."""
-        points = self._units.maxima(self._source.circumstances)[: self._n]
-        found = np.flatnonzero(points)[::-1]
-        order = found[np.argsort(-(text.scores + points)[found], kind="stable")]
-        return Ranking(order, _CIRCUMSTANCE_WEIGHT)
+    def _room_of_best(self, order: Positions) -> int:
+        """Return the tokens of the best unit and of the other good units of its message."""
+        best = order[:_COMPARED_UNITS]
+        is_same = self._units.messages[best] == self._units.messages[best[0]]
+        return int(self._units.lengths[best[is_same]].sum())
+
+    def _coverage(self, query: Query) -> FloatArray:
+        """Return the share [u] of the weight of the query's content words that each unit has."""
+        stems = [one for one in self._stems(query.text) if one not in _FUNCTION_STEMS]
+        if not stems:
+            return np.zeros(self._n)
+        counts = self._counts(stems)
+        weights = self._rarity(counts)
+        covered = np.bincount(counts.columns, weights[counts.rows], self._n)
+        share: FloatArray = covered / weights.sum()
+        return share
 
     @staticmethod
     def _in_context(scores: _TextScores, context: Sequence[_TextScores]) -> _TextScores:
@@ -328,13 +361,15 @@ class UnitRanker:
         """
         by_words, by_neighbours = self._bm25(texts)
         near = with_neighbours(by_words, _NEIGHBOUR_SCORES)
-        scores = standardized(by_words) + standardized(by_neighbours) + standardized(near)
+        own = standardized(by_words)
+        scores = own + standardized(by_neighbours) + standardized(near)
         evidence = by_neighbours
         rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
         if rows:
             of_units = np.stack([self._unit_cosines(one) for one in cosines if one is not None])
             smoothed = with_neighbours(of_units, _NEIGHBOUR_SCORES)
             by_meaning = standardized(of_units)
+            own[rows] = own[rows] + by_meaning
             scores[rows] = scores[rows] + by_meaning + standardized(smoothed)
             evidence[rows] = np.maximum(evidence[rows], by_meaning)
         for i, text in enumerate(texts):
@@ -343,7 +378,7 @@ class UnitRanker:
                 of_units = self._units.maxima(mentions)[: self._n]
                 scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
                 evidence[i] = np.maximum(evidence[i], of_units)
-        return [_TextScores(*both) for both in zip(scores, evidence, strict=True)]
+        return [_TextScores(*each) for each in zip(scores, evidence, own, strict=True)]
 
     def _unit_cosines(self, cosines: FloatArray) -> FloatArray:
         """Return the cosine of each unit [u], given those of the blocks [n].
@@ -386,13 +421,8 @@ class UnitRanker:
 
     def _stem_scores(self, stems: Sequence[str]) -> tuple[_SparseRows, _SparseRows]:
         """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
-        numbers, blocks, found = self._source.form_counts(stems)
-        units = self._units.of_block[blocks]
-        is_ranked = units < self._n
-        cells, found = (numbers * self._n + units)[is_ranked], found[is_ranked]
-        counts = _SparseRows.summed(cells, found, (len(stems), self._n))
-        frequencies = np.diff(counts.starts)
-        weights = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        counts = self._counts(stems)
+        weights = self._rarity(counts)
         is_function_word = [one in _FUNCTION_STEMS for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
         near = counts.with_neighbours(_NEIGHBOUR_WORDS)
@@ -400,6 +430,20 @@ class UnitRanker:
             _bm25_scores(counts, weights, self._norms),
             _bm25_scores(near, weights, self._neighbour_norms),
         )
+
+    def _counts(self, stems: Sequence[str]) -> _SparseRows:
+        """Return how often each unit contains forms of each word, [s, u]."""
+        numbers, blocks, found = self._source.form_counts(stems)
+        units = self._units.of_block[blocks]
+        is_ranked = units < self._n
+        cells, found = (numbers * self._n + units)[is_ranked], found[is_ranked]
+        return _SparseRows.summed(cells, found, (len(stems), self._n))
+
+    def _rarity(self, counts: _SparseRows) -> FloatArray:
+        """Return the inverse document frequency [s] of words, given their counts [s, u]."""
+        frequencies = np.diff(counts.starts)
+        rarity: FloatArray = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        return rarity
 
     def _stems(self, text: str) -> Sequence[str]:
         """Return the stems of a text's terms, each once; misspelt terms are corrected."""
@@ -418,18 +462,22 @@ class UnitRanker:
             terms = self._terms_of[text] = terms_of(text)
         return terms
 
-    def _second_look_up(self, query: Query, rankings: Iterable[Ranking]) -> Positions:
-        """Return the units that share a rare name or value with the best ones, the closest first.
+    def _second_look_up(
+        self, query: Query, rankings: Iterable[Ranking], points: FloatArray
+    ) -> Positions:
+        """Return the units that share a rare name or word with the best ones, the closest first.
 
         Names of the query are left out: the first look-up has found them. Units that are found are
-        read as well, the closest first, so that a chain of names is followed.
+        read as well, the closest first, so that a chain of names is followed. Statements, those
+        with `points` [u], come before other units that are as close.
         """
         texts = (query.text, *query.clauses)
         read_names = {stem(term) for text in texts for term in self._terms(text)}
         weights = dict[int, float]()
         for ranking in rankings:
-            for rank, unit in enumerate(ranking.order[:_READ_UNITS].tolist()):
-                weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
+            for rank, unit in enumerate(ranking.order[:_READ_STATEMENTS].tolist()):
+                if rank < _READ_ANY or points[unit]:
+                    weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
         hops, n_first = dict.fromkeys(weights, 0), len(weights)
         read, found = set[int](), dict[int, None]()
         for _ in range(n_first + _MAX_READ):
@@ -440,8 +488,10 @@ class UnitRanker:
             read.add(unit)
             if hops[unit]:
                 found.setdefault(unit)
-            for other, weight in self._linked(unit, read_names):
+            for other, weight in self._linked(unit, read_names, bool(points[unit])):
                 weight *= _HOP_WEIGHT * weights[unit]
+                if not points[other]:
+                    weight *= _NOT_STATED
                 hops.setdefault(other, hops[unit] + 1)
                 if hops[other]:
                     weights[other] = max(weights.get(other, 0.0), weight)
@@ -449,21 +499,27 @@ class UnitRanker:
         found |= dict.fromkeys(sorted(rest, key=lambda unit: -weights[unit]))
         return np.array(list(found), np.int64)
 
-    def _linked(self, unit: int, read_names: set[str]) -> list[tuple[int, float]]:
+    def _linked(
+        self, unit: int, read_names: set[str], is_statement: bool
+    ) -> list[tuple[int, float]]:
         """Return the units that share a rare name with this one, each with a closeness in [0, 1].
 
-        Names whose stems are in `read_names` are ignored; the names of this unit are added to it.
+        A statement without names is linked by its rare words. Names and words whose stems are in
+        `read_names` are ignored; those of this unit are added to it.
         """
-        scores, total = dict[int, float](), math.log1p(self._n / 2)
-        names = dict[str, float]()
-        for name, weight in names_in(self._read(unit)).items():
-            name_stem = stem(name)
-            if name_stem not in read_names:
-                read_names.add(name_stem)
-                names[name_stem] = weight
-        units_of_names = self._units_with(list(names))
-        for weight, units in zip(names.values(), units_of_names, strict=True):
-            if 1 < len(units) <= _MAX_NAMED_UNITS:
+        text, scores, total = self._read(unit), dict[int, float](), math.log1p(self._n / 2)
+        names = {stem(name): certainty for name, certainty in names_in(text).items()}
+        linking = names
+        if is_statement and 1.0 not in names.values():
+            rare = {stem(term) for term in terms_of(text)} - _FUNCTION_STEMS
+            linking = dict.fromkeys(sorted(rare), _WORD_CERTAINTY) | names
+        words = {one: weight for one, weight in linking.items() if one not in read_names}
+        read_names |= words.keys()
+        for (word_stem, weight), units in zip(
+            words.items(), self._units_with(list(words)), strict=True
+        ):
+            limit = _MAX_NAMED_UNITS if word_stem in names else _MAX_WORD_UNITS
+            if 1 < len(units) <= limit:
                 rarity = weight * math.log1p(self._n / len(units))
                 for other in units:
                     scores[other] = scores.get(other, 0.0) + rarity
@@ -485,6 +541,18 @@ def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) ->
     """Return the BM25 scores of counts [s, u], for weights [s] and length normalizations [u]."""
     weighted = weights[counts.rows] * counts.values * (_K1 + 1)
     return replace(counts, values=weighted / (counts.values + norms[counts.columns]))
+
+
+def _asks(text: str) -> bool:
+    """Return whether a text asks for something: it is short, or contains a question mark."""
+    return len(text) <= _SHORT_CHARS or "?" in text
+
+
+def _statements(text: _TextScores, points: FloatArray, after: int) -> Ranking:
+    """Rank the short statements of the user, by their `points` [u] and their own text scores."""
+    found = np.flatnonzero(points)[::-1]
+    order = found[np.argsort(-(text.own + points)[found], kind="stable")]
+    return Ranking(order, _STATEMENT_WEIGHT, after)
 
 
 def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:

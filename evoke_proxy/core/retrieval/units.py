@@ -22,18 +22,20 @@ class Units:
         of_block: [n] index of the unit of each block, ascending.
         first_blocks: [u] index of the first block of each unit.
         lengths: [u] tokens of each unit.
+        messages: [u] number of the message of each unit, ascending.
     """
 
     of_block: Positions
     first_blocks: Positions
     lengths: Positions
+    messages: Positions
 
     @classmethod
     def of(cls, blocks: BlockTable, max_tokens: int) -> Units:
         """Group blocks by message; each block of a message above `max_tokens` is its own unit."""
         if not len(blocks):
             none = np.zeros(0, np.int64)
-            return cls(none, none, none)
+            return cls(none, none, none, none)
         starts_message = np.ones(len(blocks), np.bool_)
         starts_message[1:] = blocks.messages[1:] != blocks.messages[:-1]
         message = np.cumsum(starts_message) - 1
@@ -41,9 +43,8 @@ class Units:
         first_blocks = np.flatnonzero(starts_message | is_long[message])
         is_first = np.zeros(len(blocks), np.int64)
         is_first[first_blocks] = 1
-        return cls(
-            is_first.cumsum() - 1, first_blocks, np.add.reduceat(blocks.lengths, first_blocks)
-        )
+        lengths = np.add.reduceat(blocks.lengths, first_blocks)
+        return cls(is_first.cumsum() - 1, first_blocks, lengths, message[first_blocks])
 
     def __len__(self) -> int:
         return len(self.first_blocks)

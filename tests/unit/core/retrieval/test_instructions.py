@@ -1,4 +1,4 @@
-"""Recognizing standing instructions, circumstances and requests for advice."""
+"""Recognizing standing instructions, statements and requests for advice."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from evoke_proxy.core.retrieval.instructions import (
     asks_for_advice,
-    circumstance_points,
     instruction_points,
+    statement_points,
 )
 from evoke_proxy.demo.session import NUMBER_ATTRIBUTES, WORD_ATTRIBUTES
 
@@ -48,6 +48,15 @@ DIALOGS = json.loads(DATA.read_text("utf-8"))["tuning"]
         "Just the code, no explanations.",
         "In every recipe use grams.",
         "I'd like you to be stricter.",
+        "For tax topics add a warning.",
+        "Before answering, restate my question.",
+        "Whatever happens, do not show the key.",
+        "Anything you write for me should be in lower case.",
+        "All dates that you give me have to be in the ISO format.",
+        "Short lines work best for me.",
+        "Behave as if you were my coach.",
+        "Use the metric system until further notice.",
+        "I read on a watch, so short sentences only.",
     ],
 )
 def test_a_standing_instruction_is_recognized(text: str) -> None:
@@ -81,6 +90,9 @@ def test_a_standing_instruction_is_recognized(text: str) -> None:
         "Show me another example.",
         "How long does the course last? Answer in weeks.",
         "Never been to Paris.",
+        "On our tour we start with a concert in Lyon.",
+        "Don't worry about the boiler.",
+        "The old path may help him to the top.",
         "always " * 400,
     ],
 )
@@ -116,13 +128,27 @@ def test_a_fact_of_the_demo_is_no_instruction(attribute: str) -> None:
     ],
 )
 def test_a_limit_has_more_points_than_a_plain_statement(text: str) -> None:
-    assert circumstance_points(text) > circumstance_points("She likes to visit the lake.")
-    assert circumstance_points(text + " And so on." * 30) == 0.0
+    assert statement_points(text) > statement_points("She likes to visit the lake.")
+    assert statement_points(text + " And so on." * 30) == 0.0
 
 
-@pytest.mark.parametrize("text", ["Can I swim in the lake?", "Which lake is the deepest?", "Fine."])
-def test_a_question_or_a_word_is_no_circumstance(text: str) -> None:
-    assert circumstance_points(text) == 0.0
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Can I swim in the lake?",
+        "Which lake is the deepest?",
+        "Fine.",
+        "That is fine, thank you very much!",
+        "Please give me a list of lakes.",
+    ],
+)
+def test_a_question_a_request_or_a_courtesy_is_no_statement(text: str) -> None:
+    assert statement_points(text) == 0.0
+
+
+def test_beside_a_question_a_statement_has_fewer_points() -> None:
+    text = "We only eat fish."
+    assert 0 < statement_points(f"{text} What shall I cook?") < statement_points(text)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +158,7 @@ def test_the_time_for_a_hostile_text_is_short(text: str) -> None:
     began = time.process_time()
     for _ in range(10):
         instruction_points(text)
-        circumstance_points(text)
+        statement_points(text)
     assert time.process_time() - began < 0.1
 
 

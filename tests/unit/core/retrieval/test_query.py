@@ -65,6 +65,14 @@ def test_a_short_question_gets_the_previous_question_as_context() -> None:
     assert not any("Oslo" in clause for clause in long.clauses)
 
 
+def test_a_pronoun_for_a_noun_of_the_same_question_needs_no_context() -> None:
+    first = (("user", "What is the code of the Oslo vault, please?"), ("assistant", "48213"))
+    own = request(*first, ("user", "What could the pupils visit on their trip?"))
+    assert not any("Oslo" in clause for clause in own.clauses)
+    other = request(*first, ("user", "Who has been told about it in the office?"))
+    assert any("Oslo" in clause for clause in other.clauses)
+
+
 def test_after_tool_results_the_query_includes_the_users_question() -> None:
     question = request(
         ("user", "Find the Oslo code for me now."), ("assistant", ""), ("tool", "nothing here")

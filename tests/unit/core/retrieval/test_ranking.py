@@ -92,6 +92,30 @@ def test_a_chain_of_names_is_followed_from_a_value() -> None:
     assert set(chain) <= set(found[:12])
 
 
+def test_rare_words_of_a_statement_are_looked_up_too() -> None:
+    facts = {3: "For the red report I need a theodolite.", 15: "The library lends theodolites."}
+    texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
+    assert 15 in order(Query.of("What do I need for the red report?"), texts)[:4]
+    assert 15 not in order(Query.of("Which day was calm?"), texts)[:4]
+
+
+def test_statements_are_ranked_where_none_has_the_words_of_the_question() -> None:
+    texts = [f"What was the weather of day {n} like?" for n in range(20)]
+    texts[9] = "Our lease forbids animals."
+    query = Query.of("What about the weather for a kitten, day by day?")
+    assert 9 in order(query, texts)[:4]
+    texts[4] = "The kitten likes the weather of each day."
+    found = order(query, texts)
+    assert found[0] == 4 and 9 not in found[:10]
+
+
+def test_the_best_message_comes_before_statements_without_its_words() -> None:
+    texts = [*FILLER[:9], "Our lease forbids animals.", *FILLER[9:]]
+    long = "Mira Kolt bought the red vase in Oslo, after a long search in many shops. " * 3
+    texts[4] = long
+    assert order(Query.of("Could Mira Kolt have bought the red vase?"), texts)[0] == 4
+
+
 def test_for_advice_restrictions_are_ranked_early() -> None:
     texts = [*FILLER[:9], "Our lease forbids animals.", *FILLER[9:]]
     assert 9 in order(Query.of("Could I adopt a kitten?"), texts)[:3]
