@@ -107,7 +107,7 @@ _LATER_IMPERATIVE = re.compile(
 )
 # A frame that states when an imperative applies: "For legal topics add a disclaimer".
 _FRAME = re.compile(
-    r"(?:(?:for|in|with|on|at|when|whenever|if|before|after|whatever|wherever|unless|as long as)"
+    r"^(?:(?:for|in|with|on|at|when|whenever|if|before|after|whatever|wherever|unless|as long as)"
     r"\b[^,:]*, (?:please |then |always |never |just )?"
     r"|(?P<general>for) (?:(?!my\b|our\b|the\b|a\b|me\b|i\b|we\b|you\b)[\w'-]+ ){1,3})"
     r"(?P<order>(?:" + _VERBS + r"|(?:do not|don't) \w+)\b"
