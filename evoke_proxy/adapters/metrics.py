@@ -248,6 +248,11 @@ class Metrics:
         )
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason)
+        self.shared = self._counter(
+            "evoke_shared_tokens",
+            "Tokens at the beginning of new conversations whose rows another conversation of the"
+            " tenant had.",
+        )
         self.probes = self._counter("evoke_probes", "Attention probes, by result.", "result")
         self.probe_tokens = self._counter(
             "evoke_probe_tokens", "Tokens that attention probes decoded."

@@ -30,6 +30,7 @@ _ROWS_PER_STEP = 32
 _MUST_BE = {
     "action": "action: must be pin, unpin or drop",
     "budget": "budget: must be a positive number of tokens, or null for no limit",
+    "name": "name: must be a string",
     "draining": "draining: must be true or false",
     "p0": "p0, p1: must be prompt positions with 0 <= p0 < p1",
     "p1": "p0, p1: must be prompt positions with 0 <= p0 < p1",
@@ -127,6 +128,12 @@ async def _export_session(request: web.Request, admin: Admin) -> web.StreamRespo
         await request.app[SLOW_CLIENT_GUARD].write(request, response, piece)
         piece = await _next_piece(pieces)
     return response
+
+
+async def _fork_session(request: web.Request, admin: Admin) -> web.StreamResponse:
+    """Name a branch of a session, which begins with the rows of the session."""
+    fork = await _json_body(request, types.Fork)
+    return json_answer(admin.fork(_id(request), fork.name), 201)
 
 
 async def _change_blocks(request: web.Request, admin: Admin) -> web.StreamResponse:
@@ -246,6 +253,7 @@ ROUTES: tuple[Route, ...] = (
     Route("DELETE", _SESSION, _delete_session, types.Deleted),
     Route("GET", f"{_SESSION}/export", _export_session, "application/x-tar"),
     Route("POST", f"{_SESSION}/blocks", _change_blocks, types.Session, types.BlockChange),
+    Route("POST", f"{_SESSION}/fork", _fork_session, types.SessionRow, types.Fork),
     Route("GET", "/evoke/servers", _list_servers, types.Servers),
     Route("PATCH", "/evoke/servers/{name}", _change_server, types.Server, types.ServerChange),
     Route("PUT", "/evoke/budget", _set_default_budget, types.Status, types.BudgetChange),

@@ -44,6 +44,12 @@ class BlockChange(Body):
     p1: Position
 
 
+class Fork(Body):
+    """A branch of a session."""
+
+    name: Annotated[str, Meta(description="The `X-Evoke-Session` of its requests.")]
+
+
 class BudgetChange(Body):
     """The budget of sessions without one of their own; null for no limit."""
 
@@ -155,6 +161,8 @@ class SessionRow(Struct, kw_only=True):
     snapshots: Annotated[int, Meta(description="Number of its snapshots.")]
     slot: int | None | UnsetType = UNSET
     busy: bool | UnsetType = UNSET
+    # While its prompt is decoded: the tokens in its slot, and all of them.
+    prefill: tuple[int, int] | None | UnsetType = UNSET
     resident: Tokens | UnsetType = UNSET
     saved_blocks: int | UnsetType = UNSET
     # The budget of its latest turn.

@@ -11,6 +11,7 @@
 
 static constexpr int MAX_WAITS = 4;     // how many times a call may wait for the disk
 static constexpr int SPILL_MS  = 60000; // how long a call waits for its writes each time
+static constexpr int32_t DEFAULT_MAX_COPIED = 2048; // rows that one block-share copies: all slots wait while it does
 
 const std::string & server_blocks_calls::instance() {
     static const std::string id = [] {
@@ -26,7 +27,7 @@ const std::string & server_blocks_calls::instance() {
 
 bool server_blocks_calls::is_action(const std::string & action) {
     static const std::set<std::string> actions = {
-        "block-save", "block-evict", "block-load", "block-adopt", "block-find", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
+        "block-save", "block-evict", "block-load", "block-adopt", "block-find", "block-share", "block-drop", "block-plan", "block-compact", "block-spill", "stream",
         "attn-capture", "attention", "block-rows",
     };
     return actions.count(action) > 0;
@@ -77,6 +78,7 @@ json server_blocks_calls::dispatch(server_blocks_call & call, const std::vector<
     if (call.action == "block-spill")   { return spill(call); }
     if (call.action == "block-drop")    { return drop(call.body); }
     if (call.action == "block-find")    { return find(call.body, slot); }
+    if (call.action == "block-share")   { return share(call.body, slot, slots); }
     if (call.action == "block-adopt")   { return adopt(call.body, slot); }
     if (call.action == "block-rows")    { return row_sums(call.body, slot); }
     if (call.action == "block-compact") { return compact(call.body, slot); }
@@ -204,6 +206,58 @@ json server_blocks_calls::find(const json & body, const server_blocks_slot & slo
         }
     });
     return json { {"blocks", res} };
+}
+
+// Gives blocks of a text, as far as the tenant has their rows, to the calling session: as a copy that any session has saved,
+// or as rows of any slot, which are copied. Only complete rows count: they do not depend on who decoded them.
+json server_blocks_calls::share(const json & body, const server_blocks_slot & slot, const std::vector<server_blocks_slot> & slots) {
+    const std::string tenant  = get_tenant(body);
+    const std::string session = get_session(body);
+    const int32_t     most    = get_int(body, "max_copied", 0, SERVER_BLOCKS_MAX_POS, &DEFAULT_MAX_COPIED);
+    const server_blocks_text text(adopted_tokens(body, slot), state_of(slot).adapters());
+    const int32_t n_tokens = text.tokens.size();
+    std::vector<std::pair<int, server_blocks_text>> others; // slots of the tenant, and their texts
+    for (const auto & other : slots) {
+        if (state_of(other).owner().tenant == tenant && other.prompt->n_tokens() > 0) {
+            others.push_back({ other.id, server_blocks_text(*other.prompt, state_of(other)) });
+        }
+    }
+    json    found    = json::array();
+    int32_t n_copied = 0;
+    bool    more     = false;
+    for (const auto & block : get_list(body, "blocks")) {
+        const llama_pos p1 = get_int(block, "p1", 1, n_tokens);
+        const llama_pos p0 = get_int(block, "p0", 0, p1 - 1);
+        const std::string name = block.contains("name") ? get_block_name(block.at("name")) : get_block_name(json());
+        const server_blocks_owner owner { tenant, session, name };
+        const server_blocks_key   key   { tenant, text.hashes[p1], p0, p1, 0 };
+        const auto * copy = parts.store.find(key);
+        if (copy && matches(*copy, text, false) && !parts.store.is_file_missing(key)) {
+            parts.store.mark_used(key);
+            parts.store.label(owner, key);
+            found.push_back(json { {"name", name}, {"p0", p0}, {"p1", p1}, {"from", "copy"} });
+            continue;
+        }
+        for (const auto & [id, other] : others) {
+            const auto & state = parts.context.slots[id];
+            const bool has_rows = p1 <= (llama_pos) other.tokens.size() && other.hashes[p1] == key.hash && std::equal(text.tokens.begin() + p0, text.tokens.begin() + p1, other.tokens.begin() + p0)
+                && server_ranges_count(state.resident(), p0, p1) == p1 - p0 && server_blocks_is_complete(parts.transfer.key_of(tenant, { id, other, p0, p1 }).visibility);
+            if (!has_rows) {
+                continue;
+            }
+            more = n_copied + p1 - p0 > most;
+            if (!more && parts.transfer.save(owner, { id, other, p0, p1 })) {
+                n_copied += p1 - p0;
+                found.push_back(json { {"name", name}, {"p0", p0}, {"p1", p1}, {"from", "slot"} });
+            }
+            break;
+        }
+        if (more) {
+            break;
+        }
+    }
+    parts.transfer.wait();
+    return json { {"blocks", found}, {"n_copied", n_copied}, {"more", more} };
 }
 
 // Returns a checksum of each row of a range, for tests that compare loaded rows with saved ones.

@@ -56,6 +56,7 @@ private:
     json insert   (const json & body, const server_blocks_slot & slot);
     json compact  (const json & body, const server_blocks_slot & slot);
     json find     (const json & body, const server_blocks_slot & slot) const;
+    json share    (const json & body, const server_blocks_slot & slot, const std::vector<server_blocks_slot> & slots);
     json drop     (const json & body);
     json spill    (server_blocks_call & call);
     json row_sums (const json & body, const server_blocks_slot & slot) const;

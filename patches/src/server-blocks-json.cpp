@@ -32,6 +32,7 @@ void server_blocks_check(const json & body) {
     check_text(body, "bounds",   MAX_RANGES*24);
     check_text(body, "products", MAX_RANGES*24);
     check_list(body, "ops",      SERVER_BLOCKS_MAX_OPS);
+    check_list(body, "blocks",   MAX_ORDER);
     check_list(body, "ranges",   MAX_RANGES);
     check_list(body, "bounds",   MAX_RANGES);
     check_list(body, "products", MAX_RANGES);

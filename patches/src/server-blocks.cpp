@@ -86,6 +86,7 @@ json server_blocks::props() const {
     json features = json::array({ "blocks", "plan", "render", "reuse", "stream", "find" });
     if (context.is_dense()) {
         features.push_back("adopt");
+        features.push_back("share");
         features.push_back("probe");
     }
     if (llama_kv_block_can_shift(ctx)) {

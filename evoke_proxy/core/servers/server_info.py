@@ -23,6 +23,8 @@ class ServerInfo:
         build: build id of llama-server.
         can_adopt: whether saved blocks can be loaded into an emptied slot, so that a session
             returns without decoding.
+        can_share: whether it can give a session the complete copies and rows that others of its
+            tenant have of the same text.
         has_disk: whether copies can be written to disk, where they survive a restart.
         can_find: whether it can list the saved blocks that fit a prompt, and the session of each
             slot.
@@ -45,6 +47,7 @@ class ServerInfo:
     is_router: bool = False
     build: str = ""
     can_adopt: bool = False
+    can_share: bool = False
     has_disk: bool = False
     can_find: bool = False
     needs_full_state: bool = False
@@ -103,6 +106,7 @@ class ServerInfo:
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
             can_adopt="adopt" in _features(props.get("evoke")),
+            can_share="share" in _features(props.get("evoke")),
             has_disk="disk" in _features(props.get("evoke")),
             can_find="find" in _features(props.get("evoke")),
             needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),

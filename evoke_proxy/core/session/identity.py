@@ -94,6 +94,11 @@ class SessionPrompt(Protocol):
     def generation(self) -> int: ...
 
 
+def hint_of_name(name: str) -> Hint | None:
+    """Return the hint of a conversation that an operator names; None when it is no usable name."""
+    return Hint(name, "X-Evoke-Session") if _USABLE.fullmatch(name) else None
+
+
 def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
     """Return the client's name for the conversation of a request; None without a usable name."""
     lowered = {name.lower(): value for name, value in headers.items()}

@@ -309,6 +309,25 @@ class Session:
             self.layout, tokens=tokens[:end], ranges=tuple(used), stale=frozenset(unused)
         )
 
+    def first_blocks(self, rendered: Rendered, view: SlotView, request: ChatRequest) -> list[Save]:
+        """Return saves of the blocks of a session's first prompt, which another session may have.
+
+        The last token of the prompt is in none of them, because it is always decoded. Returns none
+        after the first turn, and where the server cannot adopt copies. Changes nothing.
+        """
+        if self.turns or len(self.tokens) or not self._can_adopt:
+            return []
+        config = effective_config(self.config, request)
+        if not saves_evicted(config):
+            return []
+        empty = replace(view, n_common=0, resident=())
+        layout = self.layout.reconcile(rendered, empty, request.messages, 1, config)
+        blocks = layout.blocks
+        return [
+            Save(block.label, block.span)
+            for block in blocks.pick(blocks.ends < len(rendered.tokens))
+        ]
+
     def unsaved(self, view: SlotView) -> list[Save]:
         """Return saves of the resident blocks without a current copy.
 

@@ -84,6 +84,10 @@ class Admin:
         """Pin or unpin a session: it and its snapshots are never removed for others."""
         self._admin_of(id).pin(id, pinned)
 
+    def fork(self, id: str, name: str) -> dict[str, Any]:
+        """Name a branch of a session, and return its row; see `SessionAdmin.fork`."""
+        return self._admin_of(id).fork(id, name)
+
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
         """Give a session a budget of its own in tokens; None: no bound.
 

@@ -19,6 +19,7 @@ from evoke_proxy.core.policy.pins import change_pins, check_least_budget
 from evoke_proxy.core.policy.registry import block_scores
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.block_map import RowLocations, block_map, spans, totals
+from evoke_proxy.core.session.identity import hint_of_name
 from evoke_proxy.core.snapshots.snapshots import (
     Snapshot,
     branch_summary,
@@ -152,6 +153,29 @@ class SessionAdmin:
                 "history": [turn.to_json() for turn in conversation.history],
             }
         )
+
+    def fork(self, id: str, name: str) -> dict[str, Any]:
+        """Name a branch of a session: requests with this name begin with the rows it has.
+
+        Returns the row of the branch. Raises RequestError: 400 for a name that no header can carry,
+        409 when it is in use, and where llama-server cannot share rows between sessions.
+        """
+        hint = hint_of_name(name)
+        if hint is None:
+            raise RequestError("name: must be 1 to 256 printable ASCII characters")
+        parent = self._live(id)
+        if not self._server.info.can_share:
+            raise RequestError(
+                "this llama-server cannot share rows between sessions, so that a branch would be"
+                " decoded anew",
+                "cannot_share",
+                409,
+            )
+        branch = self._server.conversations.fork(parent, hint)
+        if branch is None:
+            raise RequestError(f"another session has the name {name!r}", "name_in_use", 409)
+        self._feed.publish("session", session=branch.id, forked_from=id)
+        return self._row(branch, {})
 
     def pin(self, id: str, pinned: bool) -> None:
         """Pin or unpin a session: it and its snapshots are never removed for others."""

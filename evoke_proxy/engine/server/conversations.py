@@ -632,6 +632,20 @@ class Conversations:
         self._register(conversation)
         return conversation
 
+    def fork(self, parent: Conversation, name: Hint) -> Conversation | None:
+        """Register a conversation that begins with the prompt of another, under another name.
+
+        A request with this name continues it from there. None when the tenant has a conversation
+        with this name.
+        """
+        if self._index.has_name(parent.tenant, name.text):
+            return None
+        session = Session(uuid.uuid4().hex[:12], parent.tenant, self._policy, self._can_adopt)
+        identity = ConversationIdentity(parent.identity.prompt, name, is_committed=True)
+        conversation = Conversation(session, identity)
+        self._register(conversation)
+        return conversation
+
     def recall(self, record: SessionRecord) -> Conversation:
         """Register the conversation of a record, as the most recently used one."""
         conversation = Conversation.of_record(record, self._policy)

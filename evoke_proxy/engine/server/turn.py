@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,6 +112,10 @@ class TurnScope:
         """Assign the request to a conversation, which stays in use until the scope is closed."""
         self._exit_stack.enter_context(conversation.using())
         self.turn = replace(self.turn, conversation=conversation, arrival=arrival)
+
+    def keep_open(self, context: AbstractContextManager[object]) -> None:
+        """Enter a context manager, which is left when the scope is closed."""
+        self._exit_stack.enter_context(context)
 
     async def acquire(
         self, session: str, *, ephemeral: bool = False, slot: int | None = None

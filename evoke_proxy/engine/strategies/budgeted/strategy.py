@@ -26,6 +26,7 @@ from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
+from evoke_proxy.engine.strategies.budgeted.shared_prefixes import SharedPrefixes
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.failures import PreparationFailures
@@ -61,6 +62,7 @@ class BudgetedStrategy(CacheStrategy):
         vectors: BlockVectors,
     ) -> None:
         self._server = server
+        self._prefixes = SharedPrefixes(server)
         self._slots = slots
         self._planner = planner
         self._records = records
@@ -132,6 +134,8 @@ class BudgetedStrategy(CacheStrategy):
             )
             with lease.vacating():
                 turn = await self._admitted(turn, scope, lease, began)
+            scope.trace.stage = "share"
+            await self._prefixes.adopt(turn, scope)
             if self._planner.exceeds_context(turn.rendered):
                 return self._too_long(scope.turn)
             planned = await self._planner.plan(turn, scope)
