@@ -63,6 +63,8 @@ class RequestTrace:
         self.server = ""
         # Whether a failure of llama-server has been counted for this request, or will be.
         self.has_failed = False
+        # While the prompt is decoded: its tokens that the slot has, and all of its tokens.
+        self.prefill: tuple[int, int] | None = None
         # When the current wait began; None while the request does not wait.
         self.waiting_since: float | None = None
         # Set whenever `waiting_since` changes.

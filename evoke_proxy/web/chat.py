@@ -21,7 +21,7 @@ from evoke_proxy.web.client_access import ACCESS
 from evoke_proxy.web.logs import FACTS, TRACE_ID
 from evoke_proxy.web.relay_queue import RELAY_QUEUE
 from evoke_proxy.web.request_bodies import read_body
-from evoke_proxy.web.sse_keepalive import KeepaliveStream, check
+from evoke_proxy.web.sse_keepalive import KeepaliveStream, PrefillComments, check
 
 # Headers that are not forwarded: inserted fields change the length, the others are the proxy's.
 _REPLACED = frozenset(("content-length", "x-evoke-session", "x-evoke-server"))
@@ -85,6 +85,7 @@ async def _exchange(
                 usage_extra=exchange.usage_extra,
                 edit_error=exchange.edit_error,
                 stream=keepalive.response,
+                add_comments=PrefillComments(trace, interval_s).added,
             )
             response = await relay.send(request, exchange.reply, options)
             if isinstance(response, relay.Relayed) and response.broken is not None:

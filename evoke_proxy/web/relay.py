@@ -130,6 +130,8 @@ class RelayOptions:
     edit_error: Callable[[bytes], bytes] | None = None
     # An event stream to the client that is open already, which the answer continues.
     stream: Relayed | None = None
+    # Adds comments to an event stream while the prompt is decoded.
+    add_comments: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]] | None = None
 
 
 _PLAIN = RelayOptions()
@@ -150,6 +152,8 @@ async def send(
             chunks = await _with_edited_error(chunks, response, options.edit_error)
         elif options.usage_extra is not None:
             chunks = await _with_accounting(chunks, response, options.usage_extra)
+        if options.add_comments is not None and _is_plain_event_stream(reply):
+            chunks = options.add_comments(chunks)
         if options.stream is None:
             await response.prepare(request)
         guard = request.app[SLOW_CLIENT_GUARD]
@@ -169,6 +173,11 @@ async def send(
             else:  # in HTTP/1.0 a closed connection ends the answer, so it is reset
                 request.transport.abort()
     return response
+
+
+def _is_plain_event_stream(reply: Reply) -> bool:
+    kind = reply.headers.get(hdrs.CONTENT_TYPE, "")
+    return kind.startswith("text/event-stream") and hdrs.CONTENT_ENCODING not in reply.headers
 
 
 def _response_of(reply: Reply, extra: Mapping[str, str]) -> Relayed:

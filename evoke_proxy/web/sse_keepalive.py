@@ -1,4 +1,4 @@
-"""Sends comments to streaming clients while their request waits, before there is an answer.
+"""Sends comments to streaming clients while their request waits, or its prompt is decoded.
 
 The first comment starts the stream with status 200. A later failure is sent as an event.
 """
@@ -6,8 +6,9 @@ The first comment starts the stream with status 200. A later failure is sent as 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -72,14 +73,14 @@ class KeepaliveStream:
             if since is not None:
                 due_s = max(since, sent_at) + self._interval_s - loop.time()
             if due_s is not None and due_s <= 0:
-                await self._send_comment()
+                await self._send_comment(_comment(trace))
                 sent_at = loop.time()
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(due_s):
                     await trace.wait_changed.wait()
 
-    async def _send_comment(self) -> None:
+    async def _send_comment(self, comment: bytes) -> None:
         """Send a comment, and the head of the stream before the first one."""
         if self.response is None:
             headers = CIMultiDict({"Content-Type": "text/event-stream"})
@@ -88,7 +89,7 @@ class KeepaliveStream:
             self.response = Relayed(200, "OK", headers)
             await self.response.prepare(self._request)
         guard = self._request.app[SLOW_CLIENT_GUARD]
-        await guard.write(self._request, self.response, _WAITING)
+        await guard.write(self._request, self.response, comment)
 
     async def fail(
         self, response: Relayed, error: EvokeError | ConnectionResetError
@@ -104,6 +105,48 @@ class KeepaliveStream:
             response.client_left = True
         response.client_left |= isinstance(error, ConnectionResetError)
         return response
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComments:
+    """Adds comments to an event stream of llama-server until its first event.
+
+    Attributes:
+        trace: has the progress of the prompt.
+        interval_s: seconds between two comments.
+    """
+
+    trace: RequestTrace
+    interval_s: float
+
+    async def added(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The chunks, with comments before the first event; comments of llama-server stay."""
+        loop = asyncio.get_running_loop()
+        has_event = False
+        while not has_event:
+            task = loop.create_task(_next(chunks))
+            try:
+                while not (await asyncio.wait((task,), timeout=self.interval_s))[0]:
+                    yield _comment(self.trace)
+            finally:
+                task.cancel()
+            chunk = task.result()
+            if chunk is None:
+                return
+            has_event = not chunk.startswith(b":")
+            yield chunk
+        async for chunk in chunks:
+            yield chunk
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(chunks, None)
+
+
+def _comment(trace: RequestTrace) -> bytes:
+    if trace.prefill is None:
+        return _WAITING
+    return b": decoding the prompt: %d of %d tokens\n\n" % trace.prefill
 
 
 async def check(exchange: Exchange) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from harness import Answer, RunningProxy, ask, proxy, until
 
 JSON = {"Content-Type": "application/json"}
 WAITING = b": waiting\n\n"
+_COMMENT = re.compile(rb"^: [^\n]*\n\n", re.MULTILINE)
 USER = [{"role": "user", "content": "Hello there."}]
 CHAT: dict[str, Any] = {"messages": USER, "max_tokens": 8, "temperature": 0, "stream": True}
 
@@ -65,7 +67,7 @@ def _without_comments(answer: Answer) -> bytes:
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/event-stream"
     assert answer.body.startswith(WAITING)
-    return answer.body.replace(WAITING, b"")
+    return _COMMENT.sub(b"", answer.body)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,6 @@ def test_comments_precede_an_otherwise_unchanged_stream(
         assert rest.endswith(end)
         assert b'"error"' not in rest
         answer = busy.post(path, body)
-        assert WAITING not in answer.body
         kinds = [sorted(event) for event in events(answer.body)]
         assert [sorted(event) for event in events(rest)] == kinds
 
@@ -151,3 +152,24 @@ def test_a_client_that_disconnects_while_waiting_leaves_the_queue(patched_port: 
         # This client, and the one that kept the slot busy.
         assert running.metric("evoke_requests_total", **labels) == 2
         assert running.metric("evoke_upstream_errors_total", kind="upstream_unavailable") == 0
+
+
+def test_comments_say_how_much_of_a_long_prompt_is_decoded(
+    patched_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that give up after a while without data wait for the first token."""
+    monkeypatch.setattr("evoke_proxy.engine.server.server._PREFILL_POLL_S", 0.02)
+    text = " ".join(f"Line {i} of this long text says nothing." for i in range(160))
+    body = CHAT | {"messages": [{"role": "user", "content": text}]}
+    with proxy(patched_port, limits__keepalive_s=0.05, policy__budget=None) as running:
+        answer = ask(running.port, "POST", "/v1/chat/completions", json.dumps(body).encode(), JSON)
+        shown = [
+            tuple(map(int, match.groups()))
+            for match in re.finditer(rb": decoding the prompt: (\d+) of (\d+) tokens", answer.body)
+        ]
+        assert answer.body.endswith(b"data: [DONE]\n\n") and b'"error"' not in answer.body
+        assert shown == sorted(shown) and shown, answer.body[:300]
+        assert {total for _, total in shown} == {shown[0][1]} and shown[0][1] > 2000
+        assert all(0 <= done <= total for done, total in shown)
+        sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        assert [each["prefill"] for each in sessions] == [None]

@@ -349,6 +349,8 @@ class Conversation:
         own_budget: whether an operator has set `session.config.budget`; the configured budget is
             ignored then.
         in_use: number of requests that use it now; it is not forgotten while there are any.
+        prefill: while a prompt of it is decoded, its tokens that are in the slot, and all of its
+            tokens; None otherwise.
         history: its answered turns.
         budgeted: state of the budgeted strategy.
         snapshots: state of the snapshot strategy.
@@ -367,6 +369,7 @@ class Conversation:
         self.has_moved = False
         self.pinned = self.own_budget = False
         self.in_use = 0
+        self.prefill: tuple[int, int] | None = None
         self.history = TurnHistory()
         self.budgeted = BudgetedState()
         self.snapshots = SnapshotState()
@@ -489,6 +492,10 @@ class Conversation:
             self.pinned, own, session.config.budget if own else None, session.pins
         )
 
+    def note_prefill(self, prefill: tuple[int, int] | None) -> None:
+        """Record how much of its prompt has been decoded, see `prefill`; None once it is."""
+        self.prefill = prefill
+
     def pin(self, pinned: bool) -> None:
         """Set whether it is never forgotten: an operator's decision."""
         self.pinned = pinned
@@ -533,6 +540,7 @@ class Conversation:
             "tenant": self.tenant,
             "pinned": self.pinned,
             "busy": self.in_use > 0,
+            "prefill": self.prefill,
             "used": self.history.used_at,
             "tokens": len(self.tokens),
             "resident": self.budgeted.n_resident,

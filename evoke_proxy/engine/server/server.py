@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
@@ -20,7 +20,10 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, Strategies
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import publish_start
-from evoke_proxy.errors import UpstreamError
+from evoke_proxy.errors import EvokeError, UpstreamError
+
+# Seconds between two looks at how much of a prompt has been decoded.
+_PREFILL_POLL_S = 1.0
 
 
 class Server:
@@ -106,17 +109,19 @@ class Server:
             self._commit(turn, trace)
             reply.answer = turn.answer
             incoming = request.incoming
-            async with self.client.open(
+            opening = self.client.open(
                 "POST", incoming.target, incoming.forwarded_headers, turn.forwarded.content
-            ) as opened:
-                yield Exchange(
-                    reply=opened,
-                    observe=reply.feed,
-                    headers=dict(turn.response_headers),
-                    usage_extra=turn.usage_extra,
-                    edit_error=selected.edit_error,
-                    session=turn.remembered.id if turn.remembered is not None else None,
-                )
+            )
+            with self._following_prefill(strategy, turn, trace):
+                async with opening as opened:
+                    yield Exchange(
+                        reply=opened,
+                        observe=reply.feed,
+                        headers=dict(turn.response_headers),
+                        usage_extra=turn.usage_extra,
+                        edit_error=selected.edit_error,
+                        session=turn.remembered.id if turn.remembered is not None else None,
+                    )
         except UpstreamError as error:
             trace.note_failure(error)
             raise
@@ -126,6 +131,48 @@ class Server:
             if trace.facts:
                 trace.after_s = _now() - ended
                 trace.facts = facts_of(scope.turn, outcome, trace)
+
+    @contextmanager
+    def _following_prefill(
+        self, strategy: CacheStrategy, turn: PreparedTurn, trace: RequestTrace
+    ) -> Iterator[None]:
+        """Publish how much of the prompt is decoded, once a second until all of it is."""
+        loop = asyncio.get_running_loop()
+        follower = loop.create_task(self._follow_prefill(strategy, turn, trace))
+        try:
+            yield
+        finally:
+            follower.cancel()
+            self._publish_prefill(turn, trace, None)
+
+    async def _follow_prefill(
+        self, strategy: CacheStrategy, turn: PreparedTurn, trace: RequestTrace
+    ) -> None:
+        AWAITED.set({})  # the request does not wait for these calls
+        prefill: tuple[int, int] | None = None
+        while prefill is None or prefill[0] < prefill[1]:
+            await asyncio.sleep(_PREFILL_POLL_S)
+            try:
+                prefill = await strategy.prefill(turn)
+            except EvokeError:  # the request itself reports the failure
+                break
+            if prefill is None:
+                break
+            self._publish_prefill(turn, trace, prefill)
+        self._publish_prefill(turn, trace, None)
+
+    def _publish_prefill(
+        self, turn: PreparedTurn, trace: RequestTrace, prefill: tuple[int, int] | None
+    ) -> None:
+        trace.prefill = prefill
+        conversation = turn.remembered
+        if conversation is not None and prefill != conversation.prefill:
+            conversation.note_prefill(prefill)
+            if prefill is not None:
+                tokens, prompt = prefill
+                self.resources.feed.publish(
+                    "prefill", session=conversation.id, tokens=tokens, prompt=prompt
+                )
 
     def _commit(self, turn: PreparedTurn, trace: RequestTrace) -> None:
         """Make the request the latest of its conversation, directly before it is forwarded."""

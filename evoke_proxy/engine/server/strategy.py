@@ -78,6 +78,13 @@ class CacheStrategy(ABC):
         here, and the turn is forwarded without a plan.
         """
 
+    async def prefill(self, turn: PreparedTurn) -> tuple[int, int] | None:
+        """Tokens of the prompt that its slot has now, and those of the whole prompt.
+
+        None when it cannot tell. Raises UpstreamError.
+        """
+        return None
+
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Whether the slots of a turn may not be released before `drain` has returned."""
         return False

@@ -65,6 +65,7 @@ export function sessionList(selectedId) {
 function parts(session) {
   const facts = [plural(session.tokens, "token"), plural(session.turns, "turn")];
   if (!session.live) facts.splice(1, 1, "on disk");
+  if (session.prefill) facts.push(`decoding ${number(session.prefill[0])} of ${number(session.prefill[1])}`);
   if (session.server) facts.push(session.server);
   const used = session.limit ? Math.min(1, session.resident / session.limit) : 0;
   return [

@@ -253,6 +253,14 @@ class BudgetedStrategy(CacheStrategy):
         """See CacheStrategy."""
         return with_context_advice
 
+    async def prefill(self, turn: PreparedTurn) -> tuple[int, int] | None:
+        """See CacheStrategy."""
+        if turn.arrival is None or not turn.slots:
+            return None
+        state = await turn.calls.blocks.slot(turn.slots[0], turn.request.tenant, LATEST)
+        n_prompt = len(turn.arrival.rendered.tokens)
+        return min(SlotView.parse(state).n_tokens, n_prompt), n_prompt
+
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Whether llama-server may still work on the turn, because its reply is incomplete."""
         if not turn.slots:
