@@ -46,10 +46,10 @@ def test_a_session_of_66k_tokens_runs_in_8k_cells_under_a_budget(long_port: int)
 
 
 def test_a_session_without_a_budget_records_what_llama_server_evicts(long_port: int) -> None:
-    """llama-server evicts when its cells are full, and reports it."""
+    """llama-server evicts when its cells are full, and reports it; no session had this text."""
     with proxy(long_port, policy__budget="off") as running:
         client = ChatClient(running.port, "free")
-        first = client.say(passage(0, 9000)).accounting
+        first = client.say(passage(TURNS, 9000)).accounting
         second = client.say("And then?").accounting
         (conversation,) = [each for each in running.gateway.conversations if each.name == "free"]
         layout = conversation.session.layout
