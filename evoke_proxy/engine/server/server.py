@@ -148,7 +148,7 @@ class Server:
     async def _follow_prefill(
         self, strategy: CacheStrategy, turn: PreparedTurn, trace: RequestTrace
     ) -> None:
-        AWAITED.set({})  # the request does not wait for these calls
+        AWAITED.set(None)  # the request does not wait for these calls
         prefill: tuple[int, int] | None = None
         while prefill is None or prefill[0] < prefill[1]:
             await asyncio.sleep(_PREFILL_POLL_S)

@@ -72,7 +72,7 @@ class SharedPrefixes:
             await self._await_prefills(turn, blocks, found)
         prefill = _Prefill(turn.request.tenant, rendered.tokens, turn.slot)
         scope.keep_open(self._running(prefill))
-        if found:
+        if _end_of(blocks, found) >= turn.view.n_common + _MIN_TOKENS:
             session.resume(rendered.tokens, found)
             n_tokens = sum(len(span) for span in found.values())
             self._server.metrics.shared.inc(n_tokens)
