@@ -318,8 +318,9 @@ class UnitRanker:
 
     def _content_stems(self, unit: int) -> set[str]:
         """Return the stems of a unit's first words, without function words."""
-        stems = {stem(term) for term in terms_of(self._read(unit))}
-        return stems - _FUNCTION_STEMS
+        # Each word once: no term crosses white space.
+        words = " ".join(set(self._read(unit).split()))
+        return {stem(term) for term in terms_of(words)} - _FUNCTION_STEMS
 
     def _read(self, unit: int) -> str:
         """Return the beginning of the text of a unit."""
