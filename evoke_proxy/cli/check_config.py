@@ -13,7 +13,7 @@ from evoke_proxy.cli import serve
 from evoke_proxy.config import AUTO, Config
 from evoke_proxy.config.loader import risks_of
 from evoke_proxy.core.servers.budget_status import budget_status
-from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.servers.server_info import ServerInfo, slots_in_words
 from evoke_proxy.errors import EvokeError
 
 DESCRIPTION = """\
@@ -99,10 +99,10 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
 
 def _described(info: ServerInfo) -> str:
     if not info.patched:
-        return f"{info.n_slots} slots; {info.reason}"
+        return f"{slots_in_words(info.n_slots)}; {info.reason}"
     cells = f" of {info.n_cells} cells" if info.n_cells else ""
     context = f", context {info.n_ctx} tokens" if info.n_ctx else ""
-    return f"patched, {info.n_slots} slots{cells}{context}"
+    return f"patched, {slots_in_words(info.n_slots)}{cells}{context}"
 
 
 def _count(warnings: Sequence[str]) -> str:

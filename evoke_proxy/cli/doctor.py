@@ -24,7 +24,7 @@ from evoke_proxy.cli.doctor_eviction import Eviction
 from evoke_proxy.config import Config, load
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import Stability
-from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.servers.server_info import ServerInfo, slots_in_words
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable, UpstreamRejected
@@ -495,7 +495,8 @@ def _header(server: Server) -> list[str]:
     eviction = server.eviction
     template = _stability(eviction.template) if eviction.template is not None else "unknown"
     return [
-        f"model      {server.model}, {eviction.n_slots} slots, {eviction.n_ctx} tokens each",
+        f"model      {server.model}, {slots_in_words(eviction.n_slots)}, {eviction.n_ctx} tokens"
+        " each",
         f"build      {server.build}",
         f"template   {template}",
     ]
@@ -504,7 +505,8 @@ def _header(server: Server) -> list[str]:
 def _report(findings: Findings) -> list[str]:
     reuse, speeds = findings.reuse, findings.speeds
     lines = [
-        f"model      {findings.model}, {findings.n_slots} slots, {findings.n_ctx} tokens each",
+        f"model      {findings.model}, {slots_in_words(findings.n_slots)}, {findings.n_ctx} tokens"
+        " each",
         f"build      {findings.build}",
         f"memory     {reuse.memory}: {reuse.extends} of {reuse.n_tokens} tokens are reused when a"
         f" prompt is continued, {reuse.edited} of {reuse.n_shared} shared ones when it is edited",

@@ -110,8 +110,8 @@ def test_check_config_compares_the_budget_with_the_servers(
     upstreams = [f"--upstream={name}=http://127.0.0.1:{port}" for name, port in ports.items()]
     lines = check_config("--budget", "700", "--listen", "127.0.0.1:0", *upstreams)
     servers = [line for line in lines if line.startswith("server ")]
-    assert "small: patched, 1 slots of 1024 cells, context 1024 tokens" in servers[0]
-    assert "long: patched, 1 slots of 1024 cells, context 4096 tokens" in servers[1]
+    assert "small: patched, 1 slot of 1024 cells, context 1024 tokens" in servers[0]
+    assert "long: patched, 1 slot of 1024 cells, context 4096 tokens" in servers[1]
     assert servers[3].endswith("whether it can keep the budget is unknown")
     (warning,) = [line for line in lines if line.startswith("warning ")]
     assert "stock: the budget of 700 tokens is not in force" in warning and "--evoke-ram" in warning

@@ -144,6 +144,8 @@ def test_an_interrupted_download_is_reported_and_continued_by_the_next_start(
             assert process.stdout is not None
             table = b"".join(iter(process.stdout.readline, b"\n"))
             assert re.search(rb"context +8192 tokens", table)
+            (file,) = tmp_path.glob("cache/models--owner--tiny/snapshots/*/*.gguf")
+            assert file.read_bytes() == MODEL
         finally:
             process.kill()
             process.communicate()

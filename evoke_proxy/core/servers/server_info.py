@@ -155,6 +155,11 @@ def _obstacle(evoke: object) -> tuple[str, str]:
     return "unsupported", str(named)
 
 
+def slots_in_words(n_slots: int) -> str:
+    """Return a number of slots with its noun: "1 slot", "2 slots"."""
+    return f"{n_slots} slot{'' if n_slots == 1 else 's'}"
+
+
 def _features(evoke: object) -> Sequence[object]:
     features = evoke.get("features") if isinstance(evoke, dict) else None
     return features if isinstance(features, list) else ()

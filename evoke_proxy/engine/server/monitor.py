@@ -16,7 +16,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
-from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
+from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, slots_in_words
 from evoke_proxy.errors import (
     EvokeError,
     UpstreamError,
@@ -179,8 +179,8 @@ class ServerMonitor:
                 f" start the patched one with --evoke-ram, or run evoke-proxy build-server{problem}"
             )
         back = "" if self.server.can_adopt else "; a session that loses its slot is decoded again"
-        slots = self.server.n_slots
-        return f"llama-server at {url} is patched, {slots} slots; {budget.text}{back}{problem}"
+        slots = slots_in_words(self.server.n_slots)
+        return f"llama-server at {url} is patched, {slots}; {budget.text}{back}{problem}"
 
     def log_description(self) -> None:
         """Log what the proxy does at this server; as a warning if that is not as configured."""
