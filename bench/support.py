@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from evoke_proxy.demo.client import DemoError
 from evoke_proxy.server_build.build import ensure_server
 
 from .llama import Llama, running
-from .random_models import SHAPES, ensure
+from .random_models import SHAPES, ensure, ensure_projector
 
 TABLE = Path(__file__).parents[1] / "patches/SUPPORT.md"
 EXACT = "bit-identical"
+SAME_TOKENS = "same tokens and drafts"
 _REFUSED = "refused (501): "
 _STEPS = 12
 _VOCABULARY = 2048
+_KEEP, _EVICT, _RETURN = "keep", "evict", "return"
 _BLOCK = (60, 180)  # before any row that a context checkpoint stands on
 _ASCII = "root ::= [ -~]*"  # a step that ends inside a character has no logprobs
 
@@ -41,13 +44,32 @@ class Case:
         """The options that differ from the server's own defaults."""
         return " ".join(self.options) or "(none)"
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options with the paths of the files that they name."""
+        files = {
+            _PROJECTOR: lambda: ensure_projector(SHAPES[self.shape].width),
+            _DRAFT: lambda: ensure(SHAPES[self.shape]),
+            _RECURRENT: lambda: ensure(SHAPES["tiny-lfm2"]),
+        }
+        return tuple(str(files[word]()) if word in files else word for word in self.options)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it speculates: then upstream reports no log probabilities."""
+        return "--spec-type" in self.options
+
 
 _HEAD = """# Models and options that block calls work on
 
 Written by `python -m bench.support`. Each row is a run of the patched server on the CPU, with a
 model of random weights and four layers. *Bit-identical*: after a block was saved, evicted and
 loaded, all log probabilities of twelve steps equal those of the same conversation without these
-calls, while other slots have missing rows. The server has one slot unless `-np` is given.
+calls, while other slots have missing rows. *Same tokens and drafts*: so are the tokens, and how
+many of them were drafted and accepted; with speculative decoding upstream reports no log
+probabilities. The draft model is the model itself, so that drafts are accepted; those of the
+random head of MTP are not.
+The server has one slot unless `-np` is given.
 
 | model | options | memory | evict and load |
 |---|---|---|---|
@@ -71,6 +93,7 @@ _KINDS = {
     "tiny-qwen35": "M-RoPE, hybrid with gated delta nets (qwen35)",
     "tiny-mamba": "recurrent (mamba)",
 }
+_PROJECTOR, _DRAFT, _RECURRENT = "PROJECTOR", "MODEL", "LFM2"
 _TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tiny-dense": (
@@ -83,11 +106,20 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 _USUAL = (("-fa", "on"), ("-fa", "off"), *_STREAMS)
 _ONCE = {"tiny-lfm2-window", "tiny-mamba"}
+_SEEING = ("tiny-dense", "tiny-gemma", "tiny-qwen2vl")
 
 CASES = tuple(
     Case(shape, kind, options)
     for shape, kind in _KINDS.items()
     for options in (((),) if shape in _ONCE else _OPTIONS.get(shape, _USUAL))
+) + (
+    *(
+        Case(shape, f"{_KINDS[shape]}, text beside a projector", ("--mmproj", _PROJECTOR))
+        for shape in _SEEING
+    ),
+    Case("tiny-dense", "dense", ("--spec-type", "draft-simple", "-md", _DRAFT)),
+    Case("tiny-mtp", "M-RoPE, hybrid (qwen35) with a head for MTP", ("--spec-type", "draft-mtp")),
+    Case("tiny-dense", "dense", ("--spec-type", "draft-simple", "-md", _RECURRENT)),
 )
 
 
@@ -97,7 +129,7 @@ def probe(case: Case, server: Path) -> tuple[str, str]:
     RuntimeError when it does neither: then its answer differs, or eviction changes nothing.
     """
     slots = () if "-np" in case.options else ("-np", "1")
-    options = ("-c", "8192", "-t", "1", "--evoke-ram", "16", *slots, *case.options)
+    options = ("-c", "8192", "-t", "1", "--evoke-ram", "16", *slots, *case.words)
     try:
         with running(server, ensure(SHAPES[case.shape]), *options) as llama:
             return _tried(llama, case)
@@ -112,16 +144,17 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
     slots = table["limits"]["n_slots"]
     slot = slots - 1
     for other in range(slot):  # neighbours, with holes of their own
-        _talk(llama, other, seed=other, evict=True, load=False)
+        _talk(llama, other, seed=other, then=_EVICT)
     # The cells of rows depend on earlier contents, which are the same from the second run on.
-    _, never, repeated = (_talk(llama, slot, seed=9, evict=False, load=False) for _ in range(3))
+    talk = partial(_talk, llama, slot, seed=9, drafts=case.drafts)
+    _, never, repeated = (talk(then=_KEEP) for _ in range(3))
     if never != repeated:
         raise RuntimeError(f"{case}: does not repeat itself")
-    if _talk(llama, slot, seed=9, evict=True, load=True) != never:
+    if talk(then=_RETURN) != never:
         raise RuntimeError(f"{case}: another answer after evict and load")
-    if _talk(llama, slot, seed=9, evict=True, load=False) == never:
+    if talk(then=_EVICT) == never:
         raise RuntimeError(f"{case}: eviction changes nothing")
-    return table["memory"], EXACT
+    return table["memory"], SAME_TOKENS if case.drafts else EXACT
 
 
 def _refused(llama: Llama, reason: str) -> str:
@@ -134,17 +167,28 @@ def _refused(llama: Llama, reason: str) -> str:
     raise RuntimeError(f"a block call was not refused with: {reason}")
 
 
-def _talk(llama: Llama, slot: int, *, seed: int, evict: bool, load: bool) -> list[Any]:
-    """All logprobs of the answer to a follow-up, with a block of what came before gone or back."""
+def _talk(llama: Llama, slot: int, *, seed: int, then: str, drafts: bool = False) -> list[Any]:
+    """All logprobs of the answer to a follow-up, with a block of what came before gone or back.
+
+    `then` says what happens to the block: `_KEEP`, `_EVICT`, or `_RETURN` for evict and load.
+    With `drafts` its tokens, and how many were drafted and accepted.
+    """
     llama.erase(slot)
     history = _tokens(llama, "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60)))
     reply = llama.complete(history, slot, n_predict=4, return_tokens=True, ignore_eos=True)
     p0, p1 = _BLOCK
-    if evict:
+    if then != _KEEP:
         llama.act("block-save", slot, name=f"b{slot}", p0=p0, p1=p1, evict=True)
-    if load and not llama.act("block-load", slot, names=[f"b{slot}"])["same_cells"]:
+    if then == _RETURN and not llama.act("block-load", slot, names=[f"b{slot}"])["same_cells"]:
         raise RuntimeError("the block's cells were not free")
     more = history + reply["tokens"] + _tokens(llama, " And what is item 7?")
+    if drafts:
+        longer = {"n_predict": 4 * _STEPS, "ignore_eos": True, "return_tokens": True}
+        answer = llama.complete(more, slot, **longer)
+        counts = [answer["timings"].get(name) for name in ("draft_n", "draft_n_accepted")]
+        if not counts[0]:
+            raise RuntimeError("nothing was drafted")
+        return [answer["tokens"], *counts]
     how = {"n_predict": _STEPS, "n_probs": _VOCABULARY, "ignore_eos": True, "grammar": _ASCII}
     answer = llama.complete(more, slot, **how)
     steps = answer["completion_probabilities"]
@@ -196,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"shape": case.shape, "options": case.settings, "memory": memory, "outcome": outcome}
         for case, memory, outcome in rows
     ]
-    exact = sum(outcome == EXACT for _, _, outcome in rows)
+    exact = sum(outcome in (EXACT, SAME_TOKENS) for _, _, outcome in rows)
     print(f"written: {record.write('support', found, {'cases': len(rows), 'exact': exact})}")
     return 0
 

@@ -222,6 +222,16 @@ class Metrics:
         )
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind)
+        self.drafts = self._counter(
+            "evoke_draft_tokens",
+            "Tokens that speculative decoding proposed for answers under a budget, by result"
+            " (accepted, refused) and by what the model saw: the whole prompt, or a part of it.",
+            "result",
+            "prompt",
+        )
+        for prompt in ("whole", "part"):
+            for result in ("accepted", "refused"):
+                self.drafts.labels(result=result, prompt=prompt)
         self.redecoded = self._counter(
             "evoke_tokens_decoded_again",
             "Decoded tokens that were also in the previous prompt of their session.",
@@ -475,6 +485,15 @@ class Metrics:
         """Add the prompt tokens of one reply by kind (TOKEN_KINDS); missing kinds count as 0."""
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind).inc(counts.get(kind, 0))
+
+    def count_drafts(self, drafted: int, accepted: int, is_whole: bool) -> None:
+        """Count the tokens that were drafted for one answer, and those of them that were accepted.
+
+        `is_whole` says whether the model saw all of the prompt.
+        """
+        prompt = "whole" if is_whole else "part"
+        self.drafts.labels(result="accepted", prompt=prompt).inc(accepted)
+        self.drafts.labels(result="refused", prompt=prompt).inc(max(0, drafted - accepted))
 
     def count_evictions(self, reason: str, count: int) -> None:
         """Count evicted blocks; `reason` is one of EVICTION_REASONS."""

@@ -11,6 +11,7 @@ from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of, sl
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.counts import token_count
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
@@ -281,6 +282,12 @@ class BudgetedStrategy(CacheStrategy):
         if outcome.accounting is not None:
             self._account(turn, conversation, outcome.accounting)
             conversation.budgeted.reply_ended(outcome.timings)
+            timings = outcome.timings or {}
+            drafted, accepted = (
+                token_count(timings.get(name)) for name in ("draft_n", "draft_n_accepted")
+            )
+            is_whole = not outcome.accounting.omitted
+            self._server.metrics.count_drafts(drafted, accepted, is_whole)
             return
         has_marker = is_planned = False
         if isinstance(turn, BudgetedTurn):
