@@ -5,8 +5,6 @@
 #include "common.h"
 #include "llama-ext.h"
 
-#include <algorithm>
-
 const char * server_blocks_draft::unsupported(const common_params & params, llama_context * ctx) {
     for (const auto type : params.speculative.types) {
         switch (type) {
@@ -38,7 +36,7 @@ void server_blocks_draft::init(llama_context * target, llama_context * ctx, int3
     this->n_shared_slots = n_shared_slots;
 }
 
-void server_blocks_draft::prepare(int id, llama_pos next, int32_t n) const {
+void server_blocks_draft::prepare(int id, llama_pos next) const {
     if (!ctx) {
         return;
     }
@@ -48,16 +46,14 @@ void server_blocks_draft::prepare(int id, llama_pos next, int32_t n) const {
     if (end > 0 && end != next) {
         clear(id);
     }
-    int32_t n_needed = n + n_max - (int32_t) llama_kv_block_n_free(ctx, id);
-    for (int i = 0; i < n_shared_slots && n_needed > 0; ++i) {
-        const int slot = n_shared_slots > 1 ? (id + i)%n_shared_slots : id;
-        for (const auto & r : server_ranges_without(llama_kv_block_resident(ctx, slot), llama_kv_block_resident(target, slot))) {
-            const llama_pos p1 = std::min<int64_t>(r.second, (int64_t) r.first + n_needed);
-            n_needed -= llama_kv_block_evict(ctx, slot, r.first, p1);
-            if (n_needed <= 0) {
-                return;
-            }
-        }
+}
+
+void server_blocks_draft::drop_evicted(int id) const {
+    if (!ctx) {
+        return;
+    }
+    for (const auto & r : server_ranges_without(llama_kv_block_resident(ctx, id), llama_kv_block_resident(target, id))) {
+        llama_kv_block_evict(ctx, id, r.first, r.second);
     }
 }
 

@@ -3,9 +3,9 @@
 // Rows of the draft context of speculative decoding.
 //
 // A draft model only proposes tokens, which the model of the server verifies. So what its rows lack costs proposals that
-// are refused, never a wrong token. The draft context has as many cells as the other one. It keeps the rows of evicted
-// text until it needs their cells: then it has room for whatever is resident. Rows that are loaded again are not computed
-// again for the draft.
+// are refused, never a wrong token. Most proposals are accepted when it sees what the model sees: before a decode it loses
+// the rows of text that was evicted and not loaded again. Rows that are loaded later are not computed again for the draft.
+// So it never has more rows than the other context, and as many cells.
 //
 // Owns: nothing.
 // Threads: the main loop only, between two decodes.
@@ -31,8 +31,11 @@ public:
     // Returns how many cells the rows of all drafts may need beside those of the text.
     int32_t n_reserved() const { return ctx ? n_max*n_shared_slots : 0; }
 
-    // Makes the draft context ready to decode `n` tokens of a slot from position `next` on, and a draft after them.
-    void prepare(int id, llama_pos next, int32_t n) const;
+    // Makes the draft context ready to decode tokens of a slot from position `next` on.
+    void prepare(int id, llama_pos next) const;
+
+    // Frees the rows of a slot that the other context does not have.
+    void drop_evicted(int id) const;
 
     // Forgets all rows of a slot, because its text was replaced.
     void clear(int id) const;

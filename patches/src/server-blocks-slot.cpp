@@ -28,6 +28,7 @@ uint32_t server_blocks_slot_state::evict(llama_pos p0, llama_pos p1) {
     server_ranges_remove(recovered, p0, p1);
     rows.on_removed(p0, p1);
     all_rows = false;
+    evicted  = true;
     return llama_kv_block_evict(ctx, id, p0, p1);
 }
 

@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 // How many rows of a slot may be resident, and which are evicted first.
@@ -87,6 +88,9 @@ public:
 
     // Frees the cells of [p0, p1); returns the number of rows.
     uint32_t evict(llama_pos p0, llama_pos p1);
+
+    // Returns whether rows were evicted since the last call.
+    bool take_evicted() { return std::exchange(evicted, false); }
 
     // ---- identity
 
@@ -206,6 +210,7 @@ private:
     server_blocks_history rows;
     server_blocks_budget  budget_rules;
     server_blocks_slot_owner slot_owner;
+    bool            evicted          = false; // see take_evicted()
     bool            all_rows         = true;  // nothing was evicted since the cells were emptied
     bool            record_uses      = false;
     bool            report_all_turns = false;

@@ -180,8 +180,20 @@ void server_blocks::on_media(int id, const server_prompt & prompt, const mtmd_in
     const int32_t n = (int32_t) mtmd_input_chunk_get_n_tokens(chunk);
     if (enabled()) {
         eviction.make_room_for_all(id, prompt, n);
-        context.draft.prepare(id, prompt.tokens.pos_next(), n);
+        prepare_draft(id, prompt);
     }
+}
+
+void server_blocks::prepare_draft(int id, const server_prompt & prompt) {
+    if (!context.draft.on()) {
+        return;
+    }
+    for (int slot = 0; slot < context.n_slots(); ++slot) { // others may have lost rows because this one needed cells
+        if (context.slots[slot].take_evicted()) {
+            context.draft.drop_evicted(slot);
+        }
+    }
+    context.draft.prepare(id, prompt.tokens.pos_next());
 }
 
 void server_blocks::on_decoded() {

@@ -119,7 +119,7 @@ public:
         }
         const int32_t n = eviction.make_room(id, prompt, n_wanted, others_decode);
         if (n > 0) {
-            context.draft.prepare(id, prompt.tokens.pos_next(), n);
+            prepare_draft(id, prompt);
         }
         return n;
     }
@@ -154,6 +154,7 @@ public:
     void refresh_disk() { store.refresh_disk(); }
 
 private:
+    void prepare_draft(int id, const server_prompt & prompt);
     uint64_t adapters_hash(const std::vector<common_adapter_lora_info> & adapters);
 
     std::atomic<bool>      active { false };      // block calls work
