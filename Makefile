@@ -7,10 +7,11 @@ TESTS  ?= tests
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 
 ARGS   ?=
+PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
 BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler unseen fact_kinds kv_types placement demo_seeds quality evidence tasks session restart soak growth agent long opencode
 
-.PHONY: demo test check docs bench fuzz patches-check test-matrix help venv build tools clean
+.PHONY: demo test check docs bench fuzz patches-check test-matrix help venv build release requirements tools clean
 
 ##@ Start
 ## make demo            a planted fact under four policies; report in out/demo/report.html
@@ -129,6 +130,16 @@ docs: venv
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --clean
 	@echo "written: out/site/index.html"
 
+release: venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,release]'
+	@$(BIN)/python release/make.py $(ARGS)
+
+requirements: venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[release]'
+	@for extra in cpu gpu; do $(PIN) --extra $$extra --extra encryption --extra otel \
+	  -o release/requirements/$$extra.txt pyproject.toml || exit 1; done
+	@echo 'hatchling>=1.24' | $(PIN) -o release/requirements/build.txt -
+
 # Reports missing programs before a long build, and how to install them.
 tools:
 	@missing=; \
@@ -139,6 +150,10 @@ tools:
 	  echo "missing on this machine:$$missing" >&2; \
 	  echo "on Debian or Ubuntu:  sudo apt-get install -y$$missing" >&2; exit 1; fi
 
+##@ Release: nothing is published
+## make release         wheel, sdist, SBOM and licences in dist/, tested in an empty environment;
+##                      ARGS=--server also compiles and packs llama-server for x86-64
+## make requirements    pins all dependencies of the images with hashes: release/requirements
 ##@ Tidy
 ## make clean           delete everything but the built servers
 # Keeps the built servers in the cache (~/.cache/evoke-proxy), which took minutes.

@@ -14,10 +14,20 @@ COPY pyproject.toml LICENSE README.md* ./
 COPY config config
 COPY patches patches
 COPY evoke_proxy evoke_proxy
+COPY release/requirements release/requirements
+# Every package is one whose hash is in release/requirements; those to build with stay out of the image.
 RUN --mount=type=cache,target=/root/.cache/pip \
     case "$EXTRA" in cpu|gpu) ;; *) echo "EXTRA is cpu or gpu, not '$EXTRA'" >&2; exit 1 ;; esac \
     && python3 -m venv /opt/evoke-proxy \
-    && /opt/evoke-proxy/bin/python -m pip install --disable-pip-version-check ".[$EXTRA]"
+    && python3 -m venv /opt/build \
+    && /opt/build/bin/python -m pip install --disable-pip-version-check \
+        --require-hashes -r release/requirements/build.txt \
+    && /opt/build/bin/python -m pip wheel --disable-pip-version-check \
+        --no-deps --no-build-isolation -w /opt/build/wheels . \
+    && /opt/evoke-proxy/bin/python -m pip install --disable-pip-version-check \
+        --require-hashes -r "release/requirements/$EXTRA.txt" \
+    && /opt/evoke-proxy/bin/python -m pip install --disable-pip-version-check \
+        --no-deps /opt/build/wheels/*.whl
 
 FROM ${BASE_IMAGE} AS proxy
 # A new volume gets the owner of the directory that it is mounted on.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +53,12 @@ class BuildOptions:
     ui: bool = True
     retry_ui: bool = False
 
+    @property
+    def is_default(self) -> bool:
+        """Whether these are the options of the server in the package evoke-proxy-server."""
+        chosen = (self.backend, self.sanitize, self.flags, self.source, self.patches)
+        return not any(chosen)
+
 
 @dataclass(frozen=True, slots=True)
 class BuildSpec:
@@ -94,6 +102,8 @@ def ensure_server(
     written to stdout. Raises BuildError when the server cannot be built.
     """
     options = options or BuildOptions()
+    if patched and (found := finished_server_path(options)) is not None:
+        return found
     spec = _spec_of(patched, options)
     server = _finished(spec, options)
     if server is not None:
@@ -104,12 +114,38 @@ def ensure_server(
 
 
 def finished_server_path(options: BuildOptions | None = None) -> Path | None:
-    """Return the path of the patched server if it is in the cache, else None; builds nothing.
+    """Return the path of the patched server, None if it is not built yet; builds nothing.
 
-    Raises BuildError when the build tools are missing, because the key of a server depends on them.
+    A server that was built on this machine is preferred to the one that the package
+    evoke-proxy-server contains. Raises BuildError without either when the build tools are missing,
+    because the key of a server depends on them.
     """
     options = options or BuildOptions()
-    return _finished(_spec_of(True, options), options)
+    packaged = packaged_server(options.patches or patches_dir()) if options.is_default else None
+    try:
+        return _finished(_spec_of(True, options), options) or packaged
+    except BuildError:
+        if packaged is None:
+            raise
+        return packaged
+
+
+def packaged_server(patches: Path, package: str = "evoke_proxy_server") -> Path | None:
+    """Return the server that an installed package contains.
+
+    None when it is not installed, or was built from another source or with other patches.
+    """
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        return None
+    server = Path(found.origin).with_name("bin") / "llama-server"
+    try:
+        stamp = json.loads(server.with_name("stamp.json").read_text("utf-8"))
+        built_from = (stamp["pin"], stamp["series"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    is_current = built_from == (read_pin(patches).sha256, read_series(patches).digest)
+    return server if is_current and os.access(server, os.X_OK) else None
 
 
 def _spec_of(patched: bool, options: BuildOptions) -> BuildSpec:

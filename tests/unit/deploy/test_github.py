@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -34,3 +35,23 @@ def test_the_issue_forms_match_the_schema(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yml"
     wrong.write_text(FORMS[0].read_text("utf-8").replace("type: textarea", "type: essay"), "utf-8")
     assert _check("github-issue-forms", wrong).returncode != 0
+
+
+def test_actionlint_accepts_the_workflow_and_finds_a_mistake(tmp_path: Path) -> None:
+    tool, workflow = _tool("actionlint"), GITHUB / "workflows/ci.yml"
+    done = subprocess.run([tool, str(workflow)], capture_output=True, text=True, cwd=GITHUB.parent)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(workflow.read_text("utf-8").replace("needs: test", "needs: tests"), "utf-8")
+    assert subprocess.run([tool, str(wrong)], capture_output=True).returncode != 0
+
+
+def test_the_workflow_runs_what_exists_and_publishes_nothing() -> None:
+    text = (GITHUB / "workflows/ci.yml").read_text("utf-8")
+    root = GITHUB.parent
+    named = set(re.findall(r"[\w./-]*(?:release|docker|deploy|tests|\.ci)/[\w./-]*\w", text))
+    assert len(named) >= 5
+    assert [path for path in named if "$" not in path and not (root / path).exists()] == []
+    assert "contents: read" in text and not re.search(
+        r": write|twine|publish|--push|push: true", text
+    )

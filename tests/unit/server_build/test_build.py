@@ -222,3 +222,43 @@ def test_two_builders_at_once_build_once(llama: Path, patches: Path, cache: Path
     assert outcomes[0][0] == outcomes[1][0] != ""
     assert sum("building llama-server" in stderr for _, stderr in outcomes) == 1
     assert output_of(Path(outcomes[0][0].strip())) == "patched"
+
+
+@pytest.mark.parametrize("changed", ["", "pin", "series"])
+def test_the_server_of_an_installed_package_is_found_if_it_has_these_patches(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "some_packaged_server/bin"
+    folder.mkdir(parents=True)
+    folder.with_name("__init__.py").touch()
+    server = folder / "llama-server"
+    server.write_text("#!/bin/sh\n")
+    server.chmod(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    patches = build_module.patches_dir()
+    stamp = {
+        "pin": build_module.read_pin(patches).sha256,
+        "series": build_module.read_series(patches).digest,
+    }
+    assert build_module.packaged_server(patches, "some_packaged_server") is None
+    (folder / "stamp.json").write_text(json.dumps(stamp | ({changed: "other"} if changed else {})))
+    found = build_module.packaged_server(patches, "some_packaged_server")
+    assert found == (None if changed else server)
+    assert build_module.packaged_server(patches, "a_package_that_is_not_installed") is None
+
+
+def test_a_packaged_server_is_used_without_build_tools_and_not_for_other_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_tools(*_: object) -> object:
+        raise build_module.BuildError("no compiler")
+
+    monkeypatch.setattr(build_module, "find_toolchain", no_tools)
+    monkeypatch.setattr(build_module, "packaged_server", lambda _: tmp_path / "llama-server")
+    assert build_module.ensure_server() == tmp_path / "llama-server"
+    for options in (
+        build_module.BuildOptions(backend="cuda"),
+        build_module.BuildOptions(flags=("-DA=B",)),
+    ):
+        with pytest.raises(build_module.BuildError, match="no compiler"):
+            build_module.finished_server_path(options)

@@ -1,0 +1,119 @@
+"""The checks of a release: version and changelog, licences, the pins of dependencies."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evoke_proxy import __version__
+
+ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.toml").exists())
+GOOD = "# Changelog\n\n## [Unreleased]\n\n## [1.2.3] - 2026-01-31\n\n## [1.2.2] - 2026-01-01\n"
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"release_{name}", ROOT / f"release/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make = _module("make")
+
+
+def test_this_version_has_a_section_in_the_changelog() -> None:
+    assert make.changelog_problem((ROOT / "CHANGELOG.md").read_text("utf-8"), __version__) == ""
+    server = tomllib.loads((ROOT / "release/server/pyproject.toml").read_text("utf-8"))
+    assert server["project"]["version"] == __version__
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    (pin,) = extras["optional-dependencies"]["server"]
+    assert pin.startswith(f"evoke-proxy-server=={__version__};")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("", "", ""),
+        ("## [Unreleased]\n\n", "", "must be [Unreleased]"),
+        ("[1.2.3] - 2026-01-31", "[1.2.4] - 2026-01-31", "has no section"),
+        (" - 2026-01-31", "", "has no date"),
+        ("## [1.2.2]", "## [1.2.3] - 2026-01-31\n## [1.2.2]", ""),
+        ("## [1.2.3]", "## [1.3.0] - 2026-02-01\n## [1.2.3]", "is not the latest"),
+    ],
+)
+def test_what_a_changelog_lacks_is_named(old: str, new: str, problem: str) -> None:
+    found = make.changelog_problem(GOOD.replace(old, new) if old else GOOD, "1.2.3")
+    assert problem in found and bool(problem) is bool(found)
+    assert "no version of the form" in make.changelog_problem(GOOD, "1.2.3rc1")
+
+
+@pytest.mark.parametrize(
+    ("expression", "allowed"),
+    [
+        ("MIT", True),
+        ("GPL-3.0-only", False),
+        ("GPL-3.0-only OR MIT", True),
+        ("GPL-3.0-only AND MIT", False),
+        ("GPL-3.0-only AND (Apache-2.0 OR MIT)", False),
+        ("MPL-2.0 AND (Apache-2.0 OR MIT)", True),
+        ("", False),
+        ("Some License", False),
+    ],
+)
+def test_a_licence_expression_is_evaluated(expression: str, allowed: bool) -> None:
+    assert make.is_allowed(expression) is allowed
+
+
+def test_the_licences_of_an_sbom_are_read() -> None:
+    sbom = {
+        "components": [
+            {"name": "b", "version": "2", "licenses": [{"expression": "MIT OR GPL-2.0-only"}]},
+            {"name": "a", "licenses": [{"license": {"name": "BSD License"}}]},
+            {"name": "protobuf", "version": "1"},
+            {"name": "z", "version": "1"},
+        ]
+    }
+    assert list(make.licences_of(sbom)) == [
+        ("a", "", "BSD-3-Clause"),
+        ("b", "2", "MIT OR GPL-2.0-only"),
+        ("protobuf", "1", "BSD-3-Clause"),
+        ("z", "1", ""),
+    ]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu", "build"])
+def test_every_pinned_package_has_hashes_and_every_dependency_is_pinned(name: str) -> None:
+    text = (ROOT / f"release/requirements/{name}.txt").read_text("utf-8")
+    entries = re.split(r"\n(?=[a-z])", text)
+    pins = {entry.partition("==")[0]: entry for entry in entries}
+    assert len(pins) > 4
+    for entry in entries:
+        assert re.match(r"[a-z0-9-]+==\S+", entry) and "--hash=sha256:" in entry, entry[:80]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    required = [*project["build-system"]["requires"]]
+    if name != "build":
+        required = [*project["project"]["dependencies"]]
+        required += [*extras[name], *extras["encryption"], *extras["otel"]]
+    for requirement in required:
+        assert re.split(r"[<>=;\[ ]", requirement)[0] in pins, requirement
+
+
+def test_the_server_build_names_what_its_wheel_needs() -> None:
+    """Of the libraries of a program only those of glibc stay outside of the wheel."""
+    module = _module("build_server")
+    for name in ("libc.so.6", "libm.so.6", "ld-linux-x86-64.so.2"):
+        assert module._GLIBC.fullmatch(name) and not module._COMPILER.fullmatch(name)
+    for name in ("libstdc++.so.6", "libgcc_s.so.1"):
+        assert module._COMPILER.fullmatch(name) and not module._GLIBC.fullmatch(name)
+    for name in ("libssl.so.3", "libgomp.so.1", "libllama.so"):
+        assert not module._COMPILER.fullmatch(name) and not module._GLIBC.fullmatch(name)
+    flags = dict(flag.removeprefix("-D").split("=", 1) for flag in module.FLAGS)
+    assert flags["GGML_BACKEND_DL"] == flags["GGML_CPU_ALL_VARIANTS"] == "ON"
+    assert flags["CMAKE_INSTALL_RPATH"] == "$ORIGIN" and flags["GGML_NATIVE"] == "OFF"
