@@ -57,8 +57,16 @@ def json_answer(answer: object, status: int = 200) -> web.Response:
 
 
 def require_same_site(request: web.Request) -> None:
-    """Raise RequestError (403) when the page of another site has made the request."""
-    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+    """Raise RequestError (403) when the page of another site has made the request.
+
+    Browsers say so in Sec-Fetch-Site. Those that do not know it name the site in Origin, which must
+    then be the host that the request is for.
+    """
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    is_foreign = site not in (None, "none", "same-origin")
+    if site is None and origin is not None:
+        is_foreign = origin.partition("://")[2].lower() != request.host.lower()
+    if is_foreign:
         raise RequestError("requests from pages of other sites are refused", "cross_site", 403)
 
 

@@ -333,6 +333,14 @@ def test_requests_from_pages_of_other_sites_are_refused(unconnected_proxy: Runni
             ask(unconnected_proxy.port, "DELETE", "/evoke/tenants/-", None, headers).status == 403
         )
         assert ask(unconnected_proxy.port, "GET", "/evoke/sessions", None, headers).status == 403
+    host = f"127.0.0.1:{unconnected_proxy.port}"
+    # A browser that sends no Sec-Fetch-Site. A form or a file has the origin `null`.
+    for origin in ("http://evil.example", f"http://{host}.evil.example", "null", "", "http://"):
+        headers = {"Origin": origin}
+        for method, path in (("DELETE", "/evoke/tenants/-"), ("GET", "/evoke/sessions")):
+            assert ask(unconnected_proxy.port, method, path, None, headers).status == 403, origin
+    for headers in ({"Origin": f"http://{host}"}, {"Sec-Fetch-Site": "same-origin"}):
+        assert ask(unconnected_proxy.port, "GET", "/evoke/sessions", None, headers).status == 200
     plain = {"Content-Type": "text/plain"}
     path, body = "/evoke/budget", b'{"budget": null}'
     assert ask(unconnected_proxy.port, "PUT", path, body, plain).status == 415

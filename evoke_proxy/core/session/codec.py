@@ -145,25 +145,33 @@ def encode(record: SessionRecord) -> bytes:
 def decode(data: bytes) -> SessionRecord:
     """Decode a record of this or an earlier version; ValueError for other data."""
     try:
-        value = json.loads(data)
+        value = _value_of(data)
         version = value["version"]
         if version == 1:
             value = _from_version_1(value)
         elif version != _VERSION:
             raise ValueError(f"records of version {version} are not supported")
         return _record_of(value)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ValueError(f"a record does not have the expected form: {error!r}") from error
 
 
 def with_operator_overrides(data: bytes, overrides: OperatorOverrides) -> bytes:
     """Return an encoded record with other overrides; ValueError when it is not a record."""
-    value = json.loads(data)
+    value = _value_of(data)
     if not isinstance(value, dict):
         raise ValueError("a record does not have the expected form")
     if value.get("version") == 1:
         return _compact(value | {"orders": list(_overrides_value(overrides).values())})
     return _compact(value | {"overrides": _overrides_value(overrides)})
+
+
+def _value_of(data: bytes) -> Any:
+    """Parse JSON; ValueError for other data, also where it is nested too deeply."""
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply") from error
 
 
 def _record_of(value: Mapping[str, Any]) -> SessionRecord:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evoke_proxy.adapters.secret_files import read_secret
 from evoke_proxy.config import Config, env_name, keys, load, parse_listen
@@ -349,3 +353,16 @@ def test_an_open_address_without_keys_is_a_risk(listen: str) -> None:
     assert listen in risk and "127.0.0.1:2" not in risk
     assert "security.keys_file" in risk
     assert risks_of(load(None, {}, {"listen": [listen], "security.keys_file": "/k"})) == ()
+
+
+_YAML = st.sampled_from(
+    ["policy:", "budget:", " ", "\n", "- ", "&a", "*a", "<<:", "1e9", "0x", "!!", "{", "]", "|"]
+)
+
+
+@given(st.lists(_YAML | st.text(max_size=4), max_size=12).map("".join))
+def test_any_file_is_loaded_or_refused(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(ConfigError):
+        path = Path(folder) / "evoke.yaml"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert isinstance(load(path, {}), Config)

@@ -35,6 +35,39 @@ def _objects(keys: tuple[str, ...]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, _JSON))
 
 
+_LINES = st.sampled_from(
+    [
+        b"data: ",
+        b"event: error",
+        b"[DONE]",
+        b"\n",
+        b"\n\n",
+        b"\r\n",
+        b'{"usage":',
+        b'{"timings": {',
+        b"}",
+        b":",
+        b"[",
+    ]
+)
+
+
+@given(st.lists(_LINES | st.binary(max_size=8), max_size=30), st.integers(1, 9))
+def test_any_bytes_in_any_pieces_raise_no_error_and_give_an_outcome(
+    parts: list[bytes], size: int
+) -> None:
+    data = b"".join(parts)
+    for head in (b"", b"data: "):
+        observer = ReplyObserver()
+        for start in range(0, len(head + data), size):
+            observer.feed((head + data)[start : start + size])
+        observer.close()
+        assert isinstance(observer.done, bool)
+        assert observer.usage is None or isinstance(observer.usage, dict)
+        cost_of(observer.timings or {}, observer.usage or {})
+        TokenAccounting.parse(observer.timings)
+
+
 @given(_objects(_TIMING_KEYS), _objects(_USAGE_KEYS))
 def test_any_usage_gives_three_counts(timings: dict[str, Any], usage: dict[str, Any]) -> None:
     for stated in (timings, {}):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from session_fixtures import OVERRIDES, session_record
 
 from evoke_proxy.core.session.codec import (
@@ -96,3 +99,50 @@ def test_a_malformed_record_is_refused(change: dict[str, object]) -> None:
         decode(json.dumps(value).encode())
     with pytest.raises(ValueError):
         decode(b"no record")
+
+
+_VALUES = st.sampled_from(
+    [None, True, -1, 0, 2**63, 2**70, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], [None]]
+)
+
+
+def _places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The paths of all values in a JSON value."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    inner = [place for key, item in items for place in _places(item, (*path, key))]
+    return [path, *inner] if path else inner
+
+
+_RECORD = json.loads(encode(session_record(None)))
+_PLACES = _places(_RECORD)
+
+
+@example([(("blocks", 0, 3), 2**63)])
+@given(st.lists(st.tuples(st.sampled_from(_PLACES), _VALUES), min_size=1, max_size=3))
+def test_a_record_with_other_values_is_decoded_or_refused(
+    changes: list[tuple[tuple[object, ...], object]],
+) -> None:
+    record = json.loads(json.dumps(_RECORD))
+    for (*parents, last), value in changes:
+        inside = record
+        try:
+            for key in parents:
+                inside = inside[key]
+            inside[last] = value
+        except (KeyError, IndexError, TypeError):  # an earlier change has removed the place
+            continue
+    with contextlib.suppress(ValueError):
+        decode(json.dumps(record).encode())
+
+
+@given(st.binary(max_size=64) | st.text(max_size=64).map(str.encode))
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+    for text in (data, b"[" * 10_000, b'{"version": ' * 5000):
+        with contextlib.suppress(ValueError):
+            decode(text)

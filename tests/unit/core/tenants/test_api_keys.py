@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_an_invalid_key_identifies_nobody(guess: str) -> None:
 def test_an_invalid_key_file_is_refused_with_the_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"line \d|must be 1 to 64"):
         Keys.parse(text)
+
+
+@given(
+    st.text() | st.lists(st.sampled_from(["a", "lab", digest("1"), "#", " ", "\n"])).map("".join)
+)
+def test_any_key_file_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        keys = Keys.parse(text)
+        assert keys.caller("") is None and keys.caller(text) is None
 
 
 def test_a_key_contains_256_random_bits() -> None:
