@@ -311,6 +311,12 @@ class Metrics:
             " reason.",
             "reason",
         )
+        self.renderings = self._counter(
+            "evoke_forwarded_renderings",
+            "Planned turns, by whether llama-server decoded the tokens that the plan was made from"
+            " (reused) or had to render the request again (rendered).",
+            "result",
+        )
         self.breaches = self._counter(
             "evoke_budget_breach",
             "Turns that exceeded their budget, or ran without one because of an error.",

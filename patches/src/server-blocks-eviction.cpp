@@ -130,15 +130,23 @@ int32_t server_blocks_eviction::make_room(int id, const server_prompt & prompt, 
     }
     retry_capture(id);
     store.begin_call();
-    const int32_t n_batch  = std::min(n_wanted, slot.budget().n_rows > 0 ? slot.budget().block : options.batch(llama_n_ubatch(context.ctx)));
-    const int64_t until_ms = ggml_time_ms() + MAX_EVICTION_MS;
+    const bool    has_budget = slot.budget().n_rows > 0;
+    const int32_t n_batch    = has_budget ? n_wanted : std::min(n_wanted, options.batch(llama_n_ubatch(context.ctx)));
+    const int32_t n_least    = has_budget ? std::min(n_wanted, slot.budget().block) : n_batch;
+    const int64_t until_ms   = ggml_time_ms() + MAX_EVICTION_MS;
     candidate_map found;
-    while (limit(id) - slot.n_rows() < n_batch && evict_one(id, found)) {
-        if (others_decode && limit(id) < slot.n_rows() && ggml_time_ms() >= until_ms) {
-            return -1;
+    for (int32_t n_room; (n_room = limit(id) - slot.n_rows()) < n_batch; ) {
+        if (others_decode && ggml_time_ms() >= until_ms && (n_room < 0 || n_room >= n_least)) {
+            if (n_room < 0) {
+                return -1;
+            }
+            break; // with what has room now
+        }
+        if (!evict_one(id, found, n_room >= n_least)) {
+            break;
         }
     }
-    while (options.on() && n_free_cells(id) < n_batch && evict_one_anywhere(id, found)) {
+    while (options.on() && n_free_cells(id) < std::min(n_batch, options.batch(llama_n_ubatch(context.ctx))) && evict_one_anywhere(id, found)) {
     }
     int32_t n = limit(id) - slot.n_rows();
     if (options.on()) {
@@ -236,8 +244,8 @@ llama_pos server_blocks_eviction::recent_start(int id, const candidates & from) 
 }
 
 // Sets `out` to the block to evict next: first those of the budget's order, then blocks by their score, last the block that
-// the recent rows cut short. Returns false when there is none.
-bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out) const {
+// the recent rows cut short, unless `whole_only`. Returns false when there is none.
+bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out, bool whole_only) const {
     const llama_pos recent = recent_start(id, from);
     const auto & order = from.rules.order;
     while (from.next_in_order < order.size()) {
@@ -252,7 +260,7 @@ bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budge
         from.recent_start = recent;
         list_blocks(id, from);
     }
-    if (from.next_block == from.blocks.size()) {
+    if (from.next_block >= (whole_only ? from.n_whole : from.blocks.size())) {
         return false;
     }
     out = from.blocks[from.next_block++];
@@ -262,6 +270,7 @@ bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budge
 // Lists the blocks of the evictable ranges in the order of their scores.
 void server_blocks_eviction::list_blocks(int id, candidates & from) const {
     std::vector<std::pair<double, server_blocks_budget::entry>> scored;
+    size_t n_whole = 0;
     const auto & rules = from.rules;
     for (const auto & r : from.evictable) {
         const llama_pos end = std::min(r.second, from.recent_start);
@@ -274,11 +283,13 @@ void server_blocks_eviction::list_blocks(int id, candidates & from) const {
             const bool incomplete = p1 == from.recent_start && (p1 - rules.align)%rules.block != 0;
             const double value = incomplete ? std::numeric_limits<double>::max() : score(id, from, p0, p1);
             scored.push_back({ value, { "", p0, p1 } });
+            n_whole += !incomplete;
         }
     }
     std::stable_sort(scored.begin(), scored.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
     from.blocks.clear();
     from.next_block = 0;
+    from.n_whole    = n_whole;
     for (auto & block : scored) {
         from.blocks.push_back(std::move(block.second));
     }
@@ -305,8 +316,8 @@ std::string server_blocks_eviction::block_name(const server_blocks_range & range
     return string_format("auto/%016" PRIx64 "/%d-%d", h, range.p0, range.p1);
 }
 
-// Saves and evicts one block of the slot. Returns false if there is none.
-bool server_blocks_eviction::evict_one(int id, candidate_map & found) {
+// Saves and evicts one block of the slot, see next(). Returns false if there is none.
+bool server_blocks_eviction::evict_one(int id, candidate_map & found, bool whole_only) {
     if (!prompts[id]) {
         return false;
     }
@@ -315,7 +326,7 @@ bool server_blocks_eviction::evict_one(int id, candidate_map & found) {
     }
     auto & from = found.at(id);
     server_blocks_budget::entry out;
-    if (!next(id, from, out)) {
+    if (!next(id, from, out, whole_only)) {
         return false;
     }
     auto & slot = context.slots[id];

@@ -37,8 +37,10 @@ public:
     int32_t n_slot_cells() const;
 
     // Returns how many of n_wanted tokens of a slot may be decoded now, at least 1; evicts where the budget or the cells
-    // require it. While others decode, a slot that is far beyond its limit gives up its rows in several calls. Then this
-    // returns -1: the slot decodes nothing now, and calls again after the others' decode.
+    // require it. Under a budget that is all of them, or as many as have room beside the rows that are never evicted. While
+    // others decode, evicting takes a bounded time: the batch is smaller, but at least one block; a slot that is far beyond
+    // its limit gives up its rows in several calls. Then this returns -1: the slot decodes nothing now, and calls again
+    // after the others' decode.
     int32_t make_room(int id, const server_prompt & prompt, int32_t n_wanted, bool others_decode);
 
     // Evicts until n tokens of a slot, all of which are decoded together, have room.
@@ -64,6 +66,7 @@ private:
         llama_pos            recent_start  = -1; // first recent row when `blocks` was made
         std::vector<server_blocks_budget::entry> blocks; // in the order in which they are evicted
         size_t               next_block = 0;    // index in `blocks`
+        size_t               n_whole    = 0;    // of `blocks`: all but the one, the last, that the recent rows cut short
     };
     using candidate_map = std::map<int, candidates>; // by slot
 
@@ -75,8 +78,8 @@ private:
     candidates collect(int id) const;
     void       list_blocks(int id, candidates & from) const;
     double     score(int id, const candidates & from, llama_pos p0, llama_pos p1) const;
-    bool       next(int id, candidates & from, server_blocks_budget::entry & out) const;
-    bool       evict_one(int id, candidate_map & found);
+    bool       next(int id, candidates & from, server_blocks_budget::entry & out, bool whole_only) const;
+    bool       evict_one(int id, candidate_map & found, bool whole_only = false);
     bool       evict_one_anywhere(int id, candidate_map & found);
     bool       start_capture(int id) const;
     void       retry_capture(int id);

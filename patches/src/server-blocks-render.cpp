@@ -15,6 +15,7 @@ namespace {
 
 constexpr size_t MAX_EDGES      = 64; // of a request
 constexpr size_t MAX_SENT_EDGES = 8;  // of a reply
+constexpr size_t MAX_PIECE      = 64; // bytes of a token that are written to the text at once
 
 // Returns the texts that a template may print for a message, in the order in which it prints them.
 std::vector<std::string> message_texts(const json & message) {
@@ -70,16 +71,36 @@ bool ends_full_width(const std::string & text, size_t end) {
 server_blocks_render::server_blocks_render(const llama_vocab * vocab, llama_tokens tokens, llama_kv_ranges media)
     : vocab(vocab), tokens(std::move(tokens)), media(std::move(media)), n_generation((int32_t) this->tokens.size()) {
     starts.reserve(this->tokens.size());
+    text.resize(8*this->tokens.size() + MAX_PIECE);
+    size_t size = 0;
+    const auto append = [&](const std::string & piece) {
+        text.resize(size);
+        text += piece;
+        size = text.size();
+    };
     auto next = this->media.begin();
     for (size_t i = 0; i < this->tokens.size(); ++i) {
-        starts.push_back(text.size());
-        if (this->tokens[i] >= 0) {
-            text += common_token_to_piece(vocab, this->tokens[i], true);
-        } else if (next != this->media.end() && next->first == (llama_pos) i) {
-            text += get_media_marker();
-            ++next;
+        const auto token = this->tokens[i];
+        starts.push_back(size);
+        if (token < 0) {
+            if (next != this->media.end() && next->first == (llama_pos) i) {
+                append(get_media_marker());
+                ++next;
+            }
+            continue;
+        }
+        if (text.size() < size + MAX_PIECE) {
+            text.resize(2*size + MAX_PIECE);
+        }
+        // into the text at once: a string for each token takes several times as long
+        const int32_t n = llama_token_to_piece(vocab, token, &text[size], MAX_PIECE, 0, true);
+        if (n >= 0) {
+            size += n;
+        } else {
+            append(common_token_to_piece(vocab, token, true));
         }
     }
+    text.resize(size);
 }
 
 // Returns whether the text is that of the prompt, and sets `begin` to where the prompt begins in it. Around media the

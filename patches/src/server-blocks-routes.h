@@ -78,20 +78,34 @@ std::unique_ptr<server_res_generator> server_routes::handle_blocks_get(const ser
     return handle_blocks(req, std::move(call));
 }
 
+// Answers a request whose marker names its rendering, without rendering it again. Returns nullptr when there is none.
+std::unique_ptr<server_res_generator> server_routes::handle_rendered(const server_http_req & req, task_response_type res_type) {
+    static const std::map<task_response_type, std::string> dialects = {
+        { TASK_RESPONSE_TYPE_OAI_CHAT, "chat" }, { TASK_RESPONSE_TYPE_OAI_RESP, "responses" }, { TASK_RESPONSE_TYPE_ANTHROPIC, "messages" },
+    };
+    json parsed;
+    if (!ctx_server.blocks.enabled() || !ctx_server.blocks.renderings.take(req.body, dialects.at(res_type), parsed)) {
+        return nullptr;
+    }
+    return handle_completions_impl(req, SERVER_TASK_TYPE_COMPLETION, parsed, {}, res_type);
+}
+
 // Returns the tokens and message spans of a request, exactly as this server would decode it, and how many of these tokens
 // each slot has.
 std::unique_ptr<server_res_generator> server_routes::handle_render(const server_http_req & req) {
     const auto awake = create_response(); // wakes a sleeping server: it has no vocabulary
-    const json request = server_blocks_parse(req.body);
+    json request = server_blocks_parse(req.body);
     const std::string dialect = json_value(request, "dialect", std::string("chat"));
     if (!request.contains("body") || !request.at("body").is_object()) {
         throw std::invalid_argument("\"body\" must be the request to render");
     }
-    if (request.contains("compact") && !request.at("compact").is_boolean()) {
-        throw std::invalid_argument("\"compact\" must be true or false");
+    for (const std::string key : { "compact", "keep" }) {
+        if (request.contains(key) && !request.at(key).is_boolean()) {
+            throw std::invalid_argument("\"" + key + "\" must be true or false");
+        }
     }
     const auto previous = server_blocks_render::parse_edges(json_value(request, "known", json::array()));
-    json body = request.at("body");
+    json body = std::move(request.at("body"));
     if (dialect == "responses") {
         body = server_chat_convert_responses_to_chatcmpl(body);
     } else if (dialect == "messages") {
@@ -100,7 +114,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         throw std::invalid_argument("\"dialect\" must be chat, responses, messages or completions");
     }
     std::vector<raw_buffer> files;
-    const json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
+    json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
     if (!files.empty() && !server_blocks_media_supported()) {
         throw std::invalid_argument("a request with images or sounds cannot be rendered: blocks work on text only with this model (M-RoPE)");
     }
@@ -127,7 +141,15 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
         render.locate_messages(parsed.at("prompt").get<std::string>(), messages, json_value(parsed, "generation_prompt", std::string()));
     }
-    const json data = json::parse(res->data);
+    json data = json::parse(res->data);
+    if (json_value(request, "keep", false) && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {
+        parsed.erase("messages"); // its text is in the prompt
+        if (!ctx_server.mctx) {
+            parsed["prompt"] = tokens;
+        }
+        data["rendering"] = ctx_server.blocks.renderings.keep({ get_tenant(request), dialect,
+            std::string(server_blocks_member_text(req.body, "body")), std::move(parsed) });
+    }
     if (json_value(request, "compact", false)) {
         res->data = render.compact(data, previous);
     } else {

@@ -102,6 +102,8 @@ int32_t server_blocks_slot_state::on_decode_start(int32_t n_past) {
     probed = false;
     peak   = std::max(peak - n_cut, n_present);
     this->n_past = n_past;
+    n_batches = 0;
+    batch_end = n_past;
     if (probing) {
         reuse_limit = n_past; // so that the next request removes the rows of the probe, even if the probe is cancelled
     }
@@ -117,6 +119,8 @@ int32_t server_blocks_slot_state::on_decode_start(int32_t n_past) {
 void server_blocks_slot_state::on_decoded() {
     update_peak();
     const llama_pos last = end();
+    n_batches += last > batch_end;
+    batch_end  = last;
     rows.on_decoded(last, turn.opaque);
     if (last > (llama_pos) last_uses.size()) {
         mark_used((llama_pos) last_uses.size(), last);
@@ -153,6 +157,8 @@ void server_blocks_slot_state::on_first_token(int32_t n_prompt, int32_t n_decode
         {"decoded",         n_decoded},
         {"decoded_hidden",  n_hidden},
         {"omitted",         n_past - n_present},
+        {"n_batches",       n_batches},
+        {"reused_rendering", turn.reused},
     };
 }
 

@@ -47,6 +47,7 @@ struct server_blocks_turn {
     int64_t  epoch      = -1;    // of its marker, -1: it has none
     int32_t  n_tokens   = 0;     // of its prompt
     int32_t  n_common   = 0;     // of these the first that equal the slot's text
+    bool     reused     = false; // its marker named its rendering, which was reused
     uint64_t adapters   = 0;     // hash of the active adapters and their scales, 0: none
     bool     opaque     = false; // an adapter is active in a part of the text only, and nothing records in which
     bool     oversized  = false; // the prompt does not fit the cells: the engine evicts some of it in any case
@@ -219,6 +220,8 @@ private:
     enum { NO_MARKER, STALE_MARKER, VALID_MARKER } marker = NO_MARKER;
     server_blocks_turn turn;
     int32_t n_past      = 0;         // tokens that decoding started after
+    int32_t n_batches   = 0;         // batches since then that had tokens of this slot
+    llama_pos batch_end = 0;         // end of the rows after the last of them
     int32_t reuse_limit = UNLIMITED; // most tokens that are reused
     int32_t peak        = 0;         // most rows that were resident
     int32_t n_hidden    = 0;         // tokens of the prompt that were decoded and evicted before the reply began

@@ -26,10 +26,9 @@ bool server_blocks_transfer::needs_copy(int id, const server_blocks_key & key) c
     return !store.has_rows(key, context.slots[id].history().of(key.p0, key.p1)) || store.is_file_missing(key);
 }
 
-bool server_blocks_transfer::save(const server_blocks_owner & owner, const server_blocks_range & range, server_blocks_key_set keep) {
+bool server_blocks_transfer::save(const server_blocks_owner & owner, const server_blocks_range & range, const server_blocks_key_set & keep) {
     const auto & [id, text, p0, p1] = range;
     const auto key = key_of(owner.tenant, range);
-    keep.insert(key);
     server_blocks_copy copy;
     copy.rows = context.slots[id].history().of(p0, p1);
     store.erase_if_file_missing(key);
@@ -41,7 +40,14 @@ bool server_blocks_transfer::save(const server_blocks_owner & owner, const serve
         store.label(owner, key);
         return true;
     }
-    uint8_t * data = store.allocate(owner.tenant, (p1 - p0)*store.row_bytes(), bytes_of(range), keep);
+    // a plan keeps all of its blocks: their set is not copied for each of them
+    const bool has_key = keep.count(key) > 0;
+    server_blocks_key_set with_key;
+    if (!has_key) {
+        with_key = keep;
+        with_key.insert(key);
+    }
+    uint8_t * data = store.allocate(owner.tenant, (p1 - p0)*store.row_bytes(), bytes_of(range), has_key ? keep : with_key);
     if (!data || !llama_kv_block_save(context.ctx, id, { p0, p1 }, data, copy.kv)) {
         if (data) {
             store.release(data);

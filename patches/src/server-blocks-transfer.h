@@ -30,7 +30,7 @@ public:
     // Saves resident rows under the owner's name. Rows of one decode are copied once; rows that were decoded again replace
     // a copy of the same tokens and visibility. Returns false when there is no memory: then the store has no new copy, but
     // may have given up others, never one of `keep`.
-    bool save(const server_blocks_owner & owner, const server_blocks_range & range, server_blocks_key_set keep = {});
+    bool save(const server_blocks_owner & owner, const server_blocks_range & range, const server_blocks_key_set & keep = {});
 
     // Writes a copy that is in host memory to its positions. `prefix_hash`: of the slot's text before these. `same_cells`:
     // writes each row into the cell from which it was saved, where that cell is empty. Returns the number of rows that are

@@ -34,6 +34,7 @@ void server_blocks::init(llama_context * ctx, const common_params & params, llam
     context.ctx = ctx;
     context.slots.clear();
     eviction.reset();
+    renderings.clear();
     this->unsupported = nullptr;
     const auto & flags = server_blocks_flags::of(params);
     if (flags.ram_mib <= 0) {
@@ -131,7 +132,8 @@ void server_blocks::on_task(server_task & task, const json & data) const {
     }
     task.params.n_cache_reuse = 0; // renumbers positions and counts missing rows as reused
     if (data.contains("evoke") && data.at("evoke").is_object() && task.params.n_cmpl == 1) {
-        task.evoke_epoch = std::max<int64_t>(0, json_value(data.at("evoke"), "epoch", int64_t(0)));
+        task.evoke_epoch  = std::max<int64_t>(0, json_value(data.at("evoke"), "epoch", int64_t(0)));
+        task.evoke_reused = json_value(data.at("evoke"), "reused", false);
     }
 }
 
@@ -161,6 +163,7 @@ int32_t server_blocks::on_prompt(int id, const server_task & task, int32_t n_pas
     turn.epoch     = task.evoke_epoch;
     turn.n_tokens  = task.n_tokens();
     turn.n_common  = n_past;
+    turn.reused    = task.evoke_reused;
     turn.adapters  = adapters_hash(adapters);
     turn.opaque    = std::any_of(adapters.begin(), adapters.end(), [](const auto & adapter) {
         return adapter.scale != 0.0f && llama_adapter_get_alora_n_invocation_tokens(adapter.ptr) > 0;

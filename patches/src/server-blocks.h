@@ -14,6 +14,7 @@
 //   server_blocks_calls       the block calls and plans                     server-blocks-calls.h, -plan.h
 //   server_blocks_render      messages in a rendered prompt                 server-blocks-render.h
 //   (functions)               images and sounds in a text                   server-blocks-media.h
+//   server_blocks_renderings  rendered requests that are forwarded soon     server-blocks-renderings.h
 //
 // Owns: all of these. Each is declared after those it uses.
 // Threads: the main loop, between two decodes, except the functions marked "any thread".
@@ -27,6 +28,7 @@
 #include "server-blocks-json.h"
 #include "server-blocks-media.h"
 #include "server-blocks-render.h"
+#include "server-blocks-renderings.h"
 #include "server-blocks-store.h"
 #include "server-blocks-transfer.h"
 #include "server-task.h"
@@ -152,6 +154,9 @@ public:
     // Any thread except the main loop.
     void do_disk_work(server_blocks_call & call) { calls.do_disk_work(call); }
     void refresh_disk() { store.refresh_disk(); }
+
+    // Any thread: rendered requests that are forwarded soon.
+    server_blocks_renderings renderings;
 
 private:
     void prepare_draft(int id, const server_prompt & prompt);

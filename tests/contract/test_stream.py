@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from llama import Llama, sample_text
+from collections.abc import Iterator
+from itertools import pairwise
+from math import ceil
+
+import pytest
+from llama import Llama, running, sample_text
 
 BUDGET = 256
+# A prompt, a quarter of it, and batches that fit there beside what is never evicted.
+PROMPT, QUARTER, BATCH = 3000, 750, 512
 
 
 def set_budget(server: Llama, **more: object) -> None:
@@ -154,3 +161,49 @@ def test_rows_resident_during_a_plan_count_in_the_peak(server: Llama) -> None:
     answer = server.complete(prompt + first["tokens"], n_predict=1)
     assert peak(answer) == n_resident + 100
     assert answer["timings"]["evoke"]["n_resident"] == n_resident
+
+
+@pytest.fixture(scope="module")
+def batches() -> Iterator[Llama]:
+    """The patched server with one slot and batches of `BATCH` tokens."""
+    options = ("-c", "4096", "--evoke-ram", "64", "-np", "1", "-b", str(BATCH), "-ub", "128")
+    with running(True, *options) as server:
+        yield server
+
+
+def prefill(server: Llama, budget: int, **more: object) -> dict:
+    """The accounting of a turn that decodes a prompt of `PROMPT` tokens; budget 0 for none."""
+    server.erase()
+    server.post("/slots/0?action=block-drop", {"all": True})
+    server.act("stream", **({"budget": budget, "sink": 4, "recent": 32, "block": 64} | more))
+    evoke: dict = server.complete(server.tokens(sample_text(PROMPT))[:PROMPT])["timings"]["evoke"]
+    assert evoke["decoded"] == PROMPT and evoke["budget_breaches"] == 0
+    assert evoke["n_resident_peak"] <= (budget or PROMPT + 8)
+    return evoke
+
+
+def test_a_prompt_takes_as_many_batches_under_a_budget_as_without(batches: Llama) -> None:
+    whole, part = prefill(batches, 0), prefill(batches, QUARTER)
+    assert whole["n_batches"] == ceil(PROMPT / BATCH)
+    assert part["n_batches"] <= 1.25 * whole["n_batches"]
+    assert part["n_resident_peak"] > QUARTER - 64
+
+
+def test_a_batch_fills_the_room_that_a_small_budget_leaves(batches: Llama) -> None:
+    """The fewest batches: each is as large as what may be evicted, but for one cut block."""
+    most = 256 - 4 - 32 - 64 - (64 - 1)
+    evoke = prefill(batches, 256, protect=[[64, 128]])
+    assert evoke["n_batches"] <= 1 + ceil((PROMPT - 256) / most)
+    assert batches.slot()["resident"][:2] == [[0, 4], [64, 128]]
+
+
+def test_large_batches_evict_the_same_rows_as_small_ones(batches: Llama) -> None:
+    """The oldest blocks first; after the prompt the same rows are left, but for a block."""
+    evoke = prefill(batches, QUARTER)
+    ranges = [(p0, p1) for p0, p1, _ in evoke["auto_evicted"]]
+    assert ranges == sorted(ranges) and ranges[0][0] == 4
+    assert all(p1 - p0 == 64 for p0, p1 in ranges[1:])
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    state = batches.slot()
+    assert state["resident"] == [[0, 4], [ranges[-1][1], PROMPT + 7]]
+    assert QUARTER - 64 < state["n_resident"] <= QUARTER

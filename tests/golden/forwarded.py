@@ -26,10 +26,11 @@ from .requests import (  # noqa: E402
     RESPONSES,
 )
 
-# A slot and the mark of its epoch, which are different in every run.
+# A slot, the mark of its epoch and its rendering, which are different in every run.
 _VOLATILE = (
     (re.compile(rb'("id_slot": ?)-?\d+'), rb"\1N"),
     (re.compile(rb'("epoch": ?)\d+'), rb"\1N"),
+    (re.compile(rb'("rendering": ?)"[0-9a-f]{32}"'), rb"\1R"),
     (re.compile(rb"(?m)^(Host: |Content-Length: )[^\r\n]*"), rb"\1*"),
 )
 _GENERATED = re.compile(rb"(?m)^(X-Request-Id: )(?!golden)[^\r\n]*")

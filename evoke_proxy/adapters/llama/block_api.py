@@ -54,12 +54,15 @@ class RenderCall:
             that both have in common.
         n_ctx: context of a slot in tokens; the reply for a longer prompt is not read to its end.
             None for no limit.
+        tenant: for whom llama-server keeps the rendering until the body is forwarded; None: it does
+            not keep it.
     """
 
     dialect: str
     body: bytes
     previous: Rendered | None = None
     n_ctx: int | None = None
+    tenant: str | None = None
 
 
 class BlockApi:
@@ -81,9 +84,13 @@ class BlockApi:
         previous = call.previous
         edges = orjson.dumps(previous.message_hashes if previous is not None else ())
         # The body is inserted unparsed, because llama-server must see the bytes that are forwarded.
-        head = b'{"compact":true,"dialect":%b,"known":%b,"body":' % (
+        kept = b""
+        if call.tenant is not None:
+            kept = b'"keep":true,"tenant":%b,' % orjson.dumps(call.tenant)
+        head = b'{"compact":true,"dialect":%b,"known":%b,%b"body":' % (
             orjson.dumps(call.dialect),
             edges,
+            kept,
         )
         check = RenderingLimit(call.n_ctx).feed if call.n_ctx is not None else None
         options = CallOptions("render", check=check)

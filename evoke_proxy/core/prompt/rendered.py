@@ -130,6 +130,8 @@ class Rendered:
             rendering up to it. When a later call sends them, its answer omits what it shares with
             this rendering up to one of these ends.
         instance: id of the server process that rendered it.
+        kept_as: id under which llama-server keeps the rendering until the request is forwarded;
+            empty when it does not keep it.
     """
 
     tokens: Tokens
@@ -140,6 +142,7 @@ class Rendered:
     media: tuple[Span, ...] = ()
     message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
+    kept_as: str = ""
     _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and sentence_starts
 
     @classmethod
@@ -175,6 +178,7 @@ class Rendered:
             media=media,
             message_hashes=hashes,
             instance=str(answer.get("instance") or ""),
+            kept_as=str(answer.get("rendering") or ""),
             _memory=memory,
         )
 

@@ -45,6 +45,8 @@ class TokenAccounting:
         marker: llama-server's result for the marker of the request.
         auto_evicted: Ranges that llama-server evicted itself, each with the label of its copy; None
             when the rows are lost.
+        reused_rendering: Whether llama-server decoded the tokens of an earlier rendering of the
+            request instead of rendering it again; None when the server does not state it.
     """
 
     decoded: int
@@ -59,6 +61,7 @@ class TokenAccounting:
     epoch: int = 0
     marker: str = ""
     auto_evicted: tuple[tuple[Span, str | None], ...] = ()
+    reused_rendering: bool | None = None
 
     @classmethod
     def parse(cls, timings: Mapping[str, Any] | None) -> TokenAccounting | None:
@@ -77,7 +80,14 @@ class TokenAccounting:
         epoch = value.get("epoch", 0)
         if isinstance(epoch, bool) or not isinstance(epoch, int):
             return None
-        return cls(**counts, epoch=epoch, marker=str(value.get("marker", "")), auto_evicted=evicted)
+        reused = value.get("reused_rendering")
+        return cls(
+            **counts,
+            epoch=epoch,
+            marker=str(value.get("marker", "")),
+            auto_evicted=evicted,
+            reused_rendering=reused if isinstance(reused, bool) else None,
+        )
 
 
 _COUNTS = (

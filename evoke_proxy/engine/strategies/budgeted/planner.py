@@ -71,7 +71,8 @@ class Planner:
         prompt exceeds the context of a slot.
         """
         monitor, calls = self._server.monitor, turn.calls
-        call = RenderCall(turn.request.incoming.dialect, body, previous, monitor.server.n_ctx)
+        request, n_ctx = turn.request, monitor.server.n_ctx
+        call = RenderCall(request.incoming.dialect, body, previous, n_ctx, request.tenant)
         try:
             rendered = await calls.blocks.render(call)
         except PromptTooLong:
@@ -155,7 +156,8 @@ class Planner:
         call = PlanCall(Plan(stream=stream), view, conversation.owner)
         epoch = await turn.calls.blocks.run_plan(call)
         conversation.session.plan_replaced()
-        forwarded = await scope.turn.with_members(_marker(view.id, epoch), request.chat.keys)
+        members = _marker(view.id, epoch, turn.rendered)
+        forwarded = await scope.turn.with_members(members, request.chat.keys)
         conversation.budgeted.plan_ran(epoch, config)
         return BudgetedTurn.of(
             scope.turn,
@@ -201,7 +203,7 @@ class Planner:
         quoted = () if recalled is None else recalled.blocks
         spoken = self._records.request_to_remember(turn.chat.dialect, body)
         conversation.budgeted.request_sent(spoken)
-        members = _marker(view.id, epoch)
+        members = _marker(view.id, epoch, started.rendered)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
         self._note(turn, (started, plan), epoch, quoted)
         headers, extra = _verbose_reply(turn, (started, plan), quoted, probe)
@@ -324,12 +326,16 @@ def _unplanned(config: PolicyConfig) -> DecodeBudget:
     )
 
 
-def _marker(slot: int, epoch: int) -> dict[str, bytes]:
-    """The members of a body that assign it to a slot and to the plan that ran there."""
+def _marker(slot: int, epoch: int, rendered: Rendered) -> dict[str, bytes]:
+    """The members of a body that assign it to a slot and to the plan that ran there.
+
+    They name the rendering of the body, so that llama-server does not render it again.
+    """
+    kept = {"rendering": rendered.kept_as} if rendered.kept_as else {}
     return {
         "id_slot": orjson.dumps(slot),
         "cache_prompt": b"true",
-        "evoke": orjson.dumps({"epoch": epoch}),
+        "evoke": orjson.dumps({"epoch": epoch, **kept}),
     }
 
 

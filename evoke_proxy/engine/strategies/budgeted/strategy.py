@@ -315,6 +315,9 @@ class BudgetedStrategy(CacheStrategy):
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:
             metrics.breaches.inc()
         conversation.budgeted.tokens_counted(accounting.n_resident)
+        if accounting.reused_rendering is not None:
+            result = "reused" if accounting.reused_rendering else "rendered"
+            metrics.renderings.labels(result=result).inc()
         metrics.redecoded.inc(max(0, conversation.session.redecoded))
         metrics.count_evictions("decode", len(accounting.auto_evicted))
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
