@@ -43,11 +43,10 @@ from bench.chat_turns import (
     proxied,
     turn_row,
 )
-from bench.random_models import SHAPES, ensure
+from bench.random_models import SHAPES, chat_template, ensure
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
-from evoke_proxy.server_build.cache import cache_dir
 
 SIZES = (1024, 8192, 32768)
 # Tokens and messages of the dialogs; the most own time in ms, median and 90th percentile.
@@ -151,10 +150,7 @@ def summarise(
 
 def qwen_template() -> Path:
     """The Qwen3.5 chat template of the pinned llama.cpp tree."""
-    found = sorted(cache_dir().glob("source/*/models/templates/*Qwen3.5*.jinja"))
-    if not found:
-        raise SystemExit("no Qwen3.5 template: run make build first, it unpacks llama.cpp")
-    return found[-1]
+    return chat_template("Qwen3.5-4B")
 
 
 def _server(binary: Path, model: Path, port: int, *options: str) -> list[str]:

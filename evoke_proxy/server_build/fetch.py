@@ -21,6 +21,8 @@ from typing import IO, cast
 from .errors import BuildError
 
 PIN_FILE = "LLAMA_CPP_VERSION"
+# The directory in that of the patches with one directory for each further pin that is supported.
+PINS = "pins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,20 @@ def read_pin(patches: Path) -> Pin:
         raise BuildError(f"{path}: wrong or missing entries: {wrong}")
     size = int(values.pop("size"))
     return Pin(size=size, **values)
+
+
+def pin_directories(patches: Path) -> dict[str, Path]:
+    """Return the directory of each pin by its name, the commit: the pin of `patches` first."""
+    others = sorted(path.parent for path in patches.glob(f"{PINS}/*/{PIN_FILE}"))
+    return {read_pin(directory).commit: directory for directory in (patches, *others)}
+
+
+def pin_directory(patches: Path, name: str) -> Path:
+    """Return the directory of the pin called `name`; BuildError, which lists them, for another."""
+    directories = pin_directories(patches)
+    if name not in directories:
+        raise BuildError(f"{name!r} is not a pin: there are {', '.join(directories)}")
+    return directories[name]
 
 
 def _pairs(text: str) -> dict[str, str]:

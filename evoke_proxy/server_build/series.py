@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BuildError
+from .fetch import PINS
 
 # The directory of llama.cpp in which one of our C++ files is compiled, by the first word of its
 # name.
@@ -74,12 +75,22 @@ def patches_dir() -> Path:
 
 
 def read_series(directory: Path) -> Series:
-    """Read the series in `directory`; BuildError without patches or for a misnamed source."""
-    patches = tuple(sorted(directory.glob("[0-9][0-9][0-9][0-9]-*.patch")))
-    if not patches:
+    """Read the series in `directory`; BuildError without patches or for a misnamed source.
+
+    The directory of a further pin (`pins/NAME` below another series) has only what differs: its
+    patches are added to those of the other series, and replace those with the same number.
+    """
+    base = directory.parent.parent if directory.parent.name == PINS else directory
+    numbered = {path.name[:4]: path for path in (*_patches(base), *_patches(directory))}
+    if not numbered:
         raise BuildError(f"no NNNN-*.patch in {directory}: incomplete checkout or installation")
-    sources = sorted(path for path in directory.glob("src/*") if path.suffix in _SOURCE_SUFFIXES)
+    patches = tuple(path for _, path in sorted(numbered.items()))
+    sources = sorted(path for path in base.glob("src/*") if path.suffix in _SOURCE_SUFFIXES)
     return Series(patches, tuple((path, _home(path)) for path in sources))
+
+
+def _patches(directory: Path) -> Iterator[Path]:
+    return directory.glob("[0-9][0-9][0-9][0-9]-*.patch")
 
 
 def _home(source: Path) -> str:
@@ -97,7 +108,7 @@ def make_overlay(series: Series, source: Path, scratch: Path, git: str) -> Overl
 
     `source` is only read. Raises BuildError naming the patch that does not apply.
     """
-    names = {name for patch in series.patches for name in _touched(patch, scratch, git)}
+    names = {name for patch in series.patches for name in touched(patch, scratch, git)}
     for name in names:
         if (source / name).is_file():
             _copy(source / name, scratch / name)
@@ -115,7 +126,8 @@ def _copy(origin: Path, target: Path) -> None:
     shutil.copy2(origin, target)
 
 
-def _touched(patch: Path, tree: Path, git: str) -> list[str]:
+def touched(patch: Path, tree: Path, git: str) -> list[str]:
+    """Return the files that `patch` changes; BuildError when it cannot be read."""
     done = git_apply(git, tree, "--numstat", "-z", str(patch))
     if done.returncode != 0:
         raise BuildError(f"{patch.name} is not a readable patch:\n{done.stderr.strip()}")
@@ -126,12 +138,15 @@ def apply_patch(patch: Path, tree: Path, git: str) -> bool:
     """Apply one patch to `tree` completely; returns False if `tree` already contains it.
 
     Raises BuildError, and changes nothing, when it does not apply. The context must match exactly,
-    because an inexact match can put a hook into another function.
+    because an inexact match can put a hook into another function; one line of it shows that a
+    release contains the change.
     """
     if git_apply(git, tree, "--reverse", "--check", str(patch)).returncode == 0:
         return False
     done = git_apply(git, tree, str(patch))
     if done.returncode != 0:
+        if git_apply(git, tree, "-C1", "--reverse", "--check", str(patch)).returncode == 0:
+            return False
         raise BuildError(
             f"{patch.name} does not apply to this llama.cpp and was not applied before:\n"
             f"{done.stderr.strip()}\n"

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "server-blocks-upstream.h"
+
 // Adds the part of /props that describes block calls. Called once, before the first request.
 void server_routes::update_blocks() {
     server_context_meta with_blocks = *meta;
@@ -87,7 +89,9 @@ std::unique_ptr<server_res_generator> server_routes::handle_rendered(const serve
     if (!ctx_server.blocks.enabled() || !ctx_server.blocks.renderings.take(req.body, dialects.at(res_type), parsed)) {
         return nullptr;
     }
-    return handle_completions_impl(req, SERVER_TASK_TYPE_COMPLETION, parsed, {}, res_type);
+    return server_blocks_with_session(server_blocks_session(), [&](const auto &... session) {
+        return handle_completions_impl(req, SERVER_TASK_TYPE_COMPLETION, parsed, {}, res_type, session...);
+    });
 }
 
 // Returns the tokens and message spans of a request, exactly as this server would decode it, and how many of these tokens
@@ -114,15 +118,18 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         throw std::invalid_argument("\"dialect\" must be chat, responses, messages or completions");
     }
     std::vector<raw_buffer> files;
-    json parsed = dialect == "completions" ? body : oaicompat_chat_params_parse(body, meta->chat_params, files);
+    auto rendered = dialect == "completions"
+        ? server_blocks_chat { body, json_value(body, "generation_prompt", std::string()), {} }
+        : server_blocks_parse_chat(oaicompat_chat_params_parse, ctx_server.vocab, body, meta->chat_params, files);
+    const json prompt = rendered.params.at("prompt");
     if (!files.empty() && !server_blocks_media_supported()) {
         throw std::invalid_argument("a request with images or sounds cannot be rendered: blocks work on text only with this model (M-RoPE)");
     }
     std::vector<server_tokens> inputs;
     if (ctx_server.mctx && dialect != "completions") {
-        inputs.push_back(process_mtmd_prompt(ctx_server.mctx, parsed.at("prompt").get<std::string>(), files, ctx_server.init_opt));
+        inputs.push_back(process_mtmd_prompt(ctx_server.mctx, prompt.get<std::string>(), files, ctx_server.init_opt));
     } else {
-        inputs = tokenize_input_prompts(ctx_server.vocab, ctx_server.mctx, parsed.at("prompt"), true, true, ctx_server.init_opt);
+        inputs = tokenize_input_prompts(ctx_server.vocab, ctx_server.mctx, prompt, true, true, ctx_server.init_opt);
     }
     if (inputs.size() != 1) {
         throw std::invalid_argument("exactly one prompt can be rendered");
@@ -137,12 +144,15 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         return res;
     }
     server_blocks_render render(ctx_server.vocab, tokens, server_blocks_media(inputs[0]));
-    if (parsed.at("prompt").is_string()) {
+    if (prompt.is_string()) {
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
-        render.locate_messages(parsed.at("prompt").get<std::string>(), messages, json_value(parsed, "generation_prompt", std::string()));
+        render.locate_messages(prompt.get<std::string>(), messages, rendered.generation_prompt);
     }
     json data = json::parse(res->data);
-    if (json_value(request, "keep", false) && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {
+    // a release whose requests have a session renders each request again: a session is not kept
+    constexpr bool has_session = !std::is_same<server_blocks_session, server_blocks_no_session>::value;
+    if (json_value(request, "keep", false) && !has_session && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {
+        json & parsed = rendered.params;
         parsed.erase("messages"); // its text is in the prompt
         if (!ctx_server.mctx) {
             parsed["prompt"] = tokens;

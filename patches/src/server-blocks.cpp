@@ -3,6 +3,7 @@
 #include "server-blocks-flags.h"
 #include "server-blocks-hash.h"
 #include "server-blocks-media.h"
+#include "server-blocks-upstream.h"
 
 #include "common.h"
 #include "log.h"
@@ -43,6 +44,9 @@ void server_blocks::init(llama_context * ctx, const common_params & params, llam
     this->unsupported = llama_kv_block_unsupported(ctx);
     if (!this->unsupported && n_draft_max > 0) {
         this->unsupported = server_blocks_draft::unsupported(params, ctx_dft);
+    }
+    if (server_blocks_is_decision_model(llama_get_model(ctx), 0)) {
+        this->unsupported = "the model answers decisions: their outputs must be in one batch, and slots share a prompt";
     }
     if (!this->unsupported) {
         context.memory = llama_kv_block_kind(ctx);

@@ -94,6 +94,17 @@ public:
 
     // ---- hooks: a request
 
+    // Any thread: returns `convert`, which converts request bodies, with the fields that block calls use kept.
+    template <typename Convert> auto keeping_fields(Convert convert) const {
+        return [this, convert](const json & from) {
+            json to = convert(from);
+            if (enabled()) {
+                server_blocks_copy_fields(from, to);
+            }
+            return to;
+        };
+    }
+
     // Any thread: reads the marker of a request body, and turns off options of the request that need all rows.
     void on_task(server_task & task, const json & data) const;
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from llama import Llama, running
 
+from bench.random_models import chat_template
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
 from evoke_proxy.core.request.messages import Message, from_anthropic, from_responses
-from evoke_proxy.server_build.cache import cache_dir
 
 # Templates that print tool calls and results: one with typed content, one without, and one that
 # prints the arguments as the string in the message.
@@ -30,8 +30,8 @@ TOOL = {"type": "object", "properties": {"path": {"type": "string"}}}
 
 @pytest.fixture(scope="module", params=TEMPLATES)
 def templated(request: pytest.FixtureRequest) -> Iterator[Llama]:
-    (file,) = cache_dir().glob(f"source/*/models/templates/{request.param}.jinja")
-    options = ("-c", "1024", "-np", "1", "--evoke-ram", "8", "--chat-template-file", str(file))
+    file = str(chat_template(request.param))
+    options = ("-c", "1024", "-np", "1", "--evoke-ram", "8", "--chat-template-file", file)
     with running(True, *options) as server:
         yield server
 

@@ -11,7 +11,7 @@ from llama import running
 VALID = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 CLOSING = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
 HEADS = {
-    "no_request_line": b"\r\n",
+    "no_request_line": b"nonsense\r\n",  # an empty line would be skipped (RFC 9112, 2.2)
     "unknown_method": b"PROPFIND /health HTTP/1.1\r\nHost: a\r\n\r\n",
     "unknown_version": b"GET /health HTTP/9.9\r\nHost: a\r\n\r\n",
     "long_header": b"GET /health HTTP/1.1\r\nHost: a\r\nX-A: " + b"a" * 9000 + b"\r\n\r\n",

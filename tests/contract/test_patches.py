@@ -10,7 +10,12 @@ import pytest
 from llama import binary
 
 from evoke_proxy.server_build.cache import cache_dir
-from evoke_proxy.server_build.fetch import pristine_source, read_pin
+from evoke_proxy.server_build.fetch import (
+    pin_directories,
+    pin_directory,
+    pristine_source,
+    read_pin,
+)
 from evoke_proxy.server_build.series import git_apply, make_overlay, patches_dir, read_series
 
 MAX_HOOK_LINES = 150
@@ -34,8 +39,10 @@ def pinned() -> Path:
     return pristine_source(read_pin(patches_dir()), cache_dir(), print)
 
 
-def test_the_hooks_are_few_and_remove_almost_nothing() -> None:
-    lines = [line for patch in read_series(patches_dir()).patches for line in changes(patch)]
+@pytest.mark.parametrize("pin", pin_directories(patches_dir()))
+def test_the_hooks_are_few_and_remove_almost_nothing(pin: str) -> None:
+    series = read_series(pin_directory(patches_dir(), pin))
+    lines = [line for patch in series.patches for line in changes(patch)]
     added = [line for line in lines if line.startswith("+")]
     assert 0 < len(added) <= MAX_HOOK_LINES
     assert len(lines) - len(added) <= MAX_CHANGED_LINES

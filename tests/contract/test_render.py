@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from llama import Llama, running, sample_text
 
+from bench.random_models import chat_template
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.segment import TextAlignment
-from evoke_proxy.server_build.cache import cache_dir
 
 MESSAGES = [
     {"role": "system", "content": "You are a helpful assistant."},
@@ -239,7 +239,7 @@ def test_a_compact_reply_omits_the_prefix_that_the_client_has(one: Llama) -> Non
     "template", ["Qwen3.5-4B", "Mistral-Small-3.2-24B-Instruct-2506", "openai-gpt-oss-120b"]
 )
 def test_a_compact_rendering_equals_the_plain_one_with_other_templates(template: str) -> None:
-    (file,) = cache_dir().glob(f"source/*/models/templates/{template}.jinja")
-    options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", str(file))
+    file = str(chat_template(template))
+    options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", file)
     with running(True, *options) as server:
         check_compact_is_plain(server)

@@ -11,8 +11,7 @@ from typing import Any
 
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, server_counter
 
-from bench.random_models import SHAPES, ensure
-from evoke_proxy.server_build.cache import cache_dir
+from bench.random_models import SHAPES, chat_template, ensure
 
 _JSON = {"Content-Type": "application/json"}
 # Settings with which every conversation is saved, however small its gain.
@@ -21,8 +20,7 @@ SAVE_ALWAYS = {"min_free_mib": 0, "stall_share": 1.0, "min_gain": 0.0}
 
 def template(name: str) -> list[str]:
     """Return the options for a chat template of the pinned llama.cpp tree."""
-    (file,) = cache_dir().glob(f"source/*/models/templates/{name}.jinja")
-    return ["--jinja", "--chat-template-file", str(file)]
+    return ["--jinja", "--chat-template-file", str(chat_template(name))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import pytest
 from server_build_project import output_of, write_llama
 
 from evoke_proxy.server_build.cache import cache_dir, finished_server
+from evoke_proxy.server_build.fetch import pin_directories
+from evoke_proxy.server_build.series import patches_dir
 
 COMMAND = [sys.executable, "-m", "evoke_proxy.server_build"]
 UNIQUE_SLEEP = f"sleep 300.{os.getpid()}"  # a command line that no other process has
@@ -154,3 +156,21 @@ def test_an_unfinished_cache_entry_is_not_a_server(tmp_path: Path) -> None:
     assert finished_server(tmp_path, "key") is None
     (entry / "stamp.json").write_text("{}")
     assert finished_server(tmp_path, "key") == entry / "llama-server"
+
+
+def test_source_reports_what_applies_and_builds_nothing_where_no_series_does(llama: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, "--source", str(llama)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    for name in pin_directories(patches_dir()):
+        assert f"  series for {name}: 0001 no, 0002, " in done.stderr
+    assert "build-server: no series applies exactly" in done.stderr
+    assert not (cache_dir() / "trees").exists()
+
+
+def test_an_unknown_pin_is_refused_with_those_there_are(llama: Path) -> None:
+    done = subprocess.run([*COMMAND, "--pin", "b1"], capture_output=True, text=True, timeout=120)
+    names = ", ".join(pin_directories(patches_dir()))
+    assert done.returncode == 1
+    assert f"build-server: 'b1' is not a pin: there are {names}" in done.stderr

@@ -12,7 +12,7 @@ from server_build_project import write_header
 
 from evoke_proxy.server_build import series
 from evoke_proxy.server_build.errors import BuildError
-from evoke_proxy.server_build.fetch import read_pin
+from evoke_proxy.server_build.fetch import pin_directories, pin_directory, read_pin
 from evoke_proxy.server_build.series import (
     STOCK,
     apply_patch,
@@ -137,14 +137,35 @@ def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
     assert pin.requirement == "llama-cpp-python==0.3.36"
     assert pin.file_name == "llama_cpp_python-0.3.36.tar.gz"
     assert len(pin.sha256) == 64 and pin.size == 76_589_250
+    assert list(pin_directories(patches_dir())) == ["0c1e57098", "b11549"]
 
 
-@pytest.mark.parametrize("patch", read_series(patches_dir()).patches, ids=lambda p: p.name)
-def test_every_patch_states_its_reason_and_when_it_can_be_removed(patch: Path) -> None:
-    head = patch.read_text("utf-8").split("\ndiff --git ")[0]
-    for entry in ("Why: ", "Forwarded: ", f"Applies-to: {read_pin(patch.parent).commit}", "Drop-"):
-        assert f"\n{entry}" in head
-    assert f"| `{patch.stem}` |" in (patch.parent / "README.md").read_text("utf-8")
+def test_a_further_pin_adds_patches_and_replaces_those_with_the_same_number(patches: Path) -> None:
+    older = patches / "pins" / "old123"
+    older.mkdir(parents=True)
+    for name in ("0001-other.patch", "0003-more.patch"):
+        (older / name).write_text("x")
+    (patches / "0002-both.patch").write_text("x")
+    series = read_series(older)
+    assert [str(path.relative_to(patches)) for path in series.patches] == [
+        "pins/old123/0001-other.patch",
+        "0002-both.patch",
+        "pins/old123/0003-more.patch",
+    ]
+    assert series.sources == read_series(patches).sources != ()
+    assert [path.name[:4] for path in read_series(patches).patches] == ["0001", "0002"]
+
+
+@pytest.mark.parametrize("name", pin_directories(patches_dir()))
+def test_every_patch_states_its_reason_and_when_it_can_be_removed(name: str) -> None:
+    readme = (patches_dir() / "README.md").read_text("utf-8")
+    for patch in read_series(pin_directory(patches_dir(), name)).patches:
+        head = patch.read_text("utf-8").split("\ndiff --git ")[0]
+        for entry in ("Why: ", "Forwarded: ", "Applies-to: ", "Drop-when: "):
+            assert f"\n{entry}" in head, patch
+        (applies,) = [line for line in head.splitlines() if line.startswith("Applies-to: ")]
+        assert name in applies, patch
+        assert f"| `{patch.stem}` |" in readme
 
 
 @pytest.mark.parametrize(
