@@ -214,7 +214,7 @@ json server_blocks_calls::share(const json & body, const server_blocks_slot & sl
     const std::string tenant  = get_tenant(body);
     const std::string session = get_session(body);
     const int32_t     most    = get_int(body, "max_copied", 0, SERVER_BLOCKS_MAX_POS, &DEFAULT_MAX_COPIED);
-    const server_blocks_text text(adopted_tokens(body, slot), state_of(slot).adapters());
+    const server_blocks_text text(adopted_tokens(body, slot, false), state_of(slot).adapters());
     const int32_t n_tokens = text.tokens.size();
     std::vector<std::pair<int, server_blocks_text>> others; // slots of the tenant, and their texts
     for (const auto & other : slots) {
