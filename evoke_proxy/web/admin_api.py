@@ -30,7 +30,7 @@ _ROWS_PER_STEP = 32
 _MUST_BE = {
     "action": "action: must be pin, unpin or drop",
     "budget": "budget: must be a positive number of tokens, or null for no limit",
-    "name": "name: must be a string",
+    "name": "name: must be 1 to 256 printable ASCII characters",
     "draining": "draining: must be true or false",
     "p0": "p0, p1: must be prompt positions with 0 <= p0 < p1",
     "p1": "p0, p1: must be prompt positions with 0 <= p0 < p1",

@@ -47,7 +47,15 @@ class BlockChange(Body):
 class Fork(Body):
     """A branch of a session."""
 
-    name: Annotated[str, Meta(description="The `X-Evoke-Session` of its requests.")]
+    name: Annotated[
+        str,
+        Meta(
+            description="The `X-Evoke-Session` of its requests.",
+            min_length=1,
+            max_length=256,
+            pattern="^[!-~]([ -~]{0,254}[!-~])?$",
+        ),
+    ]
 
 
 class BudgetChange(Body):

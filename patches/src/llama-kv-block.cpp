@@ -90,10 +90,16 @@ template <typename T> void kv_block_few(uint8_t * dst, const uint8_t * src, size
     memcpy(dst + size - sizeof(T), &b, sizeof(T));
 }
 
-// Copies `size` bytes of each of n columns, which are `dst_stride` and `src_stride` bytes apart.
-template <typename T> void kv_block_few_columns(uint8_t * dst, size_t dst_stride, const uint8_t * src, size_t src_stride, size_t size, uint32_t n) {
+// One side of a copy of columns: the first byte, and the bytes from one column to the next.
+template <typename Byte> struct kv_block_side {
+    Byte * data;
+    size_t stride;
+};
+
+// Copies `size` bytes of each of n columns.
+template <typename T> void kv_block_few_columns(kv_block_side<uint8_t> dst, kv_block_side<const uint8_t> src, size_t size, uint32_t n) {
     for (uint32_t i = 0; i < n; ++i) {
-        kv_block_few<T>(dst + i*dst_stride, src + i*src_stride, size);
+        kv_block_few<T>(dst.data + i*dst.stride, src.data + i*src.stride, size);
     }
 }
 
@@ -102,19 +108,19 @@ struct kv_block_16 {
 };
 
 // As above, for each size with the copy that takes least time.
-void kv_block_columns(uint8_t * dst, size_t dst_stride, const uint8_t * src, size_t src_stride, size_t size, uint32_t n) {
+void kv_block_columns(kv_block_side<uint8_t> dst, kv_block_side<const uint8_t> src, size_t size, uint32_t n) {
     if (size > 32) {
         for (uint32_t i = 0; i < n; ++i) {
-            memcpy(dst + i*dst_stride, src + i*src_stride, size);
+            memcpy(dst.data + i*dst.stride, src.data + i*src.stride, size);
         }
     } else if (size >= 16) {
-        kv_block_few_columns<kv_block_16>(dst, dst_stride, src, src_stride, size, n);
+        kv_block_few_columns<kv_block_16>(dst, src, size, n);
     } else if (size >= 8) {
-        kv_block_few_columns<uint64_t>(dst, dst_stride, src, src_stride, size, n);
+        kv_block_few_columns<uint64_t>(dst, src, size, n);
     } else if (size >= 4) {
-        kv_block_few_columns<uint32_t>(dst, dst_stride, src, src_stride, size, n);
+        kv_block_few_columns<uint32_t>(dst, src, size, n);
     } else {
-        kv_block_few_columns<uint16_t>(dst, dst_stride, src, src_stride, size, n);
+        kv_block_few_columns<uint16_t>(dst, src, size, n);
     }
 }
 
@@ -380,7 +386,7 @@ struct llama_kv_block_access {
                     to_host ? __builtin_prefetch(b + i*stride_t, 0) : __builtin_prefetch(b + i*stride_t, 1);
                 }
 #endif
-                to_host ? kv_block_columns(a, stride_d, b, stride_t, r.n*el, n) : kv_block_columns(b, stride_t, a, stride_d, r.n*el, n);
+                to_host ? kv_block_columns({ a, stride_d }, { b, stride_t }, r.n*el, n) : kv_block_columns({ b, stride_t }, { a, stride_d }, r.n*el, n);
             }
         }
     }

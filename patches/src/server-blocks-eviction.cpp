@@ -244,8 +244,8 @@ llama_pos server_blocks_eviction::recent_start(int id, const candidates & from) 
 }
 
 // Sets `out` to the block to evict next: first those of the budget's order, then blocks by their score, last the block that
-// the recent rows cut short, unless `whole_only`. Returns false when there is none.
-bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out, bool whole_only) const {
+// the recent rows cut short, unless `full_only`. Returns false when there is none.
+bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budget::entry & out, bool full_only) const {
     const llama_pos recent = recent_start(id, from);
     const auto & order = from.rules.order;
     while (from.next_in_order < order.size()) {
@@ -260,7 +260,7 @@ bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budge
         from.recent_start = recent;
         list_blocks(id, from);
     }
-    if (from.next_block >= (whole_only ? from.n_whole : from.blocks.size())) {
+    if (from.next_block >= (full_only ? from.n_full : from.blocks.size())) {
         return false;
     }
     out = from.blocks[from.next_block++];
@@ -270,7 +270,7 @@ bool server_blocks_eviction::next(int id, candidates & from, server_blocks_budge
 // Lists the blocks of the evictable ranges in the order of their scores.
 void server_blocks_eviction::list_blocks(int id, candidates & from) const {
     std::vector<std::pair<double, server_blocks_budget::entry>> scored;
-    size_t n_whole = 0;
+    size_t n_full = 0;
     const auto & rules = from.rules;
     for (const auto & r : from.evictable) {
         const llama_pos end = std::min(r.second, from.recent_start);
@@ -283,13 +283,13 @@ void server_blocks_eviction::list_blocks(int id, candidates & from) const {
             const bool incomplete = p1 == from.recent_start && (p1 - rules.align)%rules.block != 0;
             const double value = incomplete ? std::numeric_limits<double>::max() : score(id, from, p0, p1);
             scored.push_back({ value, { "", p0, p1 } });
-            n_whole += !incomplete;
+            n_full += !incomplete;
         }
     }
     std::stable_sort(scored.begin(), scored.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
     from.blocks.clear();
     from.next_block = 0;
-    from.n_whole    = n_whole;
+    from.n_full     = n_full;
     for (auto & block : scored) {
         from.blocks.push_back(std::move(block.second));
     }
@@ -317,7 +317,7 @@ std::string server_blocks_eviction::block_name(const server_blocks_range & range
 }
 
 // Saves and evicts one block of the slot, see next(). Returns false if there is none.
-bool server_blocks_eviction::evict_one(int id, candidate_map & found, bool whole_only) {
+bool server_blocks_eviction::evict_one(int id, candidate_map & found, bool full_only) {
     if (!prompts[id]) {
         return false;
     }
@@ -326,7 +326,7 @@ bool server_blocks_eviction::evict_one(int id, candidate_map & found, bool whole
     }
     auto & from = found.at(id);
     server_blocks_budget::entry out;
-    if (!next(id, from, out, whole_only)) {
+    if (!next(id, from, out, full_only)) {
         return false;
     }
     auto & slot = context.slots[id];

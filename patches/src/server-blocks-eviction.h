@@ -66,7 +66,7 @@ private:
         llama_pos            recent_start  = -1; // first recent row when `blocks` was made
         std::vector<server_blocks_budget::entry> blocks; // in the order in which they are evicted
         size_t               next_block = 0;    // index in `blocks`
-        size_t               n_whole    = 0;    // of `blocks`: all but the one, the last, that the recent rows cut short
+        size_t               n_full     = 0;    // of `blocks`: all but the one, the last, that the recent rows cut short
     };
     using candidate_map = std::map<int, candidates>; // by slot
 
@@ -78,8 +78,8 @@ private:
     candidates collect(int id) const;
     void       list_blocks(int id, candidates & from) const;
     double     score(int id, const candidates & from, llama_pos p0, llama_pos p1) const;
-    bool       next(int id, candidates & from, server_blocks_budget::entry & out, bool whole_only) const;
-    bool       evict_one(int id, candidate_map & found, bool whole_only = false);
+    bool       next(int id, candidates & from, server_blocks_budget::entry & out, bool full_only) const;
+    bool       evict_one(int id, candidate_map & found, bool full_only = false);
     bool       evict_one_anywhere(int id, candidate_map & found);
     bool       start_capture(int id) const;
     void       retry_capture(int id);

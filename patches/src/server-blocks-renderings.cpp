@@ -49,14 +49,14 @@ std::string_view trimmed(std::string_view text) {
 }
 
 // A request whose first members are the marker.
-struct marked_request {
+struct request_with_marker {
     json             marker; // null: it has none
     std::string      id;     // of the rendering that the marker names
     std::string_view rest;   // the text after the marker
 };
 
-marked_request read_marker(std::string_view request) {
-    marked_request res;
+request_with_marker read_marker(std::string_view request) {
+    request_with_marker res;
     const auto text = trimmed(request);
     const size_t named = text.substr(0, MAX_MARKER).find("\"rendering\"");
     const size_t end   = named == std::string_view::npos ? named : text.find('}', named);
@@ -152,15 +152,15 @@ std::string server_blocks_renderings::keep(server_blocks_rendering rendering) {
 }
 
 bool server_blocks_renderings::take(const std::string & request, const std::string & dialect, json & parsed) {
-    auto marked = read_marker(request);
-    if (marked.id.empty()) {
+    auto parts = read_marker(request);
+    if (parts.id.empty()) {
         return false;
     }
     server_blocks_rendering found;
     {
         const std::lock_guard<std::mutex> lock(mutex);
         remove_old();
-        const auto it = entries.find(marked.id);
+        const auto it = entries.find(parts.id);
         if (it == entries.end()) {
             return false;
         }
@@ -169,7 +169,7 @@ bool server_blocks_renderings::take(const std::string & request, const std::stri
         remove(it);
     }
     const std::string_view body = found.body;
-    if (found.dialect != dialect || body.empty() || body.substr(1) != marked.rest) {
+    if (found.dialect != dialect || body.empty() || body.substr(1) != parts.rest) {
         return false;
     }
     for (const char * key : { "id_slot", "cache_prompt", "evoke" }) {
@@ -178,7 +178,7 @@ bool server_blocks_renderings::take(const std::string & request, const std::stri
         }
     }
     parsed = std::move(found.parsed);
-    for (const auto & item : marked.marker.items()) {
+    for (const auto & item : parts.marker.items()) {
         parsed[item.key()] = item.value();
     }
     parsed["evoke"]["reused"] = true;

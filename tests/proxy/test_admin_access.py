@@ -42,13 +42,13 @@ def _serving(port: int, *options: str) -> Iterator[tuple[int, int, str]]:
         process = subprocess.Popen(command, stderr=log, text=True)
         try:
             # The lines about the client address and the admin address come in either order.
-            lines = (r"listens on http://.*:(\d+)\n", r"(?:is operated|serves no admin).*\n")
+            lines = (r"listens on http://.*:(\d+)\n", r"(?:has its page at|serves no admin).*\n")
             until(
                 lambda: process.poll() is not None or all(re.search(x, _read(log)) for x in lines)
             )
             assert process.poll() is None, _read(log)
             listens = re.search(lines[0], _read(log))
-            operated = re.search(r"operated at http://.*:(\d+)/evoke/\n", _read(log))
+            operated = re.search(r"has its page at http://.*:(\d+)/evoke/\n", _read(log))
             assert listens is not None
             yield int(listens[1]), int(operated[1]) if operated else 0, _read(log)
         finally:

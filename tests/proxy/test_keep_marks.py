@@ -44,7 +44,10 @@ def test_only_a_message_to_keep_stays_resident_when_newer_ones_are_evicted(
     stays: bool,
 ) -> None:
     session = "keep-" + "-".join(f"{k}{v}" for k, v in {**message_fields, **fields}.items())
-    client = ChatClient(patched_proxy.port, session, {"evoke_budget": BUDGET})
+    # Without recall: the ranking would bring the note back as a statement of the user.
+    client = ChatClient(
+        patched_proxy.port, session, {"evoke_budget": BUDGET, "evoke_recall": "none"}
+    )
     client.messages.append({"role": "user", "content": NOTE, **message_fields})
     client.post(**fields)
     client.messages.append({"role": "assistant", "content": "Noted."})

@@ -265,7 +265,8 @@ def test_the_oracle_policy_recovers_the_named_blocks(
     path, policy = "/v1/chat/completions", {"evoke_policy": "oracle"}
     with proxy(patched_port) as running:
         texts = [*_run_until_evicted(running.port, path, "told", **policy), UNRELATED]
-        fields = policy | {"evoke_budget": BUDGET, "evoke_oracle": gold}
+        # Without recall: the ranking would bring the fact back as a statement of the user.
+        fields = policy | {"evoke_budget": BUDGET, "evoke_oracle": gold, "evoke_recall": "none"}
         accounting_of(post(running.port, path, texts, "told", **fields))
         assert _is_resident(patched_port, running, "user:1") is is_recovered
 
