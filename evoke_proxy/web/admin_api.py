@@ -141,7 +141,7 @@ async def _export_session(request: web.Request, admin: Admin) -> web.StreamRespo
 async def _fork_session(request: web.Request, admin: Admin) -> web.StreamResponse:
     """Name a branch of a session, which begins with the rows of the session."""
     fork = await _json_body(request, types.Fork)
-    return json_answer(admin.fork(_id(request), fork.name), 201)
+    return json_answer(admin.fork(_id(request), fork.name))
 
 
 async def _change_blocks(request: web.Request, admin: Admin) -> web.StreamResponse:

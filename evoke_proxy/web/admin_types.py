@@ -163,7 +163,8 @@ class SessionRow(Struct, kw_only=True):
     live: Annotated[bool, Meta(description="false: only its snapshots on disk exist.")]
     turns: int
     tokens: Tokens
-    used: Time
+    # null before its first answer.
+    used: Time | None
     pinned: bool
     bytes: Annotated[int, Meta(description="Size of its snapshots.")]
     snapshots: Annotated[int, Meta(description="Number of its snapshots.")]

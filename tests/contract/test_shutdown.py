@@ -25,7 +25,7 @@ def process(tmp_path: Path) -> Iterator[tuple[Llama, subprocess.Popen[bytes]]]:
     server, log = Llama(free_port()), tmp_path / "log"
     command = [str(binary(True)), "-m", str(ensure(SHAPES["long-2"])), "-np", "1", "-t", "1"]
     command += ["-c", "65536", "-b", "32", "--port", str(server.port), "--evoke-ram", "512"]
-    command += ["--evoke-disk", str(tmp_path / "blocks")]
+    command += ["--evoke-disk", str(tmp_path / "blocks"), "--metrics"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -45,12 +45,12 @@ def test_a_server_that_is_told_to_stop_answers_running_and_waiting_requests(
     prompt = [5 + i % 100 for i in range(60_000)]
     bodies = [{"prompt": prompt, "n_predict": 1, "stream": stream} for stream in (False, True)]
     with ThreadPoolExecutor() as threads:
-        # One of them is decoded, the other waits for the slot.
-        first, second = [
-            threads.submit(server.raw, "POST", "/completion", json.dumps(body).encode())
-            for body in bodies
-        ]
+        # The first is decoded, the second waits for the slot: its stream has not begun.
+        first = threads.submit(server.raw, "POST", "/completion", json.dumps(bodies[0]).encode())
         while not server.slot()["is_processing"]:
+            time.sleep(0.01)
+        second = threads.submit(server.raw, "POST", "/completion", json.dumps(bodies[1]).encode())
+        while b"requests_deferred 1" not in server.raw("GET", "/metrics")[1]:
             time.sleep(0.01)
         start = time.monotonic()
         running.terminate()
