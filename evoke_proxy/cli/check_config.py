@@ -89,7 +89,7 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
             info = await client.info()
     except EvokeError as error:
         unknown = "; whether it can keep the budget is unknown" if config.policy.budget else ""
-        return f"{error}{unknown}", ""
+        return f"{error}{unknown}", str(client.key_problem(error) or "")
     status = budget_status(config.policy, info)
     in_force = f"; {status.text}" if info.patched else ""
     if not info.patched and config.policy.budget == AUTO:

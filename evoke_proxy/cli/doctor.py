@@ -91,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except EvokeError as error:
+        if refused := LlamaClient(config.upstream).key_problem(error):
+            raise ConfigError(f"doctor: {refused}") from error
         hint = "" if arguments.upstream else "; `evoke-proxy up` prints the port that it chose"
         raise ConfigError(f"doctor: {error}{hint}") from error
     eviction = server.eviction

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -283,6 +284,24 @@ def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:
     return words
 
 
+def _key_of_the_server(options: planning.ServerOptions, env: Mapping[str, str]) -> str:
+    """Return one of the API keys that llama-server will accept; "" if it needs none.
+
+    Raises ConfigError if its file of keys cannot be read.
+    """
+    keys: list[str] = []
+    for value in (options.value("--api-key"), env.get("LLAMA_API_KEY")):
+        keys += (value or "").split(",")
+    for file in (options.value("--api-key-file"), env.get("LLAMA_ARG_API_KEY_FILE")):
+        if file:
+            try:
+                lines = Path(file).read_text("utf-8").splitlines()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--api-key-file: {error}") from error
+            keys += [line for line in lines if not line.startswith("#")]
+    return next(filter(None, keys), "")
+
+
 def _proxy_environment(
     options: planning.ServerOptions, config: Config, slots: Path | None
 ) -> dict[str, str]:
@@ -291,7 +310,7 @@ def _proxy_environment(
     Settings that the user has made are not replaced.
     """
     env = dict(os.environ)
-    key = options.value("--api-key")
+    key = _key_of_the_server(options, env)
     if key and not config.upstream.api_key:
         env[env_name("upstream.api_key")] = key
     if slots is not None and not config.snapshots.directory:

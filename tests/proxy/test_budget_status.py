@@ -124,6 +124,57 @@ def test_check_config_compares_the_budget_with_the_servers(
     assert lines[-1] == "the configuration is valid"
 
 
+@pytest.fixture(scope="module")
+def locked_port() -> Iterator[int]:
+    """A patched server that needs a key."""
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--api-key", "right")
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+@pytest.mark.parametrize(("key", "sent"), [("", "no key"), ("wrong", "upstream.api_key")])
+def test_a_server_that_refuses_the_own_calls_is_reported_with_the_fix(
+    key: str, sent: str, locked_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy(locked_port, upstream__api_key=key) as running:
+        status = ready(running)
+        facts = json.loads(ask(running.port, "GET", "/evoke/overview").body)
+    assert (status["status"], status["reasons"]) == ("degraded", ["upstream:api_key"])
+    (problem,) = facts["problems"]
+    assert problem["reason"] == "api_key"
+    (logged,) = {record.getMessage() for record in caplog.records if "401" in record.getMessage()}
+    for text in (status["checks"]["upstream"]["detail"], f"{problem['problem']}: {problem['fix']}"):
+        assert text == logged and sent in text and "EVOKE_UPSTREAM_API_KEY" in text
+
+
+def test_a_client_with_a_key_does_not_hide_that_own_calls_are_refused(locked_port: int) -> None:
+    body = b'{"messages":[{"role":"user","content":"hello"}],"max_tokens":2}'
+    with proxy(locked_port) as running:
+        headers = {"Authorization": "Bearer right"}
+        assert ask(running.port, "POST", "/v1/chat/completions", body, headers).status == 200
+        assert ready(running)["reasons"] == ["upstream:api_key"]
+    with proxy(locked_port, upstream__api_key="right") as running:
+        assert ready(running)["status"] == "ready"
+
+
+def test_each_server_of_a_pool_that_refuses_the_own_calls_is_named(
+    locked_port: int, small_port: int
+) -> None:
+    with pool({"a": locked_port, "b": small_port}) as running:
+        assert ready(running)["reasons"] == ["upstream_a:api_key"]
+
+
+def test_check_config_and_doctor_name_the_missing_key(locked_port: int) -> None:
+    upstream = ["--upstream", f"http://127.0.0.1:{locked_port}"]
+    lines = check_config(*upstream)
+    (warning,) = [line for line in lines if line.startswith("warning ")]
+    command = [sys.executable, "-m", "evoke_proxy", "doctor", *upstream]
+    doctor = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert doctor.returncode == 2
+    for text in (warning, doctor.stderr):
+        assert "401" in text and "EVOKE_UPSTREAM_API_KEY" in text
+
+
 def test_clients_get_the_reason_code_without_details(small_port: int, tmp_path: Any) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef" * 4, "utf-8")

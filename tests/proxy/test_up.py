@@ -70,7 +70,9 @@ def _processes(words: str) -> list[int]:
 
 
 @contextmanager
-def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Iterator[UpProcess]:
+def up(
+    folder: Path, *options: str, server_options: Sequence[str] = (), **variables: str
+) -> Iterator[UpProcess]:
     """Start `evoke-proxy up` with the bundled model; it ends with the block."""
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(bundled_model())]
     command += ["--server", server_binary(patched=True), "--state", str(folder / "state")]
@@ -78,6 +80,7 @@ def up(folder: Path, *options: str, server_options: Sequence[str] = ()) -> Itera
     command += ["--", "-t", "1", *server_options]
     log = folder / "output"
     env = {name: value for name, value in os.environ.items() if not name.startswith("EVOKE_")}
+    env |= variables
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
@@ -116,6 +119,30 @@ def test_a_killed_server_is_restarted_and_sigterm_stops_both(tmp_path: Path) -> 
         assert running.process.wait(60) == 0
         assert not _processes(f"--port\0{running.server_port}\0")
         assert not healthy(port)
+
+
+@pytest.mark.parametrize("source", ["variable", "file"])
+def test_the_proxy_uses_the_key_of_the_server_for_its_own_calls(
+    tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "keys").write_text("# comment\nsecret\n", "utf-8")
+    options = ["--api-key-file", str(tmp_path / "keys")] if source == "file" else []
+    variables = {"LLAMA_API_KEY": "secret,other"} if source == "variable" else {}
+    with up(tmp_path, "--cells", "1024", server_options=options, **variables) as running:
+        until(lambda: _LISTENS.search(running.output), "the proxy listens")
+        match = _LISTENS.search(running.output)
+        assert match is not None
+        assert "sessions keep 768 tokens of up to 8192" in running.output
+        assert "401" not in running.output
+        status = json.loads(ask(int(match[1]), "GET", "/evoke/ready").body)
+        assert (status["status"], status["reasons"]) == ("ready", [])
+        body = b'{"messages": [{"role": "user", "content": "Good morning."}], "max_tokens": 4}'
+        answers = [
+            ask(int(match[1]), "POST", "/v1/chat/completions", body, headers).status
+            for headers in ({"Authorization": "Bearer secret"}, {})
+        ]
+        # The key of the proxy is not lent to clients.
+        assert answers == [200, 401]
 
 
 def test_both_end_soon_when_up_is_killed_while_blocks_are_copied(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import parse_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
+    EvokeError,
     RequestError,
     UpstreamProtocolError,
     UpstreamRejected,
@@ -30,6 +31,7 @@ from evoke_proxy.errors import (
 _INLINE_JSON_BYTES = 256 * 1024
 _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUS_LOADING = 503
+_STATUSES_WITHOUT_KEY = (401, 403)
 # The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
 
@@ -62,6 +64,22 @@ class CallOptions:
 
 
 _DEFAULT_OPTIONS = CallOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyProblem:
+    """llama-server refuses the proxy's own calls because of their API key.
+
+    Attributes:
+        problem: What happens, as a clause without a full stop.
+        fix: What to set.
+    """
+
+    problem: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.fix}"
 
 
 class LlamaClient:
@@ -197,6 +215,18 @@ class LlamaClient:
         if self.model:
             options = CallOptions("load", is_long=True)
             await self.call("POST", _LOAD_TARGET, {"content": ""}, options)
+
+    def key_problem(self, error: EvokeError) -> KeyProblem | None:
+        """Return what is wrong if a call without a client's key was refused; None otherwise."""
+        if not isinstance(error, UpstreamRejected) or error.status not in _STATUSES_WITHOUT_KEY:
+            return None
+        sent = "the key in upstream.api_key" if self.config.api_key else "no key"
+        return KeyProblem(
+            f"llama-server at {self.url} answers {error.status} to the calls that the proxy makes"
+            f" itself, with {sent}",
+            "set upstream.api_key (EVOKE_UPSTREAM_API_KEY) to a key that llama-server has from"
+            " --api-key, --api-key-file or LLAMA_API_KEY",
+        )
 
     def own_headers(self) -> dict[str, str]:
         """Return the headers for a call of the proxy, with the configured or the caller's key."""

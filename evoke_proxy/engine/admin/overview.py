@@ -11,6 +11,7 @@ from evoke_proxy.adapters.metrics import BlockStore
 from evoke_proxy.engine.admin.exposition import block_store
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.routing.served_model import ServedModel
+from evoke_proxy.engine.server.monitor import KEY_REFUSED
 from evoke_proxy.errors import EvokeError
 
 # llama-server answers between two decodes; totals do not wait longer than this.
@@ -77,7 +78,15 @@ def _store(stores: Sequence[BlockStore], tier: str, loss: str) -> dict[str, int]
 
 def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
     for one in served:
-        status = one.server.monitor.budget
+        monitor = one.server.monitor
+        if refused := monitor.key_problem:
+            yield {
+                "server": one.server_name,
+                "reason": KEY_REFUSED,
+                "problem": refused.problem,
+                "fix": refused.fix,
+            }
+        status = monitor.budget
         if status.problem and status.reason != "unreachable":
             yield {
                 "server": one.server_name,

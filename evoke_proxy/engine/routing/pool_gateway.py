@@ -187,8 +187,10 @@ class PoolGateway:
             "accepting": self.shared.accepting(),
         }
         for at in available:
-            check = self.servers[at].monitor.check_budget()
-            checks[f"budget_{self.servers.name(at)}"] = check
+            monitor, name = self.servers[at].monitor, self.servers.name(at)
+            if refused := monitor.check_key():
+                checks[f"upstream_{name}"] = refused
+            checks[f"budget_{name}"] = monitor.check_budget()
         return checks
 
     def _find_route(self, origin: Origin) -> Route | None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.llama.client import KeyProblem, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
@@ -28,6 +28,8 @@ from evoke_proxy.errors import (
 
 _log = logging.getLogger(__name__)
 _LOADING = 503
+# Code of the readiness check where llama-server refuses the proxy's own calls.
+KEY_REFUSED = "api_key"
 
 
 class ServerMonitor:
@@ -41,12 +43,14 @@ class ServerMonitor:
         server: the latest answer of `GET /props`; UNKNOWN_SERVER while there is none.
         on_start: called with each instance when it answers for the first time.
         config: the configuration; may be replaced, but not by that of another server.
+        key_problem: set while the server refuses queries that are made without a client's key.
     """
 
     def __init__(self, client: LlamaClient, config: Config, metrics: Metrics) -> None:
         self.server = UNKNOWN_SERVER
         self.on_start: list[Callable[[ServerInfo], None]] = []
         self.config = config
+        self.key_problem: KeyProblem | None = None
         self._client = client
         self._metrics = metrics
         # The instance that answered last.
@@ -85,7 +89,8 @@ class ServerMonitor:
                 self._retry_at = loop.time() + self.config.upstream.probe_interval_s
                 _log.warning("%s", error)
             except EvokeError as error:
-                _log.warning("%s", error)
+                is_own = client is None
+                _log.warning("%s", self.key_problem if is_own and self.key_problem else error)
 
     def doubt(self) -> None:
         """Make the next `ensure_current` query the server: it may be another instance now."""
@@ -128,26 +133,35 @@ class ServerMonitor:
         return self.server is not UNKNOWN_SERVER and self._doubts == self._resolved_doubts
 
     async def _query(self, client: LlamaClient) -> None:
-        doubts = self._doubts
+        doubts, is_own = self._doubts, client is self._client
         try:
             server = await client.info()
         except UpstreamError as error:
+            if is_own:
+                self.key_problem = client.key_problem(error)
             self.record_failed_call(error)
             raise
+        if is_own:
+            self.key_problem = None
         self._resolved_doubts = doubts
         self._learn(server)
 
     async def check(self) -> dict[str, Any]:
-        """The readiness check of the server: `ok`, and a `detail` for a person."""
+        """The readiness check of the server; see `ProxyGateway` for its members."""
         try:
             await self.query()
-        except UpstreamRejected as error:
-            wants_key = error.status in (401, 403)
-            detail = "answers, to clients with a key; see upstream.api_key" if wants_key else error
-            return {"ok": wants_key, "detail": str(detail)}
         except EvokeError as error:
-            return {"ok": False, "detail": str(error)}
+            return self.check_key() or {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._client.url} answers"}
+
+    def check_key(self) -> dict[str, Any] | None:
+        """The readiness check of the key of the proxy's own calls; None unless it is refused.
+
+        It is ok, because requests of clients with a key are served.
+        """
+        if self.key_problem is None:
+            return None
+        return {"ok": True, "detail": str(self.key_problem), "reason": KEY_REFUSED}
 
     @property
     def policy(self) -> PolicyConfig:
@@ -165,10 +179,13 @@ class ServerMonitor:
         The check is ok without a budget, too: requests are served. The code is empty unless a
         configured budget is not in force.
         """
-        return {"ok": True, "detail": self.describe(), "reason": self.budget.reason}
+        reason = "" if self._is_locked_out else self.budget.reason
+        return {"ok": True, "detail": self.describe(), "reason": reason}
 
     def describe(self) -> str:
         """One line for a person: the server, and what the proxy does for its requests."""
+        if self._is_locked_out:
+            return f"unknown, because {self.key_problem}"
         url, budget = self._client.url, self.budget
         problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
@@ -186,6 +203,10 @@ class ServerMonitor:
         """Log what the proxy does at this server; as a warning if that is not as configured."""
         is_fine = self.server.patched and not self.budget.problem
         _log.log(logging.INFO if is_fine else logging.WARNING, "%s", self.describe())
+
+    @property
+    def _is_locked_out(self) -> bool:
+        return self.key_problem is not None and self.server is UNKNOWN_SERVER
 
     def _learn(self, server: ServerInfo) -> None:
         before, ended = self._latest, self._has_ended
