@@ -57,13 +57,29 @@ class CachedBody:
     # Large bodies are parsed in threads. One thread at a time moves the edge; others parse all.
     lock: Lock = field(default_factory=Lock, repr=False)
 
-    # Memory of the body and of its parsed form in bytes, estimated.
-    n_bytes: int = field(init=False)
+    # The number of opening braces and of quotes in the body.
+    n_braces: int = 0
+    n_quotes: int = 0
 
-    def __post_init__(self) -> None:
-        n_objects, n_strings = count_byte(self.body, b"{"), count_byte(self.body, b'"') // 2
-        parsed_bytes = _OBJECT_BYTES * n_objects + _STRING_BYTES * n_strings
-        self.n_bytes = 2 * len(self.body) + parsed_bytes
+    @classmethod
+    def of(cls, read: ReadBody) -> CachedBody:
+        """Return the cached form of a body; the part that an earlier one has is not read."""
+        cached, before = cls(read.body, read.parsed), read.before
+        if before is None:
+            cached.n_braces, cached.n_quotes = _counts(read.body)
+            return cached
+        cached.key, cached.opening, cached.head = before.key, before.opening, before.head
+        cached.edge, cached.n = read.edge, read.n_shared[before.key]
+        added, removed = _counts(read.body[read.edge :]), _counts(before.body[read.edge :])
+        cached.n_braces = before.n_braces + added[0] - removed[0]
+        cached.n_quotes = before.n_quotes + added[1] - removed[1]
+        return cached
+
+    @property
+    def n_bytes(self) -> int:
+        """Memory of the body and of its parsed form in bytes, estimated."""
+        parsed_bytes = _OBJECT_BYTES * self.n_braces + _STRING_BYTES * (self.n_quotes // 2)
+        return 2 * len(self.body) + parsed_bytes
 
     def up_to(self, shared: int) -> bool:
         """Move the edge to the last message that ends within `shared` bytes.
@@ -162,10 +178,7 @@ class BodyCache:
         """Cache a body for later ones; None when it is too short or too long."""
         if not self._least <= len(read.body) <= _MOST_BYTES:
             return None
-        cached, before = CachedBody(read.body, read.parsed), read.before
-        if before is not None:
-            cached.key, cached.opening, cached.head = before.key, before.opening, before.head
-            cached.edge, cached.n = read.edge, read.n_shared[before.key]
+        cached = CachedBody.of(read)
         key = (tenant, read.body[:_ALIKE_BYTES])
         references = self._latest.setdefault(key, deque(maxlen=_ALIKE))
         references.append(weakref.ref(cached, lambda reference: self._forget(key, reference)))
@@ -192,6 +205,11 @@ class BodyCache:
             cached = reference()
             if cached is not None:
                 yield cached
+
+
+def _counts(text: bytes) -> tuple[int, int]:
+    """The number of opening braces and of quotes in a part of a body."""
+    return count_byte(text, b"{"), count_byte(text, b'"')
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

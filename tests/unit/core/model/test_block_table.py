@@ -32,6 +32,7 @@ def check(table: BlockTable, blocks: list[Block], copied: list[bool]) -> None:
     labels = frozenset(block.label for block in blocks[::2]) | {"unknown"}
     assert table.labelled(labels).tolist() == rebuilt.labelled(labels).tolist()
     assert not table.has("unknown") and all(table.has(block.label) for block in blocks)
+    assert [table.index_of(block.label) for block in blocks] == list(range(len(blocks)))
 
 
 @settings(max_examples=60)
@@ -51,6 +52,7 @@ def test_a_table_equals_the_blocks_it_was_built_from(
                 added.relabelled({0: f"n/{n}"}),
                 [replace(more[0], label=f"n/{n}"), *more[1:]],
             )
+        assert not table.has("unknown")  # builds the index that longer tables share
         tables.append((table[:n] + added, blocks[:n] + more, copied[:n] + marks))
     for table, blocks, copied in tables:
         check(table, blocks, copied)

@@ -65,7 +65,9 @@ def test_an_incrementally_parsed_body_equals_a_wholly_parsed_one(turns: list[byt
         for name, count in read.n_shared.items():
             assert read.before is not None
             assert read.parsed[name][:count] == read.before.parsed[name][:count]
-        kept.append(bodies.keep(read, "t"))
+        cached = bodies.keep(read, "t")
+        assert cached is not None and cached.n_bytes == CachedBody.of(ReadBody(body, whole)).n_bytes
+        kept.append(cached)
 
 
 def chat_body(n: int, **more: object) -> bytes:

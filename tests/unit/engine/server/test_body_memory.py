@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.engine import feed
 from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.parsing.body_cache import CachedBody
+from evoke_proxy.engine.parsing.body_cache import CachedBody, ReadBody
 from evoke_proxy.engine.server.body_memory import BodyMemory
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ def test_the_estimated_memory_of_a_body_is_near_the_real_one(message: object) ->
     size = len(json.dumps(message))
     body = orjson.dumps({"messages": [message] * max(1, 2_000_000 // size)})
     tracemalloc.start()
-    kept = CachedBody(bytes(bytearray(body)), orjson.loads(body))
+    kept = CachedBody.of(ReadBody(bytes(bytearray(body)), orjson.loads(body)))
     traced = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     # tracemalloc also traces the allocations of orjson.
