@@ -229,8 +229,14 @@ async def _check_readability(page: Page, script: str) -> None:
     assert await violations_in(EVERY_VIEW, page, script) == []
     await page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img>')")
     assert [one for one in await violations(page, script) if "image-alt" in one]
-    parts = [(f"#books .turn-{kind}", "fill") for kind in ("resident", "hidden", "decoded")]
+    parts = [
+        (f"#books .turn-{kind}", "fill") for kind in ("resident", "recovered", "hidden", "decoded")
+    ]
     parts += [(".map .block.omitted", "borderTopColor"), ("#where .bar", "borderTopColor")]
+    parts += [
+        (".map .block.saved_ram", "borderTopColor"),
+        ("#where .bar .saved_ram", "backgroundColor"),
+    ]
     colours = []
     for width, least, dark in ((1280, 24, False), (390, 32, True)):
         await page.set_viewport(width, 844, dark)
@@ -240,6 +246,10 @@ async def _check_readability(page: Page, script: str) -> None:
         sizes = """[...document.querySelectorAll('.map .block')].map((block) =>
             block.getBoundingClientRect()).flatMap((box) => [box.width, box.height])"""
         await page.wait_for(f"Math.min(...{sizes}) >= {least}")
+        links = """[...document.querySelectorAll('#events a')].map((link) =>
+            link.getBoundingClientRect()).flatMap((box) => [box.width, box.height])"""
+        # Links in a line of text need no size of their own, except for fingers.
+        assert width > 400 or await page.evaluate(f"Math.min(...{links}) >= 24")
         colours.append(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
     light, dark_one = (sum(map(int, c[4:-1].split(","))) for c in colours)
     assert light > 600 > 150 > dark_one

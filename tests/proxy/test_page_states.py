@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from axe import TWO_VIEWS, axe_script, violations_in
 from chromium import Page, browser, tab
-from harness import proxy, unused_port
+from harness import llama_server, proxy, server_binary, unused_port
 
 pytestmark = pytest.mark.skipif(
     browser() is None and "BROWSER_TESTS" not in os.environ,
@@ -117,6 +117,21 @@ def test_the_page_reports_no_problem_for_a_stock_server_with_snapshots(
 
     with proxy(stock_port, snapshots__directory=str(tmp_path)) as running:
         _open(running.port, check)
+
+
+def test_the_page_reports_a_server_that_refuses_the_calls_of_the_proxy() -> None:
+    script = axe_script()
+
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#problems", "answers 401 to the calls that the proxy makes"))
+        await page.wait_for(_shows("#problems", "To fix it: set upstream.api_key"))
+        await page.wait_for(_shows("#health", "passing through"))
+        assert "does not answer" not in await page.evaluate("document.body.innerText")
+        assert await violations_in(TWO_VIEWS, page, script) == []
+
+    with llama_server(server_binary(patched=False), "-np", "1", "--api-key", "k") as port:
+        with proxy(port) as running:
+            _open(running.port, check)
 
 
 def test_the_page_reports_a_budget_that_is_not_in_force_with_its_fix(stock_port: int) -> None:

@@ -125,7 +125,7 @@ class SessionAdmin:
         return {
             "version": __version__,
             "server": monitor.describe(),
-            "reachable": server.obstacle != "unreachable",
+            "reachable": server.obstacle != "unreachable" or monitor.key_problem is not None,
             "build": server.build,
             "slots": [pool.holder(slot) for slot in range(len(pool))],
             "queued": pool.queued,

@@ -185,7 +185,10 @@ class ServerMonitor:
     def describe(self) -> str:
         """One line for a person: the server, and what the proxy does for its requests."""
         if self._is_locked_out:
-            return f"unknown, because {self.key_problem}"
+            return (
+                f"llama-server at {self._client.url} refuses the proxy's own calls, so only"
+                " requests of clients that send a key of it can be managed"
+            )
         url, budget = self._client.url, self.budget
         problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
