@@ -26,6 +26,8 @@ demo: venv
 ## make fuzz            20000 random operations and malformed requests, with sanitizers
 ## make patches-check   releases of llama.cpp that the patches apply to: patches/APPLIES.md
 ## make docs            the documentation as a site, in out/site
+# Byte code is kept: each worker reads all test files, and many tests start the proxy as a process.
+test: export PYTHONDONTWRITEBYTECODE =
 test: build .venv/clients
 	@$(BIN)/python tests/run.py -n $(JOBS) --dist loadfile --no-loadscope-reorder --continue-on-collection-errors $(TESTS)
 

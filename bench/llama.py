@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from evoke_proxy.demo.processes import free_port, serving
 
 
@@ -26,7 +28,7 @@ class Llama:
         try:
             connection.request(method, path, None if body is None else json.dumps(body))
             response = connection.getresponse()
-            answer = json.loads(response.read())
+            answer = orjson.loads(response.read())
         finally:
             connection.close()
         if response.status != 200:

@@ -27,6 +27,7 @@ _REFUSED = "refused (501): "
 _STEPS = 12
 _VOCABULARY = 2048
 _KEEP, _EVICT, _RETURN = "keep", "evict", "return"
+_TOKENS, _LOGPROBS, _DRAFTS = "tokens", "log probabilities", "drafts"
 _BLOCK = (60, 180)  # before any row that a context checkpoint stands on
 _ASCII = "root ::= [ -~]*"  # a step that ends inside a character has no logprobs
 
@@ -144,10 +145,12 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
     slots = table["limits"]["n_slots"]
     slot = slots - 1
     for other in range(slot):  # neighbours, with holes of their own
-        _talk(llama, other, seed=other, then=_EVICT)
+        _talk(llama, other, seed=other, then=_EVICT, wanted=_TOKENS)
     # The cells of rows depend on earlier contents, which are the same from the second run on.
-    talk = partial(_talk, llama, slot, seed=9, drafts=case.drafts)
-    _, never, repeated = (talk(then=_KEEP) for _ in range(3))
+    wanted = _DRAFTS if case.drafts else _LOGPROBS
+    _talk(llama, slot, seed=9, then=_KEEP, wanted=_DRAFTS if case.drafts else _TOKENS)
+    talk = partial(_talk, llama, slot, seed=9, wanted=wanted)
+    never, repeated = (talk(then=_KEEP) for _ in range(2))
     if never != repeated:
         raise RuntimeError(f"{case}: does not repeat itself")
     if talk(then=_RETURN) != never:
@@ -167,11 +170,12 @@ def _refused(llama: Llama, reason: str) -> str:
     raise RuntimeError(f"a block call was not refused with: {reason}")
 
 
-def _talk(llama: Llama, slot: int, *, seed: int, then: str, drafts: bool = False) -> list[Any]:
-    """All logprobs of the answer to a follow-up, with a block of what came before gone or back.
+def _talk(llama: Llama, slot: int, *, seed: int, then: str, wanted: str) -> list[Any]:
+    """The answer to a follow-up, with a block of what came before gone or back.
 
     `then` says what happens to the block: `_KEEP`, `_EVICT`, or `_RETURN` for evict and load.
-    With `drafts` its tokens, and how many were drafted and accepted.
+    `wanted` says what is returned: `_TOKENS`, `_LOGPROBS` for those of the whole vocabulary in each
+    step, or `_DRAFTS` for the tokens and how many were drafted and accepted.
     """
     llama.erase(slot)
     history = _tokens(llama, "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60)))
@@ -182,21 +186,25 @@ def _talk(llama: Llama, slot: int, *, seed: int, then: str, drafts: bool = False
     if then == _RETURN and not llama.act("block-load", slot, names=[f"b{slot}"])["same_cells"]:
         raise RuntimeError("the block's cells were not free")
     more = history + reply["tokens"] + _tokens(llama, " And what is item 7?")
-    if drafts:
+    if wanted == _DRAFTS:
         longer = {"n_predict": 4 * _STEPS, "ignore_eos": True, "return_tokens": True}
         answer = llama.complete(more, slot, **longer)
         counts = [answer["timings"].get(name) for name in ("draft_n", "draft_n_accepted")]
         if not counts[0]:
             raise RuntimeError("nothing was drafted")
         return [answer["tokens"], *counts]
-    how = {"n_predict": _STEPS, "n_probs": _VOCABULARY, "ignore_eos": True, "grammar": _ASCII}
+    how = {"n_predict": _STEPS, "ignore_eos": True, "grammar": _ASCII, "return_tokens": True}
+    if wanted == _LOGPROBS:
+        how["n_probs"] = _VOCABULARY
     answer = llama.complete(more, slot, **how)
+    if answer["timings"]["evoke"]["decoded"] > len(more) - len(history):
+        raise RuntimeError("the history was decoded again")
+    if wanted == _TOKENS:
+        return list(answer["tokens"])
     steps = answer["completion_probabilities"]
     found = [[(p["id"], p["logprob"]) for p in step["top_logprobs"]] for step in steps]
     if any(len(step) != _VOCABULARY for step in found) or len(found) != _STEPS:
         raise RuntimeError(f"{len(found)} steps, not all with every logprob")
-    if answer["timings"]["evoke"]["decoded"] > len(more) - len(history):
-        raise RuntimeError("the history was decoded again")
     return found
 
 

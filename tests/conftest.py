@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import subprocess
@@ -34,6 +35,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_REAPER] = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Excludes modules and collected tests from garbage collections: they last as long as the run.
+
+    There are 670,000 such objects, so that each full collection takes a third of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,7 +47,11 @@ def run_sanitized(source: Path, sources: Sequence[str], folder: Path) -> str:
 def build(
     source: Path, folder: Path, sources: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
-    """Compiles a program in `folder`. Skips the test if the libraries are of other patches."""
+    """Compiles a program in `folder`. Skips the test if the libraries are of other patches.
+
+    A program whose sources, headers, libraries and command are those of an earlier test run is
+    copied from the cache instead.
+    """
     binary(patched=True)
     spec = build_spec(True, find_toolchain(), None, patches_dir(), cache_dir())
     tree = cache_dir() / "trees" / spec.tree_key
@@ -56,11 +63,48 @@ def build(
         libraries += sorted(tree.glob("build/common/lib*.a"))
     command = ["g++", "-std=c++17", *flags, *(f"-I{tree / 'src' / name}" for name in _INCLUDES)]
     program = folder / source.stem
-    objects = [_object(path, tuple(command)) for path in sources]
-    command += [str(source), *map(str, objects), "-o", str(program)]
-    command += ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
-    subprocess.run([*command, "-fopenmp", "-lpthread", "-ldl", *spec.tools.libraries], check=True)
+    linked = ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
+    linked += ["-fopenmp", "-lpthread", "-ldl", *spec.tools.libraries]
+    texts = [source, *sources, *sorted(source.parents[1].glob("*/*.h"))]
+    key = _digest([*command, *linked, spec.key], texts, libraries)
+    kept = cache_dir() / "tests" / f"{source.parent.name}-{source.stem}-{key}"
+    if not kept.exists():
+        objects = [str(_object(path, tuple(command))) for path in sources]
+        subprocess.run([*command, str(source), *objects, "-o", str(program), *linked], check=True)
+        _keep(program, kept)
+    else:
+        shutil.copy(kept, program)
     return program
+
+
+def _digest(words: Sequence[str], texts: Sequence[Path], libraries: Sequence[Path]) -> str:
+    """Returns a hash of everything that a program is made of.
+
+    A library is hashed by its size and time: it changes only when a build writes it.
+    """
+    found = hashlib.sha256(_compiler_version())
+    for word in words:
+        found.update(word.encode() + b"\0")
+    for path in texts:
+        found.update(path.read_bytes() + b"\0")
+    for path in libraries:
+        found.update(f"{path.stat().st_size} {path.stat().st_mtime_ns}\0".encode())
+    return found.hexdigest()[:20]
+
+
+@functools.cache
+def _compiler_version() -> bytes:
+    return subprocess.run(["g++", "-v"], capture_output=True, check=True).stderr
+
+
+def _keep(program: Path, kept: Path) -> None:
+    """Puts a program into the cache and deletes its earlier versions there."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_name(f".{os.getpid()}-{kept.name}")
+    shutil.copy(program, part)
+    for earlier in kept.parent.glob(f"{kept.name.rpartition('-')[0]}-*"):
+        earlier.unlink(missing_ok=True)
+    part.rename(kept)
 
 
 @functools.cache

@@ -60,14 +60,29 @@ TOO_MANY: list[tuple[str, Json, str]] = [
 ]
 
 
-@pytest.fixture
-def filled(two: Llama) -> Iterator[Llama]:
-    """Slot 0 with 1900 tokens, whose attention is captured by head."""
-    two.erase(0)
-    two.act("attn-capture", **CAPTURE)
-    two.complete(two.tokens(sample_text(4000))[:1900], 0, n_predict=1)
-    yield two
+def fill(server: Llama) -> Json:
+    """Decodes 1900 tokens into slot 0 and captures their attention by head; returns its state."""
+    server.erase(0)
+    server.act("attn-capture", **CAPTURE)
+    server.complete(server.tokens(sample_text(4000))[:1900], 0, n_predict=1)
+    return server.slot(0)
+
+
+@pytest.fixture(scope="module")
+def filled_once(two: Llama) -> Iterator[tuple[Llama, Json]]:
+    """A server whose slot 0 is filled, and the state that `fill` returned last."""
+    yield two, fill(two)
     two.act("attn-capture", layers=[])
+
+
+@pytest.fixture
+def filled(filled_once: tuple[Llama, Json]) -> Llama:
+    """Slot 0 as `fill` leaves it; it is filled again only if an earlier test changed it."""
+    server, state = filled_once
+    if server.slot(0) != state:
+        state.clear()
+        state.update(fill(server))
+    return server
 
 
 @pytest.mark.parametrize(("action", "body"), LARGEST)
