@@ -88,6 +88,22 @@ def test_a_session_continues_after_a_restart_of_server_proxy_or_both(tmp_path: P
         assert "68285" in clients[0].messages[2 * len(TURNS) + 2]["content"]
 
 
+def test_sessions_with_the_same_text_continue_after_the_server_is_killed(tmp_path: Path) -> None:
+    """One file has the rows of a text that several sessions have saved, under all their names."""
+    with deployment(tmp_path) as restarted:
+        clients = [ChatClient(0, name) for name in ("first", "second")]
+        for client in clients:
+            for text in TURNS:
+                assert restarted.running is not None
+                turn(client, restarted.running.port, text)
+            wait_for_background(restarted)
+        restarted.start("server")
+        assert restarted.running is not None
+        for client in reversed(clients):
+            continued = turn(client, restarted.running.port, "What is my favorite number?")
+            assert continued["decoded"] < 40 and continued["recovered"] > 0, client.session
+
+
 def apply_operator_changes(running: RunningProxy, budget: int) -> None:
     """Pin the only session and its block with the fact, and set the session's budget."""
     (session,) = admin_call(running, "GET", "sessions")["sessions"]

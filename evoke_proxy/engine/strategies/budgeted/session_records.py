@@ -52,51 +52,55 @@ class CopySpill:
     """Has llama-server write the copies of sessions to its disk tier."""
 
     def __init__(self) -> None:
-        # By session: the version of the copy list that was read, and the names on disk.
-        self._on_disk: dict[str, tuple[int, set[str]]] = {}
+        # By session: the version of the copy list that was read, and the names that were written.
+        # llama-server reports a copy as on disk also where its file has only the names that other
+        # sessions gave to the same text, so that this session would not find it after a restart.
+        self._written: dict[str, tuple[int, set[str]]] = {}
 
     def clear(self) -> None:
         """Forget all sessions: another server has started."""
-        self._on_disk.clear()
+        self._written.clear()
 
     def forget(self, session: str) -> None:
         """Forget one session."""
-        self._on_disk.pop(session, None)
+        self._written.pop(session, None)
 
     def version(self, session: str) -> str:
         """Return the version of a session's copy list that was read; "" before the first."""
-        return str(self._on_disk[session][0]) if session in self._on_disk else ""
+        return str(self._written[session][0]) if session in self._written else ""
 
     def note_copied(self, session: str, names: Iterable[str]) -> None:
         """Note that copies are new; llama-server does not report that their files are outdated."""
-        _, on_disk = self._on_disk.get(session, (0, set[str]()))
-        on_disk.difference_update(names)
+        _, written = self._written.get(session, (0, set[str]()))
+        written.difference_update(names)
 
     async def write(self, job: SlotJob, answer: Mapping[str, Any]) -> None:
-        """Write the copies that are not on disk; raises Preempted between two calls.
+        """Write the copies that were not written since they changed, with their names.
+
+        llama-server does nothing for a file that is current. Raises Preempted between two calls.
 
         `answer` has the changes of the copy list since `version`.
         """
         conversation = job.conversation
         layout = conversation.session.layout
         copies = layout.saved.union(item.label for item in layout.ranges)
-        names = sorted(copies - self._read(conversation, answer))
+        written = self._read(conversation, answer)
+        names = sorted(copies - written)
         for batch in batches_of_names(names):
             job.lease.check()
             call = {"names": batch, "tenant": conversation.tenant}
             await job.calls.blocks.run(job.slot, "block-spill", call)
+            written.update(batch)
 
     def _read(self, conversation: Conversation, answer: Mapping[str, Any]) -> set[str]:
-        """The names of a session's copies that llama-server has reported to be on disk."""
+        """The names of a session's copies that were written and have not changed since."""
         version = int(answer.get("version") or 0)
-        changed = copies_of(answer, conversation.id)
-        before, names = self._on_disk.get(conversation.id, (0, set[str]()))
+        before, names = self._written.get(conversation.id, (0, set[str]()))
         if version < before:  # the list is that of another server
             names = set()
-        on_disk = {name for name, copy in changed.items() if copy.get("on_disk")}
-        names = (names - changed.keys()) | on_disk
+        names.difference_update(copies_of(answer, conversation.id))
         if version:
-            self._on_disk[conversation.id] = version, names
+            self._written[conversation.id] = version, names
         return names
 
 

@@ -1,4 +1,4 @@
-"""Session records: which copies of a session count as on llama-server's disk tier."""
+"""Session records: which copies of a session count as written to llama-server's disk tier."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDisc
 from evoke_proxy.engine.strategies.budgeted.session_records import CopySpill, SessionPersistence
 
 
-def test_a_copy_that_is_made_again_no_longer_counts_as_on_disk() -> None:
-    """llama-server lists changed copies, and not that an older copy was replaced."""
+def test_a_copy_that_changed_no_longer_counts_as_written() -> None:
+    """Not even where it is on disk: its file may lack the name, or have older rows."""
     config = Config()
     spill = CopySpill()
     session = Session("s", "", config.policy)
     conversation = Conversation(session, session.tokens)
-    spill.note_copied("s", ["s/a"])
     blocks = [{"name": f"s/{name}", "on_disk": True} for name in "ab"]
-    assert spill._read(conversation, {"version": 3, "blocks": blocks}) == {"s/a", "s/b"}
+    written = spill._read(conversation, {"version": 3, "blocks": blocks})
+    assert written == set()
+    written.update(["s/a", "s/b", "s/c"])
+    spill.note_copied("s", ["s/c"])
     assert spill._read(conversation, {"version": 3, "blocks": []}) == {"s/a", "s/b"}
-    spill.note_copied("s", ["s/a"])
-    assert spill._read(conversation, {"version": 3, "blocks": []}) == {"s/b"}
-    restarted = {"version": 1, "blocks": [{"name": "s/c", "on_disk": True}]}
-    assert spill._read(conversation, restarted) == {"s/c"}
+    assert spill._read(conversation, {"version": 4, "blocks": blocks[:1]}) == {"s/b"}
+    assert spill._read(conversation, {"version": 1, "blocks": []}) == set()  # of another server
 
 
 def test_without_a_disk_tier_the_copy_list_is_not_followed() -> None:
