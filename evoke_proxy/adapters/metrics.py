@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from evoke_proxy import __version__
+from evoke_proxy.core.policy.prefetch import PREFETCH_REASONS
 from evoke_proxy.core.request.normalise import NORMALISATIONS
 from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.drift import CAUSES
@@ -39,8 +40,9 @@ TOKEN_KINDS = ("decoded", "recovered", "resident_before", "omitted")
 # the budget or for lack of a free cell while it decoded. operator: through the admin API.
 EVICTION_REASONS = ("plan", "decode", "operator")
 # Why blocks were recovered. question: a question needs them. slot: their session got a slot again.
-# text: a question needs them, and their text was added to the prompt.
-RECOVERY_REASONS = ("question", "slot", "text")
+# text: a question needs them, and their text was added to the prompt. prefetch: the draft of a
+# message needs them.
+RECOVERY_REASONS = ("question", "slot", "text", "prefetch")
 
 # By default prometheus_client exports for each counter a second series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -253,11 +255,22 @@ class Metrics:
         self.recoveries = self._counter(
             "evoke_recoveries",
             "Recovered blocks, by reason: copied because a question needs them, copied because"
-            " their session got a slot again, or added to the prompt as text.",
+            " their session got a slot again or because the draft of a message needs them, or added"
+            " to the prompt as text.",
             "reason",
         )
         for reason in RECOVERY_REASONS:
             self.recoveries.labels(reason=reason)
+        self.prefetches = self._counter(
+            "evoke_prefetches",
+            "Calls of /evoke/prefetch, by result: done, or why less was brought back.",
+            "result",
+        )
+        for result in ("done", *PREFETCH_REASONS):
+            self.prefetches.labels(result=result)
+        self.prefetched_tokens = self._counter(
+            "evoke_prefetched_tokens", "Tokens whose rows were brought back for a draft."
+        )
         self.shared = self._counter(
             "evoke_shared_tokens",
             "Tokens at the beginning of new conversations whose rows another conversation of the"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from evoke_proxy.adapters.llama.transport import BodyParts, Reply
 from evoke_proxy.core.request.json_edit import inserted
 from evoke_proxy.core.session.accounting import TokenAccounting
-from evoke_proxy.engine.parsing.request import ParsedRequest
+from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.errors import UpstreamError
 
 
@@ -132,6 +132,24 @@ class Outcome:
     first_byte_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchResult:
+    """What was brought back for the draft of a message."""
+
+    # One of core.policy.prefetch.PREFETCH_REASONS; "" when the slot has all that the draft needs.
+    reason: str = ""
+    # Blocks and tokens that were not in the slot, and that the draft needs.
+    needed_blocks: int = 0
+    needed_tokens: int = 0
+    # Those that were brought back.
+    recovered_blocks: int = 0
+    recovered_tokens: int = 0
+    # Rows in the slot after it; 0 when that is not known.
+    resident: int = 0
+    # The budget of the conversation in tokens; None without one.
+    budget: int | None = None
+
+
 @dataclass(slots=True)
 class Exchange:
     """A request that llama-server is answering; open until its context manager is left."""
@@ -160,5 +178,13 @@ class Gateway(Protocol):
         Entering raises RequestError for wrong fields of the proxy, SlotsBusy when no slot becomes
         free, NoServer when no server takes requests, UpstreamError when llama-server cannot be
         reached. After any other failure the request is forwarded without a plan.
+        """
+        ...
+
+    async def prefetch(self, draft: ParsedChat) -> PrefetchResult:
+        """Bring back the blocks that the draft of a message needs, before it is sent.
+
+        Nothing is decoded, and the conversation does not change. Raises RequestError when the
+        draft cannot be rendered, and UpstreamError.
         """
         ...

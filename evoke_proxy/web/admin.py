@@ -14,8 +14,11 @@ from evoke_proxy.engine.admin.exposition import UpstreamMetrics
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_api, page_files, relay
+from evoke_proxy.web.active_requests import ACTIVE_REQUESTS
 from evoke_proxy.web.admin_api import json_answer, require_same_site
+from evoke_proxy.web.endpoints import PREFETCH_PATH
 from evoke_proxy.web.operator_access import admit, is_operator
+from evoke_proxy.web.prefetch import answer_prefetch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Checks: TypeAlias = dict[str, dict[str, Any]]
@@ -40,6 +43,10 @@ def routes(engine: ProxyGateway) -> list[web.RouteDef]:
         headers["Content-Type"] = _EXPOSITION
         return web.Response(body=upstream.text + engine.metrics.exposition(), headers=headers)
 
+    async def prefetch(request: web.Request) -> web.StreamResponse:
+        with request.app[ACTIVE_REQUESTS].track():
+            return await answer_prefetch(request, engine)
+
     async def refuse(request: web.Request) -> web.StreamResponse:
         allowed = await _methods_of(request)
         if allowed:
@@ -54,6 +61,7 @@ def routes(engine: ProxyGateway) -> list[web.RouteDef]:
             web.route(route.method, route.path, _for_operators(admin, route.handler))
             for route in admin_api.ROUTES
         ),
+        web.post(PREFETCH_PATH, prefetch),
         *page_files.routes(),
         web.get("/metrics", metrics, allow_head=False),
         # [\s\S], because a dot does not match an encoded newline.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from evoke_proxy.core.policy.prefetch import PREFETCH_REASONS
 from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.block_map import STATES
 
@@ -56,6 +57,37 @@ class Fork(Body):
             pattern="^[!-~]([ -~]{0,254}[!-~])?$",
         ),
     ]
+
+
+class Draft(Struct, kw_only=True):
+    """The body of a chat completion whose last message is a draft of the user's next one."""
+
+    messages: Annotated[
+        list[dict[str, Any]],
+        Meta(description="The conversation and the draft.", min_length=1),
+    ]
+
+
+class BlockCount(Struct, kw_only=True):
+    """Blocks, and the tokens in them."""
+
+    blocks: Annotated[int, Meta(ge=0, description="Number of blocks.")]
+    tokens: Tokens
+
+
+class Prefetched(Struct, kw_only=True):
+    """What was brought back for a draft."""
+
+    reason: Annotated[
+        Literal["", *PREFETCH_REASONS],  # type: ignore[valid-type]
+        Meta(description="Why less was brought back than the draft needs; empty otherwise."),
+    ]
+    recovered: BlockCount
+    # What the draft needs and was not in the slot.
+    needed: BlockCount
+    resident: Tokens
+    budget: Budget | None
+    ms: Annotated[float, Meta(ge=0, description="Milliseconds that the call took.")]
 
 
 class BudgetChange(Body):

@@ -35,6 +35,7 @@ _TENANTS = {
     "GET": frozenset(("/props", "/models", "/v1/models")),
     "POST": endpoints.ANSWER_PATHS.keys()
     | endpoints.COUNT_PATHS.keys()
+    | {endpoints.PREFETCH_PATH}
     | frozenset(
         """
         /tokenize /detokenize /apply-template /embedding /embeddings /v1/embeddings /rerank
@@ -57,8 +58,9 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raises Unauthenticated without a valid key, Forbidden on a path closed to clients."""
-        # OperatorAccess checks the requests to the proxy's own paths.
+        # OperatorAccess checks the requests to the proxy's own paths, except prefetches.
         is_own_path = is_own_route(request) and request.raw_path.startswith("/evoke/")
+        is_own_path = is_own_path and request.path != endpoints.PREFETCH_PATH
         if self._file is None or request.raw_path in endpoints.HEALTH_PATHS or is_own_path:
             return
         is_open = _is_open_to_tenants(request)

@@ -15,6 +15,8 @@ ANSWER_PATHS = {
     "/completion": "completions",
     "/infill": "completions",
 }
+# A call of the proxy itself that clients make, with their keys and at the address of `listen`.
+PREFETCH_PATH = "/evoke/prefetch"
 # The paths that count the tokens of a request to generate text.
 COUNT_PATHS = {
     "/v1/chat/completions/input_tokens": "chat",

@@ -15,6 +15,7 @@ import msgspec
 from evoke_proxy import __version__
 from evoke_proxy.web import admin_api
 from evoke_proxy.web import admin_types as types
+from evoke_proxy.web.endpoints import PREFETCH_PATH
 
 _ABOUT = """\
 The calls of evoke-proxy itself; every other path is relayed to llama-server. Except for health and
@@ -38,6 +39,11 @@ _ERRORS = {
     "503": "llama-server cannot be reached.",
     "504": "llama-server does not answer in time.",
 }
+_PREFETCH_ERRORS = {
+    "401": "The key of the client is missing or wrong.",
+    "404": "The address serves only the admin API.",
+    "503": "llama-server cannot be reached, or the proxy has no memory for the body, or stops.",
+}
 _UPSTREAM = ("502", "503", "504")
 
 
@@ -45,7 +51,7 @@ def document() -> dict[str, Any]:
     """Return the description as a JSON object."""
     named = {t for route in admin_api.ROUTES for t in (route.body, route.answer)}
     every = [t for t in named if isinstance(t, type)]
-    every += [types.Error, types.Health, types.Readiness]
+    every += [types.Error, types.Health, types.Readiness, types.Draft, types.Prefetched]
     every.sort(key=lambda item: item.__name__)
     _, schemas = msgspec.json.schema_components(every, ref_template=_REFERENCE)
     for route in admin_api.ROUTES:
@@ -61,6 +67,7 @@ def document() -> dict[str, Any]:
             )
         },
     }
+    paths[PREFETCH_PATH] = {"post": _prefetch()}
     for route in admin_api.ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
@@ -99,6 +106,26 @@ def _open(id: str, summary: str, answers: dict[str, type]) -> dict[str, Any]:
         for status, answer in answers.items()
     }
     return {"operationId": id, "summary": summary, "security": [], "responses": responses}
+
+
+def _prefetch() -> dict[str, Any]:
+    """The call that clients make with the keys and at the address of chat requests."""
+    operation = _open(
+        "prefetch",
+        "Bring back the blocks that the draft of a message needs, before it is sent.",
+        {"200": types.Prefetched},
+    )
+    about = (
+        "Served at the address of `listen`, with the key and the headers of a chat request. Nothing"
+        " is decoded, and the conversation does not change."
+    )
+    for status in ("400", "401", "404", "413", *_UPSTREAM):
+        operation["responses"][status] = {
+            "description": _PREFETCH_ERRORS.get(status, _ERRORS[status]),
+            "content": _json(types.Error),
+        }
+    body = {"required": True, "content": _json(types.Draft)}
+    return operation | {"description": about, "requestBody": body}
 
 
 def _operation(route: admin_api.Route) -> dict[str, Any]:

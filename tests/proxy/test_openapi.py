@@ -33,7 +33,12 @@ CHECKS = [
     checks.negative_data_rejection,
 ]
 # Why a body that matches the description may be refused: what the description cannot say.
-REFUSALS = {"evoke_budget_too_small", "evoke_pin_budget_exceeded", "invalid_request"}
+REFUSALS = {
+    "evoke_budget_too_small",
+    "evoke_pin_budget_exceeded",
+    "invalid_request",
+    "draft_invalid",
+}
 EXAMPLES = 12
 
 

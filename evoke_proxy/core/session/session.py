@@ -10,6 +10,7 @@ session makes no calls and reads no clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -132,6 +133,14 @@ class Session:
         session._turn_marks = dict(state.marks)
         session._recovered = dict(state.recovered)
         return session
+
+    def draft(self) -> Session:
+        """Return a copy to plan a request with that is not sent.
+
+        It shares the index, where a label always refers to the same text, and the attention. A turn
+        that begins on the copy does not change this session.
+        """
+        return copy(self)
 
     def state(self, view: SlotView) -> SessionState:
         """Return the state to record; `view` is the slot as the last reply left it."""

@@ -9,7 +9,7 @@ from typing import Any
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.gateway import Exchange, PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.routing.loaded_models import LoadedModels
@@ -76,6 +76,10 @@ class ModelRouter:
         server = await self._server_of(request, trace)
         async with server.exchange(request, trace) as exchange:
             yield exchange
+
+    async def prefetch(self, draft: ParsedChat) -> PrefetchResult:
+        """See Gateway; loads no model."""
+        return await self.server.prefetch(draft)
 
     async def _server_of(self, request: ParsedRequest, trace: RequestTrace) -> Server:
         """The server of the model that a request names, after the router has loaded the model."""

@@ -11,7 +11,7 @@ from typing import Any
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.affinity import Affinity, PrefixHashes, Route, prefix_hashes
-from evoke_proxy.engine.gateway import Exchange, RequestTrace
+from evoke_proxy.engine.gateway import Exchange, PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.body_parsing import run_off_loop
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
@@ -138,6 +138,15 @@ class PoolGateway:
                     trace.begin_attempt()
             yield exchange
             self.servers.pool.request_served(at)
+
+    async def prefetch(self, draft: ParsedChat) -> PrefetchResult:
+        """See Gateway; moves no conversation to another server."""
+        origin = await run_off_loop(draft.body, Origin.of, draft)
+        route = self._affinity.find(origin.tenant, origin.name, origin.hashes)
+        if route is None or route.server not in self.servers.available:
+            self.metrics.prefetches.labels(result="unknown_conversation").inc()
+            return PrefetchResult(reason="unknown_conversation")
+        return await self.servers[route.server].prefetch(draft)
 
     @asynccontextmanager
     async def _attempt(

@@ -193,6 +193,13 @@ class BudgetedState:
         """Record the `timings` of a reply."""
         self.timings = timings
 
+    def rows_prefetched(self, epoch: int, n_rows: int) -> None:
+        """Record that blocks were loaded before a turn, and others evicted for them.
+
+        `epoch` is that of the slot after it; `n_rows` is how many more rows it has.
+        """
+        self.epoch, self.n_resident = epoch, self.n_resident + n_rows
+
     def rows_evicted(self, n_rows: int) -> None:
         """Record that an operator has evicted this many of its rows."""
         self.n_resident -= n_rows

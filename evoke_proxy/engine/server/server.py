@@ -10,7 +10,7 @@ from typing import Any
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
-from evoke_proxy.engine.gateway import Exchange, Outcome, RequestTrace
+from evoke_proxy.engine.gateway import Exchange, Outcome, PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.finalizer import TurnFinalizer
@@ -131,6 +131,14 @@ class Server:
             if trace.facts:
                 trace.after_s = _now() - ended
                 trace.facts = facts_of(scope.turn, outcome, trace)
+
+    async def prefetch(self, draft: ParsedChat) -> PrefetchResult:
+        """See Gateway."""
+        calls = self.resources.calls.as_caller(draft.headers)
+        await self.monitor.ensure_current(calls.client)
+        result = await self.strategy.prefetch(draft, calls)
+        self.resources.metrics.prefetches.labels(result=result.reason or "done").inc()
+        return result
 
     @contextmanager
     def _following_prefill(

@@ -156,7 +156,7 @@ class BackgroundLease:
         slots: the numbers of the slots.
         session: the session that is locked; None when the work changes no session.
         preempted: whether a request has arrived.
-        has_decoded: whether `run` was called, so that the slots may have changed.
+        has_decoded: whether the slots may have changed.
         is_released: whether the lease has ended.
     """
 
@@ -211,6 +211,10 @@ class BackgroundLease:
             except RuntimeError:  # the proxy is stopping
                 work.close()
         self.release()
+
+    def slots_changed(self) -> None:
+        """Record that the slots have changed by a call that was not made in `run`."""
+        self.has_decoded = True
 
     def release(self) -> None:
         """Give the slots back and wake the next request."""

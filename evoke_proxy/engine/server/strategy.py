@@ -16,7 +16,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.feed import EventFeed
-from evoke_proxy.engine.gateway import Outcome
+from evoke_proxy.engine.gateway import Outcome, PrefetchResult
 from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
@@ -77,6 +77,13 @@ class CacheStrategy(ABC):
         each step that may fail. Raises RequestError and CapacityError. Other failures are counted
         here, and the turn is forwarded without a plan.
         """
+
+    async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
+        """Bring back the blocks that a draft needs, in the slot that its conversation has.
+
+        Raises RequestError when llama-server cannot render the draft, and UpstreamError.
+        """
+        return PrefetchResult(reason="unsupported")
 
     async def prefill(self, turn: PreparedTurn) -> tuple[int, int] | None:
         """Tokens of the prompt that its slot has now, and those of the whole prompt.

@@ -22,6 +22,7 @@ from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
+from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
@@ -249,9 +250,23 @@ class Planner:
             return started, plan, None
         return longer, longer_plan, recalled
 
-    async def _begin(self, turn: RenderedTurn, view: SlotView) -> tuple[Turn, Plan]:
-        """Begin a turn of the session and plan it, which takes most of the proxy's own time."""
-        session, vectors = turn.conversation.session, self._vectors.take_new(turn.conversation)
+    async def plan_draft(self, turn: RenderedTurn) -> tuple[Turn, Plan]:
+        """Plan a request that is not sent: the session stays as it is.
+
+        The model is not probed for it, and text is not quoted. Raises BudgetTooSmall and
+        PinBudgetExceeded.
+        """
+        return await self._begin(turn, turn.view, turn.conversation.session.draft())
+
+    async def _begin(
+        self, turn: RenderedTurn, view: SlotView, session: Session | None = None
+    ) -> tuple[Turn, Plan]:
+        """Begin a turn of the session and plan it, which takes most of the proxy's own time.
+
+        `session` replaces that of the conversation.
+        """
+        session = session or turn.conversation.session
+        vectors = self._vectors.take_new(turn.conversation)
 
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))

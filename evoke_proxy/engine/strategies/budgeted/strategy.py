@@ -19,13 +19,14 @@ from evoke_proxy.core.reply.reply_edit import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
-from evoke_proxy.engine.gateway import ForwardedBody, Outcome
+from evoke_proxy.engine.gateway import ForwardedBody, Outcome, PrefetchResult
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.prefetch import Prefetcher
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.shared_prefixes import SharedPrefixes
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
@@ -69,7 +70,12 @@ class BudgetedStrategy(CacheStrategy):
         self._records = records
         self._write_back = write_back
         self._vectors = vectors
+        self._prefetcher = Prefetcher(server, planner, records, vectors)
         self._failures = PreparationFailures(server.monitor, server.metrics)
+
+    async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
+        """See CacheStrategy."""
+        return await self._prefetcher.prefetch(draft, calls)
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
