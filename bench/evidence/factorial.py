@@ -45,7 +45,7 @@ def _nothing(*_: object) -> Any:
 _REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
     "stems": (
         *((module, "stem", _same) for module in (bm25, index, ranking)),
-        (ranking, "_FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)),
+        *((module, "FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)) for module in (bm25, ranking)),
     ),
     "neighbours": ((ranking, "with_neighbours", _same),),
     "second look": ((ranking.UnitRanker, "_second_look_up", _nothing),),

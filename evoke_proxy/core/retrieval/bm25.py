@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ FUNCTION_WORDS = frozenset(
     whats when where which while who whom whose why will with would yes you your yours
     """.split()
 )
+
+FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
 
 # The score of a block that contains none of the query's phrases is reduced by this share. Phrases
 # are the ordered pairs of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
@@ -150,11 +152,16 @@ class InvertedIndex:
 
     def __init__(self) -> None:
         self._lengths = array("d")
-        # For each term: numbers of the documents that contain it, and its count in each.
-        self._postings: dict[str, tuple[array[int], array[float]]] = {}
+        # For each term: numbers of the documents that contain it, its count in each, and the number
+        # of its stem.
+        self._postings: dict[str, tuple[array[int], array[float], int]] = {}
         self._fuzzy_terms = FuzzyTerms()
-        # The terms with each stem.
-        self._terms_of_stem: dict[str, list[str]] = {}
+        # Stems are numbered from 0 in the order they are added; the terms with each stem.
+        self._stem_numbers: dict[str, int] = {}
+        self._terms_of_stem: list[list[str]] = []
+        # By document: the numbers of its stems, without those of function words.
+        self._content_stems: list[array[int]] = []
+        self._function_stems = set[int]()
         self._active: Mask = np.zeros(0, np.bool_)
         self._length_norms: FloatArray = np.zeros(0)
         self._n_active = 0
@@ -167,19 +174,32 @@ class InvertedIndex:
         number = len(self._lengths)
         counts = Counter(terms_of(text))
         self._lengths.append(float(counts.total()))
+        stems = set[int]()
         for term, count in counts.items():
             postings = self._postings.get(term)
             if postings is None:
-                postings = self._postings[term] = (array("q"), array("d"))
-                self._fuzzy_terms.add(term)
-                self._terms_of_stem.setdefault(stem(term), []).append(term)
+                postings = self._postings[term] = (array("q"), array("d"), self._add_form(term))
             postings[0].append(number)
             postings[1].append(count)
+            stems.add(postings[2])
+        self._content_stems.append(array("q", stems - self._function_stems))
+        return number
+
+    def _add_form(self, term: str) -> int:
+        """Add a new term to the forms of its stem, and return the number of the stem."""
+        self._fuzzy_terms.add(term)
+        word_stem = stem(term)
+        number = self._stem_numbers.setdefault(word_stem, len(self._terms_of_stem))
+        if number == len(self._terms_of_stem):
+            self._terms_of_stem.append([])
+            if word_stem in FUNCTION_STEMS:
+                self._function_stems.add(number)
+        self._terms_of_stem[number].append(term)
         return number
 
     def set_active(self, documents: Positions) -> None:
         """Restrict searches and statistics to these documents."""
-        lengths = np.array(self._lengths)
+        lengths = _copied(self._lengths, np.float64) if self._lengths else np.zeros(0)
         self._active = np.zeros(len(lengths), np.bool_)
         self._active[documents] = True
         self._n_active = len(documents)
@@ -199,7 +219,7 @@ class InvertedIndex:
         all_documents, all_counts = array("q"), array("d")
         stem_numbers, lengths = list[int](), list[int]()
         for number, word_stem in enumerate(stems):
-            for term in self._terms_of_stem.get(word_stem, ()):
+            for term in self._forms(self._stem_numbers.get(word_stem)):
                 postings = self._postings[term]
                 all_documents.extend(postings[0])
                 all_counts.extend(postings[1])
@@ -215,9 +235,31 @@ class InvertedIndex:
             numbers, documents, counts = numbers[active], documents[active], counts[active]
         return numbers, documents, counts
 
+    def _forms(self, stem_number: int | None) -> Sequence[str]:
+        """Return the terms with a stem."""
+        return self._terms_of_stem[stem_number] if stem_number is not None else ()
+
     def has_stem(self, word_stem: str) -> bool:
         """Return whether a document, active or not, contains a form of a word."""
-        return word_stem in self._terms_of_stem
+        return word_stem in self._stem_numbers
+
+    def stem_number(self, word_stem: str) -> int | None:
+        """Return the number of a stem; None when no document, active or not, contains it."""
+        return self._stem_numbers.get(word_stem)
+
+    def content_stems(self, document: int) -> Sequence[int]:
+        """Return the numbers of the stems of a document, each once, without function words."""
+        return self._content_stems[document]
+
+    def documents_with(self, stem_number: int) -> Iterator[int]:
+        """Yield the active documents that contain forms of a word, each once for each form."""
+        is_active = self._is_active if self._n_active < len(self._active) else None
+        for term in self._terms_of_stem[stem_number]:
+            documents = self._postings[term][0]
+            yield from documents if is_active is None else filter(is_active, documents)
+
+    def _is_active(self, document: int) -> bool:
+        return bool(self._active[document])
 
     def similar_terms(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Return for each term those of similar spelling, with similarity; best first."""

@@ -213,6 +213,7 @@ class Index:
         source = _BlockSource(
             blocks=blocks,
             inverted=self._inverted,
+            documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
             statements=self._of_short_messages(self._statement_points, _STATEMENT_TOKENS),
@@ -498,6 +499,7 @@ class _BlockSource:
     Attributes:
         blocks: The blocks of the session.
         inverted: Their terms.
+        documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
         statements: [n] points of each block as a short statement of the user, 0 to 3; see
@@ -507,6 +509,7 @@ class _BlockSource:
 
     blocks: BlockTable
     inverted: InvertedIndex
+    documents: Positions
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]
     statements: FloatArray
@@ -546,6 +549,21 @@ class _BlockSource:
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
         return self.blocks[block].text
+
+    def stem_number(self, word_stem: str) -> int | None:
+        """Return the number of a stem; None when no block has contained it."""
+        return self.inverted.stem_number(word_stem)
+
+    def content_stems(self, block: int) -> Sequence[int]:
+        """Return the numbers of the stems of a block, each once, without function words."""
+        return self.inverted.content_stems(int(self.documents[block]))
+
+    def blocks_with(self, stem_number: int) -> Iterable[int]:
+        """Return the blocks that contain forms of a word, each once for each form."""
+        if "words" not in self.signals:
+            return ()
+        found = self.inverted.documents_with(stem_number)
+        return found if self.positions is None else map(self.positions.item, found)
 
 
 def _of_short_messages(blocks: BlockTable, max_tokens: int) -> Mask:

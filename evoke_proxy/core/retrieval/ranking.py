@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, FUNCTION_WORDS, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
     interleaved,
@@ -39,7 +39,6 @@ _NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES = (0.5,), (0.5, 0.25)
 # Factor of the weight of function words, which structure a question. It is not 0, because some of
 # them carry meaning: "give", "where".
 _FUNCTION_WORD_WEIGHT = 0.3
-_FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
 # Weight of the first text of earlier turns in the score of a text that refers to them. Each further
 # text has half the weight of the one before.
 _CONTEXT_WEIGHT = 0.5
@@ -74,9 +73,6 @@ _MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
 # Among this many of the best units of a ranking, a later version of a unit comes before the earlier
 # one. See `_is_version`, which requires this share of common words.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
-# Two units are compared by stems when they share at least this share of their words as written, or
-# when one of them has fewer words than _FEW_WRITTEN_WORDS.
-_MIN_WRITTEN_SHARE, _FEW_WRITTEN_WORDS = 0.3, 12
 # Longest query, in terms.
 _MAX_TERMS = 256
 # The texts of a query are scored together while they have at most this many scores of stems and
@@ -122,6 +118,18 @@ class UnitSource(Protocol):
         """Return the text of a block."""
         ...
 
+    def stem_number(self, word_stem: str) -> int | None:
+        """Return the number of a stem; None when no block has contained it."""
+        ...
+
+    def content_stems(self, block: int) -> Sequence[int]:
+        """Return the numbers of the stems of a block, each once, without function words."""
+        ...
+
+    def blocks_with(self, stem_number: int) -> Iterable[int]:
+        """Return the blocks that contain forms of a word, each once for each form."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SparseRows:
@@ -146,13 +154,18 @@ class _SparseRows:
         sums = np.asarray(np.bincount(cells, values, n_rows * n_columns), np.float64)
         filled = (sums > 0).nonzero()[0]  # of booleans: many times as fast
         starts = filled.searchsorted(np.arange(n_rows + 1) * n_columns)
-        columns = filled - np.repeat(np.arange(n_rows) * n_columns, np.diff(starts))
+        columns = filled - np.repeat(np.arange(n_rows) * n_columns, starts[1:] - starts[:-1])
         return cls(starts, columns, sums[filled], n_columns)
 
     @property
     def rows(self) -> Positions:
         """The row of each value [p]."""
-        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+        return np.repeat(np.arange(len(self.starts) - 1), self.counts)
+
+    @property
+    def counts(self) -> Positions:
+        """The number [s] of values of each row."""
+        return self.starts[1:] - self.starts[:-1]
 
     def with_neighbours(self, shares: Sequence[float]) -> _SparseRows:
         """Add shares of the neighbours in the same row; see `fusion.with_neighbours`."""
@@ -168,7 +181,7 @@ class _SparseRows:
     def sums(self, groups: Sequence[Sequence[int]]) -> FloatArray:
         """Return the sum [g, u] of the rows in each group, added in the order of the group."""
         rows = np.array(list(chain.from_iterable(groups)), np.int64)
-        counts = np.diff(self.starts)[rows]
+        counts = self.counts[rows]
         ends = counts.cumsum()
         at = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - ends + counts, counts)
         first_cells = np.repeat(np.arange(len(groups)) * self.n_columns, list(map(len, groups)))
@@ -215,7 +228,9 @@ class UnitRanker:
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
         self._terms_of: dict[str, Sequence[str]] = {}
         self._stems_of: dict[str, Sequence[str]] = {}
-        self._words_of: dict[int, frozenset[str]] = {}
+        self._unit_of_block: Sequence[int] = units.of_block.tolist()
+        # The stems that were counted last, with their rows, and their counts.
+        self._counted: tuple[Mapping[str, int], _SparseRows] | None = None
 
     def order(
         self,
@@ -274,22 +289,21 @@ class UnitRanker:
 
     def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
         """Return the rankings, with a later version of a unit before the earlier one."""
-        asked = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
-        asked -= _FUNCTION_STEMS
-        stems = dict[int, set[str]]()
+        words = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
+        numbers = map(self._source.stem_number, words - FUNCTION_STEMS)
+        asked = {number for number in numbers if number is not None}
+        stems = dict[int, set[int]]()
         found = list[Ranking]()
         for ranking in rankings:
             best, compared = list[int](), ranking.order[:_COMPARED_UNITS].tolist()
             for unit in compared:
+                if unit not in stems:
+                    stems[unit] = self._content_stems(unit)
                 place = len(best)
                 for i, other in enumerate(best):
-                    if other < unit and self._may_be_version(unit, other):
-                        for each in (unit, other):
-                            if each not in stems:
-                                stems[each] = self._content_stems(each)
-                        if _is_version(stems[unit], stems[other], asked):
-                            place = i
-                            break
+                    if other < unit and _is_version(stems[unit], stems[other], asked):
+                        place = i
+                        break
                 best.insert(place, unit)
             if best != compared:
                 order = np.concatenate([best, ranking.order[_COMPARED_UNITS:]])
@@ -297,30 +311,10 @@ class UnitRanker:
             found.append(ranking)
         return found
 
-    def _may_be_version(self, unit: int, other: int) -> bool:
-        """Return whether two units share enough words as written that their stems are compared.
-
-        This is fast and excludes most pairs; computing stems takes many times as long. Units of few
-        words are always compared by stems.
-        """
-        words, others = self._written_words(unit), self._written_words(other)
-        if min(len(words), len(others)) < _FEW_WRITTEN_WORDS:
-            return True
-        n_shared = len(words & others)
-        return n_shared >= _MIN_WRITTEN_SHARE * (len(words) + len(others) - n_shared)
-
-    def _written_words(self, unit: int) -> frozenset[str]:
-        """Return the words of a unit's beginning as they are written, in lower case."""
-        words = self._words_of.get(unit)
-        if words is None:
-            words = self._words_of[unit] = frozenset(self._read(unit).lower().split())
-        return words
-
-    def _content_stems(self, unit: int) -> set[str]:
-        """Return the stems of a unit's first words, without function words."""
-        # Each word once: no term crosses white space.
-        words = " ".join(set(self._read(unit).split()))
-        return {stem(term) for term in terms_of(words)} - _FUNCTION_STEMS
+    def _content_stems(self, unit: int) -> set[int]:
+        """Return the numbers of the stems of a unit's first blocks, without function words."""
+        blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
+        return set(chain.from_iterable(map(self._source.content_stems, blocks)))
 
     def _read(self, unit: int) -> str:
         """Return the beginning of the text of a unit."""
@@ -335,13 +329,16 @@ class UnitRanker:
 
     def _coverage(self, query: Query) -> FloatArray:
         """Return the share [u] of the weight of the query's content words that each unit has."""
-        stems = [one for one in self._stems(query.text) if one not in _FUNCTION_STEMS]
+        stems = [one for one in self._stems(query.text) if one not in FUNCTION_STEMS]
         if not stems:
             return np.zeros(self._n)
-        counts = self._counts(stems)
+        row_of, counts = self._counted or ({}, None)
+        if counts is None or not row_of.keys() >= set(stems):
+            row_of, counts = {one: i for i, one in enumerate(stems)}, self._counts(stems)
+        rows = [row_of[one] for one in stems]
         weights = self._rarity(counts)
-        covered = np.bincount(counts.columns, weights[counts.rows], self._n)
-        share: FloatArray = covered / weights.sum()
+        covered = replace(counts, values=weights[counts.rows]).sums([rows])[0]
+        share: FloatArray = covered / weights[rows].sum()
         return share
 
     @staticmethod
@@ -399,7 +396,9 @@ class UnitRanker:
         by_neighbours = np.zeros((len(texts), self._n))
         for rows, stems in self._batches([self._stems(text) for text in texts]):
             row_of = {one: i for i, one in enumerate(dict.fromkeys(chain.from_iterable(stems)))}
-            of_words, of_neighbours = self._stem_scores(list(row_of))
+            counts = self._counts(list(row_of))
+            self._counted = row_of, counts
+            of_words, of_neighbours = self._stem_scores(list(row_of), counts)
             of_texts = [[row_of[one] for one in of_text] for of_text in stems]
             by_words[rows] = of_words.sums(of_texts)
             by_neighbours[rows] = of_neighbours.sums(of_texts)
@@ -420,11 +419,12 @@ class UnitRanker:
             n_stems += len(stems)
         yield range(start, len(stems_of_texts)), stems_of_texts[start:]
 
-    def _stem_scores(self, stems: Sequence[str]) -> tuple[_SparseRows, _SparseRows]:
+    def _stem_scores(
+        self, stems: Sequence[str], counts: _SparseRows
+    ) -> tuple[_SparseRows, _SparseRows]:
         """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
-        counts = self._counts(stems)
         weights = self._rarity(counts)
-        is_function_word = [one in _FUNCTION_STEMS for one in stems]
+        is_function_word = [one in FUNCTION_STEMS for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
         near = counts.with_neighbours(_NEIGHBOUR_WORDS)
         return (
@@ -442,7 +442,7 @@ class UnitRanker:
 
     def _rarity(self, counts: _SparseRows) -> FloatArray:
         """Return the inverse document frequency [s] of words, given their counts [s, u]."""
-        frequencies = np.diff(counts.starts)
+        frequencies = counts.counts
         rarity: FloatArray = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
         return rarity
 
@@ -473,7 +473,8 @@ class UnitRanker:
         with `points` [u], come before other units that are as close.
         """
         texts = (query.text, *query.clauses)
-        read_names = {stem(term) for text in texts for term in self._terms(text)}
+        stems = {stem(term) for text in texts for term in self._terms(text)}
+        asked = frozenset(map(self._source.stem_number, stems))
         weights = dict[int, float]()
         for ranking in rankings:
             for rank, unit in enumerate(ranking.order[:_READ_STATEMENTS].tolist()):
@@ -489,7 +490,7 @@ class UnitRanker:
             read.add(unit)
             if hops[unit]:
                 found.setdefault(unit)
-            for other, weight in self._linked(unit, read_names, bool(points[unit])):
+            for other, weight in self._linked(unit, asked, bool(points[unit])):
                 weight *= _HOP_WEIGHT * weights[unit]
                 if not points[other]:
                     weight *= _NOT_STATED
@@ -501,40 +502,43 @@ class UnitRanker:
         return np.array(list(found), np.int64)
 
     def _linked(
-        self, unit: int, read_names: set[str], is_statement: bool
+        self, unit: int, asked: frozenset[int | None], is_statement: bool
     ) -> list[tuple[int, float]]:
         """Return the units that share a rare name with this one, each with a closeness in [0, 1].
 
         A statement without names is linked by its rare words. Names and words whose stems are in
-        `read_names` are ignored; those of this unit are added to it.
+        `asked` are ignored.
         """
-        text, scores, total = self._read(unit), dict[int, float](), math.log1p(self._n / 2)
-        names = {stem(name): certainty for name, certainty in names_in(text).items()}
+        names = dict[int, float]()
+        for name, certainty in names_in(self._read(unit)).items():
+            number = self._source.stem_number(stem(name))
+            if number is not None:
+                names[number] = certainty
         linking = names
         if is_statement and 1.0 not in names.values():
-            rare = {stem(term) for term in terms_of(text)} - _FUNCTION_STEMS
-            linking = dict.fromkeys(sorted(rare), _WORD_CERTAINTY) | names
-        words = {one: weight for one, weight in linking.items() if one not in read_names}
-        read_names |= words.keys()
-        for (word_stem, weight), units in zip(
-            words.items(), self._units_with(list(words)), strict=True
-        ):
-            limit = _MAX_NAMED_UNITS if word_stem in names else _MAX_WORD_UNITS
-            if 1 < len(units) <= limit:
+            linking = dict.fromkeys(sorted(self._content_stems(unit)), _WORD_CERTAINTY) | names
+        scores, total = dict[int, float](), math.log1p(self._n / 2)
+        for number, weight in linking.items():
+            if number in asked:
+                continue
+            limit = _MAX_NAMED_UNITS if number in names else _MAX_WORD_UNITS
+            units = self._units_with(number, limit)
+            if len(units) > 1:
                 rarity = weight * math.log1p(self._n / len(units))
                 for other in units:
                     scores[other] = scores.get(other, 0.0) + rarity
         scores.pop(unit, None)
         return [(i, min(1.0, scores[i] / total)) for i in sorted(scores)]
 
-    def _units_with(self, stems: Sequence[str]) -> list[set[int]]:
-        """Return for each stem the ranked units that contain forms of the word."""
-        found = [set[int]() for _ in stems]
-        numbers, blocks, _ = self._source.form_counts(stems)
-        units = self._units.of_block[blocks]
-        for number, unit in zip(numbers.tolist(), units.tolist(), strict=True):
+    def _units_with(self, stem_number: int, limit: int) -> set[int]:
+        """Return the ranked units that contain forms of a word; none if more than `limit` do."""
+        found = set[int]()
+        for block in self._source.blocks_with(stem_number):
+            unit = self._unit_of_block[block]
             if unit < self._n:
-                found[number].add(unit)
+                found.add(unit)
+                if len(found) > limit:
+                    return set()
         return found
 
 
@@ -556,14 +560,15 @@ def _statements(text: _TextScores, points: FloatArray, after: int) -> Ranking:
     return Ranking(order, _STATEMENT_WEIGHT, after)
 
 
-def _is_version(words: set[str], other: set[str], asked: set[str]) -> bool:
+def _is_version(words: set[int], other: set[int], asked: set[int]) -> bool:
     """Return whether a text with the stems `words` is a version of one with the stems `other`.
 
     It is when it contains each stem of the query (`asked`) that the other contains, and both have
     at least _MIN_SHARED_WORDS of all their stems in common.
     """
-    has_all = other & asked <= words & asked
-    return has_all and len(words & other) >= _MIN_SHARED_WORDS * len(words | other) > 0
+    n_shared = len(words & other)
+    n_all = len(words) + len(other) - n_shared
+    return n_shared >= _MIN_SHARED_WORDS * n_all > 0 and other & asked <= words
 
 
 def names_in(text: str) -> dict[str, float]:
