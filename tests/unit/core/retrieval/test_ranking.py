@@ -16,12 +16,17 @@ from evoke_proxy.core.retrieval.units import Units
 FILLER = [f"The weather of day {n} was calm and the market opened late." for n in range(20)]
 
 
-def order(query: Query, texts: list[str], model: dict[int, float] | None = None) -> list[int]:
-    """The numbers of the ranked messages; each message is one block."""
-    blocks = BlockTable(
-        Block(f"user:{i}#0", f"s/{i}", Span(i * 20, i * 20 + 20), Role.USER, 1, i, text)
+def blocks_of(texts: list[str], session: str = "s") -> BlockTable:
+    """A table of blocks with these texts, each one message of the user."""
+    return BlockTable(
+        Block(f"user:{i}#0", f"{session}/{i}", Span(i * 20, i * 20 + 20), Role.USER, 1, i, text)
         for i, text in enumerate(texts)
     )
+
+
+def order(query: Query, texts: list[str], model: dict[int, float] | None = None) -> list[int]:
+    """The numbers of the ranked messages; each message is one block."""
+    blocks = blocks_of(texts)
     relevance = None
     if model is not None:
         relevance = np.zeros(len(texts))
@@ -97,6 +102,21 @@ def test_rare_words_of_a_statement_are_looked_up_too() -> None:
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     assert 15 in order(Query.of("What do I need for the red report?"), texts)[:4]
     assert 15 not in order(Query.of("Which day was calm?"), texts)[:4]
+
+
+def test_removed_messages_do_not_change_the_ranking() -> None:
+    removed = [f"{text} Key Sable-14 is for gate Ochre." for text in FILLER]
+    texts = [f"The plan of day {n} has {n} steps and no risk." for n in range(16)]
+    texts[3] = "Deliveries of Nyström use gate Ochre."
+    texts[6] = "build.yaml: gate Ochre, WORKERS = 52232, TIMEOUT = 149288"
+    texts[9] = "build.yaml: gate Ochre, WORKERS = 31841, TIMEOUT = 149288"
+    texts[12] = "At gate Ochre you need key Sable-14."
+    query, blocks = Query.of("Which gate is for deliveries of Nyström?"), blocks_of(texts)
+    index = Index()
+    index.update(blocks_of(removed, "other"))
+    found = index.unit_order(query, blocks, Units.of(blocks, 64), len(blocks)).tolist()
+    assert found == order(query, texts)
+    assert found[0] == 3 and found.index(9) < found.index(6) and 12 in found
 
 
 def test_statements_are_ranked_where_none_has_the_words_of_the_question() -> None:
