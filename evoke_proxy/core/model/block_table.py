@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -171,12 +171,9 @@ class BlockTable(Sequence[Block]):
             self._columns.followed_by(more._columns),
             np.concatenate([self.copied, more.copied]),
         )
-        if self._indexes is not None:
-            # Shared while no other table has added to it; a copy is faster than a new index.
-            shares = len(self._indexes) == len(self)
-            indexes = self._indexes if shares else dict(islice(self._indexes.items(), len(self)))
-            indexes.update(zip(more._labels, range(len(self), len(table)), strict=True))
-            table._indexes = indexes
+        if self._indexes is not None:  # a copy is faster than a new index
+            added = range(len(self), len(table))
+            table._indexes = self._indexes | dict(zip(more._labels, added, strict=True))
         return table
 
     def same_blocks(self, other: BlockTable) -> bool:
@@ -217,23 +214,22 @@ class BlockTable(Sequence[Block]):
 
     def labelled(self, labels: frozenset[str]) -> Mask:
         """Which blocks have one of these labels."""
-        mask = np.zeros(len(self), np.bool_)
-        if labels:
-            found = [self.index_of(label) for label in labels]
-            mask[[at for at in found if at is not None]] = True
+        mask, index = np.zeros(len(self), np.bool_), self._index()
+        mask[[index[label] for label in labels if label in index]] = True
         return mask
 
     def has(self, label: str) -> bool:
         """Whether a block has this label."""
-        return self.index_of(label) is not None
+        return label in self._index()
 
     def index_of(self, label: str) -> int | None:
         """The index of the block with this label; None when there is none."""
+        return self._index().get(label)
+
+    def _index(self) -> dict[str, int]:
         if self._indexes is None:
             self._indexes = dict(zip(self._labels, range(len(self._labels)), strict=True))
-        at = self._indexes.get(label)
-        # A longer table that begins with these blocks may have added its own to the same index.
-        return at if at is not None and at < len(self) else None
+        return self._indexes
 
     def crossing(self, positions: Iterable[int]) -> list[int]:
         """Ascending indexes of the blocks that one of these positions would split."""
