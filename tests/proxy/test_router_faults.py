@@ -41,6 +41,10 @@ class Deployment:
         models = str(self.folder / "models")
         options = ["--models-dir", models, "--models-max", "1", "-np", "1", "-c", "8192"]
         options += ["-t", "1", "--metrics", "--slot-save-path", str(self.folder / "slots")]
+        # A model that is unloaded during an answer is killed after a second, not after 10.
+        preset = self.folder / "models.ini"
+        preset.write_text("version = 1\n[*]\nstop-timeout = 1\n", "utf-8")
+        options += ["--models-preset", str(preset)]
         server = bare_llama_server(server_binary(patched=False), *options, port=self.port)
         self._server.enter_context(server)
 
