@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from evoke_proxy.core.model.blocks import Block, Span
 
@@ -147,6 +147,21 @@ class Plan:
 
 
 Plan.EMPTY = Plan()
+
+
+_Copied = TypeVar("_Copied", Save, Load)
+
+
+def batches(copies: Sequence[_Copied], n_tokens: int) -> Iterator[tuple[_Copied, ...]]:
+    """Yield the copies in order, in batches of at most `n_tokens` tokens or of one block."""
+    batch: list[_Copied] = []
+    for copied in copies:
+        if batch and sum(len(item.span) for item in batch) + len(copied.span) > n_tokens:
+            yield tuple(batch)
+            batch = []
+        batch.append(copied)
+    if batch:
+        yield tuple(batch)
 
 
 def _range_op(op: str, span: Span) -> dict[str, Any]:

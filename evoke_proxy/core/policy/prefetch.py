@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from evoke_proxy.core.model.blocks import Span, clipped, count
-from evoke_proxy.core.model.plan import Evict, Load, Plan
+from evoke_proxy.core.model.plan import Evict, Plan, batches
 
 # Why a prefetch has brought back less than the draft needs; see docs/requests.md.
 PREFETCH_REASONS = (
@@ -38,7 +38,7 @@ def loading_steps(
     n_rows = count(resident)
     evicts = deque(plan.evicts)
     saves = {save.label: save for save in plan.saves}
-    for batch in _batches(plan.loads, step_tokens):
+    for batch in batches(plan.loads, step_tokens):
         n_loaded = sum(len(load.span) for load in batch)
         evicted: list[Evict] = []
         while n_rows + n_loaded > limit and evicts:
@@ -54,15 +54,3 @@ def loading_steps(
             loads=batch,
             reason="prefetch",
         )
-
-
-def _batches(loads: Sequence[Load], step_tokens: int) -> Iterator[tuple[Load, ...]]:
-    """The loads in order, in batches of at most `step_tokens` tokens or of one block."""
-    batch: list[Load] = []
-    for load in loads:
-        if batch and sum(len(item.span) for item in batch) + len(load.span) > step_tokens:
-            yield tuple(batch)
-            batch = []
-        batch.append(load)
-    if batch:
-        yield tuple(batch)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.core.model.plan import Plan, Save
+from evoke_proxy.core.model.plan import Plan, Save, batches
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
@@ -129,7 +129,7 @@ class WriteBack:
         session = conversation.session
         everything = session.plan_save_all(view).saves if self._records.saves_answers else ()
         saves = everything or session.unsaved(view)
-        for batch in _batches(saves[: _n_fitting(answer, saves)]):
+        for batch in batches(saves[: _n_fitting(answer, saves)], _BATCH_TOKENS):
             lease.check()
             ops = Plan(saves=batch).ops()
             call = {"epoch": view.epoch, "ops": ops, "expect": expected, **conversation.owner}
@@ -150,15 +150,3 @@ def _n_fitting(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:
         if free < 0:
             return n
     return len(saves)
-
-
-def _batches(saves: Sequence[Save]) -> Iterator[tuple[Save, ...]]:
-    """The saves in order, in batches of at most `_BATCH_TOKENS` tokens or of one block."""
-    batch: list[Save] = []
-    for save in saves:
-        if batch and sum(len(item.span) for item in batch) + len(save.span) > _BATCH_TOKENS:
-            yield tuple(batch)
-            batch = []
-        batch.append(save)
-    if batch:
-        yield tuple(batch)
