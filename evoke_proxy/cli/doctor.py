@@ -97,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"doctor: {error}{hint}") from error
     eviction = server.eviction
     changes = doctor_eviction.changes(eviction, config)
-    changes += advice(findings) if findings is not None else []
+    if findings is not None:
+        changes += advice(findings, gets_blocks=eviction.lacks_ram)
     hints = doctor_eviction.hints(eviction)
     if arguments.json:
         summary = {"memory": findings.reuse.memory} if findings is not None else {}
@@ -248,13 +249,18 @@ class Findings:
     flash_attention: bool | None = None
 
 
-def advice(findings: Findings) -> list[str]:
-    """Return what to change, the most important first; empty when nothing needs to change."""
+def advice(findings: Findings, *, gets_blocks: bool = False) -> list[str]:
+    """Return what to change, the most important first; empty when nothing needs to change.
+
+    `gets_blocks` says that the server is about to be started with --evoke-ram. Its blocks then
+    survive a restart on disk, so no directory of saved slots is advised: a model that needs one
+    beside its blocks is recognised once it runs with --evoke-ram.
+    """
     memory = findings.reuse.memory
     template, with_tools = findings.plain, findings.tools
     rules = (
-        (bool(findings.no_saves), "start it with --slot-save-path DIR, and set snapshots.directory"
-         " to DIR: otherwise nothing survives a restart"),
+        (bool(findings.no_saves) and not gets_blocks, "start it with --slot-save-path DIR, and set"
+         " snapshots.directory to DIR: otherwise nothing survives a restart"),
         (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to the"
          f" directory that the server saves slots to: {findings.no_files}"),
         (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves nothing"),

@@ -76,7 +76,7 @@ EVICTS = (*PATCHED, "--ctx-logical", "4096")
 @pytest.mark.parametrize(
     ("options", "settings", "advised", "hinted"),
     [
-        ((), {}, ["start it with --evoke-ram", "--slot-save-path"], "-np 2"),
+        ((), {}, ["start it with --evoke-ram"], "-np 2"),
         (PATCHED, {}, ["--ctx-logical 4096", "--evoke-disk DIR"], "-np 2"),
         (PATCHED, {"BUDGET": "700"}, ["--evoke-disk DIR"], "-np 2"),
         (

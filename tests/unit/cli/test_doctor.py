@@ -86,5 +86,11 @@ def test_a_finding_gets_the_advice_for_it(findings: Findings, text: str) -> None
     assert text in advice(findings)[0]
 
 
+def test_a_server_that_is_to_get_blocks_needs_no_directory_of_slots() -> None:
+    unsaved = replace(FINE, no_saves="no")
+    assert "--slot-save-path" in advice(unsaved)[0]
+    assert advice(unsaved, gets_blocks=True) == []
+
+
 def test_a_single_slot_gets_no_advice_about_idle_slots() -> None:
     assert advice(replace(FINE, n_slots=1, clears_idle=True)) == []
