@@ -133,10 +133,16 @@ class PrefillComments:
             chunk = task.result()
             if chunk is None:
                 return
-            has_event = not chunk.startswith(b":")
+            has_event = _has_event(chunk)
             yield chunk
         async for chunk in chunks:
             yield chunk
+
+
+def _has_event(chunk: bytes) -> bool:
+    """Whether a chunk contains more than whole comments: nothing may be inserted after it."""
+    lines = chunk.split(b"\n")
+    return bool(lines.pop()) or any(line and not line.startswith(b":") for line in lines)
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
