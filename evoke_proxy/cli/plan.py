@@ -284,10 +284,7 @@ def table(plan: MemoryPlan) -> list[str]:
     if plan.other_bytes:
         weights += f", {_bytes(plan.other_bytes)} beside it (-md, --mmproj)"
     rows = [
-        (
-            "model",
-            f"{shape.architecture}, {shape.kind}, {weights}",
-        ),
+        ("model", f"{shape.architecture}, {shape.kind}, {weights}"),
         ("sessions", str(plan.sessions)),
         ("context", f"{plan.context} tokens ({'--ctx-logical' if plan.ram_mib else '-c'})"),
         ("cells", f"{plan.cells} for each session (-c {plan.cells * plan.sessions})"),

@@ -183,8 +183,7 @@ def build_spec(
 
 
 def _identity(pin: Pin, source: Path | None) -> tuple[str, str]:
-    """Return two keys of the source: the first does not change with its content, the second"
-    " does."""
+    """Return two keys of the source; only the second one changes with its content."""
     if source is None:
         return pin.sha256, pin.sha256
     require_checkout(source)
