@@ -8,23 +8,26 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from harness import server_binary
+from harness import ask, server_binary
 from shipped_stack import PROXY, ROOT, Installed, Program, running
 
 from evoke_proxy.demo.processes import free_port
 
 DOCKER = ROOT / "docker"
-_DEFAULT = re.compile(r"\$\{[A-Z_]+:-([^}]*)\}")
+# A variable whose default contains no other variable.
+_INNERMOST = re.compile(r"\$\{([A-Z_]+):-([^${}]*)\}")
 
 
-def compose() -> dict[str, Any]:
-    """Return the services as they are without an .env file: every variable has its default."""
-    text = _DEFAULT.sub(r"\1", (DOCKER / "compose.yaml").read_text("utf-8"))
+def compose(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the services with the variables of an .env file; others have their defaults."""
+    text, n_replaced = (DOCKER / "compose.yaml").read_text("utf-8"), 1
+    while n_replaced:
+        text, n_replaced = _INNERMOST.subn(lambda found: variables.get(found[1]) or found[2], text)
     services: dict[str, Any] = yaml.safe_load(text)["services"]
     return services
 
@@ -43,10 +46,12 @@ class Host:
     Attributes:
         folder: The directory of the volumes.
         ports: The port on this machine of each container address.
+        variables: The variables of the .env file.
     """
 
     folder: Path
     ports: Mapping[str, int]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def native(self, service: Mapping[str, Any], text: str) -> str:
         """Replace the paths and addresses in a value of a service by those on this machine."""
@@ -77,7 +82,9 @@ class Host:
 
     def environment(self, service: Mapping[str, Any]) -> dict[str, str]:
         """Return the environment of a service on this machine."""
-        container = image_variables(service["build"]["dockerfile"]) | service.get("environment", {})
+        assert service["env_file"] == [{"path": ".env", "required": False}]
+        container = image_variables(service["build"]["dockerfile"])
+        container |= {**self.variables, **service.get("environment", {})}
         native = {name: self.native(service, str(value)) for name, value in container.items()}
         native |= {"LLAMA_ARG_HOST": "127.0.0.1"} if "LLAMA_ARG_HOST" in native else {}
         inherited = {
@@ -92,7 +99,7 @@ class Host:
 @contextmanager
 def stack(host: Host) -> Iterator[None]:
     """Run the one-shot services, then llama-server and the proxy, until the block ends."""
-    services = compose()
+    services = compose(host.variables)
     for name in ("fetch-embedder", "admin-token"):
         assert services["proxy"]["depends_on"][name]["condition"].endswith("successfully")
         service = services[name]
@@ -113,9 +120,25 @@ def stack(host: Host) -> Iterator[None]:
         yield
 
 
-def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> None:
+def host_with(folder: Path, **variables: str) -> Host:
+    """Return this machine with free ports for all services; `variables` are those of .env."""
     addresses = ("llama-server:8080", "0.0.0.0:8090", "0.0.0.0:18090")
-    host = Host(tmp_path, {address: free_port() for address in addresses})
+    return Host(folder, {address: free_port() for address in addresses}, variables)
+
+
+def test_the_proxy_uses_the_key_of_llama_server(tmp_path: Path) -> None:
+    host = host_with(tmp_path, LLAMA_API_KEY="secret")
+    port = host.ports["0.0.0.0:8090"]
+    with stack(host):
+        ready = ask(port, "GET", "/evoke/ready")
+        assert ready.status == 200 and b"upstream:api_key" not in ready.body, ready.body
+        assert ask(port, "GET", "/v1/models").status == 401
+        with_key = {"Authorization": "Bearer secret"}
+        assert ask(port, "GET", "/v1/models", headers=with_key).status == 200
+
+
+def test_the_stack_evicts_recovers_and_survives_a_restart(tmp_path: Path) -> None:
+    host = host_with(tmp_path)
     installed = Installed(
         clients=host.ports["0.0.0.0:8090"],
         admin=host.ports["0.0.0.0:18090"],

@@ -400,7 +400,7 @@ def _example() -> dict[str, str]:
 
 
 def test_the_env_example_has_every_variable_with_its_default() -> None:
-    used = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", "\n".join(_texts(GPU))))
+    used = dict(re.findall(r"\$\{([A-Z_]+):-([^${}]*)\}", "\n".join(_texts(GPU))))
     assert len(used) >= 6
     example = _example()
     assert {name: example.get(name) for name in used} == used
@@ -449,7 +449,7 @@ def test_llama_variables_are_options_of_the_patched_server() -> None:
 def test_the_default_model_exists() -> None:
     service = GPU["services"]["llama-server"]
     (volume,) = [item for item in service["volumes"] if isinstance(item, dict)]
-    defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", "\n".join(_texts(service))))
+    defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^${}]*)\}", "\n".join(_texts(service))))
     assert (DOCKER / defaults["MODELS_DIR"] / defaults["MODEL_FILE"]).is_file()
     assert service["environment"]["LLAMA_ARG_MODEL"].startswith(volume["target"] + "/")
     assert volume["read_only"] and volume["bind"] == {"create_host_path": False}
