@@ -226,8 +226,8 @@ def _file_bytes(path: Path) -> int:
 def _ram_mib(arguments: argparse.Namespace, options: ServerOptions) -> int | None:
     """MiB of host memory for blocks; ConfigError for a `--ram` that holds no block."""
     named = options.value("--evoke-ram")
-    if named is not None and named.isdecimal():
-        return int(named)
+    if named is not None and named.removeprefix("-").isdecimal():
+        return max(0, int(named))  # a negative number disables block calls, like 0
     if arguments.ram is None:
         return None
     if arguments.ram < _MIB:

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from evoke_proxy.adapters.port_owner import owner_of
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.loader import reloaded, risks_of
 from evoke_proxy.engine.assembly import build_gateway
@@ -173,15 +174,21 @@ async def _listen_for_admin(
     is_default = config.admin_listen == SecurityConfig().admin_listen
     for address in config.admin_listen:
         if is_default and _port(address) in map(_port, listen):
-            _print(f"serves no admin API: {address} (security.admin_listen) is also in listen")
+            _without_admin(address, "is also in listen")
             continue
         try:
             await web.TCPSite(runner, *parse_listen(address)).start()
         except OSError:
             if not is_default:
                 raise
-            _print(f"serves no admin API: {address} (security.admin_listen) is in use")
+            _without_admin(address, f"is taken by {owner_of(_port(address))}")
     runner.app[OPERATOR_ACCESS].set_addresses(runner.addresses)
+
+
+def _without_admin(address: str, reason: str) -> None:
+    """Say why the admin API is not served at an address, and which option names another."""
+    fix = "--admin-listen 127.0.0.1:PORT names another address"
+    _print(f"serves no admin API: {address} (security.admin_listen) {reason}; {fix}")
 
 
 def _port(address: str) -> int:

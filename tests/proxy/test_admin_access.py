@@ -148,7 +148,8 @@ def test_a_default_admin_address_in_use_is_reported_and_a_configured_one_ends_th
                 break
             time.sleep(0.1)
         with _serving(upstream) as (clients, admin, log):
-            assert not admin and "serves no admin API: 127.0.0.1:" in log
+            assert not admin and "serves no admin API: 127.0.0.1:18090" in log
+            assert "is taken by " in log and "; --admin-listen " in log
             assert _status(clients, "/evoke/sessions") == 403
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -88,7 +88,9 @@ def test_the_table_shows_the_memory_that_eviction_saves() -> None:
     assert "7.00 GiB there: eviction saves 6.12 GiB" in text
 
 
-@pytest.mark.parametrize("words", [("--evoke-ram", "0"), ("--evoke-ram=0", "-c", "2048")])
+@pytest.mark.parametrize(
+    "words", [("--evoke-ram", "0"), ("--evoke-ram=0", "-c", "2048"), ("--evoke-ram", "-1")]
+)
 def test_a_server_without_block_calls_gets_a_plan_without_eviction(words: tuple[str, ...]) -> None:
     server_options = ServerOptions(words)
     plan = make_plan(SHAPE, MACHINE, wishes(arguments("--cells", "4096"), server_options))
