@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import yaml
 
-from evoke_proxy.adapters.metrics import BlockStore, Metrics
+from evoke_proxy.adapters.metrics import (
+    EVICTION_REASONS,
+    RECOVERY_REASONS,
+    BlockStore,
+    Metrics,
+)
 from evoke_proxy.engine.admin.metrics_reference import reference
 
 ROOT = Path(__file__).parents[3]
@@ -80,3 +86,10 @@ def test_block_store_gauges_have_only_the_servers_of_the_latest_scrape() -> None
     metrics.set_stores({"b": BlockStore(disk_used=4)})
     assert value("evoke_ram_used_bytes", {"server": "a"}) is None
     assert value("evoke_disk_used_bytes", {"server": "b"}) == 4
+
+
+def test_the_operating_page_explains_every_reason_of_evictions_and_recoveries() -> None:
+    text = OPERATE.partition("`evoke_evictions_total` has the reasons")[2].partition("\n\n")[0]
+    evictions, _, recoveries = text.partition("`evoke_recoveries_total` has")
+    for reasons, part in ((EVICTION_REASONS, evictions), (RECOVERY_REASONS, recoveries)):
+        assert {f"`{reason}`" for reason in reasons} <= set(re.findall(r"`\w+`", part))

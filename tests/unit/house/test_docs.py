@@ -75,6 +75,14 @@ def test_settings_metrics_and_files_exist(name: str) -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
+def test_every_stage_of_a_failed_turn_is_documented() -> None:
+    sources = [path.read_text("utf-8") for path in (ROOT / "evoke_proxy").rglob("*.py")]
+    stages = {name for text in sources for name in re.findall(r'\bstage ?= ?"(\w+)"', text)}
+    described = TEXTS["requests.md"].partition("`STAGE`, a label")[2]
+    assert {"plan", "share", "restore"} <= stages
+    assert stages <= set(re.findall(r"`(\w+)`", described))
+
+
 def test_configurations_for_clients_are_valid() -> None:
     text = TEXTS["clients.md"]
     (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
