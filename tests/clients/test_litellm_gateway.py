@@ -175,9 +175,10 @@ def test_a_fact_is_recalled_beyond_the_cells_through_the_gateway(
     assert chain.running.metric("evoke_blocks_evicted_total") > 0
     assert chain.running.metric("evoke_blocks_recovered_total") > before
     assert chain.running.metric("evoke_degraded_total") == 0
-    # The gateway forwarded the id of the client, and all turns are one conversation.
+    # The gateway forwarded the id of the client, and the turns are one conversation. The first one
+    # is short: where there are other conversations it counts as a side request.
     rows = [row for row in Admin(chain.running.gateway).sessions() if row["name"] == client.session]
-    assert [row["turns"] for row in rows] == [TURNS + 2], rows
+    assert len(rows) == 1 and rows[0]["turns"] in (TURNS + 1, TURNS + 2), rows
     assert rows[0]["tokens"] > CELLS
 
 
