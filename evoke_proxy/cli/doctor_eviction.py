@@ -201,8 +201,8 @@ def hints(found: Eviction) -> list[str]:
         (found.store is None and not found.is_patched, "to evict and recover, build the patched"
          f" llama-server (`evoke-proxy build-server`), then {_start_with(found)}"),
         (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) and"
-         " the conversation use it alternately; with -np 2 there are two, each with half of the"
-         " cells"),
+         " the conversation use it alternately; -np 2 (`evoke-proxy up --sessions 2`) gives two,"
+         " which share the cells of -c"),
         (found.n_slots > 1 and shared and found.store is not None, f"{found.n_slots} slots share"
          f" {found.n_cells} cells, so a budget is a share of them; -no-kvu gives each its own"),
         (found.thoughts == "removed", "its chat template removes the thoughts (reasoning) of"
