@@ -22,7 +22,7 @@ from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import publish_start
 from evoke_proxy.errors import EvokeError, UpstreamError
 
-# Seconds between two looks at how much of a prompt has been decoded.
+# Seconds between two queries of how much of a prompt is decoded.
 _PREFILL_POLL_S = 1.0
 
 

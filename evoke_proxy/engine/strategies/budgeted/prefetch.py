@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _MAX_RUNNING, _MAX_OF_TENANT = 8, 2
 # Seconds between two calls for one conversation.
 _MIN_INTERVAL_S = 0.25
-# Seconds that a call waits for the copying of blocks after a reply, and between two looks at it.
+# Seconds that a call waits for the copying of blocks after a reply, and between two checks of it.
 _COPYING_S, _POLL_S = 2.0, 0.02
 # Seconds that rendering and ranking may take, and after which no further blocks are copied.
 _TIME_LIMIT_S = 10.0

@@ -26,9 +26,9 @@ from evoke_proxy.errors import PlanRefused
 _log = logging.getLogger(__name__)
 # Fewer tokens are decoded sooner than they are found, copied and loaded.
 _MIN_TOKENS = 256
-# Seconds between two looks at a slot in which another request decodes the prefix.
+# Seconds between two queries of a slot in which another request decodes the prefix.
 _POLL_S = 0.05
-# Looks at rows that should be there and are not, before they are decoded here.
+# Queries for rows that another slot should have and does not, before they are decoded here.
 _MAX_MISSES = 20
 
 
