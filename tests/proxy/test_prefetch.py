@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import threading
 import time
@@ -12,14 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from admin_client import QUESTION, ask_for_fact, conversation_with_evicted_fact, fact_block
+from admin_client import (
+    BUDGET,
+    QUESTION,
+    ask_for_fact,
+    conversation_with_evicted_fact,
+    fact_block,
+)
 from conversation import ChatClient, endless_stream
-from harness import Answer, RunningProxy, ask
+from harness import (
+    Answer,
+    RunningProxy,
+    ask,
+    llama_server,
+    pool,
+    server_binary,
+    until,
+)
 from tenant_keys import KEYS, proxy_with_keys
 
 from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall
 from evoke_proxy.core.policy.prefetch import loading_steps
 from evoke_proxy.engine.strategies.budgeted import prefetch
+from evoke_proxy.errors import PlanRefused
 
 INTERVAL_S = 0.3
 NO_BLOCKS = {"blocks": 0, "tokens": 0}
@@ -139,8 +155,8 @@ def test_a_request_waits_only_for_the_copy_in_progress(
     monkeypatch.setattr(BlockApi, "run_plan", slow_run_plan)
     monkeypatch.setattr(prefetch, "loading_steps", partial(loading_steps, step_tokens=1))
     draft = f"{QUESTION} And what were turn 0 and turn 1 about, in detail?"
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(prefetched, client, draft)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(prefetched, client, draft)
         assert copying.wait(10)
         turn = client.say(QUESTION)
         result = answer.result()
@@ -148,6 +164,89 @@ def test_a_request_waits_only_for_the_copy_in_progress(
     assert result["recovered"]["blocks"] == 1 < result["needed"]["blocks"]
     assert turn.accounting["marker"] == "ok" and turn.accounting["n_resident_peak"] <= 320
     assert patched_proxy.metric("evoke_degraded_total") == 0
+
+
+def test_a_step_ends_and_is_recorded_when_the_client_disconnects(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = conversation_with_evicted_fact(patched_proxy.port, "leaving")
+    copying, run_plan, loaded = threading.Event(), BlockApi.run_plan, list[int]()
+
+    async def slow_run_plan(self: BlockApi, call: PlanCall) -> int:
+        if call.plan.reason != "prefetch":
+            return await run_plan(self, call)
+        copying.set()
+        await asyncio.sleep(0.5)
+        epoch = await run_plan(self, call)
+        loaded.append(sum(len(load.span) for load in call.plan.loads))
+        return epoch
+
+    monkeypatch.setattr(BlockApi, "run_plan", slow_run_plan)
+    draft = [*client.messages, {"role": "user", "content": QUESTION}]
+    connection = http.client.HTTPConnection("127.0.0.1", patched_proxy.port, timeout=10)
+    connection.request("POST", "/evoke/prefetch", client.body(messages=draft), client.headers)
+    assert copying.wait(10)
+    connection.close()
+    until(lambda: loaded, "the step ends")
+    patched_proxy.wait_for_background()
+    assert len(loaded) == 1, "steps follow although the client has disconnected"
+    assert patched_proxy.metric("evoke_prefetched_tokens_total") == loaded[0] > 0
+    session = shown(patched_proxy, "leaving")
+    assert session["resident"] == session["totals"]["resident"]
+    turn = client.say(QUESTION)
+    assert turn.accounting["marker"] == "ok" and turn.accounting["n_resident_peak"] <= BUDGET
+    assert turn.headers["x-evoke-recovered"] == "blocks=0;tokens=0"
+    assert patched_proxy.metric("evoke_plan_failures_total") == 0
+
+
+def test_a_refused_step_and_a_time_limit_are_named_and_change_no_turn(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = conversation_with_evicted_fact(patched_proxy.port, "refused")
+    run_plan = BlockApi.run_plan
+
+    async def refusing_run_plan(self: BlockApi, call: PlanCall) -> int:
+        if call.plan.reason == "prefetch":
+            raise PlanRefused("block_not_found", "no such block")
+        return await run_plan(self, call)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockApi, "run_plan", refusing_run_plan)
+        assert prefetched(client)["reason"] == "refused"
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetch, "_TIME_LIMIT_S", 0.0)
+        assert prefetched(client)["reason"] == "time_limit"
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetch, "_MAX_OF_TENANT", 0)
+        assert prefetched(client)["reason"] == "too_many"
+    ask_for_fact(client)
+    assert patched_proxy.metric("evoke_degraded_total") == 0
+    for reason in ("refused", "time_limit", "too_many"):
+        assert patched_proxy.metric("evoke_prefetches_total", result=reason) == 1
+
+
+def test_drafts_that_no_budget_can_serve_are_named(patched_proxy: RunningProxy) -> None:
+    client = conversation_with_evicted_fact(patched_proxy.port, "long")
+    assert prefetched(client, "Grass is green. " * 4000)["reason"] == "too_long"
+    client.fields = {**client.fields, "n": 2}
+    assert prefetched(client)["reason"] == "bypass"
+
+
+def test_a_draft_goes_to_the_server_of_its_conversation_in_a_pool(patched_port: int) -> None:
+    with (
+        llama_server(server_binary(patched=True), "-np", "1", "--evoke-ram", "64") as other_port,
+        pool({"a": patched_port, "b": other_port}) as running,
+    ):
+        first = conversation_with_evicted_fact(running.port, "first")
+        second = conversation_with_evicted_fact(running.port, "second")
+        for client in (first, second):
+            result = prefetched(client)
+            assert result["reason"] == "" and result["recovered"]["tokens"] > 0
+            turn = client.say(QUESTION)
+            assert turn.headers["x-evoke-recovered"] == "blocks=0;tokens=0"
+        stranger = ChatClient(running.port, "stranger")
+        stranger.messages[0]["content"] = "Another system prompt, of another conversation."
+        assert prefetched(stranger)["reason"] == "unknown_conversation"
 
 
 @pytest.mark.parametrize(
