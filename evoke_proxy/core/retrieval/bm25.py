@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +162,10 @@ class InvertedIndex:
         # By document: the numbers of its stems, without those of function words.
         self._content_stems: list[array[int]] = []
         self._function_stems = set[int]()
-        self._active: Mask = np.zeros(0, np.bool_)
-        self._length_norms: FloatArray = np.zeros(0)
-        self._n_active = 0
+        self._active_documents: Positions = np.zeros(0, np.int64)
+        # Of the active documents; computed when a search first needs them.
+        self._active: Mask | None = None
+        self._length_norms: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -199,12 +200,33 @@ class InvertedIndex:
 
     def set_active(self, documents: Positions) -> None:
         """Restrict searches and statistics to these documents."""
-        lengths = _copied(self._lengths, np.float64) if self._lengths else np.zeros(0)
-        self._active = np.zeros(len(lengths), np.bool_)
-        self._active[documents] = True
-        self._n_active = len(documents)
-        mean = lengths[documents].mean() if len(documents) else 0.0
-        self._length_norms = _K1 * (1 - _B + _B * lengths / max(mean, 1.0))
+        self._active_documents = documents
+        self._active = self._length_norms = None
+
+    @property
+    def _n_active(self) -> int:
+        return len(self._active_documents)
+
+    @property
+    def _all_active(self) -> bool:
+        """Whether every document is active."""
+        return len(self._active_documents) == len(self._lengths)
+
+    def _is_active(self) -> Mask:
+        """Return which documents are active."""
+        if self._active is None:
+            self._active = np.zeros(len(self._lengths), np.bool_)
+            self._active[self._active_documents] = True
+        return self._active
+
+    def _norms(self) -> FloatArray:
+        """Return the length normalization k1 (1 - b + b l / mean l) of each document."""
+        if self._length_norms is None:
+            lengths = _copied(self._lengths, np.float64) if self._lengths else np.zeros(0)
+            active = lengths[self._active_documents]
+            mean = active.mean() if len(active) else 0.0
+            self._length_norms = _K1 * (1 - _B + _B * lengths / max(mean, 1.0))
+        return self._length_norms
 
     def exact_evidence(self, term: str) -> Evidence:
         """Return the evidence of the documents that contain exactly this term."""
@@ -230,8 +252,8 @@ class InvertedIndex:
         numbers = np.repeat(stem_numbers, lengths)
         documents = np.frombuffer(all_documents, np.int64)
         counts = np.frombuffer(all_counts, np.float64)
-        if self._n_active < len(self._active):
-            active = self._active[documents]
+        if not self._all_active:
+            active = self._is_active()[documents]
             numbers, documents, counts = numbers[active], documents[active], counts[active]
         return numbers, documents, counts
 
@@ -251,15 +273,12 @@ class InvertedIndex:
         """Return the numbers of the stems of a document, each once, without function words."""
         return self._content_stems[document]
 
-    def documents_with(self, stem_number: int) -> Iterator[int]:
-        """Yield the active documents that contain forms of a word, each once for each form."""
-        is_active = self._is_active if self._n_active < len(self._active) else None
-        for term in self._terms_of_stem[stem_number]:
-            documents = self._postings[term][0]
-            yield from documents if is_active is None else filter(is_active, documents)
-
-    def _is_active(self, document: int) -> bool:
-        return bool(self._active[document])
+    def documents_with(self, stem_number: int) -> list[Iterable[int]]:
+        """Return the active documents that contain each form of a word, one series for a form."""
+        found = [self._postings[term][0] for term in self._terms_of_stem[stem_number]]
+        if self._all_active:
+            return [*found]
+        return [filter(self._is_active().item, documents) for documents in found]
 
     def similar_terms(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Return for each term those of similar spelling, with similarity; best first."""
@@ -319,16 +338,16 @@ class InvertedIndex:
         if postings is None:
             return np.zeros(0, np.int64), np.zeros(0)
         documents, counts = _copied(postings[0], np.int64), _copied(postings[1], np.float64)
-        if self._n_active == len(self._active):
+        if self._all_active:
             return documents, counts
-        active = self._active[documents]
+        active = self._is_active()[documents]
         return documents[active], counts[active]
 
     def _evidence(self, term: str, documents: Positions, counts: FloatArray) -> Evidence:
         frequency = len(documents)
         weight = math.log1p((self._n_active - frequency + 0.5) / (frequency + 0.5))
         weight *= _FUNCTION_WORD_WEIGHT if term in FUNCTION_WORDS else 1.0
-        scores = weight * counts * (_K1 + 1) / (counts + self._length_norms[documents])
+        scores = weight * counts * (_K1 + 1) / (counts + self._norms()[documents])
         return Evidence(documents, scores, np.minimum(counts, 1.0), weight)
 
 

@@ -66,8 +66,12 @@ class FuzzyTerms:
         trigrams = _trigrams(term)
         self._terms.append(term)
         self._sizes.append(len(trigrams))
+        postings = self._postings
         for trigram in trigrams:
-            self._postings.setdefault(trigram, array("q")).append(number)
+            numbers = postings.get(trigram)
+            if numbers is None:
+                numbers = postings[trigram] = array("q")
+            numbers.append(number)
 
     def similar(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Return for each term the indexed terms that are similar to it, the most similar first.

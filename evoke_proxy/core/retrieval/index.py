@@ -558,12 +558,14 @@ class _BlockSource:
         """Return the numbers of the stems of a block, each once, without function words."""
         return self.inverted.content_stems(int(self.documents[block]))
 
-    def blocks_with(self, stem_number: int) -> Iterable[int]:
-        """Return the blocks that contain forms of a word, each once for each form."""
+    def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
+        """Return the blocks that contain each form of a word, one series for a form."""
         if "words" not in self.signals:
             return ()
         found = self.inverted.documents_with(stem_number)
-        return found if self.positions is None else map(self.positions.item, found)
+        if self.positions is None:
+            return found
+        return [map(self.positions.item, documents) for documents in found]
 
 
 def _of_short_messages(blocks: BlockTable, max_tokens: int) -> Mask:

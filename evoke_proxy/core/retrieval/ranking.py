@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
@@ -126,8 +126,8 @@ class UnitSource(Protocol):
         """Return the numbers of the stems of a block, each once, without function words."""
         ...
 
-    def blocks_with(self, stem_number: int) -> Iterable[int]:
-        """Return the blocks that contain forms of a word, each once for each form."""
+    def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
+        """Return the blocks that contain each form of a word, one series for a form."""
         ...
 
 
@@ -228,7 +228,7 @@ class UnitRanker:
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
         self._terms_of: dict[str, Sequence[str]] = {}
         self._stems_of: dict[str, Sequence[str]] = {}
-        self._unit_of_block: Sequence[int] = units.of_block.tolist()
+        self._unit_of_block: Callable[[int], int] = units.of_block.item
         # The stems that were counted last, with their rows, and their counts.
         self._counted: tuple[Mapping[str, int], _SparseRows] | None = None
 
@@ -481,20 +481,23 @@ class UnitRanker:
                 if rank < _READ_ANY or points[unit]:
                     weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
         hops, n_first = dict.fromkeys(weights, 0), len(weights)
-        read, found = set[int](), dict[int, None]()
+        # Units to read, in the order of `weights`: of equally close ones the first is read first.
+        waiting, found = dict.fromkeys(weights), dict[int, None]()
         for _ in range(n_first + _MAX_READ):
-            waiting = [unit for unit in weights if unit not in read and hops[unit] < _MAX_HOPS]
             if not waiting:
                 break
-            unit = max(waiting, key=lambda unit: weights[unit])
-            read.add(unit)
+            unit = max(waiting, key=weights.__getitem__)
+            del waiting[unit]
             if hops[unit]:
                 found.setdefault(unit)
             for other, weight in self._linked(unit, asked, bool(points[unit])):
                 weight *= _HOP_WEIGHT * weights[unit]
                 if not points[other]:
                     weight *= _NOT_STATED
-                hops.setdefault(other, hops[unit] + 1)
+                if other not in hops:
+                    hops[other] = hops[unit] + 1
+                    if hops[other] < _MAX_HOPS:
+                        waiting[other] = None
                 if hops[other]:
                     weights[other] = max(weights.get(other, 0.0), weight)
         rest = (unit for unit in weights if hops[unit])
@@ -533,12 +536,14 @@ class UnitRanker:
     def _units_with(self, stem_number: int, limit: int) -> set[int]:
         """Return the ranked units that contain forms of a word; none if more than `limit` do."""
         found = set[int]()
-        for block in self._source.blocks_with(stem_number):
-            unit = self._unit_of_block[block]
-            if unit < self._n:
-                found.add(unit)
-                if len(found) > limit:
-                    return set()
+        unit_of, n_ranked = self._unit_of_block, self._n
+        for blocks in self._source.blocks_with(stem_number):
+            for block in blocks:
+                unit = unit_of(block)
+                if unit < n_ranked:
+                    found.add(unit)
+                    if len(found) > limit:
+                        return set()
         return found
 
 
