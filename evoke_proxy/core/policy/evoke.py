@@ -92,6 +92,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             stays = rules | live
             left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
         units = Units.of(view.blocks, _max_unit_tokens(left, query))
+        view.index.expect_vectors(query, view.task.focus)
         keep = keep_scores(view, config.sink_tokens, parameters.weights)
         order = np.zeros(0, np.int64)
         if parameters.relevance > 0 and not _fits(view, config):

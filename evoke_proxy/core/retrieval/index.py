@@ -17,7 +17,6 @@ import numpy as np
 from evoke_proxy.core.model.block_table import (
     BlockTable,
     FloatArray,
-    Mask,
     Positions,
     shared_labels,
 )
@@ -149,6 +148,8 @@ class Index:
         self._blocks = BlockTable()
         # The document number of each block, in block order.
         self._documents: Positions = np.zeros(0, np.int64)
+        # Tokens of the message of each block; computed when they are first needed.
+        self._message_lengths: Positions | None = None
         self._inverted = InvertedIndex()
         # By document number: the text to search for phrases, and whether its end is cut off.
         self._phrase_texts: list[str] = []
@@ -255,7 +256,9 @@ class Index:
 
         Blocks of messages of more than `max_tokens` tokens have 0 points.
         """
-        is_short = _of_short_messages(self._blocks, max_tokens)
+        if self._message_lengths is None:
+            self._message_lengths = _message_lengths(self._blocks)
+        is_short = self._message_lengths <= max_tokens
         return np.where(is_short, self._of_blocks(np.array(points)), 0.0)
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
@@ -269,8 +272,14 @@ class Index:
         cosines = self._vectors.topic_cosines(topic, len(self._inverted))
         if cosines is None:
             return None
-        similarity: FloatArray = (np.nan_to_num(cosines[self._documents]) + 1) / 2
+        cosines = self._of_blocks(cosines)
+        similarity: FloatArray = (np.where(np.isnan(cosines), 0.0, cosines) + 1) / 2
         return similarity
+
+    def expect_vectors(self, query: Query, topic: Vectors | None) -> None:
+        """Announce what will be compared with the blocks, so that it is compared in one pass."""
+        expected = [*query.vectors, query.whole, topic]
+        self._vectors.expect([vector for vector in expected if vector is not None])
 
     @property
     def is_empty(self) -> bool:
@@ -312,7 +321,7 @@ class Index:
             added = [old[b.label] if b.label in old else self._add(b) for b in blocks[same:]]
             self._documents = np.concatenate([self._documents[:same], np.array(added, np.int64)])
             self._inverted.set_active(self._documents)
-        self._blocks = blocks
+        self._blocks, self._message_lengths = blocks, None
 
     def _compact(self) -> None:
         """Remove the documents of blocks that are no longer there, and renumber the others."""
@@ -323,7 +332,7 @@ class Index:
         for new, old in zip(self._documents.tolist(), old_documents.tolist(), strict=True):
             if old in old_vectors:
                 self._vectors.put(new, old_vectors.get(old))
-        self._blocks = blocks
+        self._blocks, self._message_lengths = blocks, None
         self._inverted.set_active(self._documents)
 
     def _add(self, block: Block) -> int:
@@ -568,14 +577,16 @@ class _BlockSource:
         return [map(self.positions.item, documents) for documents in found]
 
 
-def _of_short_messages(blocks: BlockTable, max_tokens: int) -> Mask:
-    """Return which blocks [n] are of messages with at most `max_tokens` tokens."""
+def _message_lengths(blocks: BlockTable) -> Positions:
+    """Return the tokens [n] of the message of each block."""
     messages = blocks.messages
-    firsts = np.flatnonzero(np.diff(messages, prepend=-1))
-    counts = np.diff(firsts, append=len(messages))
-    lengths = np.add.reduceat(blocks.lengths, firsts) if len(firsts) else counts
-    is_short: Mask = np.repeat(lengths <= max_tokens, counts)
-    return is_short
+    if not len(messages):
+        return np.zeros(0, np.int64)
+    starts = np.ones(len(messages), np.bool_)
+    starts[1:] = messages[1:] != messages[:-1]
+    lengths = np.add.reduceat(blocks.lengths, starts.nonzero()[0])
+    of_blocks: Positions = lengths[starts.cumsum() - 1]
+    return of_blocks
 
 
 def _set_discounted(

@@ -70,6 +70,9 @@ class DocumentVectors:
         self._documents = array("q")
         self._first_rows = array("q")
         self._index_of: dict[int, int] = {}
+        self._expected: Sequence[Vectors] = ()
+        # Vectors that were compared with the means, and the cosines of each.
+        self._compared: list[tuple[Vectors, Vectors]] = []
 
     def __contains__(self, document: int) -> bool:
         return document in self._index_of
@@ -88,12 +91,13 @@ class DocumentVectors:
         count, size = vectors.shape
         if size != self._rows.shape[1]:
             self._reset()
+        self._compared = []
         n_documents = len(self._documents)
         self._rows = _with_room(self._rows, self._n_rows + count, size)
         self._means = _with_room(self._means, n_documents + 1, size)
         self._rows[self._n_rows : self._n_rows + count] = vectors
-        mean = vectors.mean(axis=0)
-        self._means[n_documents] = mean / max(float(np.linalg.norm(mean)), 1e-12)
+        mean = np.add.reduce(vectors, axis=0) / np.float32(count)
+        self._means[n_documents] = mean / max(float(np.sqrt(mean @ mean)), 1e-12)
         self._index_of[document] = n_documents
         self._documents.append(document)
         self._first_rows.append(self._n_rows)
@@ -128,7 +132,7 @@ class DocumentVectors:
         self, vectors: Sequence[Vectors], first_rows: Positions
     ) -> list[Vectors]:
         """Return cosines with the mean vectors, refined by chunk for the closest documents."""
-        cosines = list(_products(self._means[: len(first_rows)], vectors))
+        cosines = [self._mean_cosines(vector).copy() for vector in vectors]
         n_skipped = max(0, len(first_rows) - _MAX_COMPARED // len(vectors))
         counts = np.diff(first_rows, append=self._n_rows)
         for vector, values in zip(vectors, cosines, strict=True):
@@ -151,8 +155,33 @@ class DocumentVectors:
         if not self._documents or topic.shape[0] != self._rows.shape[1]:
             return None
         found = np.full(size, np.nan)
-        found[np.array(self._documents)] = self._means[: len(self._documents)] @ topic
+        found[np.array(self._documents)] = self._mean_cosines(topic)
         return found
+
+    def expect(self, vectors: Sequence[Vectors]) -> None:
+        """Announce unit vectors that will be compared with the documents.
+
+        The means of many documents are then read from memory once for all of them. What was
+        announced before is forgotten.
+        """
+        self._expected, self._compared = vectors, []
+
+    def _mean_cosines(self, vector: Vectors) -> Vectors:
+        """Return the cosine of a unit vector with the mean of each document, in stored order.
+
+        Keeps the result, and those of the expected vectors, until a document or the expectation
+        changes.
+        """
+        for compared, cosines in self._compared:
+            if compared is vector:
+                return cosines
+        wanted = [vector]
+        if self._n_rows * len(self._expected) > _MAX_PRODUCTS:
+            wanted += [one for one in self._expected if one is not vector]
+            wanted = [one for one in wanted if one.shape == vector.shape]
+        found = _products(self._means[: len(self._documents)], wanted)
+        self._compared += zip(wanted, found, strict=True)
+        return found[0]
 
 
 def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
