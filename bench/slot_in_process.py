@@ -22,8 +22,8 @@ from evoke_proxy.core.policy.text_recovery import quote_evicted
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
-from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
-from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.encoding import Encoder
+from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.session import Session
@@ -61,10 +61,10 @@ class SlotInProcess:
         request = parse_chat("chat", {"messages": list(messages), "max_tokens": 1})
         rendered = self._renderer.render(request.messages)
         view = self._view(rendered)
-        vectors = self._question_vectors(request)
-        turn = self._session.begin(rendered, view, request, vectors)
+        query = self._query(request)
+        turn = self._session.begin(rendered, view, request, query)
         if self._embeds_first and self._add_block_vectors():
-            turn = self._session.begin(rendered, view, request, vectors)
+            turn = self._session.begin(rendered, view, request, query)
         plan = self._session.plan(turn)
         self.quoted = ()
         if quotes_evicted(turn.config):
@@ -100,13 +100,13 @@ class SlotInProcess:
         recalled = quote_evicted(turn, turn.query, body)
         if recalled is None:
             return turn, plan
-        vectors = self._question_vectors(turn.request)
         rendered = self._renderer.render(recalled.request.messages)
-        longer = self._session.begin(rendered, self._view(rendered), recalled.request, vectors)
+        query = query_of(recalled.request).like(turn.query)
+        longer = self._session.begin(rendered, self._view(rendered), recalled.request, query)
         longer_plan = self._session.plan(longer)
         if longer_plan.infeasible and not plan.infeasible:
             view = self._view(turn.rendered)
-            return self._session.begin(turn.rendered, view, turn.request, vectors), plan
+            return self._session.begin(turn.rendered, view, turn.request, turn.query), plan
         self.quoted = tuple(block.span for block in recalled.blocks)
         return longer, longer_plan
 
@@ -115,11 +115,11 @@ class SlotInProcess:
         n_free = _N_CELLS - int(self._rows.sum())
         return SlotView(0, 1, len(self._tokens), shared, _spans(self._rows), n_free)
 
-    def _question_vectors(self, request: ChatRequest) -> Mapping[str, Vectors | None]:
-        if self._encoder is None:
-            return {}
-        clauses = query_of(request).texts
-        return dict(zip(clauses, self._encoder.queries(clauses), strict=True)) if clauses else {}
+    def _query(self, request: ChatRequest) -> Query:
+        query = query_of(request)
+        if self._encoder is None or not query.texts:
+            return query
+        return query.embedded([*self._encoder.queries(query.texts)])
 
     def _add_block_vectors(self) -> bool:
         if self._encoder is None:

@@ -119,6 +119,13 @@ class Query:
         whole = vectors[n_clauses] if len(vectors) > n_clauses else None
         return replace(self, vectors=tuple(vectors[:n_clauses]), whole=whole)
 
+    def like(self, other: Query) -> Query:
+        """Return this query with the vectors of those of its texts that `other` has as well."""
+        if not other.vectors:
+            return self
+        vectors = dict(zip(other.texts, (*other.vectors, other.whole), strict=False))
+        return self.embedded([vectors.get(text) for text in self.texts])
+
     def narrowed(self, chars: int) -> Query:
         """Return this query without the middle of a text that is longer than twice `chars`."""
         if len(self.text) <= 2 * chars:

@@ -181,7 +181,7 @@ class DocumentVectors:
             wanted = [one for one in wanted if one.shape == vector.shape]
         found = _products(self._means[: len(self._documents)], wanted)
         self._compared += zip(wanted, found, strict=True)
-        return found[0]
+        return self._compared[-len(wanted)][1]
 
 
 def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:

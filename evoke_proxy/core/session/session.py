@@ -29,7 +29,7 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
-from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import TokenAccounting, agrees, forecast
 from evoke_proxy.core.session.codec import SessionState
 
@@ -166,12 +166,13 @@ class Session:
         rendered: Rendered,
         view: SlotView,
         request: ChatRequest,
-        vectors: Mapping[str, Vectors | None] | None = None,
+        query: Query | None = None,
     ) -> Turn:
         """Return the turn of a rendered request on the slot that `view` describes.
 
-        `vectors` are those of the query's clauses, by text. A repeated call for the same request
-        begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then changes nothing.
+        `query` is that of the request; None builds it, without vectors. A repeated call for the
+        same request begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then
+        changes nothing.
         """
         number = self.turns + 1
         inputs = _TurnInputs(
@@ -186,8 +187,7 @@ class Session:
         pins_before = self.pins
         pins = valid_pins(pins_before, layout)
         pinned_layout = with_pins(layout, pins, inputs.config)
-        query = query_of(request)
-        query = query.embedded([(vectors or {}).get(text) for text in query.texts])
+        query = query_of(request) if query is None else query
         task = self._task.after(query.topic, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
         turn = Turn(

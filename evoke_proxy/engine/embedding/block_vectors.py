@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -14,7 +14,7 @@ from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.service import EmbeddingService
@@ -45,14 +45,14 @@ class BlockVectors:
 
     async def embed_beside(
         self, render: Callable[[], Awaitable[Rendered]], request: ParsedChat, trace: RequestTrace
-    ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
-        """Call and await `render`, and embed the question at the same time; returns both results.
+    ) -> tuple[Rendered, Query]:
+        """Call and await `render`, and embed the question at the same time.
 
-        The vectors are by text of a clause; None for one that could not be embedded. The time that
-        embedding takes longer than rendering is counted as a wait.
+        Returns the rendering, and the query of the request with the vectors that could be made. The
+        time that embedding takes longer than rendering is counted as a wait.
         """
         if not self._needs_vectors(request.chat):
-            return await render(), {}
+            return await render(), query_of(request.chat)
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
@@ -61,11 +61,11 @@ class BlockVectors:
             rendered_at = loop.time()
             return result
 
-        rendered, vectors = await asyncio.gather(
-            timed(), self._embed_question(request.chat, request.tenant)
+        rendered, query = await asyncio.gather(
+            timed(), self._embedded_query(request.chat, request.tenant)
         )
         trace.add_wait("embed", loop.time() - rendered_at)
-        return rendered, vectors
+        return rendered, query
 
     def take_new(self, conversation: Conversation) -> LabeledVectors:
         """Take the vectors of blocks that were made since the session's previous turn, by label.
@@ -146,12 +146,10 @@ class BlockVectors:
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
         return uses_query(effective_config(self._conversations.policy, request)) or any(own)
 
-    async def _embed_question(
-        self, request: ChatRequest, tenant: str
-    ) -> Mapping[str, Vectors | None]:
-        texts = query_of(request).texts
-        vectors = await self._embedding.embed_queries(texts, tenant) if texts else []
-        return dict(zip(texts, vectors, strict=True))
+    async def _embedded_query(self, request: ChatRequest, tenant: str) -> Query:
+        query = query_of(request)
+        texts = query.texts
+        return query.embedded(await self._embedding.embed_queries(texts, tenant) if texts else [])
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

@@ -153,7 +153,7 @@ class Prober:
         # Without a tenant no copies are listed: only what is resident matters.
         answer = await turn.calls.blocks.slot(started.slot.id, "", LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)
-        later = session.begin(started.rendered, view, started.request, turn.question_vectors)
+        later = session.begin(started.rendered, view, started.request, started.query)
         relevance = await self._relevance(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=relevance))
         seconds = loop.time() - started_at

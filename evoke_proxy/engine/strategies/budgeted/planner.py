@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
@@ -53,10 +53,8 @@ class Planner:
         self._attention = AttentionReader(server.monitor)
         self._prober = Prober(server, self._attention)
 
-    async def render_first(
-        self, request: ParsedChat, scope: TurnScope
-    ) -> tuple[Rendered, Mapping[str, Vectors | None]]:
-        """Render a request and embed its question at the same time; returns tokens and vectors.
+    async def render_first(self, request: ParsedChat, scope: TurnScope) -> tuple[Rendered, Query]:
+        """Render a request and embed its question at the same time; returns tokens and query.
 
         Raises PromptTooLong when the prompt exceeds the context of a slot.
         """
@@ -108,7 +106,8 @@ class Planner:
         body, messages = await run_off_loop(turn.body, cut)
         if body == turn.body:
             return turn
-        return replace(turn, body=body, chat=replace(turn.chat, messages=messages))
+        chat = replace(turn.chat, messages=messages)
+        return replace(turn, body=body, chat=chat, query=query_of(chat).like(turn.query))
 
     def exceeds_context(self, rendered: Rendered, n_answer: int = 0) -> bool:
         """Whether a prompt and an answer of `n_answer` tokens exceed the context of a slot."""
@@ -241,7 +240,8 @@ class Planner:
         except PromptTooLong:
             return started, plan, None
         trace.stage = "decide"
-        extended = replace(turn, chat=recalled.request, rendered=rendered)
+        query = query_of(recalled.request).like(turn.query)
+        extended = replace(turn, chat=recalled.request, rendered=rendered, query=query)
         longer, longer_plan = await self._begin(extended, extended.view)
         n_answer = turn.chat.max_tokens or started.config.reserve_tokens
         too_long = self.exceeds_context(rendered, n_answer)
@@ -270,8 +270,8 @@ class Planner:
 
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))
-            started = session.begin(turn.rendered, view, turn.chat, turn.question_vectors)
-            if turn.question_vectors:
+            started = session.begin(turn.rendered, view, turn.chat, turn.query)
+            if turn.query.vectors:
                 self._vectors.embed_missing(session, started.view.blocks)
             return started, session.plan(started)
 

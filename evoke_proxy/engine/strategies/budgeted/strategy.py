@@ -121,7 +121,7 @@ class BudgetedStrategy(CacheStrategy):
         """Find the conversation, wait for its slot, run its plan."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rendered, vectors = await self._planner.render_first(request, scope)
+        rendered, query = await self._planner.render_first(request, scope)
         scope.trace.stage = "session"
         conversation = await self._conversation_of(request, rendered, scope)
         scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
@@ -136,7 +136,7 @@ class BudgetedStrategy(CacheStrategy):
                 body=request.body,
                 conversation=conversation,
                 rendered=rendered,
-                question_vectors=vectors,
+                query=query,
                 slot=lease.slot,
             )
             with lease.vacating():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
@@ -29,8 +28,8 @@ class RenderedTurn:
     body: bytes
     conversation: Conversation
     rendered: Rendered
-    # Vectors of the clauses of the question, by text; None for those that could not be embedded.
-    question_vectors: Mapping[str, Vectors | None] = field(default_factory=dict)
+    # The query of `chat`, with the vectors that could be made.
+    query: Query = Query()
     slot: int
 
     @property

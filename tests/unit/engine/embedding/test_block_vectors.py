@@ -85,11 +85,11 @@ async def rendering(seconds: float = 0.0) -> Any:
 async def embed_during_rendering(
     fake: FakeEmbedding, policy: PolicyConfig, seconds: float = 0.0
 ) -> tuple[Any, RequestTrace]:
-    """Embeds during a rendering; returns the vectors and the trace with the waiting times."""
+    """Embeds during a rendering; returns the query and the trace with the waiting times."""
     trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
-    rendered, new_vectors = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
+    rendered, query = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
-    return new_vectors, trace
+    return query, trace
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
@@ -158,9 +158,13 @@ def test_an_encoder_that_is_not_immediate_embeds_nothing_at_once() -> None:
 def test_nothing_is_submitted_without_an_embedder() -> None:
     fake, conversation_ = FakeEmbedding(on=False), conversation("text")
     vectors_of(fake).submit(conversation_)
-    new_vectors, trace = asyncio.run(embed_during_rendering(fake, POLICY))
+    query, trace = asyncio.run(embed_during_rendering(fake, POLICY))
     assert not (
-        fake.submitted or fake.asked or conversation_.vectors.pending or new_vectors or trace.waits
+        fake.submitted
+        or fake.asked
+        or conversation_.vectors.pending
+        or query.vectors
+        or trace.waits
     )
 
 
@@ -169,7 +173,8 @@ def test_nothing_is_submitted_without_an_embedder() -> None:
 )
 def test_questions_are_not_embedded_without_retrieval(policy: PolicyConfig) -> None:
     fake = FakeEmbedding()
-    assert not asyncio.run(embed_during_rendering(fake, policy))[0] and not fake.asked
+    query, _ = asyncio.run(embed_during_rendering(fake, policy))
+    assert query.clauses and not query.vectors and not fake.asked
 
 
 def test_questions_are_embedded_while_a_session_has_its_own_budget() -> None:
@@ -186,14 +191,15 @@ def test_questions_are_embedded_while_a_session_has_its_own_budget() -> None:
 
 
 def test_a_question_is_embedded_during_the_rendering() -> None:
-    new_vectors, trace = virtual_time.run(
+    query, trace = virtual_time.run(
         embed_during_rendering(FakeEmbedding(seconds=0.2), POLICY, seconds=0.15)
     )
-    assert set(new_vectors) == {
+    assert query.texts == (
         "Where is it?",
         "How is the old one called?",
         "Where is it? How is the old one called?",
-    }
+    )
+    assert len(query.vectors) == 2 and query.whole is not None
     assert trace.waits["embed"] == pytest.approx(0.05)
     _, quick = virtual_time.run(embed_during_rendering(FakeEmbedding(), POLICY, seconds=0.1))
     assert quick.waits["embed"] == 0.0
