@@ -86,3 +86,12 @@ def test_a_topic_requires_a_vector_for_each_clause() -> None:
     assert question.topic is None
     assert question.embedded([east, None]).topic is None
     assert question.embedded([east, east]).topic == pytest.approx(east)
+
+
+def test_a_query_takes_over_the_vectors_of_texts_that_it_has_in_common_with_another() -> None:
+    first, second, both = np.eye(3, dtype=np.float32)
+    other = Query.of("Where is it? How much is it?").embedded([first, second, both])
+    query = Query.of("Where is it? Who has it?").like(other)
+    assert query.vectors[0] is first and query.vectors[1] is None and query.whole is None
+    assert Query.of("Where is it? How much is it?").like(other).whole is both
+    assert not Query.of("Where is it?").like(Query.of("Where is it?")).vectors
