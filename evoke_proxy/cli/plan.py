@@ -22,7 +22,7 @@ from evoke_proxy.core.servers.memory_plan import (
     LEAST_CELLS_OF_A_SLOT,
     KvTypes,
     MemoryPlan,
-    Wishes,
+    PlanOptions,
     make_plan,
 )
 from evoke_proxy.errors import ConfigError
@@ -81,14 +81,14 @@ def count(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("model", type=Path, metavar="FILE", help="GGUF file of the model")
-    add_wishes(parser)
+    add_plan_options(parser)
     parser.add_argument(
         "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
     )
 
 
-def add_wishes(parser: argparse.ArgumentParser) -> None:
-    """Declare the options with which a user changes the plan; `wishes` reads them."""
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options with which a user changes the plan; `plan_options` reads them."""
     parser.add_argument(
         "--context",
         type=count,
@@ -173,25 +173,25 @@ def plan_for(
 ) -> MemoryPlan:
     """Make the plan for a model file on this machine.
 
-    `arguments` are those of `add_wishes`; `options` override them. `server` is a built
+    `arguments` are those of `add_plan_options`; `options` override them. `server` is a built
     llama-server, which lists its devices, or None; `state` is a directory on the disk that stores
     blocks. Raises ConfigError when the model cannot be read.
     """
     machine = measure(server, state)
     if arguments.vram is not None:
         machine = replace(machine, device=arguments.vram)
-    return make_plan(read_shape(model), machine, wishes(arguments, options))
+    return make_plan(read_shape(model), machine, plan_options(arguments, options))
 
 
-def wishes(arguments: argparse.Namespace, options: ServerOptions) -> Wishes:
-    """Return what the user asks for; options of llama-server override those of `add_wishes`.
+def plan_options(arguments: argparse.Namespace, options: ServerOptions) -> PlanOptions:
+    """Return what the user asks for; options of llama-server override those of `add_plan_options`.
 
     Raises ConfigError for an unknown type of the KV cache.
     """
     sessions = options.number("--parallel") or arguments.sessions or 1
     cells = options.number("--ctx-size")
     draft, projector = options.value("--model-draft"), options.value("--mmproj")
-    return Wishes(
+    return PlanOptions(
         sessions=sessions,
         context=options.number("--ctx-logical") or arguments.context,
         cells=cells // sessions if cells else arguments.cells,

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "-hf", "--hf-repo", metavar="REPO", help="Hugging Face model that llama-server downloads"
     )
-    planning.add_wishes(parser)
+    planning.add_plan_options(parser)
     parser.add_argument(
         "--state",
         type=Path,

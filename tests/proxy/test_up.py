@@ -22,7 +22,7 @@ from evoke_proxy.adapters.model_file import read_shape
 from evoke_proxy.core.servers.memory_plan import (
     KvTypes,
     Machine,
-    Wishes,
+    PlanOptions,
     make_plan,
     session_bytes,
 )
@@ -231,7 +231,7 @@ def test_the_bytes_of_a_plan_are_those_that_the_server_allocates(
     finally:
         process.kill()
         process.wait()
-    plan = make_plan(read_shape(model), Machine(None, 1 << 34, 1 << 34), Wishes(kv=kv))
+    plan = make_plan(read_shape(model), Machine(None, 1 << 34, 1 << 34), PlanOptions(kv=kv))
     assert limits.get("row_bytes", 0) == plan.row_bytes, "not the bytes of a saved row"
     reported = sum(float(size) for size in _SIZES.findall(log.read_text("utf-8", "replace")))
     planned = 2 * session_bytes(read_shape(model), 2048, kv) / (1 << 20)

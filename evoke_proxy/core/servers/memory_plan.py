@@ -111,8 +111,8 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the user requests; None for a value that the plan chooses.
+class PlanOptions:
+    """What the user has chosen for a plan; None for a value that the plan computes.
 
     Attributes:
         sessions: Number of slots.
@@ -200,32 +200,32 @@ def session_bytes(shape: ModelShape, cells: int, kv: KvTypes = KvTypes()) -> int
     return int(full) + shape.state_bytes
 
 
-def make_plan(shape: ModelShape, machine: Machine, wishes: Wishes) -> MemoryPlan:
+def make_plan(shape: ModelShape, machine: Machine, wanted: PlanOptions) -> MemoryPlan:
     """Return the plan for a model on a machine: as many cells as fit, and room for saved blocks."""
     notes: list[str] = []
-    context = _context(shape, wishes, notes)
-    row_bytes = int(_row_bytes(shape, wishes.kv))
-    cells = wishes.cells or _cells(shape, machine, wishes, context, notes)
-    cells = min(_padded(cells), _padded(context)) if wishes.cells is None else _padded(cells)
-    has_blocks = bool(shape.layers) and wishes.ram_mib != 0
+    context = _context(shape, wanted, notes)
+    row_bytes = int(_row_bytes(shape, wanted.kv))
+    cells = wanted.cells or _cells(shape, machine, wanted, context, notes)
+    cells = min(_padded(cells), _padded(context)) if wanted.cells is None else _padded(cells)
+    has_blocks = bool(shape.layers) and wanted.ram_mib != 0
     if not shape.layers:  # the cells of llama-server limit a conversation, although none has rows
-        context = cells = min(_padded(context), cells) if wishes.cells else _padded(context)
+        context = cells = min(_padded(context), cells) if wanted.cells else _padded(context)
     elif not has_blocks:
         context = min(context, cells)
         notes.append("Nothing can be evicted without host memory for blocks.")
     context = max(context, cells) if shape.n_trained == 0 else context
-    ram, disk = _stores(machine, wishes, row_bytes, context, notes) if has_blocks else (0, 0)
+    ram, disk = _stores(machine, wanted, row_bytes, context, notes) if has_blocks else (0, 0)
     return MemoryPlan(
         shape=shape,
-        sessions=wishes.sessions,
+        sessions=wanted.sessions,
         cells=cells,
         context=context,
         row_bytes=row_bytes,
-        device_bytes=wishes.bytes_of(shape, cells),
-        whole_bytes=wishes.bytes_of(shape, context),
+        device_bytes=wanted.bytes_of(shape, cells),
+        whole_bytes=wanted.bytes_of(shape, context),
         ram_mib=ram,
         disk_mib=disk,
-        other_bytes=wishes.n_other_bytes,
+        other_bytes=wanted.n_other_bytes,
         notes=tuple(notes),
     )
 
@@ -239,36 +239,36 @@ def _padded(cells: int) -> int:
     return -(-cells // _CELL_STEP) * _CELL_STEP
 
 
-def _context(shape: ModelShape, wishes: Wishes, notes: list[str]) -> int:
+def _context(shape: ModelShape, wanted: PlanOptions, notes: list[str]) -> int:
     """Return the longest conversation in tokens, at most the trained length; adds a note if cut."""
     trained = shape.n_trained
-    wanted = wishes.context or trained or wishes.cells or _LEAST_CELLS
-    if trained and wanted > trained:
+    length = wanted.context or trained or wanted.cells or _LEAST_CELLS
+    if trained and length > trained:
         notes.append(
             f"The model was trained for {trained} tokens, so that the context is {trained} and not"
-            f" {wanted}: more needs RoPE scaling (--rope-scaling, --rope-scale)."
+            f" {length}: more needs RoPE scaling (--rope-scaling, --rope-scale)."
         )
         return trained
-    return wanted
+    return length
 
 
 def _cells(
-    shape: ModelShape, machine: Machine, wishes: Wishes, context: int, notes: list[str]
+    shape: ModelShape, machine: Machine, wanted: PlanOptions, context: int, notes: list[str]
 ) -> int:
     """As many cells as the memory holds for each session, at most the context."""
     if machine.device is None:
         free = machine.ram * _CPU_SHARE
     else:
-        weights = shape.weight_bytes + wishes.n_other_bytes
+        weights = shape.weight_bytes + wanted.n_other_bytes
         free = machine.device * _SHARE - weights - _COMPUTE_BYTES
-    row = _row_bytes(shape, wishes.kv)
-    if wishes.draft is not None:
-        row += _row_bytes(wishes.draft, wishes.draft_kv)
-    rest = wishes.bytes_of(shape, _CELL_STEP) - row * _CELL_STEP
-    most = context if row == 0 else int((free / wishes.sessions - rest) / row)
+    row = _row_bytes(shape, wanted.kv)
+    if wanted.draft is not None:
+        row += _row_bytes(wanted.draft, wanted.draft_kv)
+    rest = wanted.bytes_of(shape, _CELL_STEP) - row * _CELL_STEP
+    most = context if row == 0 else int((free / wanted.sessions - rest) / row)
     if most < min(_LEAST_CELLS, context):
         notes.append(
-            f"The free memory holds {max(0, most)} cells for each of {wishes.sessions} sessions"
+            f"The free memory holds {max(0, most)} cells for each of {wanted.sessions} sessions"
             " beside the weights: llama-server may not start, or keeps layers on the CPU."
         )
     least = min(_LEAST_CELLS, context)
@@ -276,11 +276,11 @@ def _cells(
 
 
 def _stores(
-    machine: Machine, wishes: Wishes, row_bytes: int, context: int, notes: list[str]
+    machine: Machine, wanted: PlanOptions, row_bytes: int, context: int, notes: list[str]
 ) -> tuple[int, int]:
     """MiB of host memory and of disk for the blocks of all sessions."""
-    needed = row_bytes * context * wishes.sessions * _COPY_FACTOR / _MIB
-    ram = wishes.ram_mib
+    needed = row_bytes * context * wanted.sessions * _COPY_FACTOR / _MIB
+    ram = wanted.ram_mib
     if ram is None:
         most = int(machine.ram * _RAM_SHARE / _MIB)
         ram = max(_LEAST_RAM_MIB, min(int(needed) + 1, most))
@@ -288,7 +288,7 @@ def _stores(
             notes.append(f"Host memory holds {ram} of {int(needed)} MiB: the rest is on disk.")
     elif ram > machine.ram // _MIB:
         notes.append(f"Host memory has {machine.ram // _MIB} MiB free, less than {ram} MiB.")
-    disk = wishes.disk_mib
+    disk = wanted.disk_mib
     if disk is not None and disk > machine.disk // _MIB:
         notes.append(f"The disk has {machine.disk // _MIB} MiB free, less than {disk} MiB.")
     if disk is None:

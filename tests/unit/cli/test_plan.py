@@ -8,8 +8,21 @@ from pathlib import Path
 import pytest
 
 from evoke_proxy.cli.main import main
-from evoke_proxy.cli.plan import ServerOptions, add_wishes, server_command, size, table, wishes
-from evoke_proxy.core.servers.memory_plan import LayerKv, Machine, ModelShape, Wishes, make_plan
+from evoke_proxy.cli.plan import (
+    ServerOptions,
+    add_plan_options,
+    plan_options,
+    server_command,
+    size,
+    table,
+)
+from evoke_proxy.core.servers.memory_plan import (
+    LayerKv,
+    Machine,
+    ModelShape,
+    PlanOptions,
+    make_plan,
+)
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.models import bundled_model
 
@@ -20,7 +33,7 @@ MACHINE = Machine(16 * GIB, 64 * GIB, 500 * GIB)
 
 def arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_wishes(parser)
+    add_plan_options(parser)
     return parser.parse_args(words)
 
 
@@ -37,19 +50,21 @@ def test_a_size_without_a_number_is_refused() -> None:
         size("much")
 
 
-def test_options_of_llama_server_override_the_wishes_of_the_command_line() -> None:
+def test_options_of_llama_server_override_those_of_the_plan() -> None:
     server_options = ServerOptions(
         ("-c", "4096", "-np", "2", "--ctx-logical=65536", "-ctk", "q8_0")
     )
-    found = wishes(arguments("--sessions", "3", "--cells", "100", "--context", "9"), server_options)
+    found = plan_options(
+        arguments("--sessions", "3", "--cells", "100", "--context", "9"), server_options
+    )
     assert (found.sessions, found.cells, found.context) == (2, 2048, 65_536)
     assert (found.kv.k, found.kv.v) == ("q8_0", "f16")
     with pytest.raises(ConfigError, match="the types are f32"):
-        wishes(arguments(), ServerOptions(("-ctv", "q9")))
+        plan_options(arguments(), ServerOptions(("-ctv", "q9")))
 
 
 def test_the_command_has_every_option_once() -> None:
-    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384, sessions=2))
+    plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=16_384, sessions=2))
     server_options = ServerOptions(("--evoke-ram", "100", "-ngl", "20"))
     command = server_command("server", ["-m", "x.gguf"], server_options, Path("/state"), plan)
     assert command[:3] == ["server", "-m", "x.gguf"]
@@ -61,7 +76,7 @@ def test_the_command_has_every_option_once() -> None:
 
 
 def test_a_recurrent_model_gets_no_block_options() -> None:
-    plan = make_plan(ModelShape("mamba", (), 4, 100, n_trained=8192), MACHINE, Wishes())
+    plan = make_plan(ModelShape("mamba", (), 4, 100, n_trained=8192), MACHINE, PlanOptions())
     command = server_command("server", ["-m", "x"], ServerOptions(()), Path("/state"), plan)
     assert not [word for word in command if "evoke" in word or "logical" in word]
     assert "nothing is evicted" in "\n".join(table(plan))
@@ -69,18 +84,20 @@ def test_a_recurrent_model_gets_no_block_options() -> None:
 
 def test_host_memory_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1 MiB"):
-        wishes(arguments("--ram", "1KiB"), ServerOptions(()))
+        plan_options(arguments("--ram", "1KiB"), ServerOptions(()))
 
 
 def test_the_table_shows_what_each_of_several_sessions_has() -> None:
-    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384, sessions=2, ram_mib=100, disk_mib=300))
+    plan = make_plan(
+        SHAPE, MACHINE, PlanOptions(cells=16_384, sessions=2, ram_mib=100, disk_mib=300)
+    )
     text = "\n".join(table(plan))
     assert "100 MiB for all sessions, 50 for each (--evoke-ram)" in text
     assert "300 MiB for all sessions, 150 for each (--evoke-disk)" in text
 
 
 def test_the_table_shows_the_memory_that_eviction_saves() -> None:
-    plan = make_plan(SHAPE, MACHINE, Wishes(cells=16_384))
+    plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=16_384))
     text = "\n".join(table(plan))
     assert "16384 for each session (-c 16384)" in text
     assert "16128 tokens for each session" in text
@@ -93,7 +110,7 @@ def test_the_table_shows_the_memory_that_eviction_saves() -> None:
 )
 def test_a_server_without_block_calls_gets_a_plan_without_eviction(words: tuple[str, ...]) -> None:
     server_options = ServerOptions(words)
-    plan = make_plan(SHAPE, MACHINE, wishes(arguments("--cells", "4096"), server_options))
+    plan = make_plan(SHAPE, MACHINE, plan_options(arguments("--cells", "4096"), server_options))
     text = "\n".join(table(plan))
     assert "off: --evoke-ram 0 disables block calls" in text
     assert "host memory    none" in text and "disk           none" in text
@@ -104,20 +121,20 @@ def test_a_server_without_block_calls_gets_a_plan_without_eviction(words: tuple[
 
 def test_the_table_shows_the_disk_that_an_option_of_llama_server_names() -> None:
     for value, mib in (("/blocks:77", 77), ("/blocks", 4096), ("/blo:cks", 4096)):
-        found = wishes(arguments("--disk", "1GiB"), ServerOptions(("--evoke-disk", value)))
+        found = plan_options(arguments("--disk", "1GiB"), ServerOptions(("--evoke-disk", value)))
         assert f"{mib} MiB for all sessions (--evoke-disk)" in "\n".join(
             table(make_plan(SHAPE, MACHINE, found))
         )
 
 
 def test_the_table_names_the_option_that_would_evict_where_a_context_fits() -> None:
-    plan = make_plan(SHAPE, MACHINE, Wishes(cells=32_768, context=32_768))
+    plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=32_768, context=32_768))
     text = "\n".join(table(plan))
     assert "off: the whole context fits the cells; --cells 8192 keeps a quarter" in text
 
 
 def test_a_context_whose_quarter_is_less_than_a_slot_gets_no_advice() -> None:
-    plan = make_plan(SHAPE, MACHINE, Wishes(cells=512, context=512))
+    plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=512, context=512))
     assert "--cells" not in "\n".join(table(plan))
 
 
@@ -145,7 +162,7 @@ def test_the_plan_counts_the_draft_model_and_the_projector_of_llama_server(tmp_p
     projector = tmp_path / "mmproj.gguf"
     projector.write_bytes(bytes(3 << 20))
     words = ("-md", str(bundled_model()), "-ctkd", "q8_0", "--mmproj", str(projector))
-    found = wishes(arguments(), ServerOptions(words))
+    found = plan_options(arguments(), ServerOptions(words))
     assert found.draft is not None and found.draft.architecture == "llama"
     assert (found.draft_kv.k, found.draft_kv.v) == ("q8_0", "f16")
     assert found.projector_bytes == 3 << 20
@@ -153,4 +170,4 @@ def test_the_plan_counts_the_draft_model_and_the_projector_of_llama_server(tmp_p
     assert "beside it (-md, --mmproj)" in lines[0]
     for missing in ("--mmproj", "-md"):
         with pytest.raises(ConfigError, match="missing"):
-            wishes(arguments(), ServerOptions((missing, str(tmp_path / "missing.gguf"))))
+            plan_options(arguments(), ServerOptions((missing, str(tmp_path / "missing.gguf"))))

@@ -9,7 +9,7 @@ from evoke_proxy.core.servers.memory_plan import (
     LayerKv,
     Machine,
     ModelShape,
-    Wishes,
+    PlanOptions,
     make_plan,
     session_bytes,
 )
@@ -22,62 +22,62 @@ ROOMY = Machine(device=12 * GIB, ram=64 * GIB, disk=500 * GIB)
 
 
 def test_the_cells_fill_the_device_memory_left_by_the_weights() -> None:
-    plan = make_plan(DENSE, ROOMY, Wishes())
+    plan = make_plan(DENSE, ROOMY, PlanOptions())
     free = 0.9 * 12 * GIB - 5 * GIB - 768 * MIB
     assert plan.cells % 256 == 0
     assert free - 256 * ROW < plan.cells * ROW <= free
     assert (plan.row_bytes, plan.context) == (ROW, 131_072)
     assert plan.device_bytes == plan.cells * ROW
     assert plan.whole_bytes == 131_072 * ROW
-    four = make_plan(DENSE, ROOMY, Wishes(sessions=4))
+    four = make_plan(DENSE, ROOMY, PlanOptions(sessions=4))
     assert plan.cells // 4 - 256 < four.cells <= plan.cells // 4
 
 
 def test_a_context_that_fits_needs_no_eviction() -> None:
-    plan = make_plan(DENSE, ROOMY, Wishes(context=32_768))
+    plan = make_plan(DENSE, ROOMY, PlanOptions(context=32_768))
     assert (plan.cells, plan.context) == (32_768, 32_768)
     assert not plan.can_evict and plan.budget(256) is None
 
 
 def test_the_budget_leaves_room_for_the_answer() -> None:
-    plan = make_plan(DENSE, ROOMY, Wishes(cells=16_384))
+    plan = make_plan(DENSE, ROOMY, PlanOptions(cells=16_384))
     assert plan.can_evict and plan.budget(256) == 16_384 - 256
-    assert make_plan(DENSE, ROOMY, Wishes(cells=512)).budget(256) == 512 - 128
+    assert make_plan(DENSE, ROOMY, PlanOptions(cells=512)).budget(256) == 512 - 128
 
 
 def test_a_context_beyond_the_trained_length_is_reduced_with_a_note() -> None:
-    plan = make_plan(DENSE, ROOMY, Wishes(context=200_000))
+    plan = make_plan(DENSE, ROOMY, PlanOptions(context=200_000))
     assert plan.context == 131_072
     assert any("RoPE scaling" in note for note in plan.notes)
 
 
 def test_host_memory_and_disk_hold_the_blocks_of_all_sessions() -> None:
-    plan = make_plan(DENSE, ROOMY, Wishes(cells=16_384, context=65_536, sessions=2))
+    plan = make_plan(DENSE, ROOMY, PlanOptions(cells=16_384, context=65_536, sessions=2))
     needed = 2 * 65_536 * ROW * 1.1 / MIB
     assert needed <= plan.ram_mib <= needed + 1
     assert plan.disk_mib == int(2 * needed)
     small = Machine(device=16 * GIB, ram=4 * GIB, disk=3 * GIB)
-    plan = make_plan(DENSE, small, Wishes(cells=16_384, context=65_536, sessions=2))
+    plan = make_plan(DENSE, small, PlanOptions(cells=16_384, context=65_536, sessions=2))
     assert (plan.ram_mib, plan.disk_mib) == (2048, 1536)
     assert any("Host memory" in note for note in plan.notes)
-    explicit = make_plan(DENSE, small, Wishes(cells=16_384, ram_mib=700, disk_mib=0))
+    explicit = make_plan(DENSE, small, PlanOptions(cells=16_384, ram_mib=700, disk_mib=0))
     assert (explicit.ram_mib, explicit.disk_mib) == (700, 0)
 
 
 def test_a_device_that_is_too_small_gives_a_note() -> None:
-    plan = make_plan(DENSE, Machine(4 * GIB, 64 * GIB, GIB), Wishes())
+    plan = make_plan(DENSE, Machine(4 * GIB, 64 * GIB, GIB), PlanOptions())
     assert plan.cells == 2048
     assert any("llama-server may not start" in note for note in plan.notes)
 
 
 def test_without_a_device_the_cells_take_a_quarter_of_the_host_memory() -> None:
-    plan = make_plan(DENSE, Machine(None, 16 * GIB, 100 * GIB), Wishes())
+    plan = make_plan(DENSE, Machine(None, 16 * GIB, 100 * GIB), PlanOptions())
     assert 4 * GIB - 256 * ROW < plan.cells * ROW <= 4 * GIB
 
 
 def test_a_recurrent_model_has_no_cells_to_evict() -> None:
     shape = ModelShape("mamba", (), n_recurrent=4, state_bytes=4 * 5000, n_trained=8192)
-    plan = make_plan(shape, ROOMY, Wishes())
+    plan = make_plan(shape, ROOMY, PlanOptions())
     assert shape.kind == "recurrent"
     assert not plan.can_evict and plan.budget(256) is None
     assert (plan.ram_mib, plan.disk_mib) == (0, 0)
@@ -97,30 +97,30 @@ def test_windowed_layers_keep_the_window_and_a_batch() -> None:
     shape = ModelShape("gemma3", layers, window=64, n_trained=8192)
     assert shape.kind == "iswa"
     assert session_bytes(shape, 8192) == (8192 + 768) * 256
-    assert make_plan(shape, ROOMY, Wishes()).row_bytes == 256
+    assert make_plan(shape, ROOMY, PlanOptions()).row_bytes == 256
 
 
 def test_the_cells_of_a_recurrent_model_limit_its_context() -> None:
     shape = ModelShape("mamba", (), n_recurrent=4, state_bytes=4 * 5000, n_trained=8192)
-    assert make_plan(shape, ROOMY, Wishes()).cells == 8192
-    few = make_plan(shape, ROOMY, Wishes(cells=300))
+    assert make_plan(shape, ROOMY, PlanOptions()).cells == 8192
+    few = make_plan(shape, ROOMY, PlanOptions(cells=300))
     assert (few.cells, few.context) == (512, 512)
-    assert make_plan(shape, ROOMY, Wishes(cells=300, context=100)).context == 256
+    assert make_plan(shape, ROOMY, PlanOptions(cells=300, context=100)).context == 256
 
 
 def test_more_memory_or_disk_than_is_free_gives_a_note() -> None:
-    plan = make_plan(DENSE, Machine(None, GIB, GIB), Wishes(ram_mib=2048, disk_mib=4096))
+    plan = make_plan(DENSE, Machine(None, GIB, GIB), PlanOptions(ram_mib=2048, disk_mib=4096))
     assert plan.notes[-2:] == (
         "Host memory has 1024 MiB free, less than 2048 MiB.",
         "The disk has 1024 MiB free, less than 4096 MiB.",
     )
-    assert not make_plan(DENSE, ROOMY, Wishes(cells=16_384, ram_mib=8, disk_mib=8)).notes
+    assert not make_plan(DENSE, ROOMY, PlanOptions(cells=16_384, ram_mib=8, disk_mib=8)).notes
 
 
 def test_a_draft_model_and_a_projector_take_their_share_of_the_device() -> None:
     small = ModelShape("qwen2", (LayerKv(128, 128),) * 24, weight_bytes=GIB)
-    alone = make_plan(DENSE, ROOMY, Wishes())
-    beside = Wishes(draft=small, draft_kv=KvTypes("q8_0", "q8_0"), projector_bytes=GIB // 2)
+    alone = make_plan(DENSE, ROOMY, PlanOptions())
+    beside = PlanOptions(draft=small, draft_kv=KvTypes("q8_0", "q8_0"), projector_bytes=GIB // 2)
     plan = make_plan(DENSE, ROOMY, beside)
     drafted = 24 * 2 * 128 * 34 // 32
     free = 0.9 * 12 * GIB - 5 * GIB - 768 * MIB - GIB - GIB // 2
