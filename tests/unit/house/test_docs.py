@@ -75,6 +75,19 @@ def test_settings_metrics_and_files_exist(name: str) -> None:
     assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
 
 
+def test_the_walk_of_a_request_names_modules_that_exist_in_about_fifteen_steps() -> None:
+    walk = TEXTS["architecture.md"].partition("open these files in this order:")[2].split("```")[1]
+    modules = {f"/{path.relative_to(ROOT)}" for path in (ROOT / "evoke_proxy").rglob("*.py")}
+    steps, package = set[str](), ""
+    for line in walk.splitlines():
+        package = line.split()[0] if line[:1].strip() else package
+        for name in re.findall(r"[\w/]+\.py", line):
+            folder = "/evoke_proxy/" if name.startswith("engine/") else f"/evoke_proxy/{package}/"
+            assert [it for it in modules if it.startswith(folder) and it.endswith(f"/{name}")], name
+            steps.add(name)
+    assert 15 <= len(steps) <= 24, steps
+
+
 def test_every_stage_of_a_failed_turn_is_documented() -> None:
     sources = [path.read_text("utf-8") for path in (ROOT / "evoke_proxy").rglob("*.py")]
     stages = {name for text in sources for name in re.findall(r'\bstage ?= ?"(\w+)"', text)}
