@@ -42,7 +42,7 @@ def test_evicted_blocks_are_saved_and_can_be_loaded(streaming: Llama) -> None:
     assert resident(streaming.slot()["resident"], int(str(p0)), int(str(p1)))
 
 
-def test_blocks_of_an_adopted_slot_are_saved_for_who_adopted(streaming: Llama) -> None:
+def test_blocks_of_an_adopted_slot_are_saved_for_the_adopting_session(streaming: Llama) -> None:
     streaming.erase()
     streaming.post("/slots/0?action=block-drop", {"all": True})
     owner = {"tenant": "x", "session": "s"}

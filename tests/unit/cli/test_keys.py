@@ -60,7 +60,7 @@ def test_a_budget_that_is_no_number_is_explained(capsys: pytest.CaptureFixture[s
     assert "'many' is not a number of tokens, auto or off" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     command = [sys.executable, "-m", "evoke_proxy", "check-config", "--offline"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:

@@ -285,7 +285,7 @@ def test_an_ephemeral_request_gets_an_unheld_slot_and_does_not_become_its_holder
     assert pool.request("tags", "", 7, ephemeral=True) == Grant(1)
 
 
-def test_an_ephemeral_request_in_a_held_slot_returns_it_to_its_holder() -> None:
+def test_a_session_gets_its_slot_back_after_an_ephemeral_request() -> None:
     pool = SlotPool(2, 4)
     for now, name in enumerate("ab"):
         pool.request(name, "", now)

@@ -72,7 +72,7 @@ class Prepared:
         asyncio.run(prepared())
 
 
-def test_a_client_is_told_that_its_request_waits_from_queueing_on() -> None:
+def test_a_request_counts_as_waiting_until_its_plan_has_run() -> None:
     """Loading blocks from disk takes as long as waiting for a slot does."""
     prepared = Prepared()
 
