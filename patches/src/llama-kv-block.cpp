@@ -6,6 +6,8 @@
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-place.h"
+#include "llama-kv-staging.h"
 #include "llama-memory-hybrid.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-model.h"
@@ -54,7 +56,7 @@ uint64_t kv_block_mix(uint64_t h, uint64_t v) {
 void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     size_t i = 0;
 #if defined(__SSE2__)
-    if (size >= 4096) { // a shorter copy fills few whole lines
+    if (size >= 256) { // a shorter copy fills few whole lines
         i = (16 - (uintptr_t) dst % 16) % 16;
         memcpy(dst, src, i);
         for (; i + 64 <= size; i += 64) {
@@ -72,6 +74,18 @@ void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     }
 #endif
     memcpy(dst + i, src + i, size - i);
+}
+
+// Loads the beginning of what is copied next: it is in another page, where the hardware does not prefetch.
+void kv_block_prefetch(const uint8_t * src, size_t size) {
+#if defined(__GNUC__)
+    for (size_t i = 0; i < std::min<size_t>(size, 1024); i += 64) {
+        __builtin_prefetch(src + i);
+    }
+#else
+    (void) src;
+    (void) size;
+#endif
 }
 
 // Makes copies of kv_block_stream() visible to other threads.
@@ -124,6 +138,9 @@ void kv_block_columns(kv_block_side<uint8_t> dst, kv_block_side<const uint8_t> s
     }
 }
 
+// Rows in more runs than this are copied through llama_kv_staging where they are on a device.
+constexpr size_t KV_BLOCK_FEW_RUNS = 2;
+
 // Blocks larger than this are loaded with kv_block_stream().
 constexpr size_t KV_BLOCK_STREAMED = size_t(4) << 20;
 
@@ -172,6 +189,17 @@ const char * kv_block_no_cache(const llama_context * ctx) {
 
 } // namespace
 
+// What a cache has for block calls, from llama_kv_block_enable() on.
+struct llama_kv_block_state {
+    bool             together = false; // sequences share the cells, and their rows are kept together
+    llama_kv_traffic traffic;
+    std::map<ggml_backend_t, llama_kv_staging> staging;
+
+    llama_kv_staging & staging_of(ggml_backend_t backend) {
+        return staging.try_emplace(backend, backend, traffic).first->second;
+    }
+};
+
 // The only access to private members of llama_kv_cache, which declares it a friend.
 struct llama_kv_block_access {
     llama_context *    ctx;
@@ -195,6 +223,15 @@ struct llama_kv_block_access {
             return "no layer with full attention";
         }
         return nullptr;
+    }
+
+    static void enable(llama_kv_cache & kv) {
+        kv.block_state = std::make_shared<llama_kv_block_state>();
+        kv.block_state->together = kv.n_stream == 1 && kv.n_seq_max > 1;
+    }
+
+    static llama_kv_traffic traffic(const llama_kv_cache & kv) {
+        return kv.block_state ? kv.block_state->traffic : llama_kv_traffic();
     }
 
     static std::vector<int32_t> layers(const llama_kv_cache & kv) {
@@ -262,8 +299,18 @@ struct llama_kv_block_access {
         ggml_backend_sched_t sched;
         bool                 to_host;
         bool                 streamed; // with kv_block_stream()
+        llama_kv_traffic *   traffic;  // nullptr: not counted
         ggml_backend_t       backend = nullptr; // of the tensor; nullptr when none of the graph's backends has its memory
         bool                 in_host = true;    // the tensor is in host memory
+    };
+
+    // Rows of one tensor, contiguous or transposed, and their place in host memory.
+    struct copy_part {
+        ggml_tensor *      tensor;
+        size_t             row;       // bytes
+        uint32_t           n_columns; // transposed: channels of a row; 0: contiguous
+        uint8_t *          data;
+        llama_kv_staging * staging;   // nullptr: each run is copied by itself
     };
 
     static bool is_host(const ggml_tensor * t) {
@@ -294,49 +341,97 @@ struct llama_kv_block_access {
     }
 
     // Copies all rows of all layers between the cells and `data`, whose layout does not depend on the cells.
-    void copy(std::vector<kv_block_run> runs, uint32_t n_rows, uint8_t * data, bool to_host) {
+    void copy(const std::vector<uint32_t> & cells_of_rows, uint8_t * data, bool to_host) {
         synchronize_host();
+        const uint32_t n_rows = (uint32_t) cells_of_rows.size();
+        auto runs = kv_block_runs(cells_of_rows);
         // in the order of the cells, so that memory is accessed in one direction
         std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
-        copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED };
-        for (const auto & layer : kv.layers) {
-            const size_t row = k_row(kv, layer);
-            set_tensor(params, layer.k_stream[strm]);
-            copy_rows(params, layer.k_stream[strm], runs, row, data);
-            data += row*n_rows;
+        auto * state = kv.block_state.get();
+        copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED, state ? &state->traffic : nullptr };
+        auto parts = parts_of(n_rows, data);
+        for (auto & part : parts) {
+            set_tensor(params, part.tensor);
+            if (state && params.backend && runs.size() > KV_BLOCK_FEW_RUNS) {
+                auto & staging = state->staging_of(params.backend);
+                const bool able = part.n_columns > 0 ? staging.copies_columns(n_rows, part.tensor->type) : staging.copies_rows(n_rows, part.row);
+                part.staging = able ? &staging : nullptr;
+            }
         }
-        for (const auto & layer : kv.layers) {
-            if (!layer.v) {
-                continue;
+        llama_kv_staging * current = nullptr; // a device's layers follow each other
+        for (const auto & part : parts) {
+            set_tensor(params, part.tensor);
+            if (current && current != part.staging) {
+                current->end();
             }
-            const size_t row = v_row(kv, layer);
-            set_tensor(params, layer.v_stream[strm]);
-            if (kv.v_trans) {
-                const size_t el = ggml_type_size(layer.v->type);
-                copy_columns(params, layer.v_stream[strm], runs, { kv.hparams.n_embd_v_gqa(layer.il), el, cells().size()*el, n_rows*el }, data);
+            if (part.staging && current != part.staging) {
+                part.staging->begin(cells_of_rows, to_host);
+            }
+            current = part.staging;
+            if (current && part.n_columns > 0) {
+                current->columns(part.tensor, part.n_columns, cells().size(), part.data);
+            } else if (current) {
+                current->rows(part.tensor, part.row, part.data);
+            } else if (part.n_columns > 0) {
+                const size_t el = ggml_type_size(part.tensor->type);
+                copy_columns(params, part.tensor, runs, { part.n_columns, el, cells().size()*el, n_rows*el }, part.data);
             } else {
-                copy_rows(params, layer.v_stream[strm], runs, row, data);
+                copy_rows(params, part.tensor, runs, part.row, part.data);
             }
-            data += row*n_rows;
+        }
+        if (current) {
+            current->end();
         }
         kv_block_stream_end();
     }
 
+    // Returns K of all layers, then V of all layers.
+    std::vector<copy_part> parts_of(uint32_t n_rows, uint8_t * data) const {
+        std::vector<copy_part> parts;
+        for (const auto & layer : kv.layers) {
+            parts.push_back({ layer.k_stream[strm], k_row(kv, layer), 0, data, nullptr });
+            data += parts.back().row*n_rows;
+        }
+        for (const auto & layer : kv.layers) {
+            if (layer.v) {
+                const uint32_t n_columns = kv.v_trans ? kv.hparams.n_embd_v_gqa(layer.il) : 0;
+                parts.push_back({ layer.v_stream[strm], v_row(kv, layer), n_columns, data, nullptr });
+                data += parts.back().row*n_rows;
+            }
+        }
+        return parts;
+    }
+
     static void copy_rows(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
-        for (const auto & r : runs) {
+        const auto * cells = (const uint8_t *) t->data;
+        for (size_t i = 0; i < runs.size(); ++i) {
+            const auto & r = runs[i];
             const size_t offset = r.cell*row, size = r.n*row;
             uint8_t * host = data + r.row*row;
             GGML_ASSERT(offset + size <= ggml_nbytes(t));
             if (params.in_host) {
+                if (i + 1 < runs.size()) {
+                    const auto & next = runs[i + 1];
+                    kv_block_prefetch(params.to_host ? cells + next.cell*row : data + next.row*row, next.n*row);
+                }
                 uint8_t * cell = (uint8_t *) t->data + offset;
                 uint8_t * dst  = params.to_host ? host : cell;
                 uint8_t * src  = params.to_host ? cell : host;
                 params.streamed ? kv_block_stream(dst, src, size) : (void) memcpy(dst, src, size);
-            } else if (params.backend) {
+                continue;
+            }
+            count(params, size);
+            if (params.backend) {
                 params.to_host ? ggml_backend_tensor_get_async(params.backend, t, host, offset, size) : ggml_backend_tensor_set_async(params.backend, t, host, offset, size);
             } else {
                 params.to_host ? ggml_backend_tensor_get(t, host, offset, size) : ggml_backend_tensor_set(t, host, offset, size);
             }
+        }
+    }
+
+    static void count(const copy_params & params, size_t size) {
+        if (params.traffic) {
+            params.traffic->add(size);
         }
     }
 
@@ -357,6 +452,7 @@ struct llama_kv_block_access {
         for (const auto & r : runs) {
             const size_t offset = r.cell*layout.el, size = r.n*layout.el;
             uint8_t * host = data + r.row*layout.el;
+            count(params, size*layout.n);
             if (params.backend && params.to_host) {
                 ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
             } else if (params.backend) {
@@ -459,7 +555,7 @@ struct llama_kv_block_access {
 
     // Writes the rows of a block into these cells, each row `shift` positions after the position it was saved from.
     void write(const llama_kv_block & block, const std::vector<uint32_t> & target, llama_pos shift) {
-        copy(kv_block_runs(target), block.n_rows(), block.data, false);
+        copy(target, block.data, false);
         auto & c = cells();
         for (uint32_t i = 0; i < block.n_rows(); ++i) {
             c.pos_set(target[i], block.pos[i]);
@@ -475,6 +571,21 @@ struct llama_kv_block_access {
         }
     }
 };
+
+bool llama_kv_block_place(const llama_kv_block_state * state, const llama_kv_cells & cells, const llama_ubatch & ubatch, std::vector<uint32_t> & chosen) {
+    return state && state->together && llama_kv_place(cells, ubatch, chosen);
+}
+
+void llama_kv_block_enable(llama_context * ctx) {
+    if (auto * kv = kv_block_cache(ctx)) {
+        llama_kv_block_access::enable(*kv);
+    }
+}
+
+llama_kv_traffic llama_kv_block_traffic(const llama_context * ctx) {
+    const auto * kv = kv_block_cache(ctx);
+    return kv ? llama_kv_block_access::traffic(*kv) : llama_kv_traffic();
+}
 
 const char * llama_kv_block_unsupported(const llama_context * ctx) {
     if (ctx && ctx->get_model().split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
@@ -669,9 +780,8 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range r
     block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
     block.data   = data;
 
-    const auto runs = kv_block_runs(block.cells);
-    block.n_runs = (uint32_t) runs.size();
-    access.copy(runs, block.n_rows(), block.data, true);
+    block.n_runs = (uint32_t) kv_block_runs(block.cells).size();
+    access.copy(block.cells, block.data, true);
     out = std::move(block);
     return true;
 }

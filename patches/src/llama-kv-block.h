@@ -9,6 +9,7 @@
 
 #include "llama.h"
 #include "ggml-backend.h"
+#include "llama-kv-staging.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -51,6 +52,20 @@ LLAMA_API llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx);
 // Returns the cache that block calls work on, or nullptr. For files inside libllama.
 class llama_kv_cache;
 llama_kv_cache * llama_kv_block_find(const llama_context * ctx);
+
+// Prepares the cache of a context for block calls; without this they work too, but slower. Rows on a device are then copied
+// in few transfers, whatever their cells are; and where sequences share cells, the rows of each are kept together, so that
+// later rows may be in other cells than upstream would choose.
+LLAMA_API void llama_kv_block_enable(llama_context * ctx);
+
+// Returns the copies between host and device since llama_kv_block_enable(): none where rows are in host memory.
+LLAMA_API llama_kv_traffic llama_kv_block_traffic(const llama_context * ctx);
+
+// Chooses cells for a batch as llama_kv_place() does, if the cache was prepared for that. For the hook in find_slot().
+struct llama_kv_block_state;
+struct llama_ubatch;
+class llama_kv_cells;
+bool llama_kv_block_place(const llama_kv_block_state * state, const llama_kv_cells & cells, const llama_ubatch & ubatch, std::vector<uint32_t> & chosen);
 
 // Returns the layers of the model whose rows are in that cache.
 LLAMA_API std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx);

@@ -183,6 +183,8 @@ json server_blocks_calls::info(const json & body, const server_blocks_slot & slo
         {"protect", ranges_json(budget.protect)} };
     res["ram"]           = json { {"used", parts.store.used()}, {"budget", parts.store.budget()}, {"n_dropped", parts.store.dropped()} };
     res["disk"]          = parts.store.disk_json();
+    const auto traffic = llama_kv_block_traffic(parts.context.ctx);
+    res["device"]        = json { {"n_copies", traffic.n_copies}, {"n_bytes", traffic.n_bytes} };
     res["row_bytes"]     = parts.store.row_bytes();
     res["version"]       = version;
     res["blocks"]        = copies_json(tenant, text, state.resident(), after);

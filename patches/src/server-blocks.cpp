@@ -49,6 +49,7 @@ void server_blocks::init(llama_context * ctx, const common_params & params, llam
         this->unsupported = "the model answers decisions: their outputs must be in one batch, and slots share a prompt";
     }
     if (!this->unsupported) {
+        llama_kv_block_enable(ctx);
         context.memory = llama_kv_block_kind(ctx);
         context.draft.init(ctx, ctx_dft, n_draft_max, params.kv_unified ? n_slots : 1);
         server_blocks_set_projector(ctx, params, !flags.disk.empty());
