@@ -95,7 +95,7 @@ def device(server: Llama) -> tuple[int, int]:
     return counts.get("n_copies", 0), counts.get("n_bytes", 0)
 
 
-def scatter(server: Llama, p0: int, p1: int, run: int) -> None:
+def scatter(server: Llama, p0: int, p1: int, run: int = RUN) -> None:
     """Let the rows of [p0, p1) change places in runs of `run`, none beside the one before it."""
     spans = [(p, min(p + run, p1)) for p in range(p0, p1, run)]
     names = [f"run/{a}" for a, _ in spans]
