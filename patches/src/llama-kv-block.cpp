@@ -354,8 +354,8 @@ struct llama_kv_block_access {
             set_tensor(params, part.tensor);
             if (state && params.backend && runs.size() > KV_BLOCK_FEW_RUNS) {
                 auto & staging = state->staging_of(params.backend);
-                const bool able = part.n_columns > 0 ? staging.copies_columns(n_rows, part.tensor->type) : staging.copies_rows(n_rows, part.row);
-                part.staging = able ? &staging : nullptr;
+                const bool exact = part.n_columns > 0 ? staging.copies_columns(n_rows, part.tensor->type) : staging.copies_rows(n_rows, part.row);
+                part.staging = exact ? &staging : nullptr;
             }
         }
         llama_kv_staging * current = nullptr; // a device's layers follow each other

@@ -8,9 +8,9 @@
 
 namespace {
 
-class kv_places {
+class kv_placement {
 public:
-    explicit kv_places(const llama_kv_cells & cells) : cells(cells), taken(cells.size(), false) {
+    explicit kv_placement(const llama_kv_cells & cells) : cells(cells), taken(cells.size(), false) {
         for (llama_seq_id seq = 0; seq < (llama_seq_id) LLAMA_MAX_SEQ; ++seq) {
             const auto & rows = cells.seq_pos_get(seq);
             next.push_back(rows.empty() ? NONE : rows.rbegin()->second + 1);
@@ -91,12 +91,12 @@ bool llama_kv_place(const llama_kv_cells & cells, const llama_ubatch & ubatch, s
     if (ubatch.n_tokens > cells.size() - cells.get_used()) {
         return false;
     }
-    kv_places places(cells);
+    kv_placement placement(cells);
     std::vector<uint32_t> found;
     found.reserve(ubatch.n_tokens);
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        found.push_back(places.take(ubatch.seq_id[i][0]));
-        if (found.back() == kv_places::NONE) {
+        found.push_back(placement.take(ubatch.seq_id[i][0]));
+        if (found.back() == kv_placement::NONE) {
             return false;
         }
     }

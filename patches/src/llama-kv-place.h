@@ -23,6 +23,6 @@ constexpr uint32_t LLAMA_KV_PLACE_SEARCHES = 64;
 
 // Chooses a cell for each token of the batch: the one after the last row of its sequence if it is empty, else the first
 // of the lowest LLAMA_KV_PLACE_ROOM contiguous ones that no other sequence is about to fill, else the first of the longest
-// run of such cells, else the middle of the longest run of empty ones. Returns false, with `chosen` unchanged, if there are fewer empty cells than tokens,
-// or the batch needs too many searches.
+// run of such cells, else the middle of the longest run of empty ones. Returns false, with `chosen` unchanged, if there
+// are fewer empty cells than tokens, or the batch needs too many searches.
 bool llama_kv_place(const llama_kv_cells & cells, const llama_ubatch & ubatch, std::vector<uint32_t> & chosen);

@@ -135,7 +135,7 @@ void llama_kv_staging::rows(const ggml_tensor * tensor, size_t row, uint8_t * da
     const size_t n_most = KV_STAGING_AREA/row/KV_STAGING_ROWS*KV_STAGING_ROWS;
     for (size_t first = 0; first < cells.size(); first += n_most) {
         const int64_t n = std::min(n_most, cells.size() - first);
-        const size_t offset = stage(data + first*row, n*row);
+        const size_t offset = reserve(data + first*row, n*row);
         ggml_tensor * cache  = alias(tensor, ggml_new_tensor_2d(ctx, type, n_words, n_cells), 0);
         ggml_tensor * chosen = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n), first*sizeof(int32_t));
         if (to_host) {
@@ -162,7 +162,7 @@ void llama_kv_staging::columns(const ggml_tensor * tensor, uint32_t n_columns, u
         if (widened && n_widened + n*sizeof(float) > KV_STAGING_WIDENED) {
             flush();
         }
-        const size_t offset = stage(data + first*n_rows*el, n*el);
+        const size_t offset = reserve(data + first*n_rows*el, n*el);
         ggml_tensor * cache  = alias(tensor, ggml_new_tensor_2d(ctx, tensor->type, 1, n/n_rows*n_cells), first*n_cells*el);
         ggml_tensor * chosen = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n), 0);
         if (!to_host) {
@@ -190,9 +190,9 @@ void llama_kv_staging::upload_ids(std::vector<int32_t> values, std::pair<uint32_
     traffic.add(ggml_nbytes(tensor));
 }
 
-// Returns where in the buffer `size` bytes of `data` are staged. What follows them in host memory follows them in the
+// Returns where in the buffer `size` bytes of `data` are placed. What follows them in host memory follows them in the
 // area, too, where the alignment of the device allows that: one transfer then copies both.
-size_t llama_kv_staging::stage(uint8_t * data, size_t size) {
+size_t llama_kv_staging::reserve(uint8_t * data, size_t size) {
     const size_t alignment = ggml_backend_buffer_get_alignment(buffer);
     if ((n_staged + alignment - 1)/alignment*alignment + size > KV_STAGING_AREA || (graph && ggml_graph_n_nodes(graph) + 2 > KV_STAGING_N_NODES)) {
         flush();

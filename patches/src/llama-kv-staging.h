@@ -64,7 +64,7 @@ private:
     void flush();
     void wait();
     void upload_ids(std::vector<int32_t> values, std::pair<uint32_t, uint32_t> columns);
-    size_t stage(uint8_t * data, size_t size);
+    size_t reserve(uint8_t * data, size_t size);
     ggml_tensor * placed(ggml_tensor * tensor, size_t offset);
     ggml_tensor * alias(const ggml_tensor * tensor, ggml_tensor * shape, size_t offset);
 

@@ -51,17 +51,21 @@ static std::vector<uint32_t> random_cells(uint32_t n_cells, uint32_t n_rows) {
     return cells;
 }
 
-// Tensors of one cache, as many as layers.
-struct cache {
+struct cache_shape {
     ggml_type type;
     int64_t   n_channels, n_cells;
+    size_t    n_layers;
     bool      transposed;
+};
+
+// Tensors of one cache, as many as layers.
+struct cache : cache_shape {
     std::vector<ggml_tensor *> layers;
     ggml_context *        ctx;
     ggml_backend_buffer_t buffer;
 
-    cache(ggml_backend_t backend, ggml_type type, int64_t n_channels, int64_t n_cells, size_t n_layers, bool transposed)
-        : type(type), n_channels(n_channels), n_cells(n_cells), transposed(transposed), ctx(ggml_init({ (n_layers + 1)*ggml_tensor_overhead(), nullptr, true })) {
+    cache(ggml_backend_t backend, const cache_shape & shape)
+        : cache_shape(shape), ctx(ggml_init({ (n_layers + 1)*ggml_tensor_overhead(), nullptr, true })) {
         for (size_t i = 0; i < n_layers; ++i) {
             layers.push_back(ggml_new_tensor_2d(ctx, type, n_channels, n_cells));
         }
@@ -157,16 +161,16 @@ static void round_trip(ggml_backend_t backend, const std::string & name, const c
 int main() {
     ggml_backend_t backend = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(backend, 1);
-    round_trip(backend, "rows of f16",          { backend, GGML_TYPE_F16,  1024, 512,  4, false }, 64);
-    round_trip(backend, "rows of q8_0",         { backend, GGML_TYPE_Q8_0, 1024, 512,  4, false }, 64);
-    round_trip(backend, "rows of q4_0",         { backend, GGML_TYPE_Q4_0,  128, 300,  3, false }, 77);
-    round_trip(backend, "rows of bf16",         { backend, GGML_TYPE_BF16,  256, 300,  3, false }, 1);
-    round_trip(backend, "many rows",            { backend, GGML_TYPE_F32,  1024, 5000, 2, false }, 4999);
-    round_trip(backend, "many layers",          { backend, GGML_TYPE_F16,   128, 128, 300, false }, 33);
-    round_trip(backend, "columns of f16",       { backend, GGML_TYPE_F16,  1024, 512,  4, true }, 64);
-    round_trip(backend, "columns of f32",       { backend, GGML_TYPE_F32,   256, 512,  4, true }, 100);
-    round_trip(backend, "columns of many rows", { backend, GGML_TYPE_F16,  1024, 4096, 2, true }, 4000);
-    round_trip(backend, "columns of many layers", { backend, GGML_TYPE_F16, 64, 128, 200, true }, 40);
+    round_trip(backend, "rows of f16",          { backend, { GGML_TYPE_F16, 1024, 512, 4, false } }, 64);
+    round_trip(backend, "rows of q8_0",         { backend, { GGML_TYPE_Q8_0, 1024, 512, 4, false } }, 64);
+    round_trip(backend, "rows of q4_0",         { backend, { GGML_TYPE_Q4_0, 128, 300, 3, false } }, 77);
+    round_trip(backend, "rows of bf16",         { backend, { GGML_TYPE_BF16, 256, 300, 3, false } }, 1);
+    round_trip(backend, "many rows",            { backend, { GGML_TYPE_F32, 1024, 5000, 2, false } }, 4999);
+    round_trip(backend, "many layers",          { backend, { GGML_TYPE_F16, 128, 128, 300, false } }, 33);
+    round_trip(backend, "columns of f16",       { backend, { GGML_TYPE_F16, 1024, 512, 4, true } }, 64);
+    round_trip(backend, "columns of f32",       { backend, { GGML_TYPE_F32, 256, 512, 4, true } }, 100);
+    round_trip(backend, "columns of many rows", { backend, { GGML_TYPE_F16, 1024, 4096, 2, true } }, 4000);
+    round_trip(backend, "columns of many layers", { backend, { GGML_TYPE_F16, 64, 128, 200, true } }, 40);
 
     llama_kv_traffic traffic;
     llama_kv_staging staging(backend, traffic);
