@@ -11,13 +11,18 @@ PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3
 
 BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler unseen fact_kinds kv_types placement demo_seeds quality evidence tasks session restart soak growth agent long opencode
 
-.PHONY: demo test check docs bench fuzz patches-check test-matrix help venv build release requirements tools clean
+.PHONY: demo proof test check docs bench fuzz patches-check test-matrix help venv build release requirements tools clean
 
 ##@ Start
 ## make demo            a planted fact under four policies; report in out/demo/report.html
 ## make build           the patched llama-server and the stock one
+## make proof           ten minutes that check the main claims here: SEED=271828 MODEL=own.gguf
 demo: venv
 	@$(BIN)/evoke-proxy demo
+
+# Draws a seed where none is given. Writes out/proof/proof.html.
+proof: build
+	@$(BIN)/python -m bench.proof $(if $(SEED),--seed $(SEED)) $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 ##@ Check
 ## make test            all tests; TESTS=tests/unit for some of them

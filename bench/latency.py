@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,35 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool) -> dict[str, Any]:
-    """One row: medians over the repeats for blocks of `size` tokens."""
+def measure(
+    server: Llama, size: int, filled: int, repeats: int, scattered: bool, over_http: bool = False
+) -> dict[str, Any]:
+    """One row: medians over the repeats for blocks of `size` tokens.
+
+    With `over_http` the times are those of the client, from sending a call to its whole answer.
+    """
     times: dict[str, list[float]] = {"save": [], "evict": [], "load": [], "prefill": []}
     n_bytes = 0
     for i in range(repeats):
         prompt = [10 + (7 * j + i) % 1900 for j in range(filled + size)]
         server.complete(prompt[:filled])
-        times["prefill"].append(server.complete(prompt)["timings"]["prompt_ms"])
+        began = time.perf_counter()
+        prefill = float(server.complete(prompt)["timings"]["prompt_ms"])
+        times["prefill"].append(_ms_since(began) if over_http else prefill)
         name = f"b{size}-{i}"
         start = filled - size
         if scattered:
             scatter(server, start, filled)
-        saved = server.act("block-save", name=name, p0=start, p1=filled)
-        times["save"].append(saved["t_ms"])
-        n_bytes = saved["n_bytes"]
-        times["evict"].append(server.act("block-evict", p0=start, p1=filled)["t_ms"])
-        times["load"].append(server.act("block-load", names=[name])["t_ms"])
+        calls: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("save", {"name": name, "p0": start, "p1": filled}),
+            ("evict", {"p0": start, "p1": filled}),
+            ("load", {"names": [name]}),
+        )
+        for verb, body in calls:
+            began = time.perf_counter()
+            answer = server.act(f"block-{verb}", **body)
+            times[verb].append(_ms_since(began) if over_http else answer["t_ms"])
+            n_bytes = answer.get("n_bytes", n_bytes)
         server.act("block-drop", names=[name])
         server.erase()
     middle = {key: statistics.median(values) for key, values in times.items()}
@@ -57,6 +70,10 @@ def measure(server: Llama, size: int, filled: int, repeats: int, scattered: bool
         "save_load_vs_reprefill": middle["prefill"] / (middle["save"] + middle["load"]),
         "save_over_load": middle["save"] / middle["load"],
     }
+
+
+def _ms_since(began: float) -> float:
+    return (time.perf_counter() - began) * 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -146,18 +146,42 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
     slot = slots - 1
     for other in range(slot):  # neighbours, with holes of their own
         _talk(llama, other, seed=other, then=_EVICT, wanted=_TOKENS)
-    # The cells of rows depend on earlier contents, which are the same from the second run on.
-    wanted = _DRAFTS if case.drafts else _LOGPROBS
-    _talk(llama, slot, seed=9, then=_KEEP, wanted=_DRAFTS if case.drafts else _TOKENS)
-    talk = partial(_talk, llama, slot, seed=9, wanted=wanted)
-    never, repeated = (talk(then=_KEEP) for _ in range(2))
-    if never != repeated:
+    trip = round_trip(llama, slot, seed=9, wanted=_DRAFTS if case.drafts else _LOGPROBS)
+    if not trip.repeats:
         raise RuntimeError(f"{case}: does not repeat itself")
-    if talk(then=_RETURN) != never:
+    if not trip.returns:
         raise RuntimeError(f"{case}: another answer after evict and load")
-    if talk(then=_EVICT) == never:
+    if not trip.evicts:
         raise RuntimeError(f"{case}: eviction changes nothing")
     return table["memory"], SAME_TOKENS if case.drafts else EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    """What a block does that leaves the cache of a conversation and returns.
+
+    Attributes:
+        repeats: The conversation without eviction gives the same answer twice.
+        returns: Evicting and loading the block gives that answer, to the bit.
+        evicts: Evicting it alone gives another answer.
+        compared: How many log probabilities were compared, or tokens.
+    """
+
+    repeats: bool
+    returns: bool
+    evicts: bool
+    compared: int
+
+
+def round_trip(llama: Llama, slot: int, seed: int, wanted: str = _LOGPROBS) -> RoundTrip:
+    """Hold the conversation of this seed four times in a slot and compare the answers."""
+    # The cells of rows depend on earlier contents, which are the same from the second run on.
+    _talk(llama, slot, seed=seed, then=_KEEP, wanted=_DRAFTS if wanted == _DRAFTS else _TOKENS)
+    talk = partial(_talk, llama, slot, seed=seed, wanted=wanted)
+    never, repeated = (talk(then=_KEEP) for _ in range(2))
+    returned, evicted = talk(then=_RETURN), talk(then=_EVICT)
+    compared = sum(len(step) if isinstance(step, list) else 1 for step in never)
+    return RoundTrip(never == repeated, returned == never, evicted != never, compared)
 
 
 def _refused(llama: Llama, reason: str) -> str:

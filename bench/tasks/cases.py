@@ -66,10 +66,13 @@ class _Plot:
     asked: Sequence[Message]
 
 
-def cases(split: str, kind: str, length: int, count: int) -> list[Case]:
-    """Return cases of about `length` tokens; they depend on nothing but the arguments."""
+def cases(split: str, kind: str, length: int, count: int, first: int = 0) -> list[Case]:
+    """Return cases of about `length` tokens; they depend on nothing but the arguments.
+
+    `first` is the number of the first case. Published figures are of cases from number 0 on.
+    """
     templates = read(split)
-    return [_case(templates, kind, length, number) for number in range(count)]
+    return [_case(templates, kind, length, first + number) for number in range(count)]
 
 
 def kinds() -> list[str]:

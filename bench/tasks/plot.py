@@ -14,23 +14,30 @@ COLOURS: Mapping[str, str] = {
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 760, 190, 60, 60, 9, 10
 
 
-def bars(title: str, whole: Mapping[str, Mapping[str, float]], wanted: Mapping[str, float]) -> str:
+def bars(
+    title: str,
+    whole: Mapping[str, Mapping[str, float]],
+    wanted: Mapping[str, float],
+    colours: Mapping[str, str] = COLOURS,
+) -> str:
     """Return one group of bars for each kind: `whole` has percentages by arm and kind.
 
     A vertical stroke marks the percentage that is `wanted` of a kind. "" without the default.
+    `colours` are those of the arms that are drawn.
     """
-    arms = [arm for arm in COLOURS if arm in whole]
+    arms = [arm for arm in colours if arm in whole]
     if "default" not in arms:
         return ""
     kinds = list(whole["default"])
     group = len(arms) * _BAR + _GAP
     height = _TOP + group * len(kinds) + 30
-    parts = [_text(_LEFT, 22, title, "start", 14), *_key(arms), *_grid(height)]
+    parts = [_text(_LEFT, 22, title, "start", 14)]
+    parts += [*_key(arms, colours, bool(wanted)), *_grid(height)]
     for at, kind in enumerate(kinds):
         top = _TOP + group * at
         parts.append(_text(_LEFT - 8, top + (group - _GAP) / 2 + 4, kind, "end", 12))
         for place, arm in enumerate(arms):
-            parts.append(_bar(top + place * _BAR, whole[arm][kind], COLOURS[arm]))
+            parts.append(_bar(top + place * _BAR, whole[arm][kind], colours[arm]))
         if kind in wanted:
             x = _x(wanted[kind])
             below = top + group - _GAP
@@ -63,10 +70,11 @@ def _grid(height: float) -> list[str]:
     return marks
 
 
-def _key(arms: Sequence[str]) -> list[str]:
-    parts = []
-    for at, arm in enumerate([*arms, "wanted"]):
-        x, colour = _LEFT + 100 * at, COLOURS.get(arm, "#b3261e")
+def _key(arms: Sequence[str], colours: Mapping[str, str], has_marks: bool) -> list[str]:
+    parts, names = [], [*arms, *(["wanted"] if has_marks else [])]
+    step = min(100, (_WIDTH - _LEFT) // len(names))
+    for at, arm in enumerate(names):
+        x, colour = _LEFT + step * at, colours.get(arm, "#b3261e")
         parts.append(f'<rect x="{x}" y="34" width="10" height="10" fill="{colour}"/>')
         parts.append(_text(x + 15, 43, arm, "start", 11))
     return parts

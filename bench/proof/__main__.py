@@ -1,0 +1,112 @@
+"""Do the main claims hold on this machine, with a seed of the reader's?
+
+Five parts, each made with the parts of a longer bench: the bits of a block that left the cache and
+came back; sixty fresh questions in real dialogs, by arm; labelled evidence in real conversations;
+save and load against decoding again; the time to the first byte against llama-server without the
+proxy. Each has bounds that were fixed before the run.
+
+*Against*: no eviction, random blocks, a BM25 fill of the same budget, the text quoted again
+(breadcrumb), nothing recovered (discard), an oracle; decoding again; llama-server directly.
+*Fails* (exit status 1) when a bound is missed or a part could not be measured.
+
+With --model the bits, the copies and the first byte are those of your GGUF; the questions stay on
+the vocabulary of Qwen2 with random weights, because only the residency of rows counts there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bench import record
+from bench.engines import servers
+from bench.proof import page, parts
+from bench.proof.part import Part, broken
+
+_LONGEST = 30_000
+_EXAMPLES = """examples:
+  make proof SEED=271828
+  python -m bench.proof --seed 271828 --model ~/models/qwen2.5-7b-q4_k_m.gguf --threads 8
+"""
+
+
+def run(reader: parts.Reader, wanted: Sequence[str]) -> list[Part]:
+    """Measure the parts in order; one that breaks off is reported and fails."""
+    todo: dict[str, Callable[[], list[Part]]] = {
+        "exact": lambda: [parts.exact(reader)],
+        "questions": lambda: _on_servers(reader),
+        "copies": lambda: [parts.copies(reader)],
+        "first_byte": lambda: [parts.first_byte(reader)],
+    }
+    found: list[Part] = []
+    for name, measure in todo.items():
+        if name not in wanted:
+            continue
+        began = time.monotonic()
+        try:
+            made = measure()
+        except Exception as error:
+            made = [broken(name, error)]
+        found += made
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def _on_servers(reader: parts.Reader) -> list[Part]:
+    """Measure both parts that ask what is in the cache, on one pair of servers."""
+    with servers(_LONGEST) as made:
+        return [_timed(lambda: parts.questions(reader, made)), _timed(lambda: parts.dialogs(made))]
+
+
+def _timed(measure: Callable[[], Part]) -> Part:
+    began = time.monotonic()
+    made = measure()
+    return replace(made, seconds=time.monotonic() - began)
+
+
+PARTS = ("exact", "questions", "copies", "first_byte")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write proof.html, proof.txt and proof.json, print the text; 1 when a bar fails."""
+    parser = record.command("proof", __doc__, _EXAMPLES)
+    parser.add_argument("--seed", type=int, help="of questions and texts (drawn, and printed)")
+    parser.add_argument("--model", type=Path, help="your own GGUF file")
+    parser.add_argument("--threads", type=int, default=1, help="of llama-server (1)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (all)")
+    parser.add_argument("--out", type=Path, default=Path("out/proof"), help="folder (out/proof)")
+    args = parser.parse_args(argv)
+    seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
+    began, load = time.monotonic(), os.getloadavg()[0]
+    found = run(parts.Reader(seed, args.model, args.threads), args.parts.split(","))
+    about = {
+        "seed": seed,
+        "model": args.model.name if args.model else "bundled, and random weights",
+        "machine": record.machine(),
+        "version": record.checkout(),
+        "load average before": round(load, 2),
+        "minutes": round((time.monotonic() - began) / 60, 1),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    said = page.text(found, about)
+    (args.out / "proof.txt").write_text(said, "utf-8")
+    (args.out / "proof.html").write_text(page.html(found, about), "utf-8")
+    rows = [{"part": part.title, "row": row} for part in found for row in part.rows]
+    bars = [
+        {"part": part.title, "claim": bar.claim, "value": bar.value, "wanted": bar.wanted,
+         "holds": bar.holds} for part in found for bar in part.bars
+    ]  # fmt: skip
+    details = {part.title: part.details for part in found if part.details}
+    record.write("proof", rows, {**about, "bars": bars, "details": details},
+                 args.out / "proof.json")  # fmt: skip
+    print(said)
+    print(f"written: {args.out}/proof.html, proof.txt, proof.json")
+    return 0 if found and page.holds(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

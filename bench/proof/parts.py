@@ -1,0 +1,250 @@
+"""The five measurements of the proof, each made with the parts of a longer bench."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import first_bytes, latency, support
+from bench.chat_turns import budget_of, proxied
+from bench.criteria import paired_difference, percent
+from bench.engines import InProcess, OnServers
+from bench.evidence import __main__ as evidence
+from bench.evidence.conversations import conversations
+from bench.fills import Rankings
+from bench.llama import running
+from bench.model.unseen import NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
+from bench.proof.part import Bar, Part, Row
+from bench.random_models import SHAPES, ensure
+from bench.tasks import plot
+from bench.tasks.__main__ import measure
+from bench.tasks.cases import Case, cases
+from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+QUESTIONS, LENGTH, SHARE = 15, 4000, 8
+# Cases of the published figures have numbers from 0 on; those of a seed begin far behind them.
+_FIRST_FRESH, _CASES_OF_A_SEED = 1000, 100
+ARMS: dict[str, str] = {
+    "no eviction": "#7a7a7a",
+    "oracle": "#b0b0b0",
+    "default": "#1b6e3c",
+    "breadcrumb": "#7d3c98",
+    "bm25": "#0b6aa8",
+    "random": "#c98a1b",
+    "discard": "#b3261e",
+}
+_ON_SERVERS = ("default",)
+_EXACT_SHAPES = ("tiny-dense", "tiny-gemma", "tiny-jamba", "tiny-qwen35")
+_BLOCK_TOKENS, _REPEATS = 640, 3
+_HISTORY, _PAIRS = 2048, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What the reader chose.
+
+    Attributes:
+        seed: Which questions and texts are drawn.
+        model: A GGUF of the reader's, or None for those of the project.
+        threads: Threads of llama-server.
+    """
+
+    seed: int
+    model: Path | None = None
+    threads: int = 1
+
+
+def exact(reader: Reader) -> Part:
+    """Evict and load a block, and compare all log probabilities of an answer."""
+    models = {"bundled": bundled_model()} | {name: ensure(SHAPES[name]) for name in _EXACT_SHAPES}
+    if reader.model is not None:
+        models = {reader.model.name: reader.model}
+    options = ("-c", "4096", "-np", "1", "-t", str(reader.threads), "--evoke-ram", "256")
+    rows: list[dict[str, Any]] = []
+    for name, path in models.items():
+        with running(ensure_server(), path, *options) as llama:
+            trip = support.round_trip(llama, 0, seed=reader.seed % 10_000)
+            memory = llama.call("GET", "/props")["evoke"]["memory"]
+        rows.append(
+            {"model": name, "memory": memory, "log probabilities": trip.compared,
+             "same after evict and load": trip.returns, "same after evict": not trip.evicts,
+             "repeats itself": trip.repeats}
+        )  # fmt: skip
+    right = sum(r["same after evict and load"] and not r["same after evict"] for r in rows)
+    return Part(
+        "Evict and load: the same bits",
+        "All log probabilities of twelve steps after a block left the cache and came back, against"
+        " those of never having left; the control leaves it out, and must differ.",
+        tuple(rows[0]),
+        rows,
+        [Bar("models whose answers are the same to the bit", right, least=len(rows))],
+    )
+
+
+def questions(reader: Reader, on_servers: OnServers) -> Part:
+    """Ask fresh questions in real dialogs and look whether all that they need is in the cache."""
+    fast, rows = InProcess(), list[dict[str, Any]]()
+    others = [arm for arm in ARMS if arm not in _ON_SERVERS]
+    for case in fresh_cases(reader.seed):
+        found = [*measure(on_servers, case, (SHARE,), _ON_SERVERS)]
+        found += measure(fast, case, (SHARE,), others)
+        rows += ({**row, "conversation": case.id} for row in found)
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    whole = {
+        arm: {
+            kind: percent(
+                r["whole"] for r in rows if r["arm"] == arm and kind in (r["kind"], "all")
+            )
+            for kind in (*kinds, "all")
+        }
+        for arm in ARMS
+    }
+    counts = {k: sum(r["kind"] == k and r["arm"] == "default" for r in rows) for k in kinds}
+    table = [{"all needed, %": "questions", **counts, "all": sum(counts.values())}]
+    table += [{"all needed, %": arm, **each} for arm, each in whole.items()]
+    margins = {arm: paired_difference(rows, "default", arm) for arm in ARMS if arm != "default"}
+    return Part(
+        "Fresh questions: is all that the answer needs in the cache",
+        f"Conversations of about {LENGTH:,} tokens of real dialogs on a budget of an eighth, with"
+        f" planted messages and one question. The default runs on the real proxy and llama-server"
+        " (random weights: only the residency of rows counts); the other arms run the same code in"
+        " one process, or fill the same budget without it. Short statements of the user have high"
+        " keep-scores, so discard has many of them, too.",
+        tuple(table[0]),
+        table,
+        [
+            Bar("default, all questions, %", whole["default"]["all"], least=85),
+            *(
+                Bar(f"default minus {arm}, points, lower 95 % bound", margins[arm]["low"], least)
+                for arm, least in (("bm25", -3), ("discard", 0))
+            ),
+            Bar("random blocks, %: the test is not trivial", whole["random"]["all"], most=30),
+            Bar("oracle, %: the budget suffices", whole["oracle"]["all"], least=95),
+        ],
+        plot.bars("All needed messages in the cache, % of questions", whole, {}, ARMS),
+        details={"default minus": margins, "rows": rows},
+    )  # fmt: skip
+
+
+def fresh_cases(seed: int) -> Iterator[Case]:
+    """Yield the cases of a seed: same words, other words, two hops, standing instructions."""
+    first = _FIRST_FRESH + seed * _CASES_OF_A_SEED
+    for kind, count, name in (
+        ("multi-key", QUESTIONS, "same words"),
+        ("two hops, same words", QUESTIONS - QUESTIONS // 2, "two hops"),
+        ("two hops, other words", QUESTIONS // 2, "two hops"),
+        ("standing instructions", QUESTIONS, "instructions"),
+    ):
+        for case in cases("reporting", kind, LENGTH, count, first):
+            yield replace(case, kind=name)
+    yield from _paraphrases(seed, cases("reporting", "multi-key", LENGTH, QUESTIONS, first + 50))
+
+
+def _paraphrases(seed: int, drawn: Sequence[Case]) -> Iterator[Case]:
+    """Yield the cases with another fact, which the question names in none of its words."""
+    rng = random.Random(f"paraphrases {seed}")
+    asked = {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES, **NEW_QUESTIONS}
+    for case, attribute in zip(drawn, rng.sample(sorted(asked), len(drawn)), strict=True):
+        messages = list(case.messages)
+        is_number = attribute in NUMBER_ATTRIBUTES
+        value = str(rng.randrange(10, 100_000)) if is_number else rng.choice(_VALUES)
+        messages[case.needed[0]] = {"role": "user", "content": f"My {attribute} is {value}."}
+        question = [{"role": "user", "content": asked[attribute]}]
+        yield replace(case, kind="other words", messages=messages, asked=question,
+                      needed=case.needed[:1])  # fmt: skip
+
+
+_VALUES = ("amber falcon", "silver maple", "quiet harbor", "crimson lantern", "velvet canyon")
+
+
+def dialogs(on_servers: OnServers) -> Part:
+    """Run the quick form of `bench.evidence`, and fill the same budgets with BM25 and at random."""
+    rows = evidence.quick(on_servers)
+    fast, fills = InProcess(), list[dict[str, Any]]()
+    for talk in conversations():
+        if talk.id in evidence.QUICK_CONVERSATIONS:
+            one = evidence.Measurement(fast, talk, evidence.QUICK_SHARE)
+            rankings = Rankings(talk.texts, fast.encoders["built-in"])
+            asked = talk.questions[: evidence.QUICK_QUESTIONS]
+            fills += one.rows(one.by_fills(rankings, asked))
+    table: list[Row] = [
+        {"arm": arm, "questions": len(mine), "all evidence, %": percent(r["whole"] for r in mine),
+         "half of each, %": percent(r["half"] for r in mine)}
+        for arm in ("default", "bm25", "newest", "random", "oracle")
+        if (mine := [r for r in [*rows, *fills] if r["arm"] == arm])
+    ]  # fmt: skip
+    found = {row["arm"]: row["all evidence, %"] for row in table}
+    recorded = evidence.worse_than_recorded(rows) if evidence.RECORDED.exists() else []
+    return Part(
+        "Real dialogs: is the labelled evidence in the cache",
+        "The quick form of bench.evidence: two long conversations of public data sets (bench/data)"
+        " on a budget of an eighth, first questions of each, real servers. These questions are"
+        " fixed and were used for tuning; they guard against a worse build.",
+        tuple(table[0]),
+        table,
+        [
+            Bar("default minus BM25 fill, points", found["default"] - found["bm25"], least=-3),
+            Bar("figures that are worse than recorded", len(recorded), most=0),
+        ],
+        details={"worse": recorded},
+    )
+
+
+def copies(reader: Reader) -> Part:
+    """Save and load a block over HTTP, and decode the same tokens."""
+    shape = SHAPES["qwen2.5-7b-kv"]
+    model = reader.model or ensure(shape)
+    threads = str(reader.threads)
+    options = ("-c", "2048", "-np", "1", "--evoke-ram", "2048", "-t", threads, "-tb", threads)
+    with running(ensure_server(), model, *options) as llama:
+        row = latency.measure(
+            llama, _BLOCK_TOKENS, 2 * _BLOCK_TOKENS, _REPEATS, scattered=True, over_http=True
+        )
+    columns = ("tokens", "mb", "save_ms", "load_ms", "prefill_ms", "save_load_vs_reprefill")
+    return Part(
+        "Save and load against decoding again",
+        f"A block of {_BLOCK_TOKENS} tokens whose rows are scattered in runs of 8 cells, over HTTP,"
+        f" at the client; {model.name}, {threads} thread(s) on the CPU. On a GPU the ratio is"
+        " smaller.",
+        columns,
+        [row],
+        [Bar("decoding / (save + load)", round(row["save_load_vs_reprefill"], 1), least=5)],
+    )
+
+
+def first_byte(reader: Reader) -> Part:
+    """Send the same turns through the proxy on a budget and directly to a stock server."""
+    model = reader.model or ensure(SHAPES["long-2"])
+    direct, port = free_port(), free_port()
+    threads = str(reader.threads)
+
+    def command(patched: bool, at: int) -> list[str]:
+        words = [str(ensure_server(patched=patched)), "-m", str(model), "--host", "127.0.0.1"]
+        words += ["--port", str(at), "-np", "1", "-t", threads, "-tb", threads, "-c", "8192"]
+        return [*words, "--jinja", *(("--evoke-ram", "512") if patched else ())]
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        ends.enter_context(serving(command(False, direct), direct, Path(folder) / "direct"))
+        ends.enter_context(serving(command(True, port), port, Path(folder) / "patched"))
+        proxy = ends.enter_context(proxied(port, "--budget", str(budget_of(_HISTORY))))
+        pairs = first_bytes.measure(direct, proxy.port, _HISTORY, _PAIRS)
+    row = first_bytes.row(model.name, _HISTORY, pairs)
+    columns = (
+        *("template", "tokens", "budget", "pairs", "direct_ms", "through_ms"),
+        *("first_byte_added_ms", "first_byte_added_ms_fastest"),
+    )
+    return Part(
+        "Time to the first byte",
+        f"The same chat turns of about {_HISTORY:,} tokens, to a stock llama-server and through the"
+        " proxy on a budget of a quarter, in pairs, each on a new connection, at the client.",
+        columns,
+        [row],
+        [Bar("added, ms, median of pairs", round(row["first_byte_added_ms"], 1), most=25)],
+    )
