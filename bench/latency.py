@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,26 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def measure(
-    server: Llama, size: int, filled: int, repeats: int, scattered: bool, over_http: bool = False
-) -> dict[str, Any]:
-    """One row: medians over the repeats for blocks of `size` tokens.
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is copied, and how its times are taken.
 
-    With `over_http` the times are those of the client, from sending a call to its whole answer.
+    Attributes:
+        size: Tokens of the block.
+        filled: Tokens in the cache, of which the block is the end.
+        scattered: Whether its rows are scattered over the cells.
+        over_http: Whether times are those of the client, from sending a call to its whole answer.
     """
+
+    size: int
+    filled: int
+    scattered: bool
+    over_http: bool = False
+
+
+def measure(server: Llama, block: Block, repeats: int) -> dict[str, Any]:
+    """One row: medians over the repeats."""
+    size, filled, over_http = block.size, block.filled, block.over_http
     times: dict[str, list[float]] = {"save": [], "evict": [], "load": [], "prefill": []}
     n_bytes = 0
     for i in range(repeats):
@@ -45,7 +59,7 @@ def measure(
         times["prefill"].append(_ms_since(began) if over_http else prefill)
         name = f"b{size}-{i}"
         start = filled - size
-        if scattered:
+        if block.scattered:
             scatter(server, start, filled)
         calls: tuple[tuple[str, dict[str, Any]], ...] = (
             ("save", {"name": name, "p0": start, "p1": filled}),
@@ -61,7 +75,7 @@ def measure(
         server.erase()
     middle = {key: statistics.median(values) for key, values in times.items()}
     return {
-        "cells": "scattered" if scattered else "contiguous",
+        "cells": "scattered" if block.scattered else "contiguous",
         "tokens": size,
         "mb": n_bytes / 1e6,
         **{f"{key}_ms": value for key, value in middle.items()},
@@ -96,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for scattered in (False, True):
             for size in args.sizes:
                 filled = max(args.cells // 2, 2 * size)
-                rows.append(measure(llama, size, filled, args.repeats, scattered))
+                rows.append(measure(llama, Block(size, filled, scattered), args.repeats))
                 print(record.table(rows[-1:], _COLUMNS), flush=True)
     largest = [row for row in rows if row["tokens"] == max(args.sizes)][0]
     summary = {

@@ -204,9 +204,8 @@ def copies(reader: Reader) -> Part:
     threads = str(reader.threads)
     options = ("-c", "2048", "-np", "1", "--evoke-ram", "2048", "-t", threads, "-tb", threads)
     with running(ensure_server(), model, *options) as llama:
-        row = latency.measure(
-            llama, _BLOCK_TOKENS, 2 * _BLOCK_TOKENS, _REPEATS, scattered=True, over_http=True
-        )
+        block = latency.Block(_BLOCK_TOKENS, 2 * _BLOCK_TOKENS, scattered=True, over_http=True)
+        row = latency.measure(llama, block, _REPEATS)
     columns = ("tokens", "mb", "save_ms", "load_ms", "prefill_ms", "save_load_vs_reprefill")
     return Part(
         "Save and load against decoding again",

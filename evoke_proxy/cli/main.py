@@ -65,6 +65,12 @@ COMMANDS = (
     ),
     Command("embedder", "fetch, list or remove text encoders", "evoke_proxy.cli.embedder"),
     Command("demo", "run a test session on the bundled model", "evoke_proxy.demo.cli"),
+    Command(
+        "divergence",
+        "compare answers under a budget with those of the full cache",
+        "evoke_proxy.divergence.cli",
+        True,
+    ),
     Command("build-server", "build the patched llama-server", "evoke_proxy.server_build.cli"),
     Command(
         "doctor", "test a running llama-server and recommend options", "evoke_proxy.cli.doctor"

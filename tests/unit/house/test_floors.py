@@ -33,6 +33,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "engine": {"adapters", "core", "errors", "config", "regular_files"},
     "web": {"engine", "adapters", "core", "errors", "config"},
     "demo": {"server_build", "models", "core", "errors", "config"},
+    "divergence": {"demo", "server_build", "core", "errors"},
     "cli": {"web", "demo", "server_build", "engine", "adapters", "core", "errors", "config"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,1 @@
+"""The command `divergence`: how far eviction moves the answers of a model from the full cache."""
