@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.latency import SIZES, measure
+from bench.latency import SIZES, Block, measure
 from bench.llama import running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import BuildOptions, ensure_server
@@ -94,7 +94,7 @@ def run(server: Path, shape: str, args: argparse.Namespace) -> list[dict[str, An
         for scattered in (False, True):
             for size in args.sizes:
                 filled = max(args.cells // 2, 2 * size)
-                row = measure(llama, size, filled, args.repeats, scattered)
+                row = measure(llama, Block(size, filled, scattered), args.repeats)
                 rows.append({"model": shape} | against_link(row, args.repeats))
                 print(record.table(rows[-1:], _COLUMNS), flush=True)
     return rows
