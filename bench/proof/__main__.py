@@ -37,10 +37,10 @@ _EXAMPLES = """examples:
 def run(reader: parts.Reader, wanted: Sequence[str]) -> list[Part]:
     """Measure the parts in order; one that breaks off is reported and fails."""
     todo: dict[str, Callable[[], list[Part]]] = {
-        "exact": lambda: [parts.exact(reader)],
+        "exact": lambda: [_timed(lambda: parts.exact(reader))],
         "questions": lambda: _on_servers(reader),
-        "copies": lambda: [parts.copies(reader)],
-        "first_byte": lambda: [parts.first_byte(reader)],
+        "copies": lambda: [_timed(lambda: parts.copies(reader))],
+        "first_byte": lambda: [_timed(lambda: parts.first_byte(reader))],
     }
     found: list[Part] = []
     for name, measure in todo.items():

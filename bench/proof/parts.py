@@ -40,10 +40,10 @@ ARMS: dict[str, str] = {
     "random": "#c98a1b",
     "discard": "#b3261e",
 }
-_ON_SERVERS = ("default",)
+_ON_SERVERS = ("no eviction", "default", "discard")
 _EXACT_SHAPES = ("tiny-dense", "tiny-gemma", "tiny-jamba", "tiny-qwen35")
-_BLOCK_TOKENS, _REPEATS = 640, 3
-_HISTORY, _PAIRS = 2048, 20
+_BLOCK_TOKENS, _REPEATS = 640, 5
+_HISTORY, _PAIRS = 2048, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def questions(reader: Reader, on_servers: OnServers) -> Part:
     return Part(
         "Fresh questions: is all that the answer needs in the cache",
         f"Conversations of about {LENGTH:,} tokens of real dialogs on a budget of an eighth, with"
-        f" planted messages and one question. The default runs on the real proxy and llama-server"
-        " (random weights: only the residency of rows counts); the other arms run the same code in"
-        " one process, or fill the same budget without it. Short statements of the user have high"
-        " keep-scores, so discard has many of them, too.",
+        " planted messages and one question. The default, discard and no eviction run on the real"
+        " proxy and llama-server (random weights: only the residency of rows counts); breadcrumb"
+        " runs the same code in one process, the others fill the same budget without it. Short"
+        " statements of the user have high keep-scores, so discard has many of them, too.",
         tuple(table[0]),
         table,
         [

@@ -73,7 +73,9 @@ class Reference:
         None when the answer cannot be forced (see `read_steps`).
         """
         # Rows of an earlier answer may have been decoded while others were missing.
-        ops: list[Mapping[str, Any]] = [{"op": "reuse", "n_tokens": len(asked.prompt) - 1}]
+        n_tokens = int(self._server.call("GET", "/slots/0/blocks")["n_tokens"])
+        n_reused = min(n_tokens, len(asked.prompt) - 1)
+        ops: list[Mapping[str, Any]] = [{"op": "reuse", "n_tokens": n_reused}]
         if self._layers:
             ops += [{**_CAPTURE, "layers": []}, {**_CAPTURE, "layers": self._layers}]
         self._server.plan(*ops)

@@ -1,0 +1,77 @@
+"""`evoke-proxy divergence` on real servers: the bundled model, and one model of each memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.quality.sessions import scripts
+from bench.random_models import SHAPES, ensure
+from evoke_proxy.cli.main import main
+from evoke_proxy.models import bundled_model
+
+# Where the memory of a model cannot return to the end of the prompt, there is no oracle.
+MEMORIES = {"tiny-dense": True, "tiny-gemma": True, "tiny-jamba": False, "tiny-lfm2": False}
+
+
+def _log(folder: Path, seed: int, count: int) -> Path:
+    path = folder / "chat.jsonl"
+    sessions = scripts(seed, "facts5", 1500, count)
+    lines = [json.dumps({"messages": list(session.messages)}) for session in sessions]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def _measured(model: Path, log: Path, *options: str) -> dict[str, Any]:
+    out = log.with_suffix(".json")
+    words = ["divergence", "--model", str(model), "--log", str(log), "--out", str(out), *options]
+    assert main([*words, "--", "-t", "1"]) == 0
+    report = json.loads(out.read_text(encoding="utf-8"))
+    return {line["arm"]: line for line in report["summary"]} | {"rows": report["rows"]}
+
+
+def test_the_default_agrees_with_the_full_cache_and_discard_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _measured(bundled_model(), _log(tmp_path, 88_001, 2), "--answers", "4")
+    default, discard, oracle = (found[arm] for arm in ("default", "discard", "oracle"))
+    assert default["answers"] == discard["answers"] == oracle["answers"] == 8
+    assert default["top1_percent"] >= 0.98 * oracle["top1_percent"]
+    assert default["kl_mean"] < 0.1
+    # Without recovery the planted values are not in the cache.
+    assert discard["top1_percent"] < 80 and discard["kl_mean"] > 1
+    assert found["truncate"]["top1_percent"] < 80
+    rows = [row for row in found["rows"] if row["arm"] == "default"]
+    assert all(row["omitted"] > 0.5 * row["prompt"] for row in rows)
+    assert capsys.readouterr().out.splitlines()[0].split()[:3] == ["arm", "answers", "tokens"]
+
+
+@pytest.mark.parametrize("shape", MEMORIES)
+def test_every_memory_is_measured(shape: str, tmp_path: Path) -> None:
+    options = ("--arms", "default,oracle", "--answers", "3", "--tokens", "12")
+    found = _measured(ensure(SHAPES[shape]), _log(tmp_path, 88_002, 1), *options)
+    assert found["default"]["answers"] == 3
+    assert ("oracle" in found) == MEMORIES[shape]
+    assert found["default"]["top1_percent"] > 0
+
+
+def test_without_evictions_there_is_nothing_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = _log(tmp_path, 88_003, 1)
+    words = ["divergence", "--model", str(bundled_model()), "--log", str(log)]
+    assert main([*words, "--budget", "4000", "--arms", "default"]) == 1
+    assert "smaller --budget" in capsys.readouterr().err
+
+
+def test_wrong_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = _log(tmp_path, 88_004, 1)
+    assert main(["divergence", "--model", str(tmp_path / "no.gguf"), "--log", str(log)]) == 2
+    assert "no.gguf is not a file" in capsys.readouterr().err
+    assert main(["divergence", "--model", str(log), "--log", str(tmp_path / "none")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["divergence", "--model", str(log), "--log", str(log), "--arms", "infllm"])
+    assert "is not an arm" in capsys.readouterr().err
