@@ -72,8 +72,7 @@ def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
 
 def _summary(parts: Sequence[Part]) -> str:
     bars = [bar for part in parts for bar in part.bars]
-    held = sum(bar.holds for bar in bars)
-    return f"{held} of {len(bars)} bars hold"
+    return f"{sum(bar.holds for bar in bars)} of {len(bars)} bars hold"
 
 
 def _verdict(is_good: bool) -> str:

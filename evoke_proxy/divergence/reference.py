@@ -95,7 +95,8 @@ class Reference:
             "POST", "/slots/0?action=attention", {"ranges": [list(block) for block in blocks]}
         )
         room = budget - len(asked.answer) - (n_tokens - asked.last) - _SINK_TOKENS
-        away = _evicted(blocks, answer["mass"], room)
+        checkpoints = self._server.call("GET", "/slots/0/blocks").get("held", ())
+        away = _without(_evicted(blocks, answer["mass"], room), checkpoints)
         names = [f"oracle/{start}-{end}" for start, end in away]
         ops: list[Mapping[str, Any]] = [
             *({"op": "save", "name": name, "p0": start, "p1": end}
@@ -121,6 +122,21 @@ def _blocks(asked: Question) -> list[tuple[int, int]]:
         (start, min(start + _BLOCK_TOKENS, asked.last))
         for start in range(_SINK_TOKENS, asked.last, _BLOCK_TOKENS)
     ]
+
+
+def _without(
+    ranges: Sequence[tuple[int, int]], rows: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Return the ranges without rows that a context checkpoint needs, which are never evicted."""
+    found = list(ranges)
+    for first, last in rows:
+        found = [
+            part
+            for start, end in found
+            for part in ((start, min(end, first)), (max(start, last), end))
+            if part[0] < part[1]
+        ]
+    return found
 
 
 def _evicted(

@@ -13,8 +13,7 @@ from bench.random_models import SHAPES, ensure
 from evoke_proxy.cli.main import main
 from evoke_proxy.models import bundled_model
 
-# Where the memory of a model cannot return to the end of the prompt, there is no oracle.
-MEMORIES = {"tiny-dense": True, "tiny-gemma": True, "tiny-jamba": False, "tiny-lfm2": False}
+MEMORIES = ("tiny-dense", "tiny-gemma", "tiny-lfm2")
 
 
 def _log(folder: Path, seed: int, count: int) -> Path:
@@ -54,8 +53,9 @@ def test_every_memory_is_measured(shape: str, tmp_path: Path) -> None:
     options = ("--arms", "default,oracle", "--answers", "3", "--tokens", "12")
     found = _measured(ensure(SHAPES[shape]), _log(tmp_path, 88_002, 1), *options)
     assert found["default"]["answers"] == 3
-    assert ("oracle" in found) == MEMORIES[shape]
-    assert found["default"]["top1_percent"] > 0
+    assert found["oracle"]["answers"] == 3
+    # Distributions of random weights are flat: the most probable token changes easily.
+    assert found["default"]["top1_percent"] > 40 and found["default"]["kl_mean"] < 0.1
 
 
 def test_without_evictions_there_is_nothing_to_compare(

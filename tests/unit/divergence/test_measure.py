@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from evoke_proxy.divergence.measure import summarise
-from evoke_proxy.divergence.reference import _evicted
+from evoke_proxy.divergence.reference import _evicted, _without
 
 
 def row(arm: str, answer: int, top1: list[bool], conversation: str = "a") -> dict[str, Any]:
@@ -57,3 +57,12 @@ def test_the_oracle_evicts_the_blocks_with_least_attention_per_token() -> None:
     assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=120) == [(64, 192)]
     assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=200) == []
     assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=0) == [(0, 200)]
+
+
+def test_rows_of_context_checkpoints_are_not_evicted() -> None:
+    assert _without([(0, 64), (100, 164)], [(63, 64), (120, 121)]) == [
+        (0, 63),
+        (100, 120),
+        (121, 164),
+    ]
+    assert _without([(0, 64)], []) == [(0, 64)]
