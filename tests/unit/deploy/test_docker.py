@@ -576,14 +576,38 @@ def test_the_fetch_command_exits_with_0_even_if_nothing_can_be_fetched(
 
 
 def _compose_program() -> list[str]:
-    """The Compose command of this machine, version 2; skips the test if there is none."""
-    for command in (["docker", "compose"], ["docker-compose"]):
+    """The Compose command of this machine, version 2; skips the test if there is none.
+
+    It may be that of the extra `docker`, which needs no Docker Engine to read a stack.
+    """
+    of_extra = str(Path(sys.executable).with_name("docker-compose"))
+    for command in (["docker", "compose"], ["docker-compose"], [of_extra]):
         if shutil.which(command[0]) is None:
             continue
         found = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
         if found.returncode == 0 and not found.stdout.startswith("1."):
             return command
     pytest.skip("no Docker Compose on this machine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ("", ""),
+        ("LLAMA_API_KEY=secret\n", "secret"),
+        ("LLAMA_API_KEY=one,two\nEVOKE_UPSTREAM_API_KEY=two\n", "two"),
+    ],
+)
+def test_docker_compose_gives_the_proxy_the_key_of_llama_server(
+    settings: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "env").write_text(settings, "utf-8")
+    command = [*_compose_program(), "--env-file", str(tmp_path / "env")]
+    command += ["-f", str(DOCKER / "compose.yaml"), "config", "--format", "json"]
+    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    services = json.loads(done.stdout)["services"]
+    assert services["proxy"]["environment"]["EVOKE_UPSTREAM_API_KEY"] == key
 
 
 @pytest.mark.parametrize("settings", ["", "all"])
