@@ -42,7 +42,7 @@ EVICTION_REASONS = ("plan", "decode", "operator")
 # Why blocks were recovered. question: a question needs them. slot: their session got a slot again.
 # text: a question needs them, and their text was added to the prompt. prefetch: the draft of a
 # message needs them.
-RECOVERY_REASONS = ("question", "slot", "text", "prefetch")
+RECOVERY_REASONS = ("question", "slot", "text", "past", "prefetch")
 
 # By default prometheus_client exports for each counter a second series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -256,7 +256,7 @@ class Metrics:
             "evoke_recoveries",
             "Recovered blocks, by reason: copied because a question needs them, copied because"
             " their session got a slot again or because the draft of a message needs them, or added"
-            " to the prompt as text.",
+            " to the prompt as text; past: of messages that the client has removed.",
             "reason",
         )
         for reason in RECOVERY_REASONS:
@@ -523,7 +523,7 @@ class Metrics:
     def count_recoveries(self, reason: str, count: int) -> None:
         """Count recovered blocks; `reason` is one of RECOVERY_REASONS."""
         self.recoveries.labels(reason=reason).inc(count)
-        total = self.as_text if reason == "text" else self.recovered
+        total = self.as_text if reason in ("text", "past") else self.recovered
         total.inc(count)
 
     def totals(self) -> dict[str, Any]:

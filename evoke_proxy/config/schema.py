@@ -23,6 +23,7 @@ from evoke_proxy.errors import ConfigError
 AUTO: Literal["auto"] = "auto"
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 RECALLS = ("text", "model", "fused", "none")
+PASTS = ("off", "quote")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
@@ -272,6 +273,20 @@ class PolicyOptions:
         " answer; for that the end of the prompt is decoded twice. fused: as text, and as model"
         " only if text gives no clear result. none: does not look for them.",
         choices=RECALLS,
+        reloadable=True,
+    )
+    past: str = setting(
+        "off",
+        "What happens with messages that a client has removed from its conversation: replaced by a"
+        " summary, dropped as the oldest ones, or cleared as old tool results. off: they are"
+        " forgotten. quote: they are kept, 1 MiB of text for each conversation, and a question that"
+        " finds them gets them quoted at the beginning of its message, so the request is changed.",
+        choices=PASTS,
+        reloadable=True,
+    )
+    past_tokens: Count = setting(
+        1024,
+        "Most tokens of such quotations in one request; with a budget at most a quarter of it.",
         reloadable=True,
     )
     block_tokens: Count = setting(64, "Largest block, tokens.", reloadable=True)

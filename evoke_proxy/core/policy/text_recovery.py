@@ -8,6 +8,7 @@ does not send it. Token accounting counts both as `decoded`.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,11 @@ from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan
 from evoke_proxy.core.prompt.segment import TextAlignment
-from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.json_edit import prepend
+from evoke_proxy.core.prompt.transcript import messages_of
+from evoke_proxy.core.request.chat import ChatRequest, Message
+from evoke_proxy.core.request.json_edit import prepend, replaced
 from evoke_proxy.core.request.json_parsing import parsed_json
+from evoke_proxy.core.request.transcript import transcript_turns
 from evoke_proxy.core.retrieval.query import Query
 
 # A block is quoted when its relevance is at least this share of the best block's, resident or not,
@@ -59,42 +62,70 @@ class QuotedRequest:
         body: The changed body.
         request: The parsed request of that body.
         blocks: The quoted blocks.
+        is_past: Whether they are of removed messages, see `past_quotes`.
     """
 
     body: bytes
     request: ChatRequest
     blocks: tuple[Block, ...]
+    is_past: bool = False
 
 
 def quote_evicted(turn: Turn, query: Query, body: bytes) -> QuotedRequest | None:
     """Add the evicted text that the query needs to a turn's request; None without such text.
 
-    The text is inserted at the beginning of the last user message or tool result, which every
-    template renders, and never into an answer that the client prefills. The prompt with the text
-    fits the budget, as far as the number of its tokens can be estimated from the blocks.
+    The prompt with the text fits the budget, as far as the number of its tokens can be estimated
+    from the blocks.
     """
-    request = turn.request
     blocks = _blocks_to_quote(turn.view, query, turn.config)
-    insertion = _insertion_point(request.dialect, body) if blocks else None
-    at = _last_answerable(request)
+    if not blocks:
+        return None
+    spans = turn.rendered.turn_spans
+    note = quotation(blocks, messages_of(turn.rendered, turn.request), spans)
+    return with_note(turn.request, body, note, blocks)
+
+
+def with_note(
+    request: ChatRequest, body: bytes, note: str, blocks: Sequence[Block]
+) -> QuotedRequest | None:
+    """Insert a note, which quotes these blocks, into a request; None when there is no place for it.
+
+    It becomes the beginning of the last user message or tool result, which every template renders,
+    or of the newest turn of a transcript; never a part of an answer that the client prefills.
+    """
+    insertion, at = _insertion_point(request.dialect, body), _last_answerable(request)
     if insertion is None or at is None:
         return None
     path, part_type = insertion
-    note = quotation(blocks, request, turn.rendered.spans)
-    changed = prepend(body, path, note, {"type": part_type, "text": note})
+    if request.transcript:
+        text = _in_transcript(request, note)
+        changed = replaced(body, {tuple(path): json.dumps(text)})
+    else:
+        text = note + request.messages[at].text
+        changed = prepend(body, path, note, {"type": part_type, "text": note})
     if changed == body:
         return None
     messages = list(request.messages)
-    messages[at] = replace(messages[at], text=note + messages[at].text)
-    return QuotedRequest(changed, replace(request, messages=messages), tuple(blocks))
+    messages[at] = replace(messages[at], text=text)
+    transcript = transcript_turns(text) if request.transcript else ()
+    extended = replace(request, messages=messages, transcript=transcript)
+    return QuotedRequest(changed, extended, tuple(blocks))
 
 
-def quotation(blocks: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
+def _in_transcript(request: ChatRequest, note: str) -> str:
+    """Return the text of a transcript with a note before what its newest turn says."""
+    text, newest = request.messages[-1].text, request.transcript[-1]
+    return f"{text[: newest.text_start]} {note}{text[newest.text_start :].lstrip()}"
+
+
+def quotation(
+    blocks: Sequence[Block], messages: Sequence[Message], spans: Sequence[MessageSpan]
+) -> str:
     """Return the text of these blocks in their order, each after the name of its source."""
     parts = [_HEADING]
-    for run in _runs(blocks):
+    for run in runs(blocks):
         source = run[0].display_name.rpartition("#")[0]
-        parts.append(f"[{source}] {_text_of(run, request, spans)}")
+        parts.append(f"[{source}] {_text_of(run, messages, spans)}")
     return "\n".join(parts) + "\n\n"
 
 
@@ -132,7 +163,7 @@ def _room(view: PolicyView, config: PolicyConfig) -> int:
     return min(room - n_required, config.budget // _MAX_BUDGET_DIVISOR)
 
 
-def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
+def runs(blocks: Sequence[Block]) -> list[list[Block]]:
     """Group blocks that directly follow each other in the same message."""
     runs: list[list[Block]] = []
     for block in blocks:
@@ -144,13 +175,15 @@ def _runs(blocks: Sequence[Block]) -> list[list[Block]]:
     return runs
 
 
-def _text_of(run: Sequence[Block], request: ChatRequest, spans: Sequence[MessageSpan]) -> str:
+def _text_of(
+    run: Sequence[Block], messages: Sequence[Message], spans: Sequence[MessageSpan]
+) -> str:
     """Return the text of a run of blocks, in complete words."""
     part = Span(run[0].span.start, run[-1].span.end)
     item = spans[min(bisect_right(spans, part.start, key=_span_end), len(spans) - 1)]
-    if not (item.index == run[0].message < len(request.messages) and item.span.encloses(part)):
+    if not (item.index == run[0].message < len(messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
-    message = request.messages[item.index].printed
+    message = messages[item.index].printed
     text = TextAlignment(message, item.span).of(part)
     if not message.startswith(text):
         text = text.partition(" ")[2] or text

@@ -132,6 +132,10 @@ class Rendered:
         instance: id of the server process that rendered it.
         kept_as: id under which llama-server keeps the rendering until the request is forwarded;
             empty when it does not keep it.
+        turns: positions of the turns of the last message, when that is a transcript of a
+            conversation; they tile it. Their indexes continue those of the messages before.
+        cue: position of the label at the end of a transcript, which the answer continues; the next
+            prompt may differ from there on. None without one.
     """
 
     tokens: Tokens
@@ -143,6 +147,8 @@ class Rendered:
     message_hashes: tuple[tuple[int, str], ...] = ()
     instance: str = ""
     kept_as: str = ""
+    turns: tuple[MessageSpan, ...] = ()
+    cue: int | None = None
     _memory: tuple[AppendOnlyArray, AppendOnlyArray] | None = None  # of tokens and sentence_starts
 
     @classmethod
@@ -183,11 +189,19 @@ class Rendered:
         )
 
     @property
+    def turn_spans(self) -> Sequence[MessageSpan]:
+        """The spans, with those of the turns of a transcript instead of the message that it is."""
+        return (*self.spans[:-1], *self.turns) if self.turns else self.spans
+
+    @property
     def user_ends(self) -> Positions:
         """End positions of the user's messages, ascending."""
-        if isinstance(self.spans, _SpanColumns):
+        if isinstance(self.spans, _SpanColumns) and not self.turns:
             return self.spans.ends_of(Role.USER)
-        return np.array([s.span.end for s in self.spans if s.role is Role.USER], np.int64)
+        ends = [span.span.end for span in self.turn_spans if span.role is Role.USER]
+        if self.cue is not None and ends:
+            ends[-1] = self.cue
+        return np.array(ends, np.int64)
 
     def slot(self, id: int) -> SlotView | None:
         """The slot with this number; None when the server has none."""

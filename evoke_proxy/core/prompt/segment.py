@@ -79,7 +79,7 @@ def cut(
     """
     options = options or CutOptions()
     end = min(rendered.generation, len(rendered.tokens))
-    spans = rendered.spans if len(rendered.spans) else (MessageSpan(0, Role.USER, Span(0, end)),)
+    spans = rendered.turn_spans or (MessageSpan(0, Role.USER, Span(0, end)),)
     first = bisect_right(spans, options.start, key=_span_end)
     names = _Names(messages)
     drafts: list[Draft] = []

@@ -27,6 +27,7 @@ from evoke_proxy.core.request.options import (
     parse_options,
     strip_own_fields,
 )
+from evoke_proxy.core.request.transcript import TranscriptTurn, transcript_turns
 
 __all__ = [
     "MESSAGE_FIELDS",
@@ -42,6 +43,9 @@ __all__ = [
 # Limits on the text of a tool call in the query: characters per argument, and number of arguments.
 _MAX_ARGUMENT_CHARS = 200
 _MAX_ARGUMENTS = 16
+
+# A transcript has at most this many messages before it: system prompts.
+_MAX_BEFORE_TRANSCRIPT = 4
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
     "chat": messages.from_chat,
@@ -72,6 +76,7 @@ class ChatRequest:
         plain: whether no message has media or marks of the proxy.
         keep_marks: the client's mark, "pin" or "prefer", by message index.
         keys: top-level keys of the body, without the proxy's own fields.
+        transcript: turns of the last message, when its text is a whole conversation.
     """
 
     dialect: str
@@ -86,6 +91,15 @@ class ChatRequest:
     plain: bool = True
     keep_marks: Mapping[int, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
+    transcript: tuple[TranscriptTurn, ...] = ()
+
+    @property
+    def turns(self) -> Sequence[Message]:
+        """The messages, with the turns of a transcript instead of the message that it is."""
+        if not self.transcript:
+            return self.messages
+        text = self.messages[-1].text
+        return [*self.messages[:-1], *(turn.message(text) for turn in self.transcript)]
 
     def bypass(self, media: bool = False) -> str:
         """Why the request cannot be managed; empty when it can.
@@ -119,15 +133,16 @@ class ChatRequest:
     @property
     def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
         """The texts after the last answer, and that answer's tool calls."""
-        at = len(self.messages)
-        while at and self.messages[at - 1].role is Role.ASSISTANT:  # a prefilled answer
+        turns = self.turns
+        at = len(turns)
+        while at and turns[at - 1].role is Role.ASSISTANT:  # a prefilled answer
             at -= 1
         texts: list[str] = []
-        while at and self.messages[at - 1].role is not Role.ASSISTANT:
+        while at and turns[at - 1].role is not Role.ASSISTANT:
             at -= 1
-            if self.messages[at].role in (Role.USER, Role.TOOL):
-                texts.append(self.messages[at].text)
-        return texts[::-1], self.messages[at - 1].tool_calls if at and texts else ()
+            if turns[at].role in (Role.USER, Role.TOOL):
+                texts.append(turns[at].text)
+        return texts[::-1], turns[at - 1].tool_calls if at and texts else ()
 
 
 def parse_chat(
@@ -158,7 +173,19 @@ def parse_chat(
         plain=not (with_marks or has_media),
         keep_marks=_keep_marks(parsed_messages) if with_marks else {},
         keys=frozenset(body) - OWN_FIELDS,
+        transcript=_transcript(parsed_messages),
     )
+
+
+def _transcript(parsed_messages: Sequence[Message]) -> tuple[TranscriptTurn, ...]:
+    """The turns of the last message, if it is the only one of a user and a whole conversation."""
+    if not 0 < len(parsed_messages) <= _MAX_BEFORE_TRANSCRIPT + 1:
+        return ()
+    last = parsed_messages[-1]
+    is_alone = all(message.role is Role.SYSTEM for message in parsed_messages[:-1])
+    if last.role is not Role.USER or not is_alone or last.keep or last.block_name:
+        return ()
+    return transcript_turns(last.text)
 
 
 def _keep_marks(parsed_messages: Sequence[Message]) -> Mapping[int, str]:
@@ -238,6 +265,8 @@ def is_side_request(
         return False
     if any(_TASK.search(message.text[:_SEARCHED_CHARS]) for message in request.messages):
         return True
+    if any(message.role is Role.ASSISTANT for message in request.turns):  # a transcript
+        return False
     asks_for_little = (
         request.max_tokens is not None and request.max_tokens <= MAX_SIDE_ANSWER_TOKENS
     )

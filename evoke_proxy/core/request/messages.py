@@ -71,6 +71,7 @@ class Message:
         tool_call_id: id of the call that a tool result answers.
         keep: the client's mark, "pin", "prefer" or "".
         block_name: name that the client gave to its blocks.
+        source: text that the prompt has for the message, where it differs from `text`.
     """
 
     role: Role
@@ -80,10 +81,13 @@ class Message:
     tool_call_id: str = ""
     keep: str = ""
     block_name: str = ""
+    source: str = ""
 
     @property
     def printed(self) -> str:
         """Approximately the text that a chat template prints for the message."""
+        if self.source:
+            return self.source
         calls = (f"{call.name} {call.arguments}" for call in self.tool_calls)
         return "\n".join(part for part in (self.text, *calls) if part)
 

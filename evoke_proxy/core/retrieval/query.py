@@ -155,7 +155,7 @@ def query_of(request: ChatRequest) -> Query:
     turns, by a pronoun or because it has only a few words, the query includes their texts as
     context. The query of a turn of tool results includes the user's last message as context.
     """
-    messages = _without_prefill(request.messages)
+    messages = _without_prefill(request.turns)
     run = list(takewhile(_is_user, reversed(messages)))
     if run:
         earlier = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]

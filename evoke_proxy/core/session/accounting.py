@@ -15,7 +15,9 @@ from evoke_proxy.core.model.block_table import Mask, blocks_named, unknown_names
 from evoke_proxy.core.model.blocks import Block, Span, count
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.registry import quotes_evicted
+from evoke_proxy.core.policy.text_recovery import QuotedRequest
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 
@@ -221,23 +223,27 @@ def stock_path(decision: str, n_cached: int) -> str:
     return _STOCK_PATHS.get(decision, "resident") if n_cached else "decoded"
 
 
-def usage_outcome(turn: Turn, plan: Plan, quoted: Collection[Block]) -> dict[str, Any]:
+def usage_outcome(turn: Turn, plan: Plan, quoted: QuotedRequest | None) -> dict[str, Any]:
     """Return the fields that `usage.evoke` has besides the accounting.
 
     `as_text`, when the turn recovers by text: numbers of quoted blocks and of their tokens.
+    `past`, with `policy.past: quote`: the same of quoted blocks of removed messages.
     `recover`, when the request names blocks: names that match no block of the conversation, and
     names of blocks that are not completely visible to the model when the answer begins.
     """
     outcome: dict[str, Any] = {}
-    if quotes_evicted(turn.config):
-        tokens = sum(len(block.span) for block in quoted)
-        outcome["as_text"] = {"blocks": len(quoted), "tokens": tokens}
+    kinds = {"as_text": quotes_evicted(turn.config), "past": quotes_past(turn.config)}
+    for kind in [kind for kind, is_on in kinds.items() if is_on]:
+        is_past = quoted is not None and quoted.is_past
+        blocks = quoted.blocks if quoted is not None and is_past == (kind == "past") else ()
+        tokens = sum(len(block.span) for block in blocks)
+        outcome[kind] = {"blocks": len(blocks), "tokens": tokens}
     names = turn.request.options.recover
     if names:
-        blocks = turn.view.blocks
-        unknown = unknown_names(blocks, names)
-        is_out = ~_visible_blocks(turn, plan, quoted)
-        missing = [name for name in names if (blocks_named(blocks, (name,)) & is_out).any()]
+        prompt_blocks = turn.view.blocks
+        unknown = unknown_names(prompt_blocks, names)
+        is_out = ~_visible_blocks(turn, plan, quoted.blocks if quoted is not None else ())
+        missing = [name for name in names if (blocks_named(prompt_blocks, (name,)) & is_out).any()]
         outcome["recover"] = {"unknown": unknown, "missing": missing}
     return outcome
 

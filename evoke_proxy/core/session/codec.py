@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,7 @@ class SessionState:
         task: The task of its latest turn.
         marks: (pinned, priority) of the turns that the client has marked, by turn number.
         recovered: The turn in which a block was last recovered, by label.
+        past: Blocks of removed messages, see `session.past`.
     """
 
     id: str
@@ -64,6 +65,7 @@ class SessionState:
     task: Task
     marks: Mapping[int, tuple[bool, float]]
     recovered: Mapping[str, int]
+    past: BlockTable = field(default_factory=BlockTable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,11 @@ def encode(record: SessionRecord) -> bytes:
         "block_fields": _BLOCK_FIELDS,
     }
     # Encoding all blocks in one call would block other threads for as long as it takes.
-    rows = b",".join(_compact(_block_row(block)) for block in layout.blocks)
-    return b'%s,"blocks":[%s]}' % (_compact(value)[:-1], rows)
+    rows, past = (
+        b",".join(_compact(_block_row(block)) for block in blocks)
+        for blocks in (layout.blocks, session.past)
+    )
+    return b'%s,"past":[%s],"blocks":[%s]}' % (_compact(value)[:-1], past, rows)
 
 
 def decode(data: bytes) -> SessionRecord:
@@ -177,7 +182,10 @@ def _value_of(data: bytes) -> Any:
 def _record_of(value: Mapping[str, Any]) -> SessionRecord:
     """Return the record of a value of version 2; raises KeyError, TypeError or ValueError."""
     fields = value["block_fields"]
-    blocks = BlockTable(_block_of(dict(zip(fields, row, strict=True))) for row in value["blocks"])
+    blocks, past = (
+        BlockTable(_block_of(dict(zip(fields, row, strict=True))) for row in rows)
+        for rows in (value["blocks"], value.get("past", ()))
+    )
     layout = Layout(
         session=value["id"],
         tokens=np.frombuffer(base64.b64decode(value["tokens"]), "<i4").astype(np.int32),
@@ -196,6 +204,7 @@ def _record_of(value: Mapping[str, Any]) -> SessionRecord:
         task=Task(_vector(value["task"]["focus"]), value["task"]["begins"]),
         marks={mark["turn"]: (mark["pinned"], mark["priority"]) for mark in value["marks"]},
         recovered=value["recovered"],
+        past=past,
     )
     hint, edges, slot = value["hint"], value["edges"], value["slot"]
     return SessionRecord(

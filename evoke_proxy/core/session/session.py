@@ -20,18 +20,21 @@ from evoke_proxy.core.model.block_table import ROLES
 from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, merged
 from evoke_proxy.core.model.plan import Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
+from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
 from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView, Task
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
+from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import TokenAccounting, agrees, forecast
 from evoke_proxy.core.session.codec import SessionState
+from evoke_proxy.core.session.past import Past, after_request
 
 # For this many turns a recovered block has a higher margin against eviction.
 _RESIDENCY_TURNS = 1
@@ -77,6 +80,8 @@ class Session:
         attention: The latest attention of its blocks.
         pins: Ranges that an operator pins; may be replaced.
         decided: The latest turn with a plan; None before the first.
+        past: Removed messages, with `policy.past: quote`.
+        past_index: The search index of the removed messages.
     """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, can_adopt: bool = True) -> None:
@@ -91,6 +96,8 @@ class Session:
         self.attention = AttentionTracker()
         self.pins: Pins = ()
         self.decided: DecidedTurn | None = None
+        self.past = Past()
+        self.past_index = Index()
         self._can_adopt = can_adopt
         self._task = Task()
         # The tokens of the latest finished prompt.
@@ -132,6 +139,7 @@ class Session:
         session._pre_restart_resident = state.resident
         session._turn_marks = dict(state.marks)
         session._recovered = dict(state.recovered)
+        session.past = Past(state.past)
         return session
 
     def draft(self) -> Session:
@@ -154,6 +162,7 @@ class Session:
             task=self._task,
             marks=dict(self._turn_marks),
             recovered=dict(self._recovered),
+            past=self.past.blocks,
         )
 
     @property
@@ -202,6 +211,8 @@ class Session:
             task=task,
         )
         self._turn_marks = dict(inputs.marks)
+        if quotes_past(inputs.config):
+            self.past = after_request(self.past, self.layout, rendered, request)
         self.layout = layout
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins
@@ -330,7 +341,8 @@ class Session:
         if not saves_evicted(config):
             return []
         empty = replace(view, n_common=0, resident=())
-        layout = self.layout.reconcile(rendered, empty, request.messages, 1, config)
+        messages = messages_of(rendered, request)
+        layout = self.layout.reconcile(rendered, empty, messages, 1, config)
         blocks = layout.blocks
         return [
             Save(block.label, block.span)
@@ -389,9 +401,11 @@ class Session:
         The end is 0 when the slot keeps its rows.
         """
 
+        messages = messages_of(inputs.rendered, inputs.request)
+
         def layout_on(slot: SlotView) -> Layout:
             layout = self.layout.reconcile(
-                inputs.rendered, slot, inputs.request.messages, inputs.number, inputs.config
+                inputs.rendered, slot, messages, inputs.number, inputs.config
             )
             return layout.with_marks(inputs.request.keep_marks, inputs.marks)
 

@@ -9,11 +9,13 @@ from itertools import accumulate
 import numpy as np
 
 from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.registry import uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.session import Session
@@ -93,19 +95,29 @@ class BlockVectors:
         The blocks of the last message are left out until the next turn: they often are the question
         itself, which would be its own best match. May run in a thread.
         """
-        if not self._embedding.is_immediate or not len(blocks):
+        if not len(blocks):
             return
-        session.index.update(blocks)
-        last = blocks[-1].message
+        self.embed_index(session.index, blocks, last_message=blocks[-1].message)
+
+    def embed_index(
+        self, index: Index, blocks: BlockTable, last_message: int | None = None
+    ) -> None:
+        """Embed the blocks of an index that have no vectors, if the encoder is immediate.
+
+        The blocks of `last_message` are left out. May run in a thread.
+        """
+        if not self._embedding.is_immediate:
+            return
+        index.update(blocks)
         missing = [
             block
-            for block in session.index.without_vectors(_MAX_IMMEDIATE)
-            if block.message != last
+            for block in index.without_vectors(_MAX_IMMEDIATE)
+            if block.message != last_message
         ]
         chunks = [chunks_of(block.text) for block in missing]
         rows = self._embedding.embed_blocks([text for texts in chunks for text in texts])
         ends = list(accumulate(map(len, chunks)))
-        session.add_vectors(
+        index.add_vectors(
             (block.label, rows[end - len(texts) : end])
             for block, texts, end in zip(missing, chunks, ends, strict=True)
             if texts
@@ -144,7 +156,8 @@ class BlockVectors:
         if not self._embedding.on:
             return False
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
-        return uses_query(effective_config(self._conversations.policy, request)) or any(own)
+        config = effective_config(self._conversations.policy, request)
+        return uses_query(config) or quotes_past(config) or any(own)
 
     async def _embedded_query(self, request: ChatRequest, tenant: str) -> Query:
         query = query_of(request)

@@ -47,7 +47,7 @@ class Origin:
             return cls(request.tenant)
         hint = request.hint
         name = hint.text if hint is not None and not hint.weak else None
-        return cls(request.tenant, name, prefix_hashes(request.chat.messages))
+        return cls(request.tenant, name, prefix_hashes(request.chat.turns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.policy.attention import Capture
+from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins
 from evoke_proxy.core.prompt.rendered import Rendered, Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
@@ -22,6 +23,7 @@ from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.identity import Hint, find
+from evoke_proxy.core.session.past import continues_shortened
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
 from evoke_proxy.engine.parsing.body_cache import CachedBody
@@ -713,7 +715,26 @@ class Conversations:
         is_ours = hint is not None and hint.ours
         n_tokens, has_others = len(rendered.tokens), self._index.has_tenant(tenant)
         ephemeral = not is_ours and is_side_request(request, n_tokens, has_others, named)
+        if hint is not None and named and not ephemeral and quotes_past(self._policy):
+            shortened = self._shortened(request, rendered, hint.text, tenant)
+            if shortened is not None:
+                return shortened
         return self.start(rendered, hint, tenant, ephemeral)
+
+    def _shortened(
+        self, request: ChatRequest, rendered: Rendered, name: str, tenant: str
+    ) -> Conversation | None:
+        """The latest conversation of this name that a request goes on with in a shorter form."""
+        named = (
+            each
+            for each in reversed(self._by_id.values())
+            if each.tenant == tenant and each.name == name and each.is_committed
+        )
+        free = (each for each in named if not each.in_use and not each.ephemeral)
+        return next(
+            (each for each in free if continues_shortened(each.session.layout, rendered, request)),
+            None,
+        )
 
     def _register(self, conversation: Conversation) -> None:
         """List a conversation, or list it under its present identity."""

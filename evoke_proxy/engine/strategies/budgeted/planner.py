@@ -13,13 +13,15 @@ import orjson
 
 from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall, copies_in
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.blocks import Block, Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
+from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
 from evoke_proxy.core.policy.registry import policy_of, quotes_evicted, saves_evicted
 from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
+from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.session import Session
@@ -38,6 +40,8 @@ from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Quotes text in the request of a turn; None when there is none to quote.
+Quote = Callable[[RenderedTurn, Turn], QuotedRequest | None]
 
 
 class Planner:
@@ -58,7 +62,11 @@ class Planner:
 
         Raises PromptTooLong when the prompt exceeds the context of a slot.
         """
-        render = partial(self.render, scope.turn, request.body, request.previous)
+        turn, previous = scope.turn, request.previous
+
+        async def render() -> Rendered:
+            return with_turns(await self.render(turn, request.body, previous), request.chat)
+
         return await self._vectors.embed_beside(render, request, scope.trace)
 
     async def render(
@@ -131,8 +139,12 @@ class Planner:
                 if n_refused > 1:
                     raise
             scope.trace.stage = "render"
-            rendered = await self.render(turn, turn.body, turn.rendered)
-            turn = replace(turn, rendered=rendered)
+            turn = await self.rendered_anew(turn)
+
+    async def rendered_anew(self, turn: RenderedTurn) -> RenderedTurn:
+        """Render the present body of a turn, for the present state of its slot."""
+        rendered = await self.render(turn, turn.body, turn.rendered)
+        return replace(turn, rendered=with_turns(rendered, turn.chat))
 
     async def hold_budget(
         self, request: ParsedChat, scope: TurnScope, conversation: Conversation
@@ -185,10 +197,12 @@ class Planner:
                 with_attention,
                 await self._compute(turn, partial(session.plan, with_attention)),
             )
-        recalled = None
+        recalled, planned = None, (started, plan)
         if quotes_evicted(started.config):
-            started, plan, recalled = await self._with_text(turn, trace, started, plan)
-        else:
+            started, plan, recalled = await self._with_text(turn, trace, planned, self._evicted)
+        if recalled is None and quotes_past(started.config):
+            started, plan, recalled = await self._with_text(turn, trace, planned, self._past)
+        if recalled is None:
             trace.stage = "probe"
             started, plan = await self._prober.probe(turn, scope, probe, (started, plan))
         trace.stage = "plan"
@@ -200,18 +214,18 @@ class Planner:
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
         body = turn.body if recalled is None else recalled.body
-        quoted = () if recalled is None else recalled.blocks
         spoken = self._records.request_to_remember(turn.chat.dialect, body)
         conversation.budgeted.request_sent(spoken)
         members = _marker(view.id, epoch, started.rendered)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
-        self._note(turn, (started, plan), epoch, quoted)
-        headers, extra = _verbose_reply(turn, (started, plan), quoted, probe)
+        self._note(turn, (started, plan), epoch, recalled)
+        headers, extra = _verbose_reply(turn, (started, plan), recalled, probe)
         moved = "" if plan.moves_nothing else ":moved"
+        past = ":past" if recalled is not None and recalled.is_past else ""
         return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
-            decision=started.config.name + moved,
+            decision=started.config.name + moved + past,
             plan=plan,
             budget=(plan.stream.budget if plan.stream is not None else 0) or None,
             response_headers=headers,
@@ -222,15 +236,27 @@ class Planner:
             writes_back=started.config.writeback and saves_evicted(started.config),
         )
 
+    def _evicted(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
+        """The request with the evicted text that it needs."""
+        return quote_evicted(started, started.query, turn.body)
+
+    def _past(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
+        """The request with the removed messages that it needs."""
+        session = turn.conversation.session
+        past, index = session.past.blocks, session.past_index
+        self._vectors.embed_index(index, past)
+        return quote_past(started, past, index, turn.body)
+
     async def _with_text(
-        self, turn: RenderedTurn, trace: RequestTrace, started: Turn, plan: Plan
+        self, turn: RenderedTurn, trace: RequestTrace, planned: tuple[Turn, Plan], quote: Quote
     ) -> tuple[Turn, Plan, QuotedRequest | None]:
-        """The turn with the evicted text that it needs quoted in its last message.
+        """The turn with the text that it needs quoted in its last message.
 
         Returns it unchanged if the result exceeds the budget, or leaves no room for the answer.
         """
-        quoting = partial(quote_evicted, started, started.query, turn.body)
+        started, plan = planned
         is_long_body = is_large(turn.body)
+        quoting = partial(quote, turn, started)
         recalled = await self._worker.run(turn.conversation, is_long_body, quoting)
         if recalled is None:
             return started, plan, None
@@ -240,7 +266,10 @@ class Planner:
         except PromptTooLong:
             return started, plan, None
         trace.stage = "decide"
-        query = query_of(recalled.request).like(turn.query)
+        rendered = with_turns(rendered, recalled.request)
+        query = turn.query  # a quotation of removed messages is no part of the question
+        if not recalled.is_past:
+            query = query_of(recalled.request).like(turn.query)
         extended = replace(turn, chat=recalled.request, rendered=rendered, query=query)
         longer, longer_plan = await self._begin(extended, extended.view)
         n_answer = turn.chat.max_tokens or started.config.reserve_tokens
@@ -299,7 +328,11 @@ class Planner:
         return replace(view, epoch=epoch, n_common=edge)
 
     def _note(
-        self, turn: RenderedTurn, planned: tuple[Turn, Plan], epoch: int, quoted: Sequence[Block]
+        self,
+        turn: RenderedTurn,
+        planned: tuple[Turn, Plan],
+        epoch: int,
+        quoted: QuotedRequest | None,
     ) -> None:
         """Record a plan that has run in the conversation and the metrics."""
         (started, plan), conversation, metrics = (
@@ -312,7 +345,8 @@ class Planner:
         metrics.count_evictions("plan", len(plan.evicts))
         metrics.count_recoveries("question", len(plan.loads))
         metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
-        metrics.count_recoveries("text", len(quoted))
+        if quoted is not None:
+            metrics.count_recoveries("past" if quoted.is_past else "text", len(quoted.blocks))
         if started.divergence is not None:
             _log.info(
                 "session %s: the prompt differs from its history at token %d",
@@ -355,7 +389,7 @@ def _marker(slot: int, epoch: int, rendered: Rendered) -> dict[str, bytes]:
 
 
 def _verbose_reply(
-    turn: RenderedTurn, planned: tuple[Turn, Plan], quoted: Sequence[Block], probe: ProbeRecord
+    turn: RenderedTurn, planned: tuple[Turn, Plan], quoted: QuotedRequest | None, probe: ProbeRecord
 ) -> tuple[dict[str, str], dict[str, Any] | None]:
     """Headers and `usage.evoke` for a client that wants to know what the proxy did."""
     if not turn.request.is_verbose:
@@ -374,8 +408,9 @@ def _verbose_reply(
     extra = usage_outcome(started, plan, quoted)
     if probe.result is not None:
         extra["probe"] = probe.result.summary(plan)
-    if "as_text" in extra:
-        headers["X-Evoke-As-Text"] = _counts([block.span for block in quoted])
+    if "as_text" in extra or (quoted is not None and quoted.is_past):
+        spans = [block.span for block in quoted.blocks] if quoted is not None else []
+        headers["X-Evoke-As-Text"] = _counts(spans)
     return headers, extra
 
 

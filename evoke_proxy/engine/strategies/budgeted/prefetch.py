@@ -23,6 +23,7 @@ from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.prefetch import loading_steps
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.gateway import PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -143,7 +144,7 @@ class Prefetcher:
                 raise
             raise RequestError("llama-server cannot render this draft", "draft_invalid") from error
         await self._server.monitor.confirm(rendered.instance, calls.client)
-        return rendered
+        return with_turns(rendered, draft.chat)
 
     async def _load(
         self, turn: RenderedTurn, started: Turn, plan: Plan, until: float

@@ -177,7 +177,7 @@ class BudgetedStrategy(CacheStrategy):
             turn = shorter
             scope.turn = replace(scope.turn, forwarded=ForwardedBody(turn.body))
             trace.stage = "render"
-            turn = await self._rendered_anew(turn)
+            turn = await self._planner.rendered_anew(turn)
         if turn.view.busy:
             turn = await self._rendered_when_idle(turn, scope)
         if turn.conversation.budgeted.must_find_copies:
@@ -189,10 +189,6 @@ class BudgetedStrategy(CacheStrategy):
         await self._slots.save_rows(victim, turn.view, turn.calls.blocks)
         return turn
 
-    async def _rendered_anew(self, turn: RenderedTurn) -> RenderedTurn:
-        rendered = await self._planner.render(turn, turn.body, turn.rendered)
-        return replace(turn, rendered=rendered)
-
     async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
         """The turn, after a snapshot was restored if copies of blocks do not suffice."""
         conversation = turn.conversation
@@ -201,7 +197,7 @@ class BudgetedStrategy(CacheStrategy):
         if not await self._records.restore_slot(turn):
             return turn
         scope.trace.stage = "render"
-        turn = await self._rendered_anew(turn)
+        turn = await self._planner.rendered_anew(turn)
         conversation.budgeted.slot_restored(turn.view.epoch)
         return turn
 
@@ -216,7 +212,7 @@ class BudgetedStrategy(CacheStrategy):
         until = loop.time() + _FOREIGN_REQUEST_S
         await self._slots.until_idle(scope.turn, lambda: loop.time() > until)
         scope.trace.stage = "render"
-        return await self._rendered_anew(turn)
+        return await self._planner.rendered_anew(turn)
 
     def _too_long(self, turn: PreparedTurn) -> PreparedTurn:
         self._server.metrics.bypass.labels(reason="too_long").inc()

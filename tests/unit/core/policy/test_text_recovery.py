@@ -200,7 +200,8 @@ def test_the_outcome_lists_unknown_and_missing_names() -> None:
     names = ["user:0", "assistant:1", "user:2", "user:4", "nobody"]
     body = {"messages": conversation(user(QUESTION)), "evoke_recover": names}
     turn = turn_of("chat", body, (0, 1))
-    quoted = [block for block in turn.view.blocks if block.message == 1]
+    blocks = tuple(block for block in turn.view.blocks if block.message == 1)
+    quoted = QuotedRequest(b"", turn.request, blocks)
     (first_span,) = {block.span for block in turn.view.blocks if block.message == 0}
     evicted = next(block for block in turn.view.blocks if block.message == 2)
     assert usage_outcome(turn, Plan(), quoted) == {
@@ -210,11 +211,13 @@ def test_the_outcome_lists_unknown_and_missing_names() -> None:
     plan = Plan(loads=(Load(turn.view.blocks[0].label, first_span),),
                 evicts=(Evict(evicted.span, evicted.label),))  # fmt: skip
     restoring = replace(turn, config=replace(CONFIG, recovery="kv_restore"))
-    assert usage_outcome(restoring, plan, ()) == {
+    assert usage_outcome(restoring, plan, None) == {
         "recover": {"unknown": ["nobody"], "missing": ["assistant:1", "user:2"]}
     }
     without_names = turn_of("chat", {"messages": conversation(user(QUESTION))}, ())
     assert (
-        usage_outcome(replace(without_names, config=replace(CONFIG, recovery="discard")), plan, ())
+        usage_outcome(
+            replace(without_names, config=replace(CONFIG, recovery="discard")), plan, None
+        )
         == {}
     )

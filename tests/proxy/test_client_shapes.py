@@ -1,0 +1,46 @@
+"""Clients that do not send a growing list of messages: transcripts, a clock, a sliding window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from harness import llama_server, proxy, server_binary
+
+from bench.shapes import SHAPES, converse, script
+
+BUDGET = 512
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """The port of a patched llama-server, which serves unmarked requests as a stock one does."""
+    options = ("-np", "1", "-c", "8192", "--evoke-ram", "64")
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_budget_decodes_little_more_than_an_unlimited_cache(port: int, shape: str) -> None:
+    conversation = script(0, fillers=10, facts=4)
+    direct = converse(port, shape, conversation, {})
+    with proxy(port, policy__budget=BUDGET) as running:
+        ours = converse(running.port, shape, conversation, {})
+        assert running.metric("evoke_budget_breach_total") == 0
+        assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
+    assert direct["peak"] > 3 * BUDGET >= 3 * ours["peak"]
+    assert ours["decoded"] <= 1.1 * direct["decoded"]
+    assert ours["right"] >= direct["right"] >= 3
+
+
+def test_the_turns_of_a_transcript_are_the_blocks_of_its_conversation(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET) as running:
+        converse(running.port, "transcript", script(1, fillers=4, facts=2), {})
+        conversations = [each for server in running.servers for each in server.conversations]
+        conversation = max(conversations, key=lambda each: each.n_turns)
+        names = [
+            block.display_name.partition("#")[0] for block in conversation.session.layout.blocks
+        ]
+        assert list(dict.fromkeys(names))[:4] == ["system", "user:1", "assistant:2", "user:3"]
+        # The first request, with one turn of the user, is no transcript yet.
+        assert conversation.n_turns == 7
