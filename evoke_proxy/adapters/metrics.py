@@ -37,11 +37,12 @@ OTHER_PATHS = ("side", "relay")
 # The kinds of prompt tokens in the token accounting: labels of `evoke_tokens_total`.
 TOKEN_KINDS = ("decoded", "recovered", "resident_before", "omitted")
 # Why blocks were evicted. plan: by a plan of the proxy. decode: by llama-server itself, because of
-# the budget or for lack of a free cell while it decoded. operator: through the admin API.
-EVICTION_REASONS = ("plan", "decode", "operator")
+# the budget or for lack of a free cell while it decoded. after_turn: after a turn that was served
+# with its whole prompt. operator: through the admin API.
+EVICTION_REASONS = ("plan", "decode", "after_turn", "operator")
 # Why blocks were recovered. question: a question needs them. slot: their session got a slot again.
-# text: a question needs them, and their text was added to the prompt. prefetch: the draft of a
-# message needs them.
+# text: a question needs them, and their text was added to the prompt. past: the same of messages
+# that the client has removed. prefetch: the draft of a message needs them.
 RECOVERY_REASONS = ("question", "slot", "text", "past", "prefetch")
 
 # By default prometheus_client exports for each counter a second series with its creation time.
@@ -285,6 +286,16 @@ class Metrics:
             "Seconds for an attention probe and its evaluation.",
             _PLAN_BUCKETS,
         )
+        self.full_turns = self._counter(
+            "evoke_full_turns",
+            "Turns that were served with their whole prompt, because system prompt, tools and"
+            " running task exceed the budget (policy.within_turn: full).",
+        )
+        self.full_turn_peak = self._gauge(
+            "evoke_full_turn_peak_tokens",
+            "Most tokens in the KV cache during such a turn since the start of the proxy.",
+        )
+        self._full_peak = 0
         self.as_text = self._counter(
             "evoke_blocks_as_text",
             "Blocks whose text was added to the prompt, where it is decoded again.",
@@ -519,6 +530,12 @@ class Metrics:
         self.evictions.labels(reason=reason).inc(count)
         if reason != "operator":
             self.evicted.inc(count)
+
+    def count_full_turn(self, n_peak: int) -> None:
+        """Count a turn without the budget of its session, and its peak in tokens."""
+        self.full_turns.inc()
+        self._full_peak = max(self._full_peak, n_peak)
+        self.full_turn_peak.set(self._full_peak)
 
     def count_recoveries(self, reason: str, count: int) -> None:
         """Count recovered blocks; `reason` is one of RECOVERY_REASONS."""

@@ -24,6 +24,7 @@ AUTO: Literal["auto"] = "auto"
 RECOVERIES = ("kv_restore", "breadcrumb", "discard")
 RECALLS = ("text", "model", "fused", "none")
 PASTS = ("off", "quote")
+WITHIN_TURNS = ("budget", "full")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
@@ -287,6 +288,15 @@ class PolicyOptions:
     past_tokens: Count = setting(
         1024,
         "Most tokens of such quotations in one request; with a budget at most a quarter of it.",
+        reloadable=True,
+    )
+    within_turn: str = setting(
+        "budget",
+        "What a request gets whose system prompt, tools and running task exceed the budget. budget:"
+        " a part of them is hidden. full: it is served with its whole prompt, and the budget holds"
+        " again after the turn, so a slot needs cells for the whole prompt; where they fit, all of"
+        " them stay in the cache.",
+        choices=WITHIN_TURNS,
         reloadable=True,
     )
     block_tokens: Count = setting(64, "Largest block, tokens.", reloadable=True)

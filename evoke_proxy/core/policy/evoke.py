@@ -31,6 +31,7 @@ from evoke_proxy.core.policy.standing import (
     live_blocks,
     question_start,
     rule_blocks,
+    task_blocks,
 )
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
@@ -89,6 +90,8 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         left = room
         if room is not None:
             rules, live = rule_blocks(view, room), live_blocks(view, room)
+            if config.within_turn == "full":
+                rules |= task_blocks(view, room)
             stays = rules | live
             left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
         units = Units.of(view.blocks, _max_unit_tokens(left, query))

@@ -15,6 +15,8 @@ from evoke_proxy.core.policy.view import PolicyView
 # rules of the project, the tool results of a running task, and the last messages of a chat.
 _SYSTEM_SHARE, _INSTRUCTION_SHARE, _RULES_SHARE = 0.5, 0.1, 0.15
 _TASK_SHARE, _RECENT_SHARE = 0.3, 0.1
+# Share of the room that stays for other blocks where system prompt and task stay as a whole.
+_LEFT_SHARE = 0.125
 # Names of files with rules for agents; the newest reading of each applies to the whole project.
 _RULE_FILES = ("claude.md", "agents.md")
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
@@ -33,6 +35,41 @@ def question_start(blocks: BlockTable) -> int:
     while first and blocks.roles[-1] == _TOOL and blocks.roles[first - 1] == _TOOL:
         first = int(blocks.messages.searchsorted(blocks.messages[first - 1]))
     return first
+
+
+def essential_tokens(view: PolicyView) -> int:
+    """Return the tokens of system prompt, tools, running task and question of a prompt.
+
+    The running task begins with the user's last message, which in a chat is the question itself.
+    """
+    blocks = view.blocks
+    start = min(_task_start(blocks), question_start(blocks))
+    before = np.arange(len(blocks)) < start
+    n_system = int(blocks.lengths[before & (blocks.roles == _SYSTEM)].sum())
+    first = int(blocks.starts[start]) if start < len(blocks) else view.n_tokens
+    return n_system + view.n_tokens - first
+
+
+def _task_start(blocks: BlockTable) -> int:
+    """Return the index of the first block of the user's last message; `len(blocks)` without one."""
+    users = np.flatnonzero(blocks.roles == _USER)
+    return (
+        int(blocks.messages.searchsorted(blocks.messages[users[-1]])) if len(users) else len(blocks)
+    )
+
+
+def task_blocks(view: PolicyView, capacity: int) -> Mask:
+    """Return the blocks [n] of system prompt, tools and running task, if they fit `capacity`.
+
+    They fit when an eighth of it stays for other blocks; otherwise none are returned. Blocks of the
+    question are not among them.
+    """
+    blocks = view.blocks
+    indexes = np.arange(len(blocks))
+    is_task = (indexes >= _task_start(blocks)) | (blocks.roles == _SYSTEM)
+    stays: Mask = is_task & (indexes < question_start(blocks))
+    n_tokens = int(blocks.lengths[stays].sum())
+    return stays if n_tokens <= (1 - _LEFT_SHARE) * capacity else np.zeros(len(blocks), np.bool_)
 
 
 def rule_blocks(view: PolicyView, capacity: int) -> Mask:

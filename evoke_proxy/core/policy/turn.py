@@ -25,6 +25,9 @@ class Turn:
         divergence: Position where the prompt leaves the previous one; None when it continues it.
         query: The query of the request.
         task: The task that the turn belongs to.
+        needed_budget: The budget that system prompt, tools and running task would need when they
+            exceed that of the turn; 0 otherwise. With `policy.within_turn: full` such a turn has
+            no budget.
     """
 
     number: int
@@ -36,6 +39,12 @@ class Turn:
     divergence: int | None
     query: Query
     task: Task
+    needed_budget: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is served with its whole prompt although a budget holds between turns."""
+        return self.needed_budget > 0 and self.config.budget is None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,14 +17,15 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import ROLES
-from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, merged
-from evoke_proxy.core.model.plan import Plan, Save
+from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, count, merged
+from evoke_proxy.core.model.plan import Evict, Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
 from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
 from evoke_proxy.core.policy.registry import decide, saves_evicted
+from evoke_proxy.core.policy.standing import essential_tokens, task_blocks
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
-from evoke_proxy.core.policy.view import PolicyView, Task
+from evoke_proxy.core.policy.view import PolicyView, Task, keep_scores
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.prompt.transcript import messages_of
@@ -199,16 +200,20 @@ class Session:
         query = query_of(request) if query is None else query
         task = self._task.after(query.topic, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
+        config, needed_budget = inputs.config, _needed_budget(policy_view, inputs.config)
+        if needed_budget and config.within_turn == "full":
+            config = replace(config, budget=None)
         turn = Turn(
             number=number,
             request=request,
             rendered=rendered,
             slot=view,
             view=self.attention.annotated(policy_view),
-            config=inputs.config,
+            config=config,
             divergence=layout.divergence,
             query=query,
             task=task,
+            needed_budget=needed_budget,
         )
         self._turn_marks = dict(inputs.marks)
         if quotes_past(inputs.config):
@@ -374,6 +379,35 @@ class Session:
             saves.append(Save(label, span))
         return Plan(saves=tuple(saves), reason="the slot is given to another session")
 
+    def surplus(self, view: SlotView) -> Plan:
+        """Return evictions that bring an idle slot within the budget, the least worth first.
+
+        `view` is the slot as this session's last reply left it. Only blocks with a current copy are
+        evicted; those of the system prompt and of the running task last.
+        """
+        budget, decided, blocks = self.config.budget, self.decided, self.layout.blocks
+        n_over = count(view.resident) - (budget or 0)
+        if (
+            budget is None
+            or decided is None
+            or n_over <= 0
+            or not blocks.same_blocks(decided.view.blocks)
+        ):
+            return Plan.EMPTY
+        copied = self.layout.in_pool & ~blocks.labelled(self._outdated)
+        evictable = blocks.within(view.resident) & copied & ~blocks.pinned
+        evictable &= (blocks.starts >= self.config.sink_tokens) & (blocks.ends < view.n_tokens)
+        evictable &= ~blocks.within(view.non_evictable)
+        worth = keep_scores(decided.view, self.config.sink_tokens)
+        worth = worth + task_blocks(decided.view, len(self.layout.tokens) * 2)
+        evicts = list[Evict]()
+        for i in np.flatnonzero(evictable)[np.argsort(worth[evictable], kind="stable")].tolist():
+            if n_over <= 0:
+                break
+            evicts.append(Evict(blocks[i].span, blocks[i].label))
+            n_over -= len(blocks[i].span)
+        return Plan(evicts=tuple(evicts), reason="the budget holds between turns")
+
     def saved(self, plan: Plan) -> None:
         """Record that llama-server has run a plan of saves."""
         self._update_copies(plan)
@@ -484,6 +518,15 @@ class Session:
             for at in range(span.start, span.end, size)
         ]
         return [span for span in spans if span not in saved]
+
+
+def _needed_budget(view: PolicyView, config: PolicyConfig) -> int:
+    """Return the budget for system prompt, tools, task and answer if the turn has less, else 0."""
+    if config.budget is None or view.n_tokens <= config.budget:
+        return 0
+    answer = config.reserve_tokens if view.max_tokens is None else view.max_tokens
+    needed = essential_tokens(view) + min(answer, config.reserve_tokens) + config.block_tokens
+    return needed if needed > config.budget else 0
 
 
 def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:

@@ -136,6 +136,10 @@ class BudgetedState:
     previous_slot: int | None = None
     # The `timings` of its latest reply; None before the first reply with token accounting.
     timings: Mapping[str, Any] | None = None
+    # Whether its latest turn was served with its whole prompt, see `policy.within_turn`.
+    was_full: bool = False
+    # The largest budget that was logged as needed for system prompt, tools and running task.
+    needed_budget: int = 0
 
     @classmethod
     def of_record(cls, record: SessionRecord) -> BudgetedState:
@@ -157,6 +161,20 @@ class BudgetedState:
     def plan_ran(self, epoch: int, config: PolicyConfig) -> None:
         """Record a plan that has run, after which the slot has this epoch."""
         self.epoch, self.budget, self.policy = epoch, config.budget, config.name
+
+    def budget_needed(self, tokens: int, is_full: bool) -> bool:
+        """Record the budget that a turn needs, 0 if it has enough, and whether it was full.
+
+        Returns whether the budget is larger than all that were recorded before.
+        """
+        self.was_full = is_full
+        is_larger = tokens > self.needed_budget
+        self.needed_budget = max(self.needed_budget, tokens)
+        return is_larger
+
+    def surplus_evicted(self, epoch: int, n_rows: int) -> None:
+        """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
+        self.epoch, self.n_resident = epoch, self.n_resident - n_rows
 
     def slot_restored(self, epoch: int) -> None:
         """Record that a snapshot was restored into its slot, which has this epoch now."""

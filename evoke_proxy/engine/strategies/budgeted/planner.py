@@ -221,11 +221,12 @@ class Planner:
         self._note(turn, (started, plan), epoch, recalled)
         headers, extra = _verbose_reply(turn, (started, plan), recalled, probe)
         moved = "" if plan.moves_nothing else ":moved"
+        full = ":full" if started.is_full else ""
         past = ":past" if recalled is not None and recalled.is_past else ""
         return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
-            decision=started.config.name + moved + past,
+            decision=started.config.name + moved + full + past,
             plan=plan,
             budget=(plan.stream.budget if plan.stream is not None else 0) or None,
             response_headers=headers,
@@ -233,7 +234,9 @@ class Planner:
             answer=spoken.answer if spoken is not None else None,
             is_planned=True,
             has_marker=True,
-            writes_back=started.config.writeback and saves_evicted(started.config),
+            writes_back=(started.config.writeback or started.is_full)
+            and saves_evicted(started.config),
+            is_full=started.is_full,
         )
 
     def _evicted(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
@@ -347,6 +350,15 @@ class Planner:
         metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
         if quoted is not None:
             metrics.count_recoveries("past" if quoted.is_past else "text", len(quoted.blocks))
+        if conversation.budgeted.budget_needed(started.needed_budget, started.is_full):
+            _log.warning(
+                "session %s: system prompt, tools and running task need a budget of %d tokens: %s",
+                conversation.id,
+                started.needed_budget,
+                "served with the whole prompt"
+                if started.is_full
+                else "a part is hidden; raise policy.budget, or set policy.within_turn to full",
+            )
         if started.divergence is not None:
             _log.info(
                 "session %s: the prompt differs from its history at token %d",
@@ -406,6 +418,8 @@ def _verbose_reply(
         "X-Evoke-Omitted": f"tokens={forecast(started.view, plan).omitted}",
     }
     extra = usage_outcome(started, plan, quoted)
+    if started.needed_budget:
+        extra["needed_budget"] = started.needed_budget
     if probe.result is not None:
         extra["probe"] = probe.result.summary(plan)
     if "as_text" in extra or (quoted is not None and quoted.is_past):

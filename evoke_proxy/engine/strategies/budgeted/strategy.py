@@ -316,6 +316,8 @@ class BudgetedStrategy(CacheStrategy):
             conversation.budgeted.slot_unknown()
         if turn.budget is not None and accounting.n_resident_peak > turn.budget:
             metrics.breaches.inc()
+        if isinstance(turn, BudgetedTurn) and turn.is_full:
+            metrics.count_full_turn(accounting.n_resident_peak)
         conversation.budgeted.tokens_counted(accounting.n_resident)
         if accounting.reused_rendering is not None:
             result = "reused" if accounting.reused_rendering else "rendered"

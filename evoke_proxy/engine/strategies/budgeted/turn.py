@@ -65,6 +65,8 @@ class BudgetedTurn(PreparedTurn):
     has_marker: bool = False
     # Its blocks are copied while no request uses the server.
     writes_back: bool = False
+    # It is served with its whole prompt, although a budget holds between turns.
+    is_full: bool = False
 
     @classmethod
     def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import BlockApi
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save, batches
@@ -138,7 +138,24 @@ class WriteBack:
             session.saved(Plan(saves=batch))
             self._records.note_copied(conversation, [save.label for save in batch])
         lease.check()
+        if await self._evict_surplus(job, view):
+            answer = await blocks.slot(job.slot, conversation.tenant, since)
+            view = SlotView.parse(answer)
         await self._records.save(job, view, answer)
+
+    async def _evict_surplus(self, job: SlotJob, view: SlotView) -> bool:
+        """Bring a slot within its budget after a turn that had none; False when it is already."""
+        conversation = job.conversation
+        if not conversation.budgeted.was_full:
+            return False
+        plan = conversation.session.surplus(view)
+        if plan.moves_nothing:
+            return False
+        epoch = await job.calls.blocks.run_plan(PlanCall(plan, view, conversation.owner))
+        n_rows = sum(len(evict.span) for evict in plan.evicts)
+        conversation.budgeted.surplus_evicted(epoch, n_rows)
+        self._metrics.count_evictions("after_turn", len(plan.evicts))
+        return True
 
 
 def _n_fitting(answer: Mapping[str, Any], saves: Sequence[Save]) -> int:

@@ -9,7 +9,13 @@ from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Role
-from evoke_proxy.core.policy.standing import live_blocks, question_start, rule_blocks
+from evoke_proxy.core.policy.standing import (
+    essential_tokens,
+    live_blocks,
+    question_start,
+    rule_blocks,
+    task_blocks,
+)
 from evoke_proxy.core.policy.view import PolicyView
 
 
@@ -59,3 +65,23 @@ def test_the_question_starts_at_the_first_of_several_tool_results() -> None:
     assert question_start(view_of(FILLER[:6], roles).blocks) == 4
     assert question_start(BlockTable()) == 0
     assert kept(view_of(FILLER[:1], {}), 640) == []
+
+
+def test_the_essential_tokens_are_system_prompt_task_and_question() -> None:
+    chat = view_of(FILLER[:6], {0: Role.SYSTEM, 1: Role.SYSTEM})
+    lengths = chat.blocks.lengths
+    n_generation = chat.n_tokens - int(chat.blocks.ends[-1])
+    assert essential_tokens(chat) == lengths[[0, 1, 5]].sum() + n_generation
+    roles = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}
+    task = view_of(FILLER[:7], roles)
+    lengths = task.blocks.lengths
+    n_generation = task.n_tokens - int(task.blocks.ends[-1])
+    assert essential_tokens(task) == lengths[[0, 2, 3, 4, 5, 6]].sum() + n_generation
+
+
+def test_system_prompt_and_task_stay_as_a_whole_or_not_at_all() -> None:
+    roles = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}
+    view = view_of(FILLER[:7], roles)
+    n_tokens = int(view.blocks.lengths[[0, 2, 3, 4, 5]].sum())
+    assert np.flatnonzero(task_blocks(view, n_tokens * 8 // 7 + 1)).tolist() == [0, 2, 3, 4, 5]
+    assert not task_blocks(view, n_tokens).any()

@@ -1,0 +1,90 @@
+"""Agents whose system prompt and tools exceed the budget: `policy.within_turn: full`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from conversation import FILLER, ChatClient
+from harness import RunningProxy, ask, llama_server, proxy, server_binary, until
+
+BUDGET = 512
+# Longer than the budget.
+SYSTEM = "You are a coding agent. " + "".join(f"Tool {i}: {FILLER}" for i in range(8))
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """The port of a patched llama-server."""
+    options = ("-np", "1", "-c", "8192", "--evoke-ram", "64")
+    with llama_server(server_binary(patched=True), *options) as port:
+        yield port
+
+
+def agent(running: RunningProxy, session: str) -> ChatClient:
+    client = ChatClient(running.port, session)
+    client.messages[0]["content"] = SYSTEM
+    return client
+
+
+def resident(port: int) -> int:
+    answer: Mapping[str, Any] = json.loads(ask(port, "GET", "/slots/0/blocks").body)
+    return sum(end - start for start, end in answer["resident"])
+
+
+def test_the_whole_prompt_is_visible_and_the_budget_holds_between_turns(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET, policy__within_turn="full") as running:
+        client = agent(running, "full")
+        for number in range(4):
+            turn = client.say(f"Step {number}. {FILLER}")
+            assert turn.accounting["omitted"] == 0
+            assert turn.accounting["n_resident_peak"] > BUDGET
+            assert number == 0 or turn.accounting["decoded"] < 200
+            running.wait_for_background()
+            until(lambda: resident(port) <= BUDGET, "the surplus is evicted")
+        assert running.metric("evoke_full_turns_total") == 4
+        assert running.metric("evoke_full_turn_peak_tokens") > BUDGET
+        assert running.metric("evoke_evictions_total", reason="after_turn") > 0
+        assert running.metric("evoke_budget_breach_total") == 0
+        assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
+
+
+def test_without_the_setting_the_budget_holds_in_the_turn(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET) as running:
+        client = agent(running, "hidden")
+        answer = client.say(f"Step 1. {FILLER}", evoke_recover=[])
+        assert answer.accounting["n_resident_peak"] <= BUDGET
+        assert answer.accounting["omitted"] + answer.accounting["decoded_hidden"] > 0
+        assert running.metric("evoke_full_turns_total") == 0
+
+
+def test_the_reply_states_the_budget_that_is_needed(port: int) -> None:
+    with proxy(port, policy__budget=BUDGET) as running:
+        client = agent(running, "needed")
+        client.messages.append({"role": "user", "content": "Step 1."})
+        usage = json.loads(client.post(evoke_recover=[]).body)["usage"]["evoke"]
+        needed = usage["needed_budget"]
+        assert needed > BUDGET
+    with proxy(port, policy__budget=needed, policy__within_turn="full") as running:
+        client = agent(running, "enough")
+        client.messages.append({"role": "user", "content": "Step 1."})
+        assert (
+            "needed_budget" not in json.loads(client.post(evoke_recover=[]).body)["usage"]["evoke"]
+        )
+
+
+def test_what_fits_the_budget_stays_in_the_cache(port: int) -> None:
+    """System prompt and running task take most of the budget, and all of them stay visible."""
+    with proxy(port, policy__budget=1400, policy__within_turn="full") as running:
+        client = agent(running, "fits")
+        for number in range(12):
+            client.say(f"Step {number}. {FILLER}")
+        (conversation,) = [each for server in running.servers for each in server.conversations]
+        view = conversation.session.decided.view  # type: ignore[union-attr]
+        system = [block.span for block in view.blocks if block.message == 0]
+        ranges = json.loads(ask(port, "GET", "/slots/0/blocks").body)["resident"]
+        assert len(view.blocks) and view.n_tokens > 1400
+        assert all(any(a <= s.start and s.end <= b for a, b in ranges) for s in system)
+        assert running.metric("evoke_full_turns_total") == 0
