@@ -109,3 +109,29 @@ def test_a_message_inserted_in_the_middle_loses_no_fact(
         if not recalls(client, fact, 512):
             missed.append(fact.question)
     assert missed == []
+
+
+def test_changing_between_branches_decodes_only_new_text(patched_proxy: RunningProxy) -> None:
+    """The rows of a branch come back by copies when the user returns to it, and after an undo."""
+    facts, rng = draw(7)
+    client = start_conversation(patched_proxy, "changing", 512)
+    for fact in facts:
+        for text in (fact.statement, paragraph(rng), paragraph(rng)):
+            client.say(text)
+    branches = {1: list(client.messages)}
+    del client.messages[1 + 2 * 8 :]
+    for _ in range(4):
+        patched_proxy.wait_for_background()
+        client.say(paragraph(rng))
+    branches[2] = list(client.messages)
+    for branch in (1, 2, 1, 2):
+        patched_proxy.wait_for_background()
+        client.messages = list(branches[branch])
+        turn = client.say("Good morning.")
+        assert turn.accounting["decoded"] < 100, branch
+        assert turn.accounting["marker"] == "ok"
+        assert turn.accounting["n_resident_peak"] <= 512
+        assert sum(turn.accounting[kind] for kind in KINDS) == turn.accounting["n_prompt"]
+    patched_proxy.wait_for_background()
+    del client.messages[-4:]  # the last two turns are undone
+    assert client.say("Thanks.").accounting["decoded"] < 100

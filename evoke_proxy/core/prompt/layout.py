@@ -29,6 +29,8 @@ from evoke_proxy.core.prompt.segment import (
 )
 from evoke_proxy.core.request.messages import Message
 
+# Branches of a session whose copies are kept, and the shortest end of a prompt that is one.
+_MAX_BRANCHES, _MIN_BRANCH_TOKENS = 4, 128
 _MAX_SESSION_BYTES = 100  # of the 200 bytes that llama-server allows for a label
 
 
@@ -46,6 +48,24 @@ class SavedRange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """The end of an earlier prompt that its user has gone back behind, and may return to.
+
+    Attributes:
+        tokens: that prompt [n_tokens].
+        copies: the copies of its end, in ascending order.
+    """
+
+    tokens: Tokens
+    copies: tuple[SavedRange, ...]
+
+    def part(self, tokens: Tokens) -> tuple[SavedRange, ...]:
+        """The copies of rows that a prompt has as well: of the same tokens after the same ones."""
+        end = common_prefix(self.tokens, tokens)
+        return tuple(item for item in self.copies if item.span.end <= end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Blocks that tile [0, generation) of a prompt; a block is resident completely or not at all.
 
@@ -56,6 +76,7 @@ class Layout:
         blocks: the blocks; their mask `copied` says which have a copy.
         ranges: copies that belong to no block.
         stale: labels of copies that are of no further use.
+        branches: ends of earlier prompts with their copies, the latest first.
         unverified: labels of copies whose tokens only llama-server can compare.
         resident: rows of the slot below `n_past`.
         n_past: number of leading positions that need no decoding.
@@ -69,6 +90,7 @@ class Layout:
     blocks: BlockTable = field(default_factory=BlockTable)
     ranges: tuple[SavedRange, ...] = ()
     stale: frozenset[str] = frozenset()
+    branches: tuple[Branch, ...] = ()
     unverified: frozenset[str] = frozenset()
     resident: tuple[Span, ...] = ()
     n_past: int = 0
@@ -96,9 +118,19 @@ class Layout:
         return self.saved.union(item.label for item in self.ranges)
 
     @property
+    def unused_copies(self) -> frozenset[str]:
+        """Labels of the copies of no part of this prompt."""
+        return self.stale.union(_labels_of(self.branches))
+
+    def returns_to(self, tokens: Tokens) -> int:
+        """End of the last copy of a branch that a prompt returns to; 0 when it returns to none."""
+        part = _best_part(self.branches, tokens)
+        return part[-1].span.end if part else 0
+
+    @property
     def n_copies(self) -> int:
         """Number of labels that llama-server may have a copy of."""
-        others = self.stale.union(item.label for item in self.ranges)
+        others = self.unused_copies.union(item.label for item in self.ranges)
         return int(np.count_nonzero(self.in_pool)) + len(others)
 
     def reconcile(
@@ -122,11 +154,15 @@ class Layout:
         boundaries = _ends((*resident, *clipped(view.non_evictable, Span(0, n_past))))
         boundaries = outside_media(boundaries, rendered.media)
         prefix = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
+        prefix = self._before_branch(prefix, tokens)
         ranges = [item for item in self.ranges if self._may_match(item, shared, view)]
-        boundaries |= _ends(item.span for item in ranges)
         keeps_all = len(prefix) >= len(self.blocks)
         numbers = self.numbers if keeps_all else next_numbers(b.display_name for b in prefix)
         start = prefix[-1].span.end if prefix else 0
+        branches = self._branches(prefix, rendered, shared)
+        returned, branches = _returned(branches, tokens, start, ranges)
+        ranges += returned
+        boundaries |= _ends(item.span for item in ranges)
         options = CutOptions(config.block_tokens, boundaries | {config.sink_tokens}, start, numbers)
         drafts = cut(rendered, messages, options)
         tail = self._with_labels([_block(draft, turn) for draft in drafts], tokens, prefix)
@@ -135,15 +171,25 @@ class Layout:
         prefix, claimed_by_prefix = _claim_ranges(prefix, ranges)
         tail, claimed_by_tail = _claim_ranges(tail, ranges)
         claimed = (*claimed_by_prefix, *claimed_by_tail)
-        stale = unused.difference(item.label for item in claimed)
+        blocks = prefix + tail
+        branches = tuple(
+            _without(branches, {label for label in _labels_of(branches) if blocks.has(label)})
+        )
+        stale = unused.union(_labels_of(self.branches)).difference(
+            _labels_of(branches),
+            (item.label for item in claimed),
+            blocks.labels if self.branches else (),
+        )
         compared_end = max(shared, view.n_common)
-        unverified = {item.label for item in claimed if item.span.end > compared_end}
+        compared = {item.label for item in returned}
+        unverified = {item.label for item in claimed if item.span.end > compared_end} - compared
         return Layout(
             session=self.session,
             tokens=tokens,
             generation=rendered.generation,
-            blocks=prefix + tail,
+            blocks=blocks,
             stale=stale,
+            branches=branches,
             unverified=(self.unverified - stale) | unverified,
             resident=resident,
             n_past=n_past,
@@ -207,6 +253,7 @@ class Layout:
             self,
             blocks=self.blocks.with_copies(self.in_pool & ~self.blocks.labelled(missing | stale)),
             ranges=tuple(item for item in self.ranges if item.label not in missing),
+            branches=tuple(_without(self.branches, missing)),
             stale=(self.stale - missing) | stale,
             unverified=self.unverified - missing - stale,
         )
@@ -237,6 +284,42 @@ class Layout:
         counted = self.in_pool & (self.blocks.ends <= limit)
         n = len(counted) if counted.all() else int(counted.argmin())
         return int(self.blocks.ends[n - 1]) if n else 0
+
+    def _branches(self, prefix: BlockTable, rendered: Rendered, shared: int) -> tuple[Branch, ...]:
+        """The branches, with the end of this prompt when the user goes back or changes branches.
+
+        The user goes back when only the newest message of the next prompt is not in this one. A
+        client that rewrites its history does not return to it.
+        """
+        spans = rendered.turn_spans
+        goes_back = shared < self.generation and len(spans) and spans[-1].span.start <= shared
+        if not goes_back and not self.returns_to(rendered.tokens):
+            return self.branches
+        end = int(prefix.ends[-1]) if prefix else 0
+        rest = self.blocks[int(self.blocks.ends.searchsorted(end, "right")) :]
+        copies = tuple(
+            SavedRange(block.label, block.span)
+            for block in rest.pick(rest.copied)
+            if not prefix.has(block.label)
+        )
+        n_tokens = sum(len(item.span) for item in copies)
+        if n_tokens < _MIN_BRANCH_TOKENS:
+            return self.branches
+        return (Branch(self.tokens, copies), *self.branches)[:_MAX_BRANCHES]
+
+    def _before_branch(self, prefix: BlockTable, tokens: Tokens) -> BlockTable:
+        """The blocks before the first copy of the branch that a prompt returns to.
+
+        The prompt may share some tokens of that copy with the present one.
+        """
+        end = int(prefix.ends[-1]) if prefix else 0
+        copies = _best_part(self.branches, tokens)
+        crossing = next((one for one in copies if one.span.start < end < one.span.end), None)
+        if crossing is None:
+            return prefix
+        n = int(prefix.ends.searchsorted(crossing.span.start, "right"))
+        starts_at = int(prefix.ends[n - 1]) if n else 0
+        return prefix[:n] if starts_at == crossing.span.start else prefix
 
     def _kept_prefix(self, limit: int, boundaries: Collection[int], tokens: Tokens) -> BlockTable:
         """The blocks that end at or before `limit`, split at these positions."""
@@ -279,6 +362,43 @@ class Layout:
 
 def _ends(spans: Iterable[Span]) -> set[int]:
     return {position for span in spans for position in (span.start, span.end)}
+
+
+def _returned(
+    branches: Sequence[Branch], tokens: Tokens, start: int, ranges: Sequence[SavedRange]
+) -> tuple[list[SavedRange], tuple[Branch, ...]]:
+    """Take the copies of a prompt's rows from position `start` on out of the best branch.
+
+    Copies that overlap `ranges` stay there. Also returns the branches without those taken.
+    """
+    taken = [
+        item
+        for item in _best_part(branches, tokens)
+        if item.span.start >= start and not any(_overlap(item, other) for other in ranges)
+    ]
+    return taken, tuple(_without(branches, {item.label for item in taken}))
+
+
+def _best_part(branches: Sequence[Branch], tokens: Tokens) -> tuple[SavedRange, ...]:
+    """The copies of a prompt's rows in the branch that has them up to the highest position."""
+    parts = [branch.part(tokens) for branch in branches]
+    return max(parts, key=lambda part: part[-1].span.end if part else 0, default=())
+
+
+def _overlap(one: SavedRange, other: SavedRange) -> bool:
+    return one.span.start < other.span.end and other.span.start < one.span.end
+
+
+def _labels_of(branches: Iterable[Branch]) -> set[str]:
+    return {item.label for branch in branches for item in branch.copies}
+
+
+def _without(branches: Iterable[Branch], labels: Collection[str]) -> Iterable[Branch]:
+    """Yield the branches without copies with these labels; a branch without copies is left out."""
+    for branch in branches:
+        copies = tuple(item for item in branch.copies if item.label not in labels)
+        if copies:
+            yield replace(branch, copies=copies)
 
 
 def _claim_ranges(

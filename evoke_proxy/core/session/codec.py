@@ -125,7 +125,7 @@ def encode(record: SessionRecord) -> bytes:
         "generation": layout.generation,
         "copied": layout.blocks.copied.tolist(),
         "ranges": [{"label": item.label, "span": _pair(item.span)} for item in layout.ranges],
-        "stale": sorted(layout.stale),
+        "stale": sorted(layout.unused_copies),
         "resident": [_pair(span) for span in session.resident],
         "task": {
             "focus": None if focus is None else _pack(focus.astype("<f4")),

@@ -302,7 +302,13 @@ class Session:
         self._possibly_lost |= {item.label: item.span for item in self.layout.ranges}
         blocks = blocks.with_copies(np.zeros(len(blocks), np.bool_))
         self.layout = replace(
-            self.layout, blocks=blocks, ranges=(), stale=frozenset(), resident=(), n_past=0
+            self.layout,
+            blocks=blocks,
+            ranges=(),
+            stale=frozenset(),
+            branches=(),
+            resident=(),
+            n_past=0,
         )
         self._unconfirmed = {}
 
@@ -446,7 +452,8 @@ class Session:
         view, n_tokens = inputs.slot, len(inputs.rendered.tokens)
         n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
         # Adopting pays only when the copies extend at least one block beyond the rows of the slot.
-        copies_extend_slot = self.layout.copies_end >= n_past + block_tokens
+        copies_end = max(self.layout.copies_end, self.layout.returns_to(inputs.rendered.tokens))
+        copies_extend_slot = copies_end >= n_past + block_tokens
         if self._can_adopt and copies_extend_slot and saves_evicted(inputs.config):
             # On a slot of another session a few tokens may agree by chance. Blocks must not be
             # split there, because their copies are adopted.

@@ -509,7 +509,7 @@ class Conversation:
     def labels(self) -> frozenset[str]:
         """The labels of all copies of its blocks that llama-server may have."""
         layout = self.session.layout
-        return layout.usable_copies | layout.stale
+        return layout.usable_copies | layout.unused_copies
 
     @property
     def overrides(self) -> OperatorOverrides:

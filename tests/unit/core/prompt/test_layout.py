@@ -316,7 +316,9 @@ def _check(before: Layout, layout: Layout, rendering_: Rendered, view: SlotView)
         assert state.resident == (rows > 0)
         assert state.saved == (block.label in layout.saved)
     assert not layout.saved & layout.stale
-    assert before.saved <= layout.saved | layout.stale
+    # a copy is used, or kept for a branch that the user may return to, or dropped
+    assert before.saved <= layout.saved | layout.unused_copies
+    assert not layout.saved & layout.unused_copies
     # a block keeps its label exactly if its tokens are the same up to its end
     old = {block.span: block.label for block in before.blocks}
     tokens, earlier = rendering_.tokens.tolist(), before.tokens.tolist()
@@ -333,3 +335,54 @@ def test_no_block_is_split_inside_an_image_where_residency_changes() -> None:
     assert (50, 150) in spans(layout)
     again = reconciled(layout, pictured, slot(203, (0, 90), (120, 203)))
     assert (50, 150) in spans(again)
+
+
+# Two branches after the first 40 tokens: each with a message of 300 tokens.
+BRANCHES = [rendered([*range(40), *range(n * 1000, n * 1000 + 303)], 40, 340) for n in (1, 2)]
+NO_ROWS = slot(0)
+
+
+def test_the_copies_of_a_branch_come_back_with_it() -> None:
+    first = reconciled(Layout("s"), BRANCHES[0], NO_ROWS)
+    first = with_copies(first, *first.blocks)
+    second = reconciled(first, BRANCHES[1], NO_ROWS, turn=2)
+    assert second.stale == frozenset() and len(second.branches) == 1
+    assert second.saved == {block.label for block in first.blocks[:2]}
+    assert second.returns_to(BRANCHES[0].tokens) == 340
+    second = with_copies(second, *second.blocks)
+    back = reconciled(second, BRANCHES[0], NO_ROWS, turn=3)
+    assert back.saved == first.saved and back.saved_end(342) == 340
+    assert back.unverified == frozenset() and back.stale == frozenset()
+    assert back.returns_to(BRANCHES[1].tokens) == 340
+
+
+def test_a_branch_is_kept_only_when_the_user_goes_back() -> None:
+    """A client that rewrites an earlier message and goes on does not return."""
+    first = reconciled(Layout("s"), BRANCHES[0], NO_ROWS)
+    first = with_copies(first, *first.blocks)
+    tokens = [*range(40), *range(2000, 2403)]
+    rewritten = reconciled(first, rendered(tokens, 40, 340, 440), NO_ROWS, turn=2)
+    assert rewritten.branches == () and len(rewritten.stale) == len(first.blocks) - 2
+
+
+def test_the_number_of_branches_is_limited() -> None:
+    layout = reconciled(Layout("s"), BRANCHES[0], NO_ROWS)
+    labels_made = set[str]()
+    for n in range(3, 12):
+        layout = with_copies(layout, *layout.blocks)
+        labels_made |= layout.saved
+        branch = rendered([*range(40), *range(n * 1000, n * 1000 + 303)], 40, 340)
+        layout = reconciled(layout, branch, NO_ROWS, turn=n)
+        assert labels_made == layout.saved | layout.unused_copies
+        labels_made -= layout.stale
+        layout = replace(layout, stale=frozenset())
+    assert len(layout.branches) == 4
+
+
+def test_a_lost_copy_of_a_branch_is_forgotten() -> None:
+    first = reconciled(Layout("s"), BRANCHES[0], NO_ROWS)
+    first = with_copies(first, *first.blocks)
+    second = reconciled(first, BRANCHES[1], NO_ROWS, turn=2)
+    lost = second.without_saved([first.blocks[-1].label])
+    assert lost.returns_to(BRANCHES[0].tokens) < 340
+    assert first.blocks[-1].label not in lost.unused_copies
