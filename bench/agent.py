@@ -7,6 +7,8 @@ each time with its whole history and all tools, once under every arm:
 * `discard`: with the budget; evicted rows are not recovered
 * `truncate`: with the budget; the oldest messages are removed from the request
 * `no_eviction`: without a budget; the prefix cache stays intact
+* `below`: as `evoke`, with a budget of three quarters of system prompt and tools
+* `below_full`: the same with `policy.within_turn: full`, which holds the budget between turns only
 
 The model has random weights and the chat template of Qwen3.5, so tool calls are scripted: token
 counts and bits are meaningful, the text is not. After each turn of `evoke` the slot is saved to a
@@ -28,7 +30,7 @@ from typing import Any
 
 from bench import record
 from bench.agent_rows import Witness, rows
-from bench.chat_turns import proxied
+from bench.chat_turns import Proxy, proxied
 from bench.llama import Llama
 from bench.overhead import qwen_template
 from bench.random_models import SHAPES, ensure
@@ -37,7 +39,8 @@ from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("evoke", "no_eviction", "truncate", "discard")
+ARMS = ("evoke", "no_eviction", "truncate", "discard", "below", "below_full")
+_BELOW_SHARE = 0.75
 BUDGET, STEPS = 2048, 36
 ANSWER_TOKENS = 8
 _USER_EVERY = 14
@@ -51,7 +54,7 @@ _SYSTEM = (
 )
 _COLUMNS = (
     *("arm", "budget", "turns", "prompt", "sent", "decoded", "decoded_share", "recovered"),
-    *("omitted", "peak", "breaches", "unbalanced"),
+    *("omitted", "tools_whole", "peak", "breaches", "unbalanced"),
 )
 Json = dict[str, Any]
 
@@ -212,6 +215,8 @@ class Session:
         body |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
         if self.arm == "no_eviction":
             return body | {"evoke_policy": self.arm}
+        if self.arm.startswith("below"):
+            return body | {"evoke_policy": "evoke", "evoke_budget": self.budget}
         return body | {"evoke_policy": self.arm, "evoke_budget": self.budget}
 
     def _turn(self, kind: str, read_messages: Sequence[int] = ()) -> Json:
@@ -221,6 +226,8 @@ class Session:
         turn |= {"peak": int(usage["n_resident_peak"]), "kind": kind, "file_rows": 0}
         turn |= {"breaches": int(usage["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
+        if self.arm != "truncate":  # which may shift the messages
+            turn |= {"tools_whole": self._sees_tools(turn, int(usage["decoded_hidden"]))}
         if self.arm == "evoke":
             kept = turn["n_prompt"] - turn["decoded"]
             now = saved_rows(self.upstream, self.folder)
@@ -230,6 +237,16 @@ class Session:
                 plain = {key: value for key, value in body if not key.startswith("evoke")}
                 turn |= file_row_counts(positions(self.upstream, plain, read_messages), now, back)
         return turn
+
+    def _sees_tools(self, turn: Mapping[str, Any], n_hidden: int) -> bool:
+        """Whether system prompt and tools were whole in the cache when the answer began.
+
+        They were when nothing was omitted. Otherwise their rows are counted after the answer.
+        """
+        if not turn["omitted"] and not n_hidden:
+            return True
+        plain = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
+        return positions(self.upstream, plain, [0]) <= saved_rows(self.upstream, self.folder).keys()
 
 
 def _counted(header: str) -> int:
@@ -258,8 +275,9 @@ def file_row_counts(wanted: Set[int], now: Mapping[int, bytes], back: Set[int]) 
 def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
     """One arm: its row, and its turns."""
     steps = script(args.seed, args.steps)
-    with served(args.server) as (upstream, folder), proxied(upstream) as proxy:
-        session = Session.begin(upstream, proxy.port, arm, args.budget, folder)
+    with served(args.server) as (upstream, folder), _proxied(upstream, folder, arm) as proxy:
+        budget = _below(upstream) if arm.startswith("below") else args.budget
+        session = Session.begin(upstream, proxy.port, arm, budget, folder)
         turns = session.run(steps)
         witness = session.witness
         proxy_log = proxy.log.read_text(encoding="utf-8", errors="replace")
@@ -267,7 +285,7 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
     decoded = sum(turn["decoded"] for turn in turns)
     row = {
         "arm": arm,
-        "budget": None if arm == "no_eviction" else args.budget,
+        "budget": None if arm == "no_eviction" else budget,
         "turns": len(turns),
         "prompt": turns[-1]["n_prompt"],
         "sent": sent,
@@ -276,6 +294,7 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
         "recovered": sum(turn["recovered"] for turn in turns),
         "recovered_blocks": sum(turn["blocks"] for turn in turns),
         "omitted": sum(turn["omitted"] for turn in turns),
+        "tools_whole": sum(turn.get("tools_whole", 0) for turn in turns),
         "peak": max(turn["peak"] for turn in turns),
         "breaches": sum(turn["breaches"] for turn in turns),
         "unbalanced": sum(
@@ -291,6 +310,23 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
             "named": {kind: _named(turns, kind) for kind in ("edit", "read")},
         }
     return row, turns
+
+
+@contextmanager
+def _proxied(upstream: int, folder: Path, arm: str) -> Iterator[Proxy]:
+    """The proxy with the settings of an arm."""
+    config = folder / "evoke.yaml"
+    within_turn = "full" if arm == "below_full" else "budget"
+    config.write_text(f"policy:\n  within_turn: {within_turn}\n", encoding="utf-8")
+    with proxied(upstream, "--config", str(config)) as proxy:
+        yield proxy
+
+
+def _below(upstream: int) -> int:
+    """Return a budget that is less than system prompt and tools."""
+    messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Begin."}]
+    whole = positions(upstream, {"messages": messages, "tools": tools()}, [0])
+    return int(_BELOW_SHARE * len(whole))
 
 
 def _named(turns: Sequence[Json], kind: str) -> Json:
@@ -328,6 +364,9 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
         whole = by["no_eviction"]
         summary["peak_without"] = whole["peak"]
         summary["decoded_over_prefix_cache"] = round(ours["decoded"] / whole["decoded"], 3)
+    for arm in ("below", "below_full"):
+        if arm in by:
+            summary[f"{arm}_tools_whole"] = f"{by[arm]['tools_whole']} of {by[arm]['turns']}"
     for arm in ("truncate", "discard"):
         if arm in by:
             ratio = ours["decoded"] / by[arm]["decoded"]
@@ -344,13 +383,17 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the run meets its bars.
 
     Every recovered row equals the original, every file that a call names again was resident as a
-    whole, no turn exceeds its budget, token counts add up, and the session is as long as required.
+    whole, so were system prompt and tools in every turn of `below_full`, no turn of another arm
+    exceeds its budget, token counts add up, and the session is as long as required.
     """
     ours = next(row for row in rows if row["arm"] == "evoke")
     exact = not ours["rows_differ"] and not ours["refused"]
     whole = all(calls["whole"] == calls["calls"] for calls in ours["named"].values())
     long = ours["turns"] >= 30 and ours["prompt"] >= 5 * ours["budget"]
-    within_budget = all(row["peak"] <= row["budget"] for row in rows if row["budget"])
+    limited = [row for row in rows if row["budget"] and row["arm"] != "below_full"]
+    within_budget = all(row["peak"] <= row["budget"] for row in limited)
+    full = [row for row in rows if row["arm"] == "below_full"]
+    whole = whole and all(row["tools_whole"] == row["turns"] for row in full)
     return bool(
         exact and whole and long and within_budget and not any(row["unbalanced"] for row in rows)
     )

@@ -28,6 +28,7 @@ class Turn:
         needed_budget: The budget that system prompt, tools and running task would need when they
             exceed that of the turn; 0 otherwise. With `policy.within_turn: full` such a turn has
             no budget.
+        kept_budget: The budget that holds after the turn; None without one.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Turn:
     query: Query
     task: Task
     needed_budget: int = 0
+    kept_budget: int | None = None
 
     @property
     def is_full(self) -> bool:
@@ -55,11 +57,13 @@ class DecidedTurn:
         view: The view that the policy decided on.
         query: The query of the request.
         config: The policy settings of the decision.
+        kept_budget: The budget that holds after the turn; None without one.
     """
 
     view: PolicyView
     query: Query
     config: PolicyConfig
+    kept_budget: int | None = None
 
 
 def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:

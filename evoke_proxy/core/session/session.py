@@ -214,6 +214,7 @@ class Session:
             query=query,
             task=task,
             needed_budget=needed_budget,
+            kept_budget=inputs.config.budget,
         )
         self._turn_marks = dict(inputs.marks)
         if quotes_past(inputs.config):
@@ -243,7 +244,7 @@ class Session:
         order = plan.stream.order if plan.stream is not None else ()
         self._eviction_order = {block.label: block.span for block in order}
         self._pre_restart_resident = ()
-        self.decided = DecidedTurn(turn.view, turn.query, turn.config)
+        self.decided = DecidedTurn(turn.view, turn.query, turn.config, turn.kept_budget)
         self._task = turn.task
         oldest = turn.number - _RESIDENCY_TURNS
         self._recovered = {k: number for k, number in self._recovered.items() if number >= oldest}
@@ -391,14 +392,11 @@ class Session:
         `view` is the slot as this session's last reply left it. Only blocks with a current copy are
         evicted; those of the system prompt and of the running task last.
         """
-        budget, decided, blocks = self.config.budget, self.decided, self.layout.blocks
-        n_over = count(view.resident) - (budget or 0)
-        if (
-            budget is None
-            or decided is None
-            or n_over <= 0
-            or not blocks.same_blocks(decided.view.blocks)
-        ):
+        decided, blocks = self.decided, self.layout.blocks
+        if decided is None or decided.kept_budget is None:
+            return Plan.EMPTY
+        n_over = count(view.resident) - decided.kept_budget
+        if n_over <= 0 or not blocks.same_blocks(decided.view.blocks):
             return Plan.EMPTY
         copied = self.layout.in_pool & ~blocks.labelled(self._outdated)
         evictable = blocks.within(view.resident) & copied & ~blocks.pinned
