@@ -89,8 +89,10 @@ def script(seed: int, fillers: int = _FILLERS, facts: int = _FACTS) -> Script:
     return Script([*((text, None) for text in said), *((f.question, f) for f in asked)])
 
 
-def converse(port: int, shape: str, script: Script, fields: Mapping[str, Any]) -> dict[str, int]:
-    """Send one conversation in a shape; return its counts.
+def converse(
+    port: int, shape: str, script: Script, fields: Mapping[str, Any], name: str = ""
+) -> dict[str, int]:
+    """Send one conversation in a shape, under a name if it has one; return its counts.
 
     Answers that no fact is asked for are replaced by a fixed text, so that all arms send the same
     prompts.
@@ -100,7 +102,7 @@ def converse(port: int, shape: str, script: Script, fields: Mapping[str, Any]) -
     for number, (text, fact) in enumerate(script.turns):
         messages.append({"role": "user", "content": text})
         body = {"messages": SHAPES[shape](messages, number), "temperature": 0, "max_tokens": 16}
-        reply = chat(port, {**body, **fields}, {})
+        reply = chat(port, {**body, **fields}, {"X-Evoke-Session": name} if name else {})
         turn = read_turn(number, reply)
         counts["prompt"] += turn.prompt
         counts["decoded"] += turn.decoded

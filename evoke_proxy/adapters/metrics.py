@@ -448,6 +448,14 @@ class Metrics:
         )
         for cause in CAUSES:  # so that a rate exists from the first event on
             self.drifts.labels(cause=cause)
+        self.drift_tokens = self._counter(
+            "evoke_prefix_divergence_tokens",
+            "Prompt tokens decoded again because of these requests, at most what the previous"
+            " prompt had behind the difference. Patched servers only.",
+            "cause",
+        )
+        for cause in CAUSES:
+            self.drift_tokens.labels(cause=cause)
         self.normalised = self._counter(
             "evoke_normalised",
             "Parts of requests that the `normalise` settings changed, by setting.",

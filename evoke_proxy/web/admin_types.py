@@ -184,6 +184,9 @@ class Drift(Struct, kw_only=True):
     cause: str
     message: int | None
     characters: tuple[int, int]
+    # Patched servers: requests of the session with this cause, and tokens decoded again for them.
+    count: int | UnsetType = UNSET
+    tokens: int | UnsetType = UNSET
 
 
 class SessionRow(Struct, kw_only=True):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
-from harness import llama_server, proxy, server_binary
+from harness import ask, llama_server, proxy, server_binary
 
 from bench.shapes import SHAPES, converse, script
 
@@ -44,3 +45,29 @@ def test_the_turns_of_a_transcript_are_the_blocks_of_its_conversation(port: int)
         assert list(dict.fromkeys(names))[:4] == ["system", "user:1", "assistant:2", "user:3"]
         # The first request, with one turn of the user, is no transcript yet.
         assert conversation.n_turns == 7
+
+
+def test_a_clock_is_recognized_and_its_cost_is_reported(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy(port, policy__budget=BUDGET) as running:
+        ours = converse(running.port, "clock", script(2, fillers=6, facts=2), {}, "clock")
+        n_changes = 9  # every request but the first
+        labels = {"cause": "date_line"}
+        assert running.metric("evoke_prefix_divergence_total", **labels) == n_changes
+        tokens = running.metric("evoke_prefix_divergence_tokens_total", **labels)
+        assert 0.5 * ours["decoded"] < tokens < ours["decoded"]
+        (session,) = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        assert session["turns"] == n_changes + 1
+        assert session["drift"]["cause"] == "date_line" and session["drift"]["message"] == 0
+        assert (session["drift"]["count"], session["drift"]["tokens"]) == (n_changes, tokens)
+    remedies = [text for text in caplog.messages if "normalise.dates_h" in text]
+    assert len(remedies) == 1
+
+
+def test_the_clock_of_the_first_request_stays_where_dates_are_normalised(port: int) -> None:
+    conversation = script(2, fillers=6, facts=2)
+    with proxy(port, policy__budget=BUDGET, normalise__dates_h=24) as running:
+        clock = converse(running.port, "clock", conversation, {}, "clock")
+        chat = converse(running.port, "chat", conversation, {}, "chat")
+    assert clock["decoded"] <= 1.1 * chat["decoded"]

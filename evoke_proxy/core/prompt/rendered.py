@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -202,6 +203,12 @@ class Rendered:
         if self.cue is not None and ends:
             ends[-1] = self.cue
         return np.array(ends, np.int64)
+
+    def start_of(self, position: int) -> int:
+        """The start of the message that ends at a position, or that has the token before it."""
+        spans = self.turn_spans
+        at = bisect_left(spans, position, key=lambda item: item.span.end)
+        return spans[at].span.start if at < len(spans) else 0
 
     def slot(self, id: int) -> SlotView | None:
         """The slot with this number; None when the server has none."""

@@ -1,16 +1,23 @@
 """Finds where a request differs from the previous one, and the likely cause of the cache miss.
 
-Compares the bodies message by message; stores and returns none of their text.
+Compares the bodies message by message, or a prompt with the blocks of the previous one; stores and
+returns none of their text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from posixpath import commonprefix
 from typing import Any
+
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.prompt.layout import Layout
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, common_prefix
+from evoke_proxy.core.request.messages import Message
 
 # Causes, in this order: the billing line of Claude Code changed; a line of the system prompt with a
 # date, a time or the state of a working tree changed; another part of the system prompt changed;
@@ -21,6 +28,13 @@ CAUSES = (
     *("billing_line", "date_line", "system_changed", "tool_order", "tools_changed"),
     *("thinking_dropped", "edited_history", "branched", "compacted", "template"),
 )
+# What stops a small change at the front that comes with every request.
+REMEDIES = {
+    "billing_line": "set normalise.billing",
+    "date_line": "set normalise.dates_h, which keeps the date of the first request",
+    "system_changed": "have the client put what changes behind the conversation",
+    "tool_order": "set normalise.tools",
+}
 _BILLING = re.compile(r"billing-header:|\bcch=")
 # A line that contains a day, a time, or the state of a working tree.
 _DATED = re.compile(
@@ -29,6 +43,10 @@ _DATED = re.compile(
     r"|\b(?:mon|tue|wed|thu|fri|sat|sun)[a-z]*day\b",
     re.IGNORECASE,
 )
+# Characters before and behind an estimated position that are searched for a changed line.
+_MARGIN_CHARS = 24
+# Characters of a line, before and behind it, that are searched at most.
+_MAX_LINE_CHARS = 2048
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -41,12 +59,14 @@ class Drift:
         message: Index of the first message that differs; None when tools or only the template do.
         start: First character of its new text that differs.
         end: End of the characters that differ.
+        n_tokens: Tokens of the previous prompt behind the difference, where it is known.
     """
 
     cause: str
     message: int | None = None
     start: int = 0
     end: int = 0
+    n_tokens: int = 0
 
     def summary(self) -> dict[str, Any]:
         """Return the drift as a JSON object, for the log and the admin API."""
@@ -72,6 +92,57 @@ def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:
         return None if len(new) >= len(old) else Drift("branched", len(new))
     start, end = _differing(_text(old[at]), _text(new[at]))
     return Drift(_cause(old, new, at, start, end), at, start, end)
+
+
+def drift_from(before: Layout, rendered: Rendered, messages: Sequence[Message]) -> Drift | None:
+    """Return how a prompt differs from that of a layout; None when it only continues it.
+
+    `messages` are those that `rendered.turn_spans` refers to. The character positions are an
+    estimate. Tools are a part of the system prompt here.
+    """
+    shared = common_prefix(before.tokens, rendered.tokens)
+    spans = rendered.turn_spans
+    if shared >= before.generation or not len(spans):
+        return None
+    at = min(bisect_right(spans, shared, key=_end), len(spans) - 1)
+    item = spans[at]
+    text = messages[item.index].printed if 0 <= item.index < len(messages) else ""
+    start = _character(text, item, shared)
+    near = text[max(0, start - _MAX_LINE_CHARS) : start + _MAX_LINE_CHARS]
+    middle = min(start, _MAX_LINE_CHARS)
+    # A line that differs may begin before the estimated position, and end behind it.
+    line = _line(near, max(0, middle - _MARGIN_CHARS), min(len(near), middle + _MARGIN_CHARS))
+    cause = _cause_in_prompt(before, spans, at, shared, line)
+    return Drift(cause, item.index, start, start, before.generation - shared)
+
+
+def _end(item: MessageSpan) -> int:
+    return item.span.end
+
+
+def _character(text: str, item: MessageSpan, position: int) -> int:
+    """Return about where a token position of a message is in its text."""
+    done = min(position, item.span.end) - item.span.start
+    return max(0, done) * len(text) // max(1, len(item.span))
+
+
+def _cause_in_prompt(
+    before: Layout, spans: Sequence[MessageSpan], at: int, shared: int, line: str
+) -> str:
+    """Return the cause of a difference in the message `spans[at]`, whose line this is."""
+    blocks, item = before.blocks, spans[at]
+    old = blocks[min(int(blocks.ends.searchsorted(shared, "right")), len(blocks) - 1)]
+    if item.role is Role.SYSTEM:
+        if _BILLING.search(line):
+            return "billing_line"
+        return "date_line" if _DATED.search(line) else "system_changed"
+    n_before, n_now = blocks[-1].message + 1, spans[-1].index + 1
+    if item.role is old.role is Role.ASSISTANT and item.index == old.message and n_now >= n_before:
+        # A template that drops reasoning changes an answer that the client has not changed.
+        return "template"
+    if at == len(spans) - 1:
+        return "branched"
+    return "compacted" if n_now < n_before - 1 else "edited_history"
 
 
 def opening(body: Mapping[str, Any]) -> bytes:

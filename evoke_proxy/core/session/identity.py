@@ -8,12 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 # Prompts that share fewer tokens have only a template in common.
 MIN_SHARED = 64
 # A prompt continues a session only if it shares at least this part of its tokens.
 MIN_SHARE = 0.5
+# A session with the same name continues when at most this many tokens before its first message
+# differ.
+MAX_CLOCK_TOKENS = 8
 # Names that fit into a response header and into a table.
 _USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
@@ -71,6 +76,7 @@ class SessionPrompt(Protocol):
         hint: The client's name for it; None without a name.
         tokens: The tokens of its latest prompt.
         head: Position of the end of the first user message; 0 when unknown.
+        head_start: Position of its start; 0 when unknown.
         last_user_end: Position of the end of the last user message.
         n_users: Number of user messages in the prompt; 0 when unknown.
         generation: Position where the answer begins.
@@ -86,6 +92,8 @@ class SessionPrompt(Protocol):
     def tokens(self) -> Tokens: ...
     @property
     def head(self) -> int: ...
+    @property
+    def head_start(self) -> int: ...
     @property
     def last_user_end(self) -> int: ...
     @property
@@ -133,7 +141,7 @@ def find(
     fitting = [
         (_has_hint(session, hint), shared, session.hint == hint, session.id)
         for session, shared in pairs
-        if _continues(session, shared, hint, len(tokens), n_users)
+        if _continues(session, shared, hint, tokens, n_users)
     ]
     return max(fitting)[-1] if fitting else None
 
@@ -145,16 +153,31 @@ def _may_continue(session: SessionPrompt, tokens: Tokens) -> bool:
 
 
 def _continues(
-    session: SessionPrompt, shared: int, hint: Hint | None, n_tokens: int, n_users: int
+    session: SessionPrompt, shared: int, hint: Hint | None, tokens: Tokens, n_users: int
 ) -> bool:
-    """Return whether the prompts share the first message, and most of the session's prompt."""
-    if shared == 0 or shared < _required_tokens(session, hint, n_users):
+    """Return whether the prompts share the first message, and most of the session's prompt.
+
+    Of a session with the same name, the part before the first message may differ in a few tokens:
+    clients put a clock or a counter into their system prompt.
+    """
+    if shared == 0:
         return False
+    if shared < _required_tokens(session, hint, n_users):
+        return _has_hint(session, hint) and _differs_little(session, tokens)
     if _has_hint(session, hint):
         return True
-    if _has_other_hint(session, hint) and (shared < session.generation or n_tokens <= shared):
+    if _has_other_hint(session, hint) and (shared < session.generation or len(tokens) <= shared):
         return False
     return shared >= MIN_SHARED
+
+
+def _differs_little(session: SessionPrompt, tokens: Tokens) -> bool:
+    """Return whether only a few tokens differ before the first message, and none in it."""
+    start, head = session.head_start, session.head
+    if not 0 < start < head <= len(tokens):
+        return False
+    differs = session.tokens[:head] != tokens[:head]
+    return not differs[start:].any() and int(np.count_nonzero(differs)) <= MAX_CLOCK_TOKENS
 
 
 def _required_tokens(session: SessionPrompt, hint: Hint | None, n_users: int) -> float:

@@ -22,6 +22,7 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
+from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.session.identity import Hint, find
 from evoke_proxy.core.session.past import continues_shortened
 from evoke_proxy.core.session.session import Session
@@ -61,13 +62,15 @@ class PromptIdentity:
     last_user_end: int = 0
     n_users: int = 0
     generation: int = 0
+    head_start: int = 0
 
     @classmethod
     def of(cls, rendered: Rendered) -> PromptIdentity:
         """The identity of a rendered prompt."""
         users = rendered.user_ends
         head, last_user_end = (int(users[0]), int(users[-1])) if len(users) else (0, 0)
-        return cls(rendered.tokens, head, last_user_end, len(users), rendered.generation)
+        start = rendered.start_of(head) if head else 0
+        return cls(rendered.tokens, head, last_user_end, len(users), rendered.generation, start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,10 @@ class BudgetedState:
     timings: Mapping[str, Any] | None = None
     # Whether its latest turn was served with its whole prompt, see `policy.within_turn`.
     was_full: bool = False
+    # How its latest prompt that did not continue the previous one differed, and what that cost.
+    drift: Mapping[str, Any] | None = None
+    # The number of such prompts and the tokens that were decoded again, by cause.
+    drifts: dict[str, tuple[int, int]] = field(default_factory=dict)
     # The largest budget that was logged as needed for system prompt, tools and running task.
     needed_budget: int = 0
 
@@ -171,6 +178,16 @@ class BudgetedState:
         is_larger = tokens > self.needed_budget
         self.needed_budget = max(self.needed_budget, tokens)
         return is_larger
+
+    def drifted(self, drift: Drift, cost: int) -> tuple[int, int]:
+        """Record that a prompt differs from the previous one, and the tokens decoded again.
+
+        Returns the number of such prompts with the same cause, and the tokens of all of them.
+        """
+        n, tokens = self.drifts.get(drift.cause, (0, 0))
+        self.drifts[drift.cause] = count, total = n + 1, tokens + cost
+        self.drift = {**drift.summary(), "count": count, "tokens": total}
+        return count, total
 
     def surplus_evicted(self, epoch: int, n_rows: int) -> None:
         """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
@@ -472,6 +489,11 @@ class Conversation:
         return self.prompt.head
 
     @property
+    def head_start(self) -> int:
+        """See `identity.SessionPrompt`."""
+        return self.prompt.head_start
+
+    @property
     def last_user_end(self) -> int:
         """See `identity.SessionPrompt`."""
         return self.prompt.last_user_end
@@ -574,7 +596,7 @@ class Conversation:
             "saved_blocks": 0 if self.budgeted.is_unconfirmed else self.session.layout.n_copies,
             "budget": self.budgeted.budget,
             "policy": self.budgeted.policy,
-            "drift": self.snapshots.drift,
+            "drift": self.budgeted.drift or self.snapshots.drift,
         }
 
 

@@ -21,9 +21,10 @@ from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
-from evoke_proxy.core.prompt.transcript import with_turns
+from evoke_proxy.core.prompt.transcript import messages_of, with_turns
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
+from evoke_proxy.core.session.drift import drift_from
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
 from evoke_proxy.engine.gateway import RequestTrace
@@ -190,7 +191,12 @@ class Planner:
         view, session = turn.view, turn.conversation.session
         if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
+        before = session.layout
         started, plan = await self._begin(turn, view)
+        changed = None
+        if started.divergence is not None:
+            messages = messages_of(turn.rendered, turn.chat)
+            changed = drift_from(before, turn.rendered, messages)
         with_attention = await self._attention.read(turn, started)
         if with_attention is not started:
             started, plan = (
@@ -237,6 +243,7 @@ class Planner:
             writes_back=(started.config.writeback or started.is_full)
             and saves_evicted(started.config),
             is_full=started.is_full,
+            drift=changed,
         )
 
     def _evicted(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
@@ -358,12 +365,6 @@ class Planner:
                 "served with the whole prompt"
                 if started.is_full
                 else "a part is hidden; raise policy.budget, or set policy.within_turn to full",
-            )
-        if started.divergence is not None:
-            _log.info(
-                "session %s: the prompt differs from its history at token %d",
-                conversation.id,
-                started.divergence,
             )
 
     async def _learn(self, turn: RenderedTurn, refused: PlanRefused) -> None:

@@ -18,6 +18,7 @@ from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.reply.reply_edit import with_context_advice
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.core.session.drift import REMEDIES, Drift
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome, PrefetchResult
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 # Seconds that a request waits for a foreign one in its slot: llama-server notices a disconnected
 # client within a second, or within one batch.
 _FOREIGN_REQUEST_S = 10.0
+# After so many changes of the same kind in one conversation, the log names the remedy.
+_FREQUENT = 3
 
 
 class BudgetedStrategy(CacheStrategy):
@@ -318,6 +321,8 @@ class BudgetedStrategy(CacheStrategy):
             metrics.breaches.inc()
         if isinstance(turn, BudgetedTurn) and turn.is_full:
             metrics.count_full_turn(accounting.n_resident_peak)
+        if isinstance(turn, BudgetedTurn) and turn.drift is not None:
+            self._count_drift(conversation, turn.drift, accounting.decoded)
         conversation.budgeted.tokens_counted(accounting.n_resident)
         if accounting.reused_rendering is not None:
             result = "reused" if accounting.reused_rendering else "rendered"
@@ -325,6 +330,23 @@ class BudgetedStrategy(CacheStrategy):
         metrics.redecoded.inc(max(0, conversation.session.redecoded))
         metrics.count_evictions("decode", len(accounting.auto_evicted))
         metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
+
+    def _count_drift(self, conversation: Conversation, drift: Drift, n_decoded: int) -> None:
+        """Record and count why a prompt did not continue the previous one, and what it cost."""
+        metrics = self._server.metrics
+        cost = min(drift.n_tokens, n_decoded)
+        metrics.drifts.labels(cause=drift.cause).inc()
+        metrics.drift_tokens.labels(cause=drift.cause).inc(cost)
+        count, total = conversation.budgeted.drifted(drift, cost)
+        _log.info("session %s: %s, %d tokens decoded again", conversation.id, drift.summary(), cost)
+        if count == _FREQUENT and drift.cause in REMEDIES:
+            _log.warning(
+                "session %s: %s for the third time, %d tokens decoded again: %s",
+                conversation.id,
+                drift.cause,
+                total,
+                REMEDIES[drift.cause],
+            )
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Queue the blocks of the turn for copying and embedding, and start copying if idle."""

@@ -10,6 +10,7 @@ from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
@@ -67,6 +68,8 @@ class BudgetedTurn(PreparedTurn):
     writes_back: bool = False
     # It is served with its whole prompt, although a budget holds between turns.
     is_full: bool = False
+    # How its prompt differs from the previous one; None when it continues that.
+    drift: Drift | None = None
 
     @classmethod
     def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.session.drift import CAUSES, Drift, drift, opening
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.prompt.layout import Layout
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
+from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.session.drift import CAUSES, Drift, drift, drift_from, opening
 
 CONVERSATION = [
     {"role": "system", "content": "You help.\nToday is Monday, 12:00.\nBe brief."},
@@ -116,3 +123,51 @@ def test_any_two_bodies_have_one_of_the_causes_or_no_drift(old: list[Any], new: 
     if found is not None:
         assert found.cause in CAUSES
         assert 0 <= found.start <= found.end
+
+
+_ROLE_NAMES = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+_TALK = ("s:It is 9:30. Be brief.", "u:one two three", "a:four five six", "u:seven eight", "a:nine")
+
+
+def _prompt(messages: Sequence[str]) -> tuple[Rendered, ChatRequest]:
+    """A prompt with one token for each character, and the generation prompt."""
+    spans, at = list[MessageSpan](), 0
+    for index, text in enumerate(messages):
+        spans.append(MessageSpan(index, Role(_ROLE_NAMES[text[0]]), Span(at, at + len(text))))
+        at += len(text)
+    tokens = np.array([*map(ord, "".join(messages)), 1], np.int32)
+    items = [{"role": _ROLE_NAMES[text[0]], "content": text[2:]} for text in messages]
+    rendered = Rendered(tokens=tokens, generation=at, spans=tuple(spans))
+    return rendered, parse_chat("chat", {"messages": items})
+
+
+def _from(messages: Sequence[str]) -> Drift | None:
+    rendered, request = _prompt(_TALK)
+    view = SlotView(id=0, epoch=1, n_tokens=0, n_common=0, resident=(), n_free=1000)
+    before = Layout("s").reconcile(rendered, view, request.messages, 1, PolicyConfig())
+    rendered, request = _prompt(messages)
+    return drift_from(before, rendered, request.messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "cause", "message"),
+    (
+        (("s:It is 9:31. Be brief.", *_TALK[1:], "u:x"), "date_line", 0),
+        (("s:It is 9:30. Be polite.", *_TALK[1:], "u:x"), "date_line", 0),
+        ((*_TALK[:2], "a:four FIVE six", *_TALK[3:], "u:x"), "template", 2),
+        ((*_TALK[:1], "u:one TWO three", *_TALK[2:], "u:x"), "edited_history", 1),
+        ((*_TALK[:3], "u:something else"), "branched", 3),
+        ((*_TALK[:1], "u:summary", "u:x"), "compacted", 1),
+    ),
+)
+def test_a_prompt_is_compared_with_the_blocks_of_the_one_before(
+    messages: tuple[str, ...], cause: str, message: int
+) -> None:
+    found = _from(messages)
+    assert found is not None
+    assert (found.cause, found.message) == (cause, message)
+    assert 0 < found.n_tokens < sum(map(len, _TALK))
+
+
+def test_a_longer_prompt_does_not_differ() -> None:
+    assert _from((*_TALK, "u:ten")) is None

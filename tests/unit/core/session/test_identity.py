@@ -25,6 +25,7 @@ class Session:
     head: int = 0
     last_user_end: int = 0
     n_users: int = 0
+    head_start: int = 0
 
     @property
     def generation(self) -> int:
@@ -224,3 +225,18 @@ def test_after_an_invalid_name_the_next_source_is_used() -> None:
 def test_only_the_user_field_is_a_weak_hint_and_it_is_the_last_source() -> None:
     assert [name for _, name, weak in SOURCES if weak] == ["user"]
     assert SOURCES[-1][1] == "user"
+
+
+def test_a_named_session_continues_when_its_system_prompt_differs_in_a_few_tokens() -> None:
+    before = prompt(SYSTEM, ONE, TWO)
+    session = Session("a", before, hint=named("h"), head=100, head_start=50)
+    clock, counter, rewritten, asked = (before.copy() for _ in range(4))
+    clock[[3, 5]] = counter[20:28] = rewritten[20:29] = asked[60] = 9999
+    assert find([session], named("h"), "", clock) == "a"
+    assert find([session], named("h"), "", counter) == "a"
+    assert find([session], named("h"), "", rewritten) is None
+    assert find([session], named("h"), "", asked) is None
+    assert find([session], named("other"), "", clock) is None
+    assert find([session], None, "", clock) is None
+    unknown = Session("b", before, hint=named("h"), head=100)
+    assert find([unknown], named("h"), "", clock) is None

@@ -23,6 +23,7 @@ class Listed:
     hint: Hint | None = None
     last_user_end: int = 0
     n_users: int = 1
+    head_start: int = 0
 
     @property
     def generation(self) -> int:
