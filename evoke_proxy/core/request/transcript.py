@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.messages import Message
@@ -73,9 +73,9 @@ def transcript_turns(text: str) -> tuple[TranscriptTurn, ...]:
     """Return the turns of a transcript in text order; empty when the text is none."""
     labels = [
         _Labelled(found.start(), found.end(), (found[1] or found[2]).casefold())
-        for found in _LABEL.finditer(text)
+        for found in islice(_LABEL.finditer(text), MAX_TURNS + 2)
     ]
-    if not labels or len(labels) > MAX_TURNS:
+    if not labels or len(labels) > MAX_TURNS + 1:
         return ()
     cue = labels[-1] if not text[labels[-1].end :].strip() else None
     speakers = _speakers(labels, cue)
