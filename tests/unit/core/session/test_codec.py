@@ -38,6 +38,16 @@ def test_a_decoded_record_equals_the_encoded_one(hint: Hint | None) -> None:
     assert np.array_equal(new.task.focus, old.task.focus) or new.task.focus is old.task.focus
 
 
+def test_removed_messages_are_recorded_and_may_be_missing() -> None:
+    record = session_record()
+    assert len(record.session.layout.blocks)
+    before = replace(record, session=replace(record.session, past=record.session.layout.blocks))
+    assert decode(encode(before)).session.past == record.session.layout.blocks
+    value = json.loads(encode(before))
+    del value["past"]
+    assert len(decode(json.dumps(value).encode()).session.past) == 0
+
+
 @pytest.mark.parametrize("overrides", [OperatorOverrides(), OperatorOverrides(False, True, None)])
 def test_operator_overrides_of_a_record_are_changed_and_nothing_else(
     overrides: OperatorOverrides,

@@ -764,3 +764,23 @@ def test_a_session_resumed_without_copies_is_empty() -> None:
     session = Session("s", "", PolicyConfig())
     session.resume(np.arange(9, dtype=np.int32), {})
     assert (len(session.tokens), session.layout.copies_end) == (0, 0)
+
+
+def test_an_agent_with_more_than_its_budget_is_served_whole_and_evicted_afterwards() -> None:
+    config = replace(CONFIG, within_turn="full")
+    engine = Engine(config=config)
+    conversation = conversation_of(CONFIG.budget or 0)
+    accounting = engine.turn(conversation, words(9, 20))
+    assert accounting.omitted == 0 and accounting.n_resident > (CONFIG.budget or 0)
+    view = engine.slot.view([])
+    assert engine.session.surplus(view).evicts == ()  # nothing has a copy yet
+    engine.write_back()
+    surplus = engine.session.surplus(view)
+    n_left = accounting.n_resident - sum(len(evict.span) for evict in surplus.evicts)
+    assert n_left <= (CONFIG.budget or 0)
+    assert all(evict.span.start >= CONFIG.sink_tokens for evict in surplus.evicts)
+    engine.slot.run(surplus, [])
+    conversation.say(Role.USER, words(10, CONFIG.budget or 0))
+    again = engine.turn(conversation, words(11, 20))
+    assert again.omitted == 0 and again.decoded < (CONFIG.budget or 0) + 100
+    assert again.recovered == sum(len(evict.span) for evict in surplus.evicts)
