@@ -20,6 +20,33 @@ ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
 # Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
+# More labels than this, added one after the other, are copied into a new dictionary.
+_MAX_LATER = 256
+
+
+class _LabelIndex(NamedTuple):
+    """The index of each label of a table.
+
+    Tables that continue one another share `first`, which never changes; copying it in every turn
+    would take longer than everything else that adds blocks. The labels added since are in `later`.
+    """
+
+    first: dict[str, int]
+    later: dict[str, int]
+
+    @classmethod
+    def of(cls, labels: Sequence[str]) -> _LabelIndex:
+        return cls(dict(zip(labels, range(len(labels)), strict=True)), {})
+
+    def get(self, label: str) -> int | None:
+        found = self.first.get(label)
+        return self.later.get(label) if found is None else found
+
+    def followed_by(self, labels: Sequence[str], start: int) -> _LabelIndex:
+        later = self.later | dict(zip(labels, range(start, start + len(labels)), strict=True))
+        if len(later) > _MAX_LATER:
+            return _LabelIndex(self.first | later, {})
+        return _LabelIndex(self.first, later)
 
 
 class _Columns(NamedTuple):
@@ -72,7 +99,7 @@ class BlockTable(Sequence[Block]):
         copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
-    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "copied")
+    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "_prefix", "copied")
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
         own = tuple(blocks)
@@ -91,7 +118,9 @@ class BlockTable(Sequence[Block]):
         self, blocks: tuple[Block, ...], labels: tuple[str, ...], columns: _Columns, copied: Mask
     ) -> None:
         self._blocks, self._labels, self._columns, self.copied = blocks, labels, columns, copied
-        self._indexes: dict[str, int] | None = None
+        self._indexes: _LabelIndex | None = None
+        # The blocks that this table was extended from, if it was.
+        self._prefix: tuple[Block, ...] | None = None
 
     @property
     def starts(self) -> Positions:
@@ -171,9 +200,9 @@ class BlockTable(Sequence[Block]):
             self._columns.followed_by(more._columns),
             np.concatenate([self.copied, more.copied]),
         )
-        if self._indexes is not None:  # a copy is faster than a new index
-            added = range(len(self), len(table))
-            table._indexes = self._indexes | dict(zip(more._labels, added, strict=True))
+        if self._indexes is not None:
+            table._indexes = self._indexes.followed_by(more._labels, len(self))
+        table._prefix = self._blocks
         return table
 
     def same_blocks(self, other: BlockTable) -> bool:
@@ -183,7 +212,7 @@ class BlockTable(Sequence[Block]):
     def with_copies(self, copied: Mask) -> BlockTable:
         """Replace the mask `copied` [n] of blocks that have a copy in the host pool."""
         table = self._from_parts(self._blocks, self._labels, self._columns, copied)
-        table._indexes = self._indexes
+        table._indexes, table._prefix = self._indexes, self._prefix
         return table
 
     def relabelled(self, labels: Mapping[int, str]) -> BlockTable:
@@ -206,6 +235,8 @@ class BlockTable(Sequence[Block]):
     def within(self, spans: Sequence[Span]) -> Mask:
         """Which blocks lie entirely in these ascending, disjoint spans."""
         inside = np.zeros(len(self), np.bool_)
+        if not spans:
+            return inside
         firsts = self.starts.searchsorted([span.start for span in spans], "left")
         ends = self.ends.searchsorted([span.end for span in spans], "right")
         for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
@@ -214,21 +245,23 @@ class BlockTable(Sequence[Block]):
 
     def labelled(self, labels: frozenset[str]) -> Mask:
         """Which blocks have one of these labels."""
-        mask, index = np.zeros(len(self), np.bool_), self._index()
-        mask[[index[label] for label in labels if label in index]] = True
+        mask = np.zeros(len(self), np.bool_)
+        if labels:
+            found = map(self._index().get, labels)
+            mask[[i for i in found if i is not None]] = True
         return mask
 
     def has(self, label: str) -> bool:
         """Whether a block has this label."""
-        return label in self._index()
+        return self._index().get(label) is not None
 
     def index_of(self, label: str) -> int | None:
         """The index of the block with this label; None when there is none."""
         return self._index().get(label)
 
-    def _index(self) -> dict[str, int]:
+    def _index(self) -> _LabelIndex:
         if self._indexes is None:
-            self._indexes = dict(zip(self._labels, range(len(self._labels)), strict=True))
+            self._indexes = _LabelIndex.of(self._labels)
         return self._indexes
 
     def crossing(self, positions: Iterable[int]) -> list[int]:
@@ -254,7 +287,7 @@ class BlockTable(Sequence[Block]):
 def shared_labels(one: BlockTable, other: BlockTable) -> int:
     """Length of the common prefix of two tables' labels."""
     count = min(len(one), len(other))
-    if one.same_blocks(other):
+    if one.same_blocks(other) or other._prefix is one._blocks:
         return count
     at, first, second = 0, one.labels, other.labels
     while at < count and first[at : at + _STRIDE] == second[at : at + _STRIDE]:

@@ -423,18 +423,18 @@ def best_fit(wanted: Mask, scores: FloatArray, blocks: BlockTable, room: int) ->
     This is `first_fit` in the order of `by_score`, but sorts only as many blocks as needed.
     """
     lengths, taken = blocks.lengths, np.zeros(len(blocks), np.bool_)
-    remaining = np.flatnonzero(wanted & (lengths <= room))
+    remaining = (wanted & (lengths <= room)).nonzero()[0]
     while len(remaining):
-        in_batch = np.ones(len(remaining), np.bool_)
+        batch, rest = remaining, remaining[:0]
         if len(remaining) > _SORTED_AT_ONCE:
+            values = scores[remaining]
             rank = len(remaining) - _SORTED_AT_ONCE
-            in_batch = scores[remaining] >= np.partition(scores[remaining], rank)[-_SORTED_AT_ONCE]
-        batch = np.zeros(len(blocks), np.bool_)
-        batch[remaining[in_batch]] = True
-        found = first_fit(by_score(batch, scores, blocks), lengths, room)
-        taken |= found
+            in_batch = values >= np.partition(values, rank)[-_SORTED_AT_ONCE]
+            batch, rest = remaining[in_batch], remaining[~in_batch]
+        found = _fitting(_best_first(batch, scores, blocks), lengths, room)
+        taken[found] = True
         room -= int(lengths[found].sum())
-        remaining = remaining[~in_batch & (lengths[remaining] <= room)]
+        remaining = rest[lengths[rest] <= room]
     return taken
 
 
@@ -447,12 +447,18 @@ def load_order(candidates: Candidates, scores: FloatArray, wanted: Mask, room: i
 
 def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
     """Return the indexes of the wanted blocks, highest score first; equal ones by display name."""
-    indexes = np.flatnonzero(wanted)
+    return _best_first(wanted.nonzero()[0], scores, blocks)
+
+
+def _best_first(indexes: Positions, scores: FloatArray, blocks: BlockTable) -> Positions:
+    """Return ascending indexes, highest score first; equal ones by display name."""
     order = indexes[(-scores[indexes]).argsort(kind="stable")]
     ranked = scores[order]
-    equal = np.flatnonzero(ranked[1:] == ranked[:-1])
+    equal = (ranked[1:] == ranked[:-1]).nonzero()[0]
     if len(equal):
-        for first in equal[np.diff(equal, prepend=-2) > 1].tolist():
+        starts = np.ones(len(equal), np.bool_)
+        starts[1:] = equal[1:] > equal[:-1] + 1
+        for first in equal[starts].tolist():
             end = first + int((ranked[first:] == ranked[first]).sum())
             order[first:end] = sorted(
                 order[first:end].tolist(), key=lambda i: blocks[i].display_name
@@ -463,13 +469,19 @@ def by_score(wanted: Mask, scores: FloatArray, blocks: BlockTable) -> Positions:
 def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
     """Return a mask of the indexes that fit into `room`, taken greedily in this order."""
     taken = np.zeros(len(lengths), np.bool_)
-    remaining = order
+    taken[_fitting(order, lengths, room)] = True
+    return taken
+
+
+def _fitting(order: Positions, lengths: Positions, room: int) -> list[int]:
+    """Return the indexes that fit into `room`, taken greedily in this order."""
+    taken, remaining = list[int](), order
     while len(remaining):
         remaining = remaining[lengths[remaining] <= room]
         batch = remaining[:_TRIED_AT_ONCE]
         for i, length in zip(batch.tolist(), lengths[batch].tolist(), strict=True):
             if length <= room:
-                taken[i] = True
+                taken.append(i)
                 room -= length
         remaining = remaining[_TRIED_AT_ONCE:]
     return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -207,8 +207,15 @@ class Rendered:
     def start_of(self, position: int) -> int:
         """The start of the message that ends at a position, or that has the token before it."""
         spans = self.turn_spans
-        at = bisect_left(spans, position, key=lambda item: item.span.end)
+        at = bisect_left(spans, position, key=_span_end)
         return spans[at].span.start if at < len(spans) else 0
+
+    def spans_after(self, position: int) -> Sequence[MessageSpan]:
+        """Those of `turn_spans` that end after a position."""
+        spans = self.turn_spans
+        if isinstance(spans, _SpanColumns):
+            return spans[spans.first_after(position) :]
+        return spans[bisect_right(spans, position, key=_span_end) :]
 
     def slot(self, id: int) -> SlotView | None:
         """The slot with this number; None when the server has none."""
@@ -318,6 +325,10 @@ class _SpanColumns(Sequence[MessageSpan]):
         ends: Positions = self._ends.rows[self._role.rows == ROLES.index(role)]
         return ends
 
+    def first_after(self, position: int) -> int:
+        """The index of the first message that ends after a position."""
+        return int(self._ends.rows.searchsorted(position, "right"))
+
     @overload
     def __getitem__(self, at: int) -> MessageSpan: ...
     @overload
@@ -328,6 +339,10 @@ class _SpanColumns(Sequence[MessageSpan]):
         at = range(len(self))[at]
         start, end = int(self._ends.rows[at - 1]) if at else 0, int(self._ends.rows[at])
         return MessageSpan(int(self._index.rows[at]), ROLES[self._role.rows[at]], Span(start, end))
+
+
+def _span_end(item: MessageSpan) -> int:
+    return item.span.end
 
 
 def _integers(values: Sequence[int]) -> Positions:

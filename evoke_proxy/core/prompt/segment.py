@@ -18,7 +18,7 @@ _TEXT_OVERLAP = 40
 # Longer names of blocks are truncated to this many characters.
 _MAX_NAME = 100
 # A chain of more maps than this is merged into one map.
-_MAX_MAPS = 64
+_MAX_MAPS = 16
 # The gap between two sentences or lines: white space behind the end of a sentence, a line break and
 # the white space behind it, or nothing behind a full stop that needs no space.
 _GAP = re.compile(
@@ -79,12 +79,11 @@ def cut(
     """
     options = options or CutOptions()
     end = min(rendered.generation, len(rendered.tokens))
-    spans = rendered.turn_spans or (MessageSpan(0, Role.USER, Span(0, end)),)
-    first = bisect_right(spans, options.start, key=_span_end)
+    whole = () if rendered.turn_spans else (MessageSpan(0, Role.USER, Span(0, end)),)
     names = _Names(messages)
     drafts: list[Draft] = []
     numbers = dict[str, int]()
-    for item in spans[first:]:
+    for item in whole or rendered.spans_after(options.start):
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
         text = _MessageText(message.printed, item.span, rendered)
@@ -293,10 +292,6 @@ def _call_aliases(call: ToolCall) -> Iterator[str]:
         yield _basename(path)
     yield call.name
     yield call.id
-
-
-def _span_end(item: MessageSpan) -> int:
-    return item.span.end
 
 
 def _basename(path: str) -> str:

@@ -159,13 +159,16 @@ def query_of(request: ChatRequest) -> Query:
     run = list(takewhile(_is_user, reversed(messages)))
     if run:
         earlier = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
-        before = messages[: len(messages) - len(run)]
-        has_tools = bool(before) and before[-1].role is Role.TOOL
+        last = messages[-len(run) - 1] if len(run) < len(messages) else None
+        has_tools = last is not None and last.role is Role.TOOL
         text = request.query if has_tools else run[0].text
-        query = Query.of(text, _turns_before(run[0].text, before), earlier[::-1])
+        context = list[str]()
+        if refers_back(run[0].text):
+            context = _turns_before(messages[: len(messages) - len(run)])
+        query = Query.of(text, context, earlier[::-1])
     else:
-        last = next(_user_texts(messages), "")
-        query = Query.of(request.query, [last] if last else [])
+        asked = next(_user_texts(messages), "")
+        query = Query.of(request.query, [asked] if asked else [])
     return replace(
         query,
         requested=request.options.recover,
@@ -174,13 +177,11 @@ def query_of(request: ChatRequest) -> Query:
     )
 
 
-def _turns_before(text: str, before: Sequence[Message]) -> list[str]:
-    """Return the earlier texts that a text refers to: the user's, latest first, then the answer.
+def _turns_before(before: Sequence[Message]) -> list[str]:
+    """Return the texts that a turn refers to: the user's, latest first, then the answer.
 
-    `before` are the messages before the text. Empty when the text refers to none.
+    `before` are the messages before the turn.
     """
-    if not refers_back(text):
-        return []
     found = list[str]()
     for one in islice(_user_texts(before), _MAX_TURNS_BACK):
         found.append(one)
@@ -195,7 +196,7 @@ def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
     end = len(messages)
     while end and messages[end - 1].role is Role.ASSISTANT:
         end -= 1
-    return messages[:end]
+    return messages if end == len(messages) else messages[:end]
 
 
 def _is_user(message: Message) -> bool:

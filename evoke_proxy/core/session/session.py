@@ -494,10 +494,11 @@ class Session:
         """Return the policy's input; outdated copies of resident blocks do not count as copies."""
         oldest = inputs.number - _RESIDENCY_TURNS
         recovered = frozenset(k for k, number in self._recovered.items() if number >= oldest)
-        is_outdated = layout.in_cache & layout.blocks.labelled(self._outdated)
+        in_cache = layout.in_cache
+        is_outdated = in_cache & layout.blocks.labelled(self._outdated)
         return PolicyView(
             blocks=layout.blocks,
-            in_cache=layout.in_cache,
+            in_cache=in_cache,
             in_pool=layout.in_pool & ~is_outdated,
             n_tokens=len(layout.tokens),
             n_past=layout.n_past,
