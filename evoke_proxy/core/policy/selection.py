@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
-from evoke_proxy.core.policy.planner import Candidates, WorkingSet, best_fit, fill_capacity
+from evoke_proxy.core.policy.planner import (
+    Candidates,
+    WorkingSet,
+    best_fit,
+    fill_capacity,
+    first_fit,
+)
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.units import Units
 
@@ -68,11 +74,7 @@ def blocks_to_keep(
 
 def _first_fit(selection: SelectionOrder, lengths: Positions, wanted: Mask, room: int) -> Mask:
     """Return the wanted blocks [n] of the ranked units that fit into `room`, best unit first."""
-    units = selection.units
-    costs = units.sums(np.where(wanted, lengths, 0))[selection.order]
-    is_taken = np.zeros(len(units), np.bool_)
-    for unit, cost in zip(selection.order.tolist(), costs.tolist(), strict=True):
-        if 0 < cost <= room:
-            is_taken[unit] = True
-            room -= cost
-    return wanted & is_taken[units.of_block]
+    units, order = selection.units, selection.order
+    costs = units.sums(np.where(wanted, lengths, 0))
+    has_wanted = order[costs[order] > 0]
+    return wanted & first_fit(has_wanted, costs, room)[units.of_block]

@@ -83,10 +83,9 @@ def rule_blocks(view: PolicyView, capacity: int) -> Mask:
     end = question_start(blocks)
     if not end:
         return stays
-    before = np.arange(len(blocks)) < end
-    is_system = np.flatnonzero(before & (blocks.roles == _SYSTEM))
+    is_system = np.flatnonzero(blocks.roles[:end] == _SYSTEM)
     _take(stays, blocks, is_system, int(_SYSTEM_SHARE * capacity))
-    points = np.where(before, view.index.instruction_points(blocks), 0.0)
+    points = view.index.instruction_points(blocks)[:end]
     instructions = np.flatnonzero(points)[::-1]
     instructions = instructions[np.argsort(-points[instructions], kind="stable")]
     _take(stays, blocks, instructions, int(_INSTRUCTION_SHARE * capacity))
@@ -108,9 +107,10 @@ def live_blocks(view: PolicyView, capacity: int) -> Mask:
     blocks = view.blocks
     stays = np.zeros(len(blocks), np.bool_)
     end = question_start(blocks)
-    before = np.arange(len(blocks)) < end
-    users = np.flatnonzero(before & (blocks.roles == _USER))
-    is_task = len(users) > 0 and blocks.roles[-1] == _TOOL
+    users = np.zeros(0, np.int64)
+    if end and blocks.roles[-1] == _TOOL:
+        users = np.flatnonzero(blocks.roles[:end] == _USER)
+    is_task = len(users) > 0
     if is_task:
         asked = users[blocks.messages[users] == blocks.messages[users[-1]]]
         _take(stays, blocks, asked, int(_RECENT_SHARE * capacity))

@@ -236,7 +236,10 @@ def next_numbers(
     """
     maps = [dict(previous or {})] if not isinstance(previous, ChainMap) else previous.maps
     if len(maps) > _MAX_MAPS:  # a chain avoids copying every name in every turn
-        maps = [dict(ChainMap(*maps))]
+        merged = dict[str, int]()
+        for names in reversed(maps):
+            merged.update(names)
+        maps = [merged]
     numbers = ChainMap[str, int]({}, *maps)
     for display_name in display_names:
         base, _, rest = display_name.rpartition("#")

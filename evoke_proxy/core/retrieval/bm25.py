@@ -159,6 +159,8 @@ class InvertedIndex:
         # Stems are numbered from 0 in the order they are added; the terms with each stem.
         self._stem_numbers: dict[str, int] = {}
         self._terms_of_stem: list[list[str]] = []
+        # By stem: the documents that contain each of its forms.
+        self._documents_of_stem: list[list[array[int]]] = []
         # By document: the numbers of its stems, without those of function words.
         self._content_stems: list[array[int]] = []
         self._function_stems = set[int]()
@@ -179,24 +181,27 @@ class InvertedIndex:
         for term, count in counts.items():
             postings = self._postings.get(term)
             if postings is None:
-                postings = self._postings[term] = (array("q"), array("d"), self._add_form(term))
+                postings = self._add_term(term)
             postings[0].append(number)
             postings[1].append(count)
             stems.add(postings[2])
         self._content_stems.append(array("q", stems - self._function_stems))
         return number
 
-    def _add_form(self, term: str) -> int:
-        """Add a new term to the forms of its stem, and return the number of the stem."""
+    def _add_term(self, term: str) -> tuple[array[int], array[float], int]:
+        """Add a term that no document has yet, also to the forms of its stem."""
         self._fuzzy_terms.add(term)
         word_stem = stem(term)
         number = self._stem_numbers.setdefault(word_stem, len(self._terms_of_stem))
         if number == len(self._terms_of_stem):
             self._terms_of_stem.append([])
+            self._documents_of_stem.append([])
             if word_stem in FUNCTION_STEMS:
                 self._function_stems.add(number)
+        postings = self._postings[term] = (array("q"), array("d"), number)
         self._terms_of_stem[number].append(term)
-        return number
+        self._documents_of_stem[number].append(postings[0])
+        return postings
 
     def set_active(self, documents: Positions) -> None:
         """Restrict searches and statistics to these documents."""
@@ -273,11 +278,11 @@ class InvertedIndex:
         """Return the numbers of the stems of a document, each once, without function words."""
         return self._content_stems[document]
 
-    def documents_with(self, stem_number: int) -> list[Iterable[int]]:
+    def documents_with(self, stem_number: int) -> Iterable[Iterable[int]]:
         """Return the active documents that contain each form of a word, one series for a form."""
-        found = [self._postings[term][0] for term in self._terms_of_stem[stem_number]]
+        found = self._documents_of_stem[stem_number]
         if self._all_active:
-            return [*found]
+            return found
         return [filter(self._is_active().item, documents) for documents in found]
 
     def similar_terms(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:

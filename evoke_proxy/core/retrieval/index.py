@@ -239,8 +239,10 @@ class Index:
     def named(self, name: str, blocks: BlockTable, first_new: int) -> Positions:
         """Return the ascending indexes of the blocks before `first_new` that have this name."""
         self.update(blocks)
-        documents = np.array(self._named_documents.get(name.lower(), ()), np.int64)
-        return np.flatnonzero(np.isin(self._documents[:first_new], documents))
+        named = self._named_documents.get(name.lower())
+        if named is None:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero(np.isin(self._documents[:first_new], np.array(named)))
 
     def instruction_points(self, blocks: BlockTable) -> FloatArray:
         """Return the points [n] of each block as a standing instruction; 0 when it is none.
