@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-
 # Sets a field of a frozen object while it is created.
 _set = object.__setattr__
 

@@ -313,13 +313,17 @@ class UnitRanker:
 
     def _content_stems(self, unit: int) -> set[int]:
         """Return the numbers of the stems of a unit's first blocks, without function words."""
-        blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
-        return set(chain.from_iterable(map(self._source.content_stems, blocks)))
+        blocks = self._units.blocks_of(unit)
+        if len(blocks) == 1:
+            return set(self._source.content_stems(blocks.start))
+        return set(chain.from_iterable(map(self._source.content_stems, blocks[:_MAX_READ_BLOCKS])))
 
     def _read(self, unit: int) -> str:
         """Return the beginning of the text of a unit."""
-        blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
-        return " ".join(map(self._source.block_text, blocks))[:_MAX_READ_CHARS]
+        blocks = self._units.blocks_of(unit)
+        if len(blocks) == 1:
+            return self._source.block_text(blocks.start)[:_MAX_READ_CHARS]
+        return " ".join(map(self._source.block_text, blocks[:_MAX_READ_BLOCKS]))[:_MAX_READ_CHARS]
 
     def _room_of_best(self, order: Positions) -> int:
         """Return the tokens of the best unit and of the other good units of its message."""
@@ -357,19 +361,22 @@ class UnitRanker:
         All texts are scored at once, because an array operation takes about as long for one text as
         for several.
         """
-        by_words, by_neighbours = self._bm25(texts)
-        near = with_neighbours(by_words, _NEIGHBOUR_SCORES)
-        own = standardized(by_words)
-        scores = own + standardized(by_neighbours) + standardized(near)
-        evidence = by_neighbours
+        by_words, evidence = self._bm25(texts)
+        signals = [by_words, evidence, with_neighbours(by_words, _NEIGHBOUR_SCORES)]
         rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
         if rows:
-            of_units = np.stack([self._unit_cosines(one) for one in cosines if one is not None])
-            smoothed = with_neighbours(of_units, _NEIGHBOUR_SCORES)
-            by_meaning = standardized(of_units)
-            own[rows] = own[rows] + by_meaning
-            scores[rows] = scores[rows] + by_meaning + standardized(smoothed)
-            evidence[rows] = np.maximum(evidence[rows], by_meaning)
+            of_units = self._unit_cosines([one for one in cosines if one is not None])
+            signals += [of_units, with_neighbours(of_units, _NEIGHBOUR_SCORES)]
+        ends = np.cumsum([len(signal) for signal in signals])
+        own, neighbours, near, *by_meaning = np.split(
+            standardized(np.concatenate(signals)), ends[:-1]
+        )
+        scores = own + neighbours + near
+        if rows:
+            own[rows] += by_meaning[0]
+            scores[rows] += by_meaning[0]
+            scores[rows] += by_meaning[1]
+            evidence[rows] = np.maximum(evidence[rows], by_meaning[0])
         for i, text in enumerate(texts):
             mentions = self._source.mentions(text)
             if mentions is not None:
@@ -378,16 +385,18 @@ class UnitRanker:
                 evidence[i] = np.maximum(evidence[i], of_units)
         return [_TextScores(*each) for each in zip(scores, evidence, own, strict=True)]
 
-    def _unit_cosines(self, cosines: FloatArray) -> FloatArray:
-        """Return the cosine of each unit [u], given those of the blocks [n].
+    def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
+        """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
 
         A unit without vectors has the mean of the others.
         """
-        of_units = self._units.maxima(np.where(np.isnan(cosines), -1.0, cosines))[: self._n]
-        has_vector = of_units > -1.0
-        if not has_vector.all():
-            mean = of_units[has_vector].mean() if has_vector.any() else 0.0
-            of_units = np.where(has_vector, of_units, mean)
+        of_blocks = np.stack(cosines)
+        of_blocks[np.isnan(of_blocks)] = -1.0
+        of_units = self._units.maxima(of_blocks)[:, : self._n]
+        for row in of_units:
+            has_vector = row > -1.0
+            if not has_vector.all():
+                row[~has_vector] = row[has_vector].mean() if has_vector.any() else 0.0
         return of_units
 
     def _bm25(self, texts: Sequence[str]) -> tuple[FloatArray, FloatArray]:
@@ -512,9 +521,9 @@ class UnitRanker:
         A statement without names is linked by its rare words. Names and words whose stems are in
         `asked` are ignored.
         """
-        names = dict[int, float]()
+        names, number_of = dict[int, float](), self._source.stem_number
         for name, certainty in names_in(self._read(unit)).items():
-            number = self._source.stem_number(stem(name))
+            number = number_of(stem(name))
             if number is not None:
                 names[number] = certainty
         linking = names

@@ -62,8 +62,8 @@ class Units:
         return np.add.reduceat(np.asarray(values, np.int64), self.first_blocks)
 
     def maxima(self, values: FloatArray) -> FloatArray:
-        """Return the maximum [u] over each unit of values [n] of the blocks."""
+        """Return the maximum [..., u] over each unit of values [..., n] of the blocks."""
         if not len(self):
-            return np.zeros(0)
-        found: FloatArray = np.maximum.reduceat(values, self.first_blocks)
+            return np.zeros((*values.shape[:-1], 0))
+        found: FloatArray = np.maximum.reduceat(values, self.first_blocks, axis=-1)
         return found
