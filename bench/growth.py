@@ -5,6 +5,7 @@ which continues. The whole engine runs in this process, in front of a server tha
 (`bench.growth_server`); network and server are left out. Times are processor time of this
 process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens
 and are ranked by words and by the built-in word vectors; with `--embedder none` by words alone.
+`--policy streaming --embedder none` ranks nothing: what remains is the cost of everything else.
 
 * `own`: all work before the request can be forwarded, the sum of the next two
 * `reading`: parsing the request and the server's rendering of its prompt
@@ -35,6 +36,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench import record
 from bench.growth_server import SilentServer, Talk, cpu_s
 from bench.lines import chart
@@ -137,10 +139,12 @@ async def _unanswered(*_: object) -> AsyncIterator[Reply]:
     yield Reply.__new__(Reply)
 
 
-async def measure(arm: str, blocks: int, turns: int, embedder: str = "auto") -> dict[str, Any]:
+async def measure(
+    arm: str, blocks: int, turns: int, embedder: str = "auto", policy: str = "evoke"
+) -> dict[str, Any]:
     """Return a row: medians over the turns of one conversation with this many saved blocks.
 
-    `embedder` is the setting `embedder.model`.
+    `embedder` is the setting `embedder.model`, `policy` is `policy.name`.
     """
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
@@ -149,7 +153,7 @@ async def measure(arm: str, blocks: int, turns: int, embedder: str = "auto") -> 
         "policy.budget": min(BUDGET, each * BLOCK // 4),
         "limits.sessions": n_sessions + 1,
     }
-    settings |= {"upstream.url": "http://none", "embedder.model": embedder}
+    settings |= {"upstream.url": "http://none", "embedder.model": embedder, "policy.name": policy}
     engine, server = (
         build_router(load(None, {}, settings)),
         SilentServer(),
@@ -244,7 +248,7 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
 def _measured_in_a_process(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
     """Measure a row in a process of its own, so that its memory is its own."""
     command = [sys.executable, "-m", "bench.growth", "--turns", str(args.turns)]
-    command += ["--embedder", args.embedder, "--only", arm, str(blocks)]
+    command += ["--embedder", args.embedder, "--policy", args.policy, "--only", arm, str(blocks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
@@ -257,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.only:
         arm, blocks = args.only
-        print(json.dumps(asyncio.run(measure(arm, int(blocks), args.turns, args.embedder))))
+        row = measure(arm, int(blocks), args.turns, args.embedder, args.policy)
+        print(json.dumps(asyncio.run(row)))
         return 0
     rows = []
     for arm in args.arms:
@@ -280,6 +285,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--embedder", choices=("auto", "none"), default="auto", help="embedder.model (auto)"
     )
+    parser.add_argument("--policy", default="evoke", help="policy.name (evoke)")
     parser.add_argument(
         "--only",
         nargs=2,
