@@ -180,8 +180,9 @@ class DocumentVectors:
             wanted += [one for one in self._expected if one is not vector]
             wanted = [one for one in wanted if one.shape == vector.shape]
         found = _products(self._means[: len(self._documents)], wanted)
-        self._compared += zip(wanted, found, strict=True)
-        return self._compared[-len(wanted)][1]
+        first: Vectors = found[0]
+        self._compared = [*self._compared, *zip(wanted, found, strict=True)]
+        return first
 
 
 def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
