@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, outcome in (_alone(directory) if args.alone else ())
     ]
     text = document(rows, len(pins), compiled, alone)
-    if args.compile or not (PATCHES / "APPLIES.md").exists():
-        (PATCHES / "APPLIES.md").write_text(text, "utf-8")
+    (PATCHES / "APPLIES.md").write_text(text, "utf-8")
     print(text)
     fine = all(tried.builds for _, _, tried in rows[: len(pins)])
     fine = fine and len(others) >= MIN_APPLIES and all(word == "passed" for _, word in alone)
@@ -252,6 +251,8 @@ def summary(others: Sequence[Tried], built: Sequence[str]) -> Iterator[str]:
     if built:
         good = sum(word == _COMPILES for word in built)
         yield f"Built and tested were {len(built)}, {good} of them compile and pass."
+    else:
+        yield "In this run none of them was built."
 
 
 def _first_error(text: str) -> str:
