@@ -156,6 +156,7 @@ class Index:
         self._ends_inside_sentence = array("b")
         self._instruction_points = array("d")
         self._statement_points = array("d")
+        self._has_question_mark = array("d")
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -218,6 +219,7 @@ class Index:
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
             statements=self._of_short_messages(self._statement_points, _STATEMENT_TOKENS),
+            asks=self._of_blocks(np.array(self._has_question_mark)),
             signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
@@ -345,6 +347,7 @@ class Index:
         is_of_user = block.role is Role.USER
         self._instruction_points.append(instruction_points(block.text) if is_of_user else 0.0)
         self._statement_points.append(statement_points(block.text) if is_of_user else 0.0)
+        self._has_question_mark.append("?" in block.text)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -515,6 +518,7 @@ class _BlockSource:
         find_mentions: Returns the result of `mentions`.
         statements: [n] points of each block as a short statement of the user, 0 to 3; see
             `retrieval.instructions.statement_points`.
+        asks: [n] 1 for the blocks with a question mark, else 0.
         signals: The signals that may be used.
     """
 
@@ -524,6 +528,7 @@ class _BlockSource:
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]
     statements: FloatArray
+    asks: FloatArray
     signals: frozenset[str]
 
     def form_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:

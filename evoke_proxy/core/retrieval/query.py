@@ -54,6 +54,10 @@ _PERSONAL = re.compile(
 )
 # A capitalized word or a number inside a sentence: what a pronoun of the same turn may stand for.
 _NAME_INSIDE = re.compile(r"(?<=[\w,;:] )(?:(?!I\b)[A-Z]\w*|\S*\d\S*)")
+# What belongs to the user, which needs no earlier turn to be understood.
+_OWN_NOUN = re.compile(r"\b(?:my|our) \w+", re.IGNORECASE)
+# Two parts of a sentence whose conjunction joins two names: "did Ann | Bob go home".
+_LAST_NAME, _FIRST_NAME = re.compile(r"\w [A-Z]\w+$"), re.compile(r"(?!I\b)[A-Z]\w+ [a-z]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,21 +155,24 @@ class Query:
 def query_of(request: ChatRequest) -> Query:
     """Build the query of a request.
 
-    Several messages of the user in a row are several questions. When a turn refers to earlier
+    Several messages of the user in a row are several questions, as far as they ask something; one
+    that only states something is context of a turn that refers back. When a turn refers to earlier
     turns, by a pronoun or because it has only a few words, the query includes their texts as
     context. The query of a turn of tool results includes the user's last message as context.
     """
     messages = _without_prefill(request.turns)
     run = list(takewhile(_is_user, reversed(messages)))
     if run:
-        earlier = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
+        texts = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
+        earlier = [each for each in reversed(texts) if _asks(each)]
         last = messages[-len(run) - 1] if len(run) < len(messages) else None
         has_tools = last is not None and last.role is Role.TOOL
         text = request.query if has_tools else run[0].text
         context = list[str]()
         if refers_back(run[0].text):
-            context = _turns_before(messages[: len(messages) - len(run)])
-        query = Query.of(text, context, earlier[::-1])
+            context = [each for each in texts if not _asks(each)]
+            context += _turns_before(messages[: len(messages) - len(run)])
+        query = Query.of(text, context, earlier)
     else:
         asked = next(_user_texts(messages), "")
         query = Query.of(request.query, [asked] if asked else [])
@@ -191,6 +198,12 @@ def _turns_before(before: Sequence[Message]) -> list[str]:
     return [*found, answer[:_ANSWER_CHARS]] if answer.strip() else found
 
 
+def _asks(text: str) -> bool:
+    """Return whether a text has a question mark, or a sentence that begins like a request."""
+    ends = _both_ends(text, _CLAUSE_CHARS)
+    return "?" in ends or any(map(_INTERROGATIVE.match, SENTENCE_GAP.split(ends.lstrip())))
+
+
 def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
     """Return the messages without an answer at their end, which the client has prefilled."""
     end = len(messages)
@@ -206,13 +219,17 @@ def _is_user(message: Message) -> bool:
 def refers_back(text: str) -> bool:
     """Return whether a text is understood only with the turns before.
 
-    It has only a few words, or begins with a word like "and", or has a pronoun and neither a name
-    nor, before it, a noun that the pronoun could stand for.
+    It begins with a word like "and"; or has only a few words, and is no question about a name or
+    something of the user; or has a pronoun and neither a name nor, before it, a noun that the
+    pronoun could stand for.
     """
-    text = _both_ends(text, _CLAUSE_CHARS)
-    words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
-    if words <= _FEW_WORDS or _CONTINUATION.match(text.lstrip()):
+    text = _both_ends(text, _CLAUSE_CHARS).lstrip()
+    if _CONTINUATION.match(text):
         return True
+    words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
+    if words <= _FEW_WORDS:
+        is_about = _NAME_INSIDE.search(text) or _OWN_NOUN.search(text)
+        return not (is_about and _INTERROGATIVE.match(text))
     if not _REFERENCE.search(text):
         return False
     noun = _NOUN.search(text)
@@ -240,7 +257,7 @@ def split_clauses(text: str) -> list[str]:
 
 def _clauses_of(sentence: str) -> Iterator[str]:
     """Yield the clauses of one sentence; a statement is a single clause."""
-    parts = [part for part in _CLAUSE_GAP.split(" ".join(sentence.split())) if part.strip()]
+    parts = _joined_names(" ".join(sentence.split()))
     if len(parts) < 2 or not (sentence.endswith("?") or _INTERROGATIVE.match(sentence)):
         yield sentence
         return
@@ -253,6 +270,18 @@ def _clauses_of(sentence: str) -> Iterator[str]:
         else:
             head = words
         yield " ".join(words).rstrip("?") + "?"
+
+
+def _joined_names(sentence: str) -> list[str]:
+    """Split a sentence into clauses, but not between two names that have the same verb."""
+    parts, start = list[str](), 0
+    for gap in _CLAUSE_GAP.finditer(sentence):
+        is_inside = _LAST_NAME.search(sentence, start, gap.start())
+        if is_inside and _FIRST_NAME.match(sentence, gap.end()):
+            continue
+        parts.append(sentence[start : gap.start()])
+        start = gap.end()
+    return [part for part in [*parts, sentence[start:]] if part.strip()]
 
 
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:

@@ -53,6 +53,9 @@ _MODEL_WEIGHT = 0.5
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 # A longer text without a question mark tells something and asks for nothing.
 _SHORT_CHARS = 256
+# A unit of at most this many tokens, after one without a question mark, is an acknowledgement like
+# "Noted." unless more than _MIN_OWN of its score is its own: it only has good neighbours.
+_SHORT_TOKENS, _MIN_OWN = 14, 0.5
 # A unit that the query mentions by name comes before all others.
 _MENTION = 100.0
 # Of the best units of each text, the second look-up reads the first _READ_ANY, and the statements
@@ -60,6 +63,8 @@ _MENTION = 100.0
 # and ignores a name or word that more than _MAX_NAMED_UNITS or _MAX_WORD_UNITS units contain.
 _READ_ANY, _READ_STATEMENTS, _MAX_HOPS = 2, 8, 5
 _MAX_NAMED_UNITS, _MAX_WORD_UNITS = 6, 4
+# Only units with at least this share of the best unit's score are read.
+_MIN_READ_SCORE = 0.5
 # Certainty that a rare word links two units as a name does, and factor of the weight of a unit that
 # is no statement.
 _WORD_CERTAINTY, _NOT_STATED = 0.5, 0.5
@@ -112,6 +117,11 @@ class UnitSource(Protocol):
     @property
     def statements(self) -> FloatArray:
         """Points [n] of each block as a short statement of the user; see `statement_points`."""
+        ...
+
+    @property
+    def asks(self) -> FloatArray:
+        """1 for each block [n] with a question mark, else 0."""
         ...
 
     def block_text(self, block: int) -> str:
@@ -226,6 +236,9 @@ class UnitRanker:
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
+        self._is_short_reply = units.lengths[:n_ranked] <= _SHORT_TOKENS
+        asks = units.maxima(source.asks)[:n_ranked] > 0
+        self._is_short_reply[1:] &= ~asks[:-1]
         self._terms_of: dict[str, Sequence[str]] = {}
         self._stems_of: dict[str, Sequence[str]] = {}
         self._unit_of_block: Callable[[int], int] = units.of_block.item
@@ -271,7 +284,8 @@ class UnitRanker:
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         first = self._latest_first(query, first)
         points = self._units.maxima(self._source.statements)[: self._n]
-        second = self._second_look_up(query, first, points)
+        found = self._second_look_up(query, _strong(texts, first), points)
+        second = self._latest_first(query, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
         after, is_unsure = 0, False
         if first and len(first[0].order):
             coverage = self._coverage(query)
@@ -283,7 +297,7 @@ class UnitRanker:
         if query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
             first.append(_statements(texts[0], points, after))
         return interleaved(
-            [*rankings, *first, Ranking(second, _SECOND_LOOK_UP_WEIGHT, after)],
+            [*rankings, *first, replace(second, after=after)],
             self._units.lengths,
         )
 
@@ -377,6 +391,7 @@ class UnitRanker:
             scores[rows] += by_meaning[0]
             scores[rows] += by_meaning[1]
             evidence[rows] = np.maximum(evidence[rows], by_meaning[0])
+        evidence[self._is_short_reply & (own <= _MIN_OWN)] = 0.0
         for i, text in enumerate(texts):
             mentions = self._source.mentions(text)
             if mentions is not None:
@@ -473,7 +488,7 @@ class UnitRanker:
         return terms
 
     def _second_look_up(
-        self, query: Query, rankings: Iterable[Ranking], points: FloatArray
+        self, query: Query, rankings: Iterable[Sequence[int]], points: FloatArray
     ) -> Positions:
         """Return the units that share a rare name or word with the best ones, the closest first.
 
@@ -483,10 +498,11 @@ class UnitRanker:
         """
         texts = (query.text, *query.clauses)
         stems = {stem(term) for text in texts for term in self._terms(text)}
-        asked = frozenset(map(self._source.stem_number, stems))
+        # The names and words that are not followed, or not again.
+        ignored = set(map(self._source.stem_number, stems))
         weights = dict[int, float]()
         for ranking in rankings:
-            for rank, unit in enumerate(ranking.order[:_READ_STATEMENTS].tolist()):
+            for rank, unit in enumerate(ranking):
                 if rank < _READ_ANY or points[unit]:
                     weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
         hops, n_first = dict.fromkeys(weights, 0), len(weights)
@@ -499,7 +515,7 @@ class UnitRanker:
             del waiting[unit]
             if hops[unit]:
                 found.setdefault(unit)
-            for other, weight in self._linked(unit, asked, bool(points[unit])):
+            for other, weight in self._linked(unit, ignored, bool(points[unit])):
                 weight *= _HOP_WEIGHT * weights[unit]
                 if not points[other]:
                     weight *= _NOT_STATED
@@ -514,12 +530,12 @@ class UnitRanker:
         return np.array(list(found), np.int64)
 
     def _linked(
-        self, unit: int, asked: frozenset[int | None], is_statement: bool
+        self, unit: int, ignored: set[int | None], is_statement: bool
     ) -> list[tuple[int, float]]:
         """Return the units that share a rare name with this one, each with a closeness in [0, 1].
 
         A statement without names is linked by its rare words. Names and words whose stems are in
-        `asked` are ignored.
+        `ignored` are not followed; those of this unit are added to it.
         """
         names, number_of = dict[int, float](), self._source.stem_number
         for name, certainty in names_in(self._read(unit)).items():
@@ -531,8 +547,9 @@ class UnitRanker:
             linking = dict.fromkeys(sorted(self._content_stems(unit)), _WORD_CERTAINTY) | names
         scores, total = dict[int, float](), math.log1p(self._n / 2)
         for number, weight in linking.items():
-            if number in asked:
+            if number in ignored:
                 continue
+            ignored.add(number)
             limit = _MAX_NAMED_UNITS if number in names else _MAX_WORD_UNITS
             units = self._units_with(number, limit)
             if len(units) > 1:
@@ -565,6 +582,14 @@ def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) ->
 def _asks(text: str) -> bool:
     """Return whether a text asks for something: it is short, or contains a question mark."""
     return len(text) <= _SHORT_CHARS or "?" in text
+
+
+def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterator[Sequence[int]]:
+    """Yield the best units of each text's ranking whose scores are close to the best one's."""
+    for text, ranking in zip(texts, rankings, strict=True):
+        best = ranking.order[:_READ_STATEMENTS]
+        scores = text.scores[best]
+        yield best[scores >= _MIN_READ_SCORE * scores.max(initial=0.0)].tolist()
 
 
 def _statements(text: _TextScores, points: FloatArray, after: int) -> Ranking:

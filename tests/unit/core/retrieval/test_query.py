@@ -95,3 +95,27 @@ def test_a_query_takes_over_the_vectors_of_texts_that_it_has_in_common_with_anot
     assert query.vectors[0] is first and query.vectors[1] is None and query.whole is None
     assert Query.of("Where is it? How much is it?").like(other).whole is both
     assert not Query.of("Where is it?").like(Query.of("Where is it?")).vectors
+
+
+def test_a_short_question_about_a_name_or_something_own_needs_no_context() -> None:
+    first = (("user", "What is the code of the Oslo vault, please?"), ("assistant", "48213"))
+    for text in ("How old is Mira?", "Where is my bike?"):
+        assert request(*first, ("user", text)).clauses == (text,)
+    for text in ("And Mira?", "Which colour?", "Mira's age?"):
+        assert any("Oslo" in clause for clause in request(*first, ("user", text)).clauses)
+
+
+def test_two_names_with_one_verb_stay_in_one_clause() -> None:
+    text = "Where did Mira and Paul go for their first date?"
+    assert split_clauses(text) == [text]
+    assert split_clauses("Who are Mira and Paul?") == ["Who are Mira?", "Who are Paul?"]
+
+
+def test_only_messages_before_the_question_that_ask_something_are_questions() -> None:
+    said, asked = ("user", "I am off to bed now."), ("user", "Tell me the code of the Oslo vault.")
+    question = request(said, asked, ("user", "What is the name of the dentist?"))
+    assert question.clauses == ("What is the name of the dentist?", asked[1])
+    assert question.n_earlier == 1
+    referring = request(("user", "My dog is ill."), ("user", "What can I give him?"))
+    assert referring.clauses == ("What can I give him?", "My dog is ill.")
+    assert (referring.n_earlier, referring.n_context) == (0, 1)
