@@ -57,7 +57,8 @@ _NAME_INSIDE = re.compile(r"(?<=[\w,;:] )(?:(?!I\b)[A-Z]\w*|\S*\d\S*)")
 # What belongs to the user, which needs no earlier turn to be understood.
 _OWN_NOUN = re.compile(r"\b(?:my|our) \w+", re.IGNORECASE)
 # Two parts of a sentence whose conjunction joins two names: "did Ann | Bob go home".
-_LAST_NAME, _FIRST_NAME = re.compile(r"\w [A-Z]\w+$"), re.compile(r"(?!I\b)[A-Z]\w+ [a-z]")
+_LAST_NAME = re.compile(r"\w [A-Z]\w{1,30}$")
+_FIRST_NAME = re.compile(r"\b(?!I\b)[A-Z]\w{1,30} [a-z]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
