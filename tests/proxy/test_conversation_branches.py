@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from conversation import ChatClient
-from harness import RunningProxy
+from harness import RunningProxy, llama_server, proxy, server_binary
 
 from evoke_proxy.demo.session import SYSTEM, Fact, draw_fact
 from evoke_proxy.demo.session import paragraph as demo_paragraph
@@ -111,27 +112,35 @@ def test_a_message_inserted_in_the_middle_loses_no_fact(
     assert missed == []
 
 
-def test_changing_between_branches_decodes_only_new_text(patched_proxy: RunningProxy) -> None:
+@pytest.fixture
+def roomy_proxy() -> Iterator[RunningProxy]:
+    """A proxy whose server has host memory for all copies: others may be without a copy."""
+    options = ("-np", "1", "-c", "8192", "--evoke-ram", "64")
+    with llama_server(server_binary(patched=True), *options) as port, proxy(port) as running:
+        yield running
+
+
+def test_changing_between_branches_decodes_only_new_text(roomy_proxy: RunningProxy) -> None:
     """The rows of a branch come back by copies when the user returns to it, and after an undo."""
     facts, rng = draw(7)
-    client = start_conversation(patched_proxy, "changing", 512)
+    client = start_conversation(roomy_proxy, "changing", 512)
     for fact in facts:
         for text in (fact.statement, paragraph(rng), paragraph(rng)):
             client.say(text)
     branches = {1: list(client.messages)}
     del client.messages[1 + 2 * 8 :]
     for _ in range(4):
-        patched_proxy.wait_for_background()
+        roomy_proxy.wait_for_background()
         client.say(paragraph(rng))
     branches[2] = list(client.messages)
     for branch in (1, 2, 1, 2):
-        patched_proxy.wait_for_background()
+        roomy_proxy.wait_for_background()
         client.messages = list(branches[branch])
         turn = client.say("Good morning.")
         assert turn.accounting["decoded"] < 100, branch
         assert turn.accounting["marker"] == "ok"
         assert turn.accounting["n_resident_peak"] <= 512
         assert sum(turn.accounting[kind] for kind in KINDS) == turn.accounting["n_prompt"]
-    patched_proxy.wait_for_background()
+    roomy_proxy.wait_for_background()
     del client.messages[-4:]  # the last two turns are undone
     assert client.say("Thanks.").accounting["decoded"] < 100
