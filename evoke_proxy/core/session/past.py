@@ -42,6 +42,9 @@ _SUMMARY = re.compile(
 _SUMMARY_CHARS = 2000
 # A summary is in one of this many first messages.
 _SUMMARY_MESSAGES = 4
+# So many characters of each conversation, the newest, are compared: clients keep these messages
+# when they shorten it, and more would take too long for the event loop.
+_COMPARED_CHARS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,20 +99,29 @@ def continues_shortened(before: Layout, rendered: Rendered, request: ChatRequest
     """Return whether a request goes on with a conversation that its client has shortened.
 
     Either one of its first messages is a summary, or one of its messages, of a user, the assistant
-    or a tool, is from the conversation.
+    or a tool, is from the conversation. Only the newest part of both is compared.
     """
     messages = [m for m in messages_of(rendered, request) if m.role is not Role.SYSTEM]
     if any(_SUMMARY.search(m.text[:_SUMMARY_CHARS]) for m in messages[:_SUMMARY_MESSAGES]):
         return True
     earlier = _Sequences()
-    for block in before.blocks:
-        if block.role is not Role.SYSTEM:
-            earlier.add(block.text)
+    for text in _newest(b.text for b in reversed(before.blocks) if b.role is not Role.SYSTEM):
+        earlier.add(text)
     # The newest message is the question; others of a few words are the same in any conversation.
     return any(
         len(words) >= 2 * _SEQUENCE_WORDS and earlier.share(words) > _PRESENT_SHARE
-        for words in (_words(message.printed) for message in messages[:-1])
+        for words in map(_words, _newest(message.printed for message in messages[-2::-1]))
     )
+
+
+def _newest(texts: Iterable[str]) -> Iterable[str]:
+    """Yield texts until they have `_COMPARED_CHARS` characters, the last one cut."""
+    n_left = _COMPARED_CHARS
+    for text in texts:
+        yield text[:n_left]
+        n_left -= len(text)
+        if n_left <= 0:
+            return
 
 
 def _is_replaced(rendered: Rendered, messages: Sequence[Message], shared: int) -> bool:

@@ -764,17 +764,20 @@ class Conversations:
     def _shortened(
         self, request: ChatRequest, rendered: Rendered, name: str, tenant: str
     ) -> Conversation | None:
-        """The latest conversation of this name that a request goes on with in a shorter form."""
+        """The latest conversation of this name, if a request goes on with it in a shorter form.
+
+        Earlier ones are not compared: a client may have many conversations of one name.
+        """
         named = (
             each
             for each in reversed(self._by_id.values())
             if each.tenant == tenant and each.name == name and each.is_committed
         )
         free = (each for each in named if not each.in_use and not each.ephemeral)
-        return next(
-            (each for each in free if continues_shortened(each.session.layout, rendered, request)),
-            None,
-        )
+        latest = next(free, None)
+        if latest is None or not continues_shortened(latest.session.layout, rendered, request):
+            return None
+        return latest
 
     def _register(self, conversation: Conversation) -> None:
         """List a conversation, or list it under its present identity."""

@@ -265,9 +265,9 @@ class Planner:
         Returns it unchanged if the result exceeds the budget, or leaves no room for the answer.
         """
         started, plan = planned
-        is_long_body = is_large(turn.body)
+        takes_long = is_large(turn.body) or quotes_past(started.config)
         quoting = partial(quote, turn, started)
-        recalled = await self._worker.run(turn.conversation, is_long_body, quoting)
+        recalled = await self._worker.run(turn.conversation, takes_long, quoting)
         if recalled is None:
             return started, plan, None
         trace.stage = "render"
@@ -321,6 +321,9 @@ class Planner:
         """The result of `work`, which changes the session; in a thread when that takes long."""
         n_shared = common_prefix(turn.conversation.session.tokens, turn.rendered.tokens)
         long = is_long(len(turn.rendered.tokens), n_shared, n_vectors)
+        # All of the removed text is compared when a prompt does not continue the previous one.
+        session = turn.conversation.session
+        long |= quotes_past(session.config) and n_shared < session.layout.generation
         return await self._worker.run(turn.conversation, long, work)
 
     async def _without_foreign_holes(self, turn: RenderedTurn) -> SlotView:

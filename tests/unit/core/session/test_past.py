@@ -138,3 +138,15 @@ def test_a_shortened_conversation_is_told_from_another_one(
     assert (
         continues_shortened(layout_of(HISTORY), rendered_of(after), request_of(after)) is expected
     )
+
+
+def test_only_the_newest_part_of_a_long_conversation_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it would take tens of milliseconds of the event loop."""
+    window = [HISTORY[0], *HISTORY[3:], "a:It is.", QUESTION]
+    monkeypatch.setattr(past, "_COMPARED_CHARS", 120)
+    assert continues_shortened(layout_of(HISTORY), rendered_of(window), request_of(window))
+    first = [*HISTORY[:3], "u:Look at the parser and list all of its functions, one in a line."]
+    old = [*HISTORY, *(f"a:Sentence {n} about other things." for n in range(20))]
+    assert not continues_shortened(layout_of(old), rendered_of(first), request_of(first))
