@@ -44,6 +44,17 @@ EVICTION_REASONS = ("plan", "decode", "after_turn", "operator")
 # text: a question needs them, and their text was added to the prompt. past: the same of messages
 # that the client has removed. prefetch: the draft of a message needs them.
 RECOVERY_REASONS = ("question", "slot", "text", "past", "prefetch")
+# done: an answer was compared. nothing_omitted: the whole prompt was in the cache. interrupted: a
+# request has arrived. no_slot: every slot has a conversation. no_cells: too few are free. no_text:
+# the answer is a tool call, has a thought, or cannot be generated token by token. unsaved: a block
+# has no copy. changed: the conversation has continued. refused, failed: llama-server refused a
+# call, or a call failed.
+AUDIT_RESULTS = (
+    *("done", "nothing_omitted", "interrupted", "no_slot", "no_cells", "no_text", "unsaved"),
+    *("changed", "refused", "failed"),
+)
+# Upper bounds of changes of a log probability, in nats.
+_CHANGE_BUCKETS = (-3, -1, -0.3, -0.1, -0.03, -0.01, -0.001, 0.001, 0.01, 0.03, 0.1, 0.3, 1, 3)
 
 # By default prometheus_client exports for each counter a second series with its creation time.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -309,6 +320,19 @@ class Metrics:
         )
         for result in ("done", "interrupted", "refused"):
             self.writebacks.labels(result=result)
+        self.audits = self._counter("evoke_audits", "Audits of turns, by result.", "result")
+        for result in AUDIT_RESULTS:
+            self.audits.labels(result=result)
+        self.audit_change = self._histogram(
+            "evoke_audit_logprob_change",
+            "Log probability of an audited answer with the blocks of its turn, less that with all"
+            " blocks, per token in nats. Below 0: the budget has made the answer less probable.",
+            _CHANGE_BUCKETS,
+        )
+        self.audit_others = self._counter(
+            "evoke_audit_other_answers",
+            "Audited answers with a token at which another one is most probable without eviction.",
+        )
         self.resident = self._gauge(
             "evoke_resident_tokens",
             "Tokens of all conversations in the KV cache, as of the latest reply of each.",
@@ -523,6 +547,11 @@ class Metrics:
         """Add the prompt tokens of one reply by kind (TOKEN_KINDS); missing kinds count as 0."""
         for kind in TOKEN_KINDS:
             self.tokens.labels(kind=kind).inc(counts.get(kind, 0))
+
+    def count_audit(self, change: float, is_other: bool) -> None:
+        """Count an audited answer: the change of its log probability per token, and of its text."""
+        self.audit_change.observe(change)
+        self.audit_others.inc(is_other)
 
     def count_drafts(self, drafted: int, accepted: int, is_whole: bool) -> None:
         """Count the tokens that were drafted for one answer, and those of them that were accepted.

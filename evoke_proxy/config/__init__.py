@@ -9,6 +9,7 @@ from evoke_proxy.config.schema import (
     LOG_LEVELS,
     RECALLS,
     RECOVERIES,
+    AuditConfig,
     Config,
     EmbedderConfig,
     LimitsConfig,
@@ -28,7 +29,8 @@ from evoke_proxy.config.schema import (
 )
 
 __all__ = [
-    "AUTO", "LOG_FORMATS", "LOG_LEVELS", "RECALLS", "RECOVERIES", "Config", "EmbedderConfig",
+    "AUTO", "LOG_FORMATS", "LOG_LEVELS", "RECALLS", "RECOVERIES", "AuditConfig", "Config",
+    "EmbedderConfig",
     "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig",
     "PolicySettings", "PoolConfig",
     "Reloaded", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load",

@@ -38,6 +38,7 @@ CountOrZero = Annotated[int, Meta(ge=0, le=_MAX)]
 Number = Annotated[float, Meta(gt=0, le=_MAX)]
 NumberOrZero = Annotated[float, Meta(ge=0, le=_MAX)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+ShareOrZero = Annotated[float, Meta(ge=0, le=1)]
 
 
 def setting(
@@ -562,6 +563,19 @@ class PageConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """Audits of turns: how probable the answer would have been without eviction."""
+
+    share: ShareOrZero = setting(
+        0.0,
+        "Share of the turns with a budget that are repeated without eviction, such as 0.01, while"
+        " no request uses the server and a slot without a conversation has enough free cells (-np 2"
+        " or more). 0: no audits.",
+        reloadable=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All settings of `evoke-proxy serve`."""
 
@@ -579,6 +593,7 @@ class Config:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     log: LogConfig = field(default_factory=LogConfig)
     page: PageConfig = field(default_factory=PageConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
 
 _FIXED = "the proxy uses its built-in value"

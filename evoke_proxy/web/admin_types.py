@@ -120,6 +120,17 @@ class Store(Struct, kw_only=True):
     failed: int | UnsetType = UNSET
 
 
+class AuditedBudget(Struct, kw_only=True):
+    """What the audits of turns with one budget have found."""
+
+    budget: Tokens
+    audits: Annotated[int, Meta(description="Audited answers of the sessions.")]
+    others: Annotated[
+        int, Meta(description="Of these, with another most probable token without eviction.")
+    ]
+    text: Annotated[str, Meta(description="Both in one sentence.")]
+
+
 class Overview(Struct, kw_only=True):
     """Totals of all servers since the start of the proxy."""
 
@@ -132,6 +143,7 @@ class Overview(Struct, kw_only=True):
     ram: Store | None
     disk: Store | None
     problems: list[Problem]
+    audits: list[AuditedBudget]
 
 
 class Server(Struct, kw_only=True):
@@ -189,6 +201,16 @@ class Drift(Struct, kw_only=True):
     tokens: int | UnsetType = UNSET
 
 
+class Audit(Struct, kw_only=True):
+    """The audited answers of a session."""
+
+    audits: int
+    others: Annotated[int, Meta(description="With another most probable token without eviction.")]
+    change: Annotated[
+        float | None, Meta(description="Mean change of the log probability per token, nats.")
+    ]
+
+
 class SessionRow(Struct, kw_only=True):
     """A session in the list. One that is only on disk has fewer keys."""
 
@@ -216,6 +238,8 @@ class SessionRow(Struct, kw_only=True):
     own_budget: bool | UnsetType = UNSET
     policy: str | None | UnsetType = UNSET
     drift: Drift | None | UnsetType = UNSET
+    # Its audited answers; null before the first.
+    audit: Audit | None | UnsetType = UNSET
     server: str | UnsetType = UNSET
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.adapters.metrics import BlockStore
+from evoke_proxy.core.session.audit import advice
 from evoke_proxy.engine.admin.exposition import block_store
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.routing.served_model import ServedModel
@@ -32,8 +33,10 @@ class Overview:
         `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
         of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
         have the bytes `used` and their `budget`, summed; null where no server has the store.
-        `problems` names each server whose configured budget is not in force, and the fix. Counts
-        are those since the start of the proxy.
+        `problems` names each server whose configured budget is not in force, and the fix. `audits`
+        has for each budget how many answers of the sessions were audited, and how many of these
+        have another most probable token without eviction. Counts are those since the start of the
+        proxy.
         """
         served = self._proxy.served_models
         answers = await asyncio.gather(*(self._store_of(one) for one in served))
@@ -47,6 +50,7 @@ class Overview:
             "ram": _store(stores, "ram", "dropped"),
             "disk": _store(stores, "disk", "failed"),
             "problems": list(_problems(served)),
+            "audits": advice(it.audits for one in served for it in one.server.conversations),
         }
 
     async def _store_of(self, served: ServedModel) -> BlockStore | None:

@@ -21,6 +21,7 @@ from evoke_proxy.core.request.chat import ChatRequest, is_side_request
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.accounting import TurnRecord
+from evoke_proxy.core.session.audit import AuditHistory
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.session.identity import Hint, find
@@ -396,6 +397,7 @@ class Conversation:
         prefill: while a prompt of it is decoded, its tokens that are in the slot, and all of its
             tokens; None otherwise.
         history: its answered turns.
+        audits: its audited answers.
         budgeted: state of the budgeted strategy.
         snapshots: state of the snapshot strategy.
         vectors: vectors of its blocks.
@@ -415,6 +417,7 @@ class Conversation:
         self.in_use = 0
         self.prefill: tuple[int, int] | None = None
         self.history = TurnHistory()
+        self.audits = AuditHistory()
         self.budgeted = BudgetedState()
         self.snapshots = SnapshotState()
         self.vectors = VectorState()
@@ -597,6 +600,7 @@ class Conversation:
             "budget": self.budgeted.budget,
             "policy": self.budgeted.policy,
             "drift": self.budgeted.drift or self.snapshots.drift,
+            "audit": self.audits.to_json() if self.audits.n_audits else None,
         }
 
 

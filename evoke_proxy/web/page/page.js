@@ -81,6 +81,16 @@ async function refreshTotals(status) {
   byId("totals").replaceChildren(...overview(facts, state.sessions));
   showBudget("budget", budgetText(facts.budget), asked);
   problems(status, facts.problems);
+  audits(facts.audits);
+}
+
+// What the audits of each budget have found, in one sentence each.
+function audits(found) {
+  const box = byId("audits"), text = JSON.stringify(found);
+  box.hidden = !found.length;
+  if (box.dataset.text === text) return;
+  box.dataset.text = text;
+  box.replaceChildren(...found.map((budget) => el("p", {}, budget.text)));
 }
 
 function problems(status, found) {
@@ -202,6 +212,7 @@ function about(session) {
     parts.push(plural(session.turns, "turn"), session.slot === null ? "in no slot" : `slot ${session.slot}`);
     if (session.policy) parts.push(`policy ${session.policy}`);
     parts.push(session.limit ? `budget ${number(session.limit)}` : null);
+    if (session.audit) parts.push(`${number(session.audit.others)} of ${number(session.audit.audits)} audited answers changed by the budget`);
   } else parts.push("on disk only");
   if (session.tenant) parts.push(`tenant ${session.tenant}`);
   if (session.fresh === false) parts.push("as of a moment ago: llama-server is busy");

@@ -26,6 +26,7 @@ from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
+from evoke_proxy.engine.strategies.budgeted.audit import ShadowAudit
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.prefetch import Prefetcher
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
@@ -75,6 +76,7 @@ class BudgetedStrategy(CacheStrategy):
         self._vectors = vectors
         self._prefetcher = Prefetcher(server, planner, records, vectors)
         self._failures = PreparationFailures(server.monitor, server.metrics)
+        self._audit = ShadowAudit(server)
 
     async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
         """See CacheStrategy."""
@@ -151,7 +153,7 @@ class BudgetedStrategy(CacheStrategy):
             planned = await self._planner.plan(turn, scope)
         waited_s = scope.trace.waits["queue"]
         self._server.metrics.plan_seconds.observe(loop.time() - began - waited_s)
-        return planned
+        return self._audit.select(planned)
 
     async def _conversation_of(
         self, request: ParsedChat, rendered: Rendered, scope: TurnScope
@@ -349,7 +351,7 @@ class BudgetedStrategy(CacheStrategy):
             )
 
     def start_background(self, turn: PreparedTurn, outcome: Outcome) -> None:
-        """Queue the blocks of the turn for copying and embedding, and start copying if idle."""
+        """Queue the blocks of the turn for copying and embedding; start what waits if idle."""
         conversation = turn.remembered
         is_done = outcome.accounting is not None
         writes_back = isinstance(turn, BudgetedTurn) and turn.writes_back
@@ -358,6 +360,8 @@ class BudgetedStrategy(CacheStrategy):
         self._write_back.start()
         if conversation is not None:
             self._vectors.submit(conversation)
+        self._audit.add(turn, outcome)
+        self._audit.start()
 
     def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """See CacheStrategy."""

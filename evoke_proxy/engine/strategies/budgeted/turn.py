@@ -70,6 +70,8 @@ class BudgetedTurn(PreparedTurn):
     is_full: bool = False
     # How its prompt differs from the previous one; None when it continues that.
     drift: Drift | None = None
+    # It was drawn for an audit, for which `answer` reads its text.
+    is_audited: bool = False
 
     @classmethod
     def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
