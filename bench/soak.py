@@ -5,7 +5,13 @@ streamed and not, side requests for titles, invalid requests, and clients that d
 moment. The token counts of every turn must add up and keep the budget; the proxy must not make a
 5xx response of its own. The memory of its process is sampled every second; `slope` is that of the
 last two thirds, in MiB a minute. Arms: `patched`, a patched server with a budget, and `stock`, a
-stock server with snapshots."""
+stock server with snapshots.
+
+With --faults something breaks every so many seconds (`bench/soak_faults.py`): llama-server is
+killed, ended or stands still, stored files are damaged or deleted, clients stay silent. What fails
+until 15 s after a fault counts as `during_faults`. With --clock snapshots, records and normalised
+dates age faster (`bench/fast_clock.py`). --samples computes the slopes of memory, descriptors and
+times with their intervals from the samples of a run, also while it runs."""
 
 from __future__ import annotations
 
@@ -14,6 +20,8 @@ import http.client
 import json
 import os
 import random
+import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -25,8 +33,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.chat_turns import Proxy, proxied
+from bench import record, soak_slopes
+from bench.chat_turns import _process_of
+from bench.soak_faults import Faults, Upstream
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.demo.session import SYSTEM, paragraph
@@ -39,8 +48,9 @@ BUDGET, LONGEST = 384, 60
 SLOPE_MOST = 2.0
 _COLUMNS = (
     *("arm", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
-    *("over_budget", "rss_start", "rss_end", "slope"),
+    *("over_budget", "during_faults", "rss_start", "rss_end", "slope"),
 )
+_LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
 
 
 @dataclass(slots=True)
@@ -50,13 +60,19 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    faults: Faults | None = None
 
-    def note(self, what: str, failure: str = "") -> None:
-        """One more of these; the first few failures are kept in words."""
+    def note(self, what: str, failure: str = "", since: float | None = None) -> None:
+        """One more of these; the first few failures are kept in words.
+
+        A failure of a request that began at `since` may be the consequence of a fault.
+        """
+        if failure and since is not None and self.faults and self.faults.recent(since):
+            what = "during_faults"
         with self.lock:
             self.counts[what] += 1
-            if failure and len(self.failures) < 20:
-                self.failures.append(failure)
+            if failure and what != "during_faults" and len(self.failures) < 100:
+                self.failures.append(f"{time.strftime('%H:%M:%S')} {what}: {failure}")
 
 
 @dataclass(slots=True)
@@ -71,6 +87,7 @@ class Agent:
     tally: Tally
     messages: list[dict[str, Any]] = field(default_factory=list)
     n_conversations: int = 0
+    since: float = 0.0  # when the current act began, monotonic
 
     def work(self, until: float) -> None:
         """Ask and ask, with pauses, until that moment of the monotonic clock."""
@@ -80,10 +97,11 @@ class Agent:
             if not self.messages or len(self.messages) > LONGEST:
                 self.n_conversations += 1
                 self.messages = [{"role": "system", "content": SYSTEM}]
+            self.since = time.monotonic()
             try:
                 rng.choice(acts)(rng)
             except (OSError, http.client.HTTPException) as error:
-                self.tally.note("own_5xx", f"no answer: {error!r}")
+                self.tally.note("own_5xx", f"no answer: {error!r}", self.since)
             time.sleep(rng.random() * 2 * self.pause_s)
 
     def turn(self, rng: random.Random) -> None:
@@ -113,7 +131,7 @@ class Agent:
         status, said = _asked(self.port, body, {})
         wanted = 400 if b"evoke" in body else _asked(self.upstream, body, {})[0]
         fault = "" if status == wanted else f"{body!r} was answered {status}: {said[:200]!r}"
-        self.tally.note("own_5xx" if fault else "refused", fault)
+        self.tally.note("own_5xx" if fault else "refused", fault, self.since)
 
     def hang_up(self, rng: random.Random) -> None:
         """Disconnect before the answer, or in the middle of it."""
@@ -141,9 +159,9 @@ class Agent:
         if not self.budgeted:
             return
         if usage is None or sum(usage[kind] for kind in TOKEN_KINDS) != usage["n_prompt"]:
-            self.tally.note("unbalanced", f"token counts {usage}")
+            self.tally.note("unbalanced", f"token counts {usage}", self.since)
         elif usage["n_resident_peak"] > BUDGET or usage["marker"] != "ok":
-            self.tally.note("over_budget", f"token counts {usage}")
+            self.tally.note("over_budget", f"token counts {usage}", self.since)
 
     def _body(self, messages: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
         return {"messages": list(messages), "max_tokens": most, "temperature": 0}
@@ -156,9 +174,8 @@ class Agent:
         status, said = _asked(self.port, json.dumps(body).encode(), headers)
         self.tally.note("turns" if headers else "side")
         if status != 200:
-            self.tally.note(
-                "own_5xx" if status >= 500 else "other_4xx", f"{status}: {said[:300]!r}"
-            )
+            what = "own_5xx" if status >= 500 else "other_4xx"
+            self.tally.note(what, f"{status}: {said[:300]!r}", self.since)
             return []
         lines = said.split(b"\n") if said.startswith(b"data:") else [b"data: " + said]
         return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
@@ -186,17 +203,6 @@ def _timings(reply: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(found[-1]) if found else {}
 
 
-def _memory(proxy: Proxy, until: float) -> list[tuple[float, float]]:
-    """Seconds and MiB that the process had resident, second by second."""
-    samples, page = [], os.sysconf("SC_PAGE_SIZE")
-    began = time.monotonic()
-    while time.monotonic() < until:
-        pages = int(Path(f"/proc/{proxy.pid}/statm").read_text(encoding="ascii").split()[1])
-        samples.append((time.monotonic() - began, pages * page / 2**20))
-        time.sleep(1.0)
-    return samples
-
-
 def slope(samples: Sequence[tuple[float, float]]) -> float:
     """MiB a minute over the last two thirds, by Theil and Sen: the median of all pairs' slopes."""
     late = samples[len(samples) // 3 :]
@@ -204,49 +210,109 @@ def slope(samples: Sequence[tuple[float, float]]) -> float:
     return 60 * statistics.median(pairs) if pairs else 0.0
 
 
+def sample(proxy: int, upstream: Upstream, log: Path, offset: int) -> tuple[dict[str, Any], int]:
+    """What one moment looks like, and how far the log has been read."""
+    folder = Path(f"/proc/{proxy}")
+    stat = (folder / "stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+    with log.open("rb") as file:
+        file.seek(offset)
+        lines = file.read().split(b"\n")
+    text = b"\n".join(lines[:-1]).decode(errors="replace").splitlines()
+    try:
+        server = _resident_mib(upstream.pid)
+    except (OSError, ValueError, IndexError):
+        server = None
+    return {
+        "rss": _resident_mib(proxy),
+        "descriptors": len(list((folder / "fd").iterdir())),
+        "threads": int(stat[17]),
+        "cpu_ms": 10 * (int(stat[11]) + int(stat[12])),
+        "server_rss": server,
+        "load": os.getloadavg()[0],
+        "turns": [dict(_LOGGED.findall(line)) for line in text if " own_ms=" in line],
+        "requests": sum("POST /v1/chat/completions" in line for line in text),
+        "errors": [line[:400] for line in text if " ERROR " in line or "Traceback" in line][:5],
+    }, offset + sum(len(line) + 1 for line in lines[:-1])
+
+
+def _resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2)
+
+
 def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Run one arm; return its row, and its failures in words."""
     patched = arm == "patched"
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        command = [str(ensure_server(patched=patched, progress=False)), "-m", str(bundled_model())]
-        template = Path(__file__).parents[1] / "tests/proxy/tools.jinja"
-        command += ["--port", str(port), "-t", "1", "-c", "16384", "-np", "2", "--jinja"]
-        command += ["--chat-template-file", str(template)]
-        slots = Path(folder) / "slots"
-        slots.mkdir()
-        command += ["--evoke-ram", "256"] if patched else ["--slot-save-path", str(slots)]
-        settings = Path(folder) / "evoke.yaml"
-        kept = {"directory": "" if patched else str(slots), "min_free_mib": 1, "max_mib": 256}
-        config: dict[str, Any] = {"snapshots": kept, "limits": {"sessions": 16, "queue": 256}}
-        config["policy"] = {"budget": BUDGET if patched else None}
-        settings.write_text(json.dumps(config))
-        options = ["--config", str(settings), "--admin-listen", "127.0.0.1:0"]
-        with serving(command, port, Path(folder) / "server.log"):
-            with proxied(port, *options) as proxy:
-                return _worked(arm, proxy, port, arguments)
+    folder = arguments.work or Path(tempfile.mkdtemp(prefix="soak"))
+    slots, disk = folder / "slots", folder / "disk"
+    for path in (slots, disk):
+        path.mkdir(parents=True, exist_ok=True)
+    port, front, admin = free_port(), free_port(), free_port()
+    command = [str(ensure_server(patched=patched, progress=False)), "-m", str(bundled_model())]
+    template = Path(__file__).parents[1] / "tests/proxy/tools.jinja"
+    command += ["--port", str(port), "-t", "1", "-c", "16384", "-np", "2", "--jinja"]
+    command += ["--chat-template-file", str(template), "--slot-save-path", str(slots)]
+    if patched:
+        command += ["--evoke-ram", "24", "--evoke-disk", f"{disk}:64"]
+    settings = folder / "evoke.yaml"
+    kept = {"directory": str(slots), "min_free_mib": 1, "max_mib": 64, "max_age_h": 4}
+    config: dict[str, Any] = {"snapshots": kept, "limits": {"sessions": 16, "queue": 256}}
+    config["policy"] = {"budget": BUDGET if patched else None}
+    config["normalise"] = {"dates_h": 1}
+    settings.write_text(json.dumps(config))
+    upstream = Upstream(command, port, folder / "server.log")
+    faults = Faults(upstream, front, admin, (slots, disk), arguments.faults)
+    options = ["--config", str(settings), "--admin-listen", f"127.0.0.1:{admin}"]
+    proxy = [sys.executable, "-m", "bench.fast_clock", str(arguments.clock), "serve"]
+    proxy += ["--upstream", f"http://127.0.0.1:{port}", "--listen", f"127.0.0.1:{front}", *options]
+    upstream.start()
+    try:
+        with serving(proxy, front, folder / "proxy.log"):
+            return _worked(arm, _process_of(front), faults, folder, arguments)
+    finally:
+        faults.stop()
+        upstream.end(signal.SIGTERM)
 
 
 def _worked(
-    arm: str, proxy: Proxy, upstream: int, arguments: argparse.Namespace
+    arm: str, proxy: int, faults: Faults, folder: Path, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[str]]:
-    tally, until = Tally(), time.monotonic() + arguments.seconds
+    began = time.monotonic()
+    tally, until = Tally(faults=faults), began + arguments.seconds
     agents = [
-        Agent(proxy.port, upstream, number, arm == "patched", arguments.pause, tally)
+        Agent(faults.proxy, faults.upstream.port, number, arm == "patched", arguments.pause, tally)
         for number in range(arguments.agents)
     ]
     threads = [threading.Thread(target=agent.work, args=(until,), daemon=True) for agent in agents]
+    threads.append(threading.Thread(target=faults.run, daemon=True))
     for thread in threads:
         thread.start()
-    samples = _memory(proxy, until)
+    samples: list[dict[str, Any]] = []
+    offset = 0
+    with (folder / f"{arm}-samples.jsonl").open("w", encoding="utf-8") as file:
+        try:
+            while time.monotonic() < until:
+                one, offset = sample(proxy, faults.upstream, folder / "proxy.log", offset)
+                one |= {"at": round(time.monotonic() - began, 2), "faults": len(faults.done)}
+                one |= {"counts": dict(tally.counts)}
+                samples.append(one)
+                file.write(json.dumps(one) + "\n")
+                file.flush()
+                time.sleep(arguments.every)
+        except (KeyboardInterrupt, OSError) as error:
+            tally.failures.append(f"ended early: {error!r}")
+    faults.stop()
     for thread in threads:
-        thread.join()
+        thread.join(20)
     counts = tally.counts
-    row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:9]}
-    row |= {"arm": arm, "seconds": arguments.seconds, "slope": round(slope(samples), 3)}
+    row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:10]}
+    seconds = round(time.monotonic() - began, 1)
+    points = [(one["at"], one["rss"]) for one in samples]
+    row |= {"arm": arm, "seconds": seconds, "slope": round(slope(points), 3)}
     row["requests"] = sum(counts[name] for name in ("turns", "side", "hung_up", "refused"))
-    row |= {"other_4xx": counts["other_4xx"], "rss": [round(mib, 1) for _, mib in samples]}
-    row |= {"rss_start": row["rss"][len(samples) // 3], "rss_end": row["rss"][-1]}
+    row |= {"other_4xx": counts["other_4xx"], "samples": samples, "faults": faults.done}
+    row |= {"rss_start": points[len(points) // 3][1], "rss_end": points[-1][1]}
+    row |= {"clock": arguments.clock}
     return row, tally.failures
 
 
@@ -261,6 +327,18 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     return found
 
 
+def _slopes(arguments: argparse.Namespace) -> int:
+    """Write the slopes and the picture of a run from its samples."""
+    samples = soak_slopes.read(arguments.samples)
+    found = soak_slopes.slopes(samples, arguments.settled)
+    rows = [{"figure": name, **line} for name, line in found.items()]
+    print(record.table(rows, ("figure", "median", "per_hour", "low", "high")))
+    summary = {"seconds": samples[-1]["at"], "settled_s": arguments.settled}
+    summary |= {"faults": samples[-1]["faults"], "counts": samples[-1]["counts"]}
+    record.tell("soak_hours", rows, summary, arguments.out, soak_slopes.picture(samples))
+    return 0
+
+
 def main() -> int:
     """Run the arms, print and write the results; 0 when no bar is missed."""
     parser = record.parser("soak", __doc__, "--seconds 600")
@@ -268,7 +346,16 @@ def main() -> int:
     parser.add_argument("--agents", type=int, default=6, help="at once (6)")
     parser.add_argument("--pause", type=float, default=0.1, help="mean seconds between acts (0.1)")
     parser.add_argument("--arm", choices=("patched", "stock"), help="only one of them")
+    parser.add_argument("--faults", type=float, default=0, help="seconds between two (0: none)")
+    parser.add_argument("--clock", type=float, default=1, help="how fast stored things age (1)")
+    parser.add_argument("--every", type=float, default=1, help="seconds between samples (1)")
+    parser.add_argument("--samples", type=Path, help="only compute slopes of these samples")
+    parser.add_argument("--settled", type=float, default=1800, help="seconds to leave out (1800)")
+    parser.add_argument("--work", type=Path, help="the folder of logs and samples")
     arguments = parser.parse_args()
+    if arguments.samples is not None:
+        return _slopes(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     arms = [arguments.arm] if arguments.arm else ["patched", "stock"]
     rows, failures, found = [], [], []
     for arm in arms:

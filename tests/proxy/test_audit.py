@@ -104,9 +104,9 @@ def test_a_conversation_never_loses_its_slot_to_an_audit() -> None:
 
 
 def test_a_request_preempts_an_audit() -> None:
-    """Requests that arrive during audits wait no longer than without audits, but for one step."""
+    """Requests that arrive during audits get their slot at once, and wait for one step at most."""
     waits: dict[float, list[float]] = {0.0: [], 1.0: []}
-    interrupted = 0.0
+    interrupted = queued_s = 0.0
     for share in waits:
         with _audited(share=share) as (upstream, running):
             client = ChatClient(running.port, "busy", {"evoke_budget": BUDGET})
@@ -117,11 +117,13 @@ def test_a_request_preempts_an_audit() -> None:
                 client.say(f"Well, {number}?")
                 waits[share].append(time.perf_counter() - began)
             interrupted += _count(running, "interrupted")
+            queued_s += running.metric("evoke_queue_wait_seconds_sum")
             running.wait_for_background()
             state = json.loads(ask(upstream, "GET", "/slots").body)
             assert not any(slot["is_processing"] for slot in state)
-    assert interrupted > 0
-    assert statistics.median(waits[1.0]) < statistics.median(waits[0.0]) + 0.25
+    assert interrupted > 0 and queued_s < 0.1
+    # Wall times of a busy machine: three times as long would be a step of half a second.
+    assert statistics.median(waits[1.0]) < 3 * statistics.median(waits[0.0]) + 0.25
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

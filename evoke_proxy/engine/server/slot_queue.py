@@ -250,6 +250,7 @@ class BackgroundLease:
             async with asyncio.TaskGroup() as group:
                 task = self._work = group.create_task(_outcome(work))
         finally:
+            work.close()  # it has not begun where its task was cancelled before
             self._work = None
             if self._timer is not None:
                 self._timer.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -444,6 +445,29 @@ def test_preempting_a_call_that_ends_in_the_same_step_is_no_error() -> None:
                 assert await lease.run(call()) == 5
                 await lease.run(call())
         assert lease.preempted
+
+    virtual_time.run(work())
+
+
+def test_a_call_that_is_cancelled_before_it_begins_is_closed() -> None:
+    """A coroutine that is never awaited is reported as an error by the interpreter."""
+
+    async def work() -> None:
+        queue = SlotQueue(LIMITS)
+        lease = queue.background(0, "a", lambda: _settled(asyncio.Event()), _spawn)
+        assert lease is not None
+
+        async def call() -> None:
+            raise AssertionError("it must not begin")
+
+        pending = call()
+        task = asyncio.get_running_loop().create_task(lease.run(pending))
+        await asyncio.sleep(0)  # the lease has made the task of the call, which has not begun
+        lease.preempt(0.0)
+        with pytest.raises(Preempted):
+            await task
+        assert inspect.getcoroutinestate(pending) == inspect.CORO_CLOSED
+        lease.release()
 
     virtual_time.run(work())
 
