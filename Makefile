@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies capture decode limit overhead stall embedding retrieval ceiling ruler unseen fact_kinds kv_types placement demo_seeds quality evidence tasks session restart soak growth agent long opencode
+BENCHES := support latency copies capture decode limit overhead stall embedding retrieval demo_recall ruler unseen placement quality evidence tasks session restart soak growth agent long opencode
 
 .PHONY: demo proof test check docs bench fuzz patches-check test-matrix help venv build release requirements tools clean
 
@@ -49,8 +49,7 @@ check: venv
 ## make bench-unseen    the same, and recall by the model, of questions that it was not trained on
 ## make bench-retrieval how often the block with the answer is found, and how fast
 ## make bench-recall    layers of a model that find the block in question
-## make bench-ceiling   recall of the bundled model without eviction
-## make bench-kv_types  recall with a quantized KV cache
+## make bench-demo_recall  the demo's sessions: ceiling, kinds of facts, quantized KV caches, policies
 ## make bench-placement recall by position of a recovered block, by distance
 ## make bench-long      a session of eight budgets: recall and rows in the cache along it
 ##@ Cost: what a turn, a copy and a restart take

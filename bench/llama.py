@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.demo.processes import free_port, server_command, serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,14 @@ def running(server: Path, model: Path, *options: str) -> Iterator[Llama]:
         command += ["--slot-save-path", folder, *options]
         with serving(command, port, Path(folder) / "llama-server.log"):
             yield Llama(port)
+
+
+@contextmanager
+def served(server: Path, model: Path, threads: int, options: Sequence[str] = ()) -> Iterator[int]:
+    """The port of a server without blocks, which runs until the block is left."""
+    port = free_port()
+    command = [*server_command(server, model, port, blocks=False), *options]
+    command[command.index("-t") + 1] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "llama-server.log"):
+            yield port

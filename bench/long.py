@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.ceiling import wilson
 from bench.chat_turns import proxied
 from bench.lines import chart
 from bench.model import text, vocab
 from bench.model.tasks import Message, Probe, draw_facts, exchange, probe_of
 from bench.ruler import right
+from bench.stats import wilson_counts
 from evoke_proxy.demo.client import DemoError, Turn, chat, read_turn
 from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.models import bundled_model
@@ -180,7 +180,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             summary[f"{arm}_{when}"] = {
                 "right": right_,
                 "asked": asked,
-                "interval": wilson(right_, asked),
+                "interval": wilson_counts(right_, asked),
             }
     peaks = {(row["arm"], row["seed"]): row["peak"] for row in rows}
     seeds = sorted(seed for arm, seed in peaks if arm == "evoke")

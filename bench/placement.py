@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import record
-from bench.ceiling import wilson
+from bench.stats import wilson_counts
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
 from evoke_proxy.models import bundled_model
@@ -120,7 +120,7 @@ def _summary(rows: Sequence[dict[str, Any]], distance: int, arm: str) -> dict[st
         "sessions": len(found),
         "recalled": right,
         "share": right / len(found),
-        "interval_95": [round(edge, 3) for edge in wilson(right, len(found))],
+        "interval_95": [round(edge, 3) for edge in wilson_counts(right, len(found))],
     }
 
 

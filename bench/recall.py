@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bench import record
-from bench.ceiling import wilson
 from bench.llama import Llama, running
 from bench.quality.sessions import TUNING, Script, scripts
 from bench.quality.stack import Range, Reading, read
+from bench.stats import wilson_counts
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policy.attention import Float32Array, Queries, bound_shares, decode_floats
 from evoke_proxy.core.policy.probe import model_relevance
@@ -218,7 +218,7 @@ def summarised(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             by, which, layers = key.split("/")
             got = np.array([one[key] for one in ranks])
             first = {f"first_{k}": float((got < k).mean()) for k in DEPTHS}
-            low, high = wilson(int((got < DEPTHS[1]).sum()), len(got))
+            low, high = wilson_counts(int((got < DEPTHS[1]).sum()), len(got))
             interval = {"interval_95": [round(low, 3), round(high, 3)]}
             named = {"task": task, "by": by, "rows": which, "layers": layers, "n": len(got)}
             rows.append({**named, **first, **interval})

@@ -21,8 +21,8 @@ import numpy as np
 
 from bench import record
 from bench import retrieval_texts as texts
-from bench.ceiling import wilson
 from bench.export_minilm import ensure
+from bench.stats import wilson_counts
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
@@ -200,7 +200,7 @@ def recall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             line: dict[str, Any] = {"kind": kind, "arm": arm, "n": len(positions)}
             for depth in DEPTHS:
                 hits = sum(0 < place <= depth for place in positions)
-                low, high = wilson(hits, len(positions))
+                low, high = wilson_counts(hits, len(positions))
                 line[f"@{depth}"] = hits / len(positions)
                 line[f"@{depth} 95%"] = f"{low:.3f}-{high:.3f}"
             found.append(line)

@@ -20,10 +20,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from bench import record
-from bench.ceiling import served, wilson
+from bench.llama import served
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
 from bench.quality.journal import Journal
+from bench.stats import wilson_counts
 from evoke_proxy.demo.client import DemoError, Reply, chat
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.models import bundled_model
@@ -165,7 +166,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _share(rows: Sequence[Row]) -> dict[str, Any]:
     count, total = sum(row["right"] for row in rows), len(rows)
-    low, high = wilson(count, total)
+    low, high = wilson_counts(count, total)
     return {
         "n": total,
         "right": count,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.ceiling import served, wilson
+from bench.llama import served
 from bench.model import text, vocab
 from bench.model.facts import Fact
 from bench.model.tasks import Probe, estimated_tokens, exchange, statement_exchange
@@ -28,6 +28,7 @@ from bench.quality.arms import recalling
 from bench.quality.drive import run
 from bench.quality.sessions import Script
 from bench.quality.stack import read, stack
+from bench.stats import wilson_counts
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.models import bundled_model
@@ -147,7 +148,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for name, arm in dict.fromkeys((row["set"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["set"], row["arm"]) == (name, arm)]
         right = sum(row["right"] for row in mine)
-        low, high = wilson(right, len(mine))
+        low, high = wilson_counts(right, len(mine))
         found.append({"set": name, "arm": arm, "n": len(mine), "right": right,
                       "visible": sum(row["visible"] for row in mine),
                       "low": round(low, 3), "high": round(high, 3)})  # fmt: skip

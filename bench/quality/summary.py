@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.quality.arms import CEILING, plain_of
 from bench.quality.plan import HEADLINES
-from bench.quality.stats import clustered, mcnemar, paired, share_interval
+from bench.stats import clustered, mcnemar, paired, share_interval
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]

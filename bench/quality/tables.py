@@ -36,7 +36,7 @@ def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
 
 _HOW = """`multi-fact` is facts5, facts12, facts20 and codes together. Recall: the answer ends with
 exactly the value (unknown: it says that it was never told). Intervals allow for sessions
-(`bench/quality/stats.py`): Wilson with the design effect, and a bootstrap of sessions for a share
+(`bench/stats.py`): Wilson with the design effect, and a bootstrap of sessions for a share
 of the ceiling where questions were gained. lost / gained: questions right without eviction and
 wrong here, and the other way round; p is McNemar's exact test of the two. gold resident: questions
 whose fact was whole in the cache when they were answered. decoded again: questions whose fact had

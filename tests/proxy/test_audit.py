@@ -49,7 +49,7 @@ def test_an_answer_is_compared_with_that_without_eviction() -> None:
         client.say("My code name is pink hippo.")
         _talk(client, 8)
         client.say("What is my code name?")
-        until(lambda: _count(running, "done") >= 1, "an audit", 30)
+        until(lambda: _count(running, "done") >= 1, "an audit", 60)
         running.wait_for_background()
         (row,) = _sessions(running)
         assert row["audit"]["audits"] >= 1
@@ -76,7 +76,7 @@ def test_a_fact_that_stays_evicted_changes_the_answer() -> None:
         before = _count(running, "done")
         answer = client.say("What is my code name?").text
         assert "pink hippo" not in answer
-        until(lambda: _count(running, "done") > before, "an audit", 30)
+        until(lambda: _count(running, "done") > before, "an audit", 60)
         running.wait_for_background()
         assert running.metric("evoke_audit_other_answers_total") >= 1
         # The answer that was given without the fact is hardly possible with it.
@@ -99,7 +99,7 @@ def test_a_conversation_never_loses_its_slot_to_an_audit() -> None:
     with _audited(slots=1) as (_, running):
         client = ChatClient(running.port, "only", {"evoke_budget": BUDGET})
         _talk(client, 6)
-        until(lambda: _count(running, "no_slot") >= 1, "an audit", 30)
+        until(lambda: _count(running, "no_slot") >= 1, "an audit", 60)
         assert _count(running, "done") == 0
 
 

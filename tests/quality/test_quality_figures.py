@@ -18,7 +18,8 @@ from bench.quality.arms import RATIOS, Arm, ladder, plain_of, recalling
 from bench.quality.journal import Journal, chosen
 from bench.quality.plan import FULL, HEADLINES, QUICK, batches
 from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, scripts
-from bench.quality.stats import (
+from bench.quality.summary import checks, summarise
+from bench.stats import (
     clustered,
     design_effect,
     mcnemar,
@@ -26,7 +27,6 @@ from bench.quality.stats import (
     share_interval,
     wilson,
 )
-from bench.quality.summary import checks, summarise
 
 
 def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any) -> dict[str, Any]:

@@ -39,6 +39,8 @@ _log = logging.getLogger(__name__)
 # Seconds that the server must be idle: clients that answer at once have answered, and copies of
 # the turn's blocks have been made.
 _PAUSE_S = 1.0
+# How many times an audit waits as long again for copies of the turn's blocks.
+_MAX_WAITS = 5
 # The first tokens of an answer, which are generated again.
 _ANSWER_TOKENS = 64
 # Seconds that a step of a prompt takes, and its tokens: a request that arrives waits for its end.
@@ -141,6 +143,11 @@ class ShadowAudit:
                 result = "failed"
                 try:
                     result = await self._audit(sample)
+                    for _ in range(_MAX_WAITS):
+                        if result != "unsaved":
+                            break
+                        await asyncio.sleep(_PAUSE_S)  # write-back has not copied its blocks yet
+                        result = await self._audit(sample)
                 except PlanRefused as refused:
                     result = "refused"
                     _log.debug("session %s not audited: %s", sample.conversation.id, refused)

@@ -100,3 +100,8 @@ def paired(lost: Sequence[int], gained: Sequence[int], asked: Sequence[int]) -> 
     middle = (high - low) / of
     half = _Z * math.sqrt(((high + low) / of - middle**2) / of)
     return max(-1.0, middle - half), min(1.0, middle + half)
+
+
+def wilson_counts(right: int, total: int) -> tuple[float, float]:
+    """Wilson's score interval of `right` of `total` independent questions."""
+    return wilson(right / total, total)
