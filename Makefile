@@ -70,7 +70,7 @@ check: venv
 ## make bench-support   memory types and what they support: writes patches/SUPPORT.md
 ## make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact
 ## make bench-opencode  opencode on a budget, compared with an intact prefix cache
-## make bench-soak      many agents for 10 minutes; ARGS='--seconds 36000' for longer
+## make bench-soak      many agents for 10 minutes; ARGS='--seconds 9000 --faults 60' for hours of faults
 ## make bench           all benches, hours
 # All benches in sequence, for hours, on an otherwise idle machine. A bench that misses its bar does not
 # stop the others.

@@ -330,10 +330,10 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
 def _slopes(arguments: argparse.Namespace) -> int:
     """Write the slopes and the picture of a run from its samples."""
     samples = soak_slopes.read(arguments.samples)
-    found = soak_slopes.slopes(samples, arguments.settled)
+    found = soak_slopes.slopes(samples, arguments.warm_up)
     rows = [{"figure": name, **line} for name, line in found.items()]
     print(record.table(rows, ("figure", "median", "per_hour", "low", "high")))
-    summary = {"seconds": samples[-1]["at"], "settled_s": arguments.settled}
+    summary = {"seconds": samples[-1]["at"], "warm_up_s": arguments.warm_up}
     summary |= {"faults": samples[-1]["faults"], "counts": samples[-1]["counts"]}
     record.tell("soak_hours", rows, summary, arguments.out, soak_slopes.picture(samples))
     return 0
@@ -350,7 +350,7 @@ def main() -> int:
     parser.add_argument("--clock", type=float, default=1, help="how fast stored things age (1)")
     parser.add_argument("--every", type=float, default=1, help="seconds between samples (1)")
     parser.add_argument("--samples", type=Path, help="only compute slopes of these samples")
-    parser.add_argument("--settled", type=float, default=1800, help="seconds to leave out (1800)")
+    parser.add_argument("--warm-up", type=float, default=1800, help="seconds to leave out (1800)")
     parser.add_argument("--work", type=Path, help="the folder of logs and samples")
     arguments = parser.parse_args()
     if arguments.samples is not None:

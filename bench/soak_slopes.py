@@ -85,9 +85,9 @@ def _theil_sen(x: Floats, y: Floats) -> float:
     return float(np.median((y[second] - y[first]) / (x[second] - x[first])))
 
 
-def slopes(samples: Sequence[Sample], settled_s: float) -> dict[str, dict[str, float]]:
-    """Return the slope of each figure after the first `settled_s` seconds."""
-    late = [sample for sample in samples if sample["at"] >= settled_s]
+def slopes(samples: Sequence[Sample], warm_up_s: float) -> dict[str, dict[str, float]]:
+    """Return the slope of each figure after the first `warm_up_s` seconds."""
+    late = [sample for sample in samples if sample["at"] >= warm_up_s]
     found = by_minute(late)
     return {name: slope(points) for name, points in found.items() if len(points) > 2}
 
@@ -96,7 +96,7 @@ def picture(samples: Sequence[Sample]) -> str:
     """Draw memory, descriptors and own time over the hours, each in percent of its median."""
     figures = by_minute(samples)
     lines = {}
-    for name, shown in (
+    for name, label in (
         ("rss", "memory"),
         ("descriptors", "descriptors"),
         ("own_ms", "own time of a turn"),
@@ -105,7 +105,7 @@ def picture(samples: Sequence[Sample]) -> str:
         points = figures.get(name, [])
         blocks = [points[at : at + 5] for at in range(0, len(points), 5)]
         middle = statistics.median([value for _, value in points]) if points else 1.0
-        lines[shown] = [
+        lines[label] = [
             (block[0][0] / 60, 100 * statistics.median(value for _, value in block) / middle)
             for block in blocks
         ]

@@ -28,11 +28,11 @@ class AuditedAnswer:
     is_other: bool
 
 
-def compare(budget: int, given: Sequence[Step], whole: Sequence[Step]) -> AuditedAnswer:
+def compare(budget: int, budgeted: Sequence[Step], whole: Sequence[Step]) -> AuditedAnswer:
     """Compare the steps of an answer with the blocks of its turn with those with all blocks."""
-    total = sum(step.logprob for step in given) - sum(step.logprob for step in whole)
-    is_other = any(ours.best != theirs.best for ours, theirs in zip(given, whole, strict=True))
-    return AuditedAnswer(budget, total / len(given), is_other)
+    total = sum(step.logprob for step in budgeted) - sum(step.logprob for step in whole)
+    is_other = any(ours.best != theirs.best for ours, theirs in zip(budgeted, whole, strict=True))
+    return AuditedAnswer(budget, total / len(budgeted), is_other)
 
 
 class AuditHistory:

@@ -254,7 +254,7 @@ class ShadowAudit:
             }
             adopted = await calls.blocks.run(slot, "block-adopt", body)
             is_running = True
-            given, accounting = await lease.run(self._forced(replay, int(adopted["epoch"])))
+            budgeted, accounting = await lease.run(self._forced(replay, int(adopted["epoch"])))
             is_running = False
         except Preempted:
             if not is_running:
@@ -264,11 +264,11 @@ class ShadowAudit:
             await self._empty(calls, slot)
             raise
         await self._empty(calls, slot)
-        if whole is None or given is None:
+        if whole is None or budgeted is None:
             return "no_text"
         if accounting is None or accounting.omitted != replay.n_omitted:
             return "changed"
-        found = compare(sample.budget, given, whole)
+        found = compare(sample.budget, budgeted, whole)
         sample.conversation.audits.add(found)
         self._server.metrics.count_audit(found.change, found.is_other)
         return "done"
