@@ -341,7 +341,8 @@ def _unknown_key(name: str, prefix: str) -> str:
     siblings = own if prefix else [*(key for key in own if "." not in key), *sections()]
     near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
     in_any_section = [key for key in keys() if key.rpartition(".")[2] == name]
-    nearest = prefix + near[0] if near else (in_any_section or [""])[0]
+    # A setting of exactly this name in another section is nearer than a similar name.
+    nearest = in_any_section[0] if in_any_section else prefix + near[0] if near else ""
     hint = f"did you mean {nearest}?" if nearest else f"known: {', '.join(siblings)}"
     return f"{prefix}{name}: unknown key; {hint}"
 
