@@ -91,15 +91,19 @@ def with_note(
     """Insert a note, which quotes these blocks, into a request; None when there is no place for it.
 
     It becomes the beginning of the last user message or tool result, which every template renders,
-    or of the newest turn of a transcript; never a part of an answer that the client prefills.
+    or of the newest turn of a transcript; never a part of an answer that the client prefills. A
+    transcript with other parts beside its text has no place for it.
     """
     insertion, at = _insertion_point(request.dialect, body), _last_answerable(request)
     if insertion is None or at is None:
         return None
     path, part_type = insertion
     if request.transcript:
+        place = _transcript_path(body, path, request.messages[at].text)
+        if place is None:
+            return None
         text = _in_transcript(request, note)
-        changed = replaced(body, {tuple(path): json.dumps(text)})
+        changed = replaced(body, {place: json.dumps(text)})
     else:
         text = note + request.messages[at].text
         changed = prepend(body, path, note, {"type": part_type, "text": note})
@@ -113,9 +117,25 @@ def with_note(
 
 
 def _in_transcript(request: ChatRequest, note: str) -> str:
-    """Return the text of a transcript with a note before what its newest turn says."""
+    """Return the text of a transcript with a note before what its newest turn says.
+
+    The lines of the note are indented: one like `user: ...` would be a turn of the transcript.
+    """
     text, newest = request.messages[-1].text, request.transcript[-1]
-    return f"{text[: newest.text_start]} {note}{text[newest.text_start :].lstrip()}"
+    indented = note.rstrip().replace("\n", "\n  ")
+    return f"{text[: newest.text_start]} {indented}\n\n{text[newest.text_start :].lstrip()}"
+
+
+def _transcript_path(
+    body: bytes, path: Sequence[str | int], text: str
+) -> tuple[str | int, ...] | None:
+    """Return the path of a transcript's text; None when the value at `path` has anything else."""
+    value: Any = parsed_json(body)
+    for key in path:
+        value = value[key]
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        path, value = [*path, 0, "text"], value[0].get("text")
+    return tuple(path) if value == text else None
 
 
 def quotation(

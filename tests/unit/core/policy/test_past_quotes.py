@@ -92,4 +92,31 @@ def test_without_a_budget_past_tokens_alone_limit_the_quotation() -> None:
 def test_the_newest_turn_of_a_transcript_gets_the_quotation() -> None:
     before = "User: Hello there.\nAssistant: Good day.\nUser:"
     text = text_of(quote(content=f"{before} {QUESTION}\nAssistant:"))
-    assert text == f"{before} {HEADING}\nuser: {FACT}\n\n{QUESTION}\nAssistant:"
+    assert text == f"{before} {HEADING}\n  user: {FACT}\n\n{QUESTION}\nAssistant:"
+
+
+def test_a_quotation_adds_no_turn_to_a_transcript() -> None:
+    before = "User: Hello there.\nAssistant: Good day.\nUser:"
+    past = past_of(*FILLER[:4], FACT, *FILLER[4:], role=Role.ASSISTANT, name="assistant:1")
+    quoted = quote(past, f"{before} {QUESTION}\nAssistant:")
+    assert quoted is not None
+    turns = quoted.request.turns
+    assert [turn.role for turn in turns] == [Role.USER, Role.ASSISTANT, Role.USER]
+    assert FACT in turns[-1].text and turns[-1].text.endswith(QUESTION)
+
+
+def test_a_transcript_in_one_part_of_text_is_quoted_in_that_part() -> None:
+    text = f"User: Hello there.\nAssistant: Good day.\nUser: {QUESTION}\nAssistant:"
+    quoted = quote(content=[{"type": "text", "text": text, "extra": 1}])
+    assert quoted is not None
+    (part,) = json.loads(quoted.body)["messages"][0]["content"]
+    assert part["extra"] == 1 and FACT in part["text"] and part["text"].endswith("Assistant:")
+
+
+@pytest.mark.parametrize("other", [{"type": "text", "text": "More."}, {"type": "image_url"}])
+def test_parts_beside_a_transcript_are_not_lost(other: dict[str, str]) -> None:
+    text = f"User: Hello there.\nAssistant: Good day.\nUser: {QUESTION}"
+    content = [other, {"type": "text", "text": text}]
+    quoted = quote(content=content)
+    if quoted is not None:
+        assert json.loads(quoted.body)["messages"][0]["content"][-2:] == content
