@@ -180,6 +180,14 @@ def test_other_conversations_and_tenants_quote_nothing(port: int) -> None:
         assert running.metric("evoke_recoveries_total", reason="past") == 0
 
 
+def test_what_the_proxy_quotes_is_no_change_by_the_client(port: int) -> None:
+    with quoting(port) as running:
+        state_facts(running.port, "claude code", "drift")
+        assert ask_all(running.port, "claude code", "drift") == len(FACTS)
+        assert running.metric("evoke_prefix_divergence_total", cause="compacted") == 1
+        assert running.metric("evoke_prefix_divergence_total", cause="edited_history") == 0
+
+
 def test_the_reply_says_what_was_quoted(port: int) -> None:
     with quoting(port) as running:
         history = state_facts(running.port, "opencode", "verbose")

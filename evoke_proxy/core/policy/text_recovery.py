@@ -43,7 +43,7 @@ _MAX_BUDGET_DIVISOR = 2
 _EXTRA_TOKENS = 32
 # Added to the relevance of a block that the client requests: more than any relevance.
 _REQUESTED = 10.0
-_HEADING = "Recovered context, from earlier in this conversation:"
+RECOVERED_HEADING = "Recovered context, from earlier in this conversation:"
 
 # For each dialect: the key of the list of items, and the type of a part with text.
 _LISTS = {
@@ -142,7 +142,7 @@ def quotation(
     blocks: Sequence[Block], messages: Sequence[Message], spans: Sequence[MessageSpan]
 ) -> str:
     """Return the text of these blocks in their order, each after the name of its source."""
-    parts = [_HEADING]
+    parts = [RECOVERED_HEADING]
     for run in runs(blocks):
         source = run[0].display_name.rpartition("#")[0]
         parts.append(f"[{source}] {_text_of(run, messages, spans)}")

@@ -219,6 +219,8 @@ class Session:
         self._turn_marks = dict(inputs.marks)
         if quotes_past(inputs.config):
             self.past = after_request(self.past, self.layout, rendered, request)
+        elif len(self.past):  # the setting was changed
+            self.past, self.past_index = Past(), Index()
         self.layout = layout
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins

@@ -146,6 +146,8 @@ class BudgetedState:
     drift: Mapping[str, Any] | None = None
     # The number of such prompts and the tokens that were decoded again, by cause.
     drifts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Position of the text that was quoted in its latest prompt; None without such text.
+    quoted_at: int | None = None
     # The largest budget that was logged as needed for system prompt, tools and running task.
     needed_budget: int = 0
 

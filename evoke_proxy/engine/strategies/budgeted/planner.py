@@ -194,7 +194,8 @@ class Planner:
         before = session.layout
         started, plan = await self._begin(turn, view)
         changed = None
-        if started.divergence is not None:
+        # The client does not send what was quoted in the previous prompt, and has changed nothing.
+        if started.divergence not in (None, conversation.budgeted.quoted_at):
             messages = messages_of(turn.rendered, turn.chat)
             changed = drift_from(before, turn.rendered, messages)
         with_attention = await self._attention.read(turn, started)
@@ -358,7 +359,11 @@ class Planner:
         metrics.count_evictions("plan", len(plan.evicts))
         metrics.count_recoveries("question", len(plan.loads))
         metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
+        conversation.budgeted.quoted_at = None
         if quoted is not None:
+            conversation.budgeted.quoted_at = common_prefix(
+                turn.rendered.tokens, started.rendered.tokens
+            )
             metrics.count_recoveries("past" if quoted.is_past else "text", len(quoted.blocks))
         if conversation.budgeted.budget_needed(started.needed_budget, started.is_full):
             _log.warning(

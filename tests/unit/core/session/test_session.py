@@ -16,7 +16,8 @@ from slot_model import Refused, SlotModel, total, view_columns
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.config.policy_names import policy_names
-from evoke_proxy.core.model.blocks import Role, Span, common
+from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.blocks import Block, Role, Span, common
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.policy.turn import Turn, effective_config
@@ -24,6 +25,7 @@ from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
+from evoke_proxy.core.session.past import Past
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.errors import BudgetTooSmall, PinBudgetExceeded
 
@@ -433,6 +435,14 @@ def test_evictions_by_the_server_are_not_a_contradiction() -> None:
     assert engine.session.finish(replace(less, auto_evicted=((Span(64, 128), "x"),)))
     turn, plan = engine.planned(conversation)
     assert not engine.session.finish(less)
+
+
+def test_the_past_is_forgotten_when_the_setting_is_off() -> None:
+    engine = Engine()
+    removed = Block("user:1#0", "p/0", Span(0, 4), Role.USER, 0, 0, "Hello.")
+    engine.session.past = Past(BlockTable([removed]))
+    engine.begin(conversation_of(300))
+    assert not len(engine.session.past)
 
 
 def test_beginning_twice_is_one_turn() -> None:
