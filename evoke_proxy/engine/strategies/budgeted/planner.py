@@ -21,7 +21,7 @@ from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
-from evoke_proxy.core.prompt.transcript import messages_of, with_turns
+from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.drift import drift_from
@@ -36,7 +36,7 @@ from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, divided
 from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Planner:
         turn, previous = scope.turn, request.previous
 
         async def render() -> Rendered:
-            return with_turns(await self.render(turn, request.body, previous), request.chat)
+            return await divided(await self.render(turn, request.body, previous), request.chat)
 
         return await self._vectors.embed_beside(render, request, scope.trace)
 
@@ -145,7 +145,7 @@ class Planner:
     async def rendered_anew(self, turn: RenderedTurn) -> RenderedTurn:
         """Render the present body of a turn, for the present state of its slot."""
         rendered = await self.render(turn, turn.body, turn.rendered)
-        return replace(turn, rendered=with_turns(rendered, turn.chat))
+        return replace(turn, rendered=await divided(rendered, turn.chat))
 
     async def hold_budget(
         self, request: ParsedChat, scope: TurnScope, conversation: Conversation
@@ -277,7 +277,7 @@ class Planner:
         except PromptTooLong:
             return started, plan, None
         trace.stage = "decide"
-        rendered = with_turns(rendered, recalled.request)
+        rendered = await divided(rendered, recalled.request)
         query = turn.query  # a quotation of removed messages is no part of the question
         if not recalled.is_past:
             query = query_of(recalled.request).like(turn.query)

@@ -23,7 +23,6 @@ from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.prefetch import loading_steps
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
-from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.gateway import PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -32,7 +31,7 @@ from evoke_proxy.engine.server.slot_queue import BackgroundLease, finished, unti
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, divided
 from evoke_proxy.errors import PlanRefused, PromptTooLong, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class Prefetcher:
                 raise
             raise RequestError("llama-server cannot render this draft", "draft_invalid") from error
         await self._server.monitor.confirm(rendered.instance, calls.client)
-        return with_turns(rendered, draft.chat)
+        return await divided(rendered, draft.chat)
 
     async def _load(
         self, turn: RenderedTurn, started: Turn, plan: Plan, until: float

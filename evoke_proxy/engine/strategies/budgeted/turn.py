@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.drift import Drift
@@ -80,3 +82,13 @@ class BudgetedTurn(PreparedTurn):
             return replace(turn, **changes)
         inherited = {item.name: getattr(turn, item.name) for item in fields(PreparedTurn)}
         return cls(**inherited | changes)
+
+
+async def divided(rendered: Rendered, chat: ChatRequest) -> Rendered:
+    """Divide the rendering of a transcript into its turns, see `with_turns`.
+
+    A transcript of any length is searched for sentences, so this is done in a thread.
+    """
+    if not chat.transcript:
+        return rendered
+    return await asyncio.to_thread(with_turns, rendered, chat)
