@@ -192,6 +192,10 @@ class BudgetedState:
         self.drift = {**drift.summary(), "count": count, "tokens": total}
         return count, total
 
+    def text_quoted(self, position: int | None) -> None:
+        """Record where text was quoted in the latest prompt; None when none was."""
+        self.quoted_at = position
+
     def surplus_evicted(self, epoch: int, n_rows: int) -> None:
         """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
         self.epoch, self.n_resident = epoch, self.n_resident - n_rows

@@ -359,12 +359,11 @@ class Planner:
         metrics.count_evictions("plan", len(plan.evicts))
         metrics.count_recoveries("question", len(plan.loads))
         metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
-        conversation.budgeted.quoted_at = None
+        quoted_at = None
         if quoted is not None:
-            conversation.budgeted.quoted_at = common_prefix(
-                turn.rendered.tokens, started.rendered.tokens
-            )
+            quoted_at = common_prefix(turn.rendered.tokens, started.rendered.tokens)
             metrics.count_recoveries("past" if quoted.is_past else "text", len(quoted.blocks))
+        conversation.budgeted.text_quoted(quoted_at)
         if conversation.budgeted.budget_needed(started.needed_budget, started.is_full):
             _log.warning(
                 "session %s: system prompt, tools and running task need a budget of %d tokens: %s",
