@@ -369,6 +369,8 @@ def _converted(item: Setting, value: object) -> object:
             return value
         if value == "off" or value is False:  # YAML reads `off` as false
             return None
+    if value is False and "off" in item.choices:
+        return "off"
     if bare == tuple[str, ...] and isinstance(value, str):
         value = [value]
     if bare is int and isinstance(value, float) and value.is_integer():

@@ -88,8 +88,10 @@ def _property(item: Setting) -> dict[str, Any]:
     kind = msgspec.json.schema(item.type)
     if item.choices:
         kind["enum"] = list(item.choices)
+    if "off" in item.choices:  # YAML 1.1 reads `off` as false
+        kind = {"enum": [*item.choices, False]}
     if any("enum" in part for part in kind.get("anyOf", ())):
-        kind["anyOf"].append({"enum": ["off", False]})  # YAML 1.1 reads `off` as false
+        kind["anyOf"].append({"enum": ["off", False]})
     if kind.get("type") == "array":  # a single text is a list of one
         kind = {"anyOf": [kind, {"type": "string"}]}
     default = list(item.default) if isinstance(item.default, tuple) else item.default

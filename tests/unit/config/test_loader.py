@@ -366,3 +366,10 @@ def test_any_file_is_loaded_or_refused(text: str) -> None:
         path = Path(folder) / "evoke.yaml"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         assert isinstance(load(path, {}), Config)
+
+
+@pytest.mark.parametrize("text", ("off", '"off"'))
+def test_off_needs_no_quotes_where_it_is_one_of_several_words(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "evoke.yaml"
+    path.write_text(f"policy: {{past: {text}}}\n")
+    assert load(path, {}, {}).policy.past == "off"
