@@ -56,7 +56,7 @@ uint64_t kv_block_mix(uint64_t h, uint64_t v) {
 void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     size_t i = 0;
 #if defined(__SSE2__)
-    if (size >= 256) { // a shorter copy fills few whole lines
+    if (size >= 4096) { // a shorter copy fills few whole lines
         i = (16 - (uintptr_t) dst % 16) % 16;
         memcpy(dst, src, i);
         for (; i + 64 <= size; i += 64) {
@@ -74,18 +74,6 @@ void kv_block_stream(uint8_t * dst, const uint8_t * src, size_t size) {
     }
 #endif
     memcpy(dst + i, src + i, size - i);
-}
-
-// Loads the beginning of what is copied next: it is in another page, where the hardware does not prefetch.
-void kv_block_prefetch(const uint8_t * src, size_t size) {
-#if defined(__GNUC__)
-    for (size_t i = 0; i < std::min<size_t>(size, 1024); i += 64) {
-        __builtin_prefetch(src + i);
-    }
-#else
-    (void) src;
-    (void) size;
-#endif
 }
 
 // Makes copies of kv_block_stream() visible to other threads.
@@ -403,17 +391,11 @@ struct llama_kv_block_access {
     }
 
     static void copy_rows(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
-        const auto * cells = (const uint8_t *) t->data;
-        for (size_t i = 0; i < runs.size(); ++i) {
-            const auto & r = runs[i];
+        for (const auto & r : runs) {
             const size_t offset = r.cell*row, size = r.n*row;
             uint8_t * host = data + r.row*row;
             GGML_ASSERT(offset + size <= ggml_nbytes(t));
             if (params.in_host) {
-                if (i + 1 < runs.size()) {
-                    const auto & next = runs[i + 1];
-                    kv_block_prefetch(params.to_host ? cells + next.cell*row : data + next.row*row, next.n*row);
-                }
                 uint8_t * cell = (uint8_t *) t->data + offset;
                 uint8_t * dst  = params.to_host ? host : cell;
                 uint8_t * src  = params.to_host ? cell : host;

@@ -32,7 +32,7 @@ bool llama_kv_staging::is_usable() {
 }
 
 bool llama_kv_staging::copies_rows(size_t n_rows, size_t row) {
-    return row % sizeof(int32_t) == 0 && row*KV_STAGING_ROWS <= KV_STAGING_AREA && n_rows <= KV_STAGING_N_IDS && copies_exactly(GGML_TYPE_I32, false);
+    return row % sizeof(int32_t) == 0 && row*KV_STAGING_ROWS <= KV_STAGING_AREA && n_rows <= KV_STAGING_N_IDS && copies_exactly(GGML_TYPE_F32, false);
 }
 
 bool llama_kv_staging::copies_columns(size_t n_rows, ggml_type type) {
@@ -41,16 +41,18 @@ bool llama_kv_staging::copies_columns(size_t n_rows, ggml_type type) {
 
 // Returns whether the device has the operations for rows of words, or for transposed elements of a type.
 bool llama_kv_staging::supports(ggml_type type, bool transposed) const {
-    if (transposed && type != GGML_TYPE_F16 && type != GGML_TYPE_F32) {
+    // With transposed elements Mesa's software driver for Vulkan ends in corrupted memory of its own, though what it copied
+    // is right: no Vulkan device is used for them until somebody has found out why.
+    const bool is_vulkan = std::strncmp(ggml_backend_name(backend), "Vulkan", 6) == 0;
+    if (transposed && (is_vulkan || (type != GGML_TYPE_F16 && type != GGML_TYPE_F32))) {
         return false;
     }
     ggml_context * meta = ggml_init({ 16*ggml_tensor_overhead(), nullptr, true });
     const int64_t width = transposed ? 1 : 64;
-    const auto written = transposed ? type : GGML_TYPE_F32;
     ggml_tensor * rows   = ggml_new_tensor_1d(meta, GGML_TYPE_I32, 64);
     ggml_tensor * found  = ggml_get_rows(meta, ggml_new_tensor_2d(meta, type, width, 64), rows);
     ggml_tensor * narrow = ggml_cpy(meta, found, ggml_new_tensor_2d(meta, type, width, 64));
-    ggml_tensor * set    = ggml_set_rows(meta, ggml_new_tensor_2d(meta, written, width, 64), ggml_new_tensor_2d(meta, written, width, 64), rows);
+    ggml_tensor * set    = ggml_set_rows(meta, ggml_new_tensor_2d(meta, type, width, 64), ggml_new_tensor_2d(meta, type, width, 64), rows);
     const bool all = ggml_backend_supports_op(backend, found) && ggml_backend_supports_op(backend, set)
         && (found->type == type || ggml_backend_supports_op(backend, narrow));
     ggml_free(meta);
@@ -130,7 +132,7 @@ void llama_kv_staging::rows(const ggml_tensor * tensor, size_t row, uint8_t * da
     if (ids.empty() || ids_columns.first > 0) {
         upload_ids({ cells.begin(), cells.end() }, { 0, 0 });
     }
-    const auto type = to_host ? GGML_TYPE_I32 : GGML_TYPE_F32; // what the operations copy unchanged
+    const auto type = GGML_TYPE_F32; // words: Vulkan gathers only the first half of a wide row of I32
     const int64_t n_words = row/sizeof(int32_t), n_cells = ggml_nbytes(tensor)/row;
     const size_t n_most = KV_STAGING_AREA/row/KV_STAGING_ROWS*KV_STAGING_ROWS;
     for (size_t first = 0; first < cells.size(); first += n_most) {
