@@ -95,6 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.model.is_file():
         raise ConfigError(f"--model: {arguments.model} is not a file")
     talks = read_log(arguments.log)
+    if arguments.out is not None:
+        _check_writable(arguments.out)
     options = Options(
         arms=arguments.arms,
         budget=arguments.budget,
@@ -124,6 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
         report |= {"summary": summary, "rows": rows}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ConfigError for a file that cannot be written, before measuring takes minutes."""
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror}") from error
 
 
 def _measured(

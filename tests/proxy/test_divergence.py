@@ -72,6 +72,9 @@ def test_wrong_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["divergence", "--model", str(tmp_path / "no.gguf"), "--log", str(log)]) == 2
     assert "no.gguf is not a file" in capsys.readouterr().err
     assert main(["divergence", "--model", str(log), "--log", str(tmp_path / "none")]) == 2
+    words = ["divergence", "--model", str(log), "--log", str(log)]
+    assert main([*words, "--out", str(tmp_path / "no folder" / "out.json")]) == 2
+    assert "out.json cannot be written" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["divergence", "--model", str(log), "--log", str(log), "--arms", "infllm"])
     assert "is not an arm" in capsys.readouterr().err
