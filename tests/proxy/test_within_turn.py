@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,3 +89,26 @@ def test_what_fits_the_budget_stays_in_the_cache(port: int) -> None:
         assert len(view.blocks) and view.n_tokens > 1400
         assert all(any(a <= s.start and s.end <= b for a, b in ranges) for s in system)
         assert running.metric("evoke_full_turns_total") == 0
+
+
+def test_whole_prompts_that_together_exceed_shared_cells_do_not_fail() -> None:
+    options = ("-np", "2", "-c", "2560", "-kvu", "--evoke-ram", "64")
+    with (
+        llama_server(server_binary(patched=True), *options) as port,
+        proxy(port, policy__budget=BUDGET, policy__within_turn="full") as running,
+    ):
+
+        def post(number: int) -> int:
+            body = {
+                "messages": [
+                    {"role": "system", "content": f"{number} {SYSTEM} {SYSTEM}"},
+                    {"role": "user", "content": "Go."},
+                ],
+                "max_tokens": 64,
+            }
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {number}"}
+            data = json.dumps(body).encode()
+            return ask(running.port, "POST", "/v1/chat/completions", data, headers).status
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(post, range(4))) == [200] * 4

@@ -177,12 +177,14 @@ class Session:
         view: SlotView,
         request: ChatRequest,
         query: Query | None = None,
+        n_slot_cells: int | None = None,
     ) -> Turn:
         """Return the turn of a rendered request on the slot that `view` describes.
 
-        `query` is that of the request; None builds it, without vectors. A repeated call for the
-        same request begins the same turn. Raises BudgetTooSmall or PinBudgetExceeded, and then
-        changes nothing.
+        `query` is that of the request; None builds it, without vectors. A turn has more rows than
+        its budget only if its prompt and answer fit `n_slot_cells`, which other slots cannot fill;
+        None is no limit. A repeated call for the same request begins the same turn. Raises
+        BudgetTooSmall or PinBudgetExceeded, and then changes nothing.
         """
         number = self.turns + 1
         inputs = _TurnInputs(
@@ -201,7 +203,8 @@ class Session:
         task = self._task.after(query.topic, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
         config, needed_budget = inputs.config, _needed_budget(policy_view, inputs.config)
-        if needed_budget and config.within_turn == "full":
+        may_be_full = config.within_turn == "full" and _fits(policy_view, config, n_slot_cells)
+        if needed_budget and may_be_full:
             config = replace(config, budget=None)
         turn = Turn(
             number=number,
@@ -535,6 +538,12 @@ def _needed_budget(view: PolicyView, config: PolicyConfig) -> int:
     answer = config.reserve_tokens if view.max_tokens is None else view.max_tokens
     needed = essential_tokens(view) + min(answer, config.reserve_tokens) + config.block_tokens
     return needed if needed > config.budget else 0
+
+
+def _fits(view: PolicyView, config: PolicyConfig, n_cells: int | None) -> bool:
+    """Return whether a whole prompt and its answer fit this number of cells; None is no limit."""
+    answer = config.reserve_tokens if view.max_tokens is None else view.max_tokens
+    return n_cells is None or view.n_tokens + answer <= n_cells
 
 
 def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:

@@ -307,10 +307,11 @@ class Planner:
         """
         session = session or turn.conversation.session
         vectors = self._vectors.take_new(turn.conversation)
+        n_slot_cells = self._server.monitor.server.n_slot_cells
 
         def work() -> tuple[Turn, Plan]:
             session.add_vectors(stacked(vectors))
-            started = session.begin(turn.rendered, view, turn.chat, turn.query)
+            started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
             if turn.query.vectors:
                 self._vectors.embed_missing(session, started.view.blocks)
             return started, session.plan(started)
@@ -369,9 +370,7 @@ class Planner:
                 "session %s: system prompt, tools and running task need a budget of %d tokens: %s",
                 conversation.id,
                 started.needed_budget,
-                "served with the whole prompt"
-                if started.is_full
-                else "a part is hidden; raise policy.budget, or set policy.within_turn to full",
+                _effect(started),
             )
 
     async def _learn(self, turn: RenderedTurn, refused: PlanRefused) -> None:
@@ -393,6 +392,15 @@ def _unplanned(config: PolicyConfig) -> DecodeBudget:
     return DecodeBudget(
         config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
     )
+
+
+def _effect(started: Turn) -> str:
+    """What a turn gets that needs more than its budget, for the log."""
+    if started.is_full:
+        return "served with the whole prompt"
+    if started.config.within_turn == "full":
+        return "a part is hidden, because the whole prompt exceeds the cells of a slot"
+    return "a part is hidden; raise policy.budget, or set policy.within_turn to full"
 
 
 def _marker(slot: int, epoch: int, rendered: Rendered) -> dict[str, bytes]:
