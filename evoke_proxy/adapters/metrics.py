@@ -304,7 +304,7 @@ class Metrics:
         )
         self.full_turn_peak = self._gauge(
             "evoke_full_turn_peak_tokens",
-            "Most tokens in the KV cache during such a turn since the start of the proxy.",
+            "Most tokens in the KV cache during a turn with its whole prompt, since the proxy started.",
         )
         self._full_peak = 0
         self.as_text = self._counter(

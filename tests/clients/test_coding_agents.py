@@ -65,9 +65,12 @@ def test_an_isolated_agent_runs_its_turns_without_decoding_its_history_again(
         assert "The boat leaves at nine." in json.dumps(result["sent"][-1])
     if name == "claude":
         assert "file:notes.txt#0" in result["blocks"], "the tool result is not a block of its file"
-    # The agent did not repeat its request with a changed prompt.
+    # The agent did not repeat its request with a changed prompt. Claude Code adds a sentence to its
+    # last message when an answer was empty, as the model of this test may answer.
     latest, *_ = result["sessions"]
-    assert latest["turns"] >= 2 and latest["drift"] is None
+    drift = latest["drift"]
+    assert latest["turns"] >= 2
+    assert drift is None or (name == "claude" and drift["tokens"] < 100), drift
     if name in ("claude", "codex"):
         (session_name,) = {session["name"] for session in result["sessions"]}
         assert len(session_name) == 36, "the session has not the id that the agent sent"

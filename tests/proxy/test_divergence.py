@@ -54,8 +54,8 @@ def test_every_memory_is_measured(shape: str, tmp_path: Path) -> None:
     found = _measured(ensure(SHAPES[shape]), _log(tmp_path, 88_002, 1), *options)
     assert found["default"]["answers"] == 3
     assert found["oracle"]["answers"] == 3
-    # Distributions of random weights are flat: the most probable token changes easily.
-    assert found["default"]["top1_percent"] > 40 and found["default"]["kl_mean"] < 0.1
+    # The most probable token of flat distributions says nothing: that of the oracle changes as often.
+    assert 0 < found["default"]["kl_mean"] < 0.1
 
 
 def test_without_evictions_there_is_nothing_to_compare(
