@@ -304,7 +304,8 @@ class Metrics:
         )
         self.full_turn_peak = self._gauge(
             "evoke_full_turn_peak_tokens",
-            "Most tokens in the KV cache during a turn with its whole prompt, since the proxy started.",
+            "Most tokens in the KV cache during a turn with its whole prompt, since the proxy"
+            " started.",
         )
         self._full_peak = 0
         self.as_text = self._counter(

@@ -54,7 +54,7 @@ def test_every_memory_is_measured(shape: str, tmp_path: Path) -> None:
     found = _measured(ensure(SHAPES[shape]), _log(tmp_path, 88_002, 1), *options)
     assert found["default"]["answers"] == 3
     assert found["oracle"]["answers"] == 3
-    # The most probable token of flat distributions says nothing: that of the oracle changes as often.
+    # The most probable token of flat distributions says nothing: the oracle changes it as often.
     assert 0 < found["default"]["kl_mean"] < 0.1
 
 
