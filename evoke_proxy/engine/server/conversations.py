@@ -114,14 +114,11 @@ class ConversationIdentity:
 
 @dataclass(slots=True)
 class BudgetedState:
-    """What the budgeted strategy remembers of a conversation.
+    """What the budgeted strategy knows of a conversation's rows and copies at llama-server.
 
     All changes are methods; other objects only read the fields.
     """
 
-    # Budget and policy of the latest turn.
-    budget: int | None = None
-    policy: str = ""
     # The epoch of its slot after the latest plan; None when the contents of the slot are unknown.
     epoch: int | None = None
     # Tokens that were resident after the latest turn.
@@ -138,18 +135,6 @@ class BudgetedState:
     must_find_copies: bool = False
     # The slot it had when an earlier proxy process recorded it; None when it is not from a record.
     previous_slot: int | None = None
-    # The `timings` of its latest reply; None before the first reply with token accounting.
-    timings: Mapping[str, Any] | None = None
-    # Whether its latest turn was served with its whole prompt, see `policy.within_turn`.
-    was_full: bool = False
-    # How its latest prompt that did not continue the previous one differed, and what that cost.
-    drift: Mapping[str, Any] | None = None
-    # The number of such prompts and the tokens that were decoded again, by cause.
-    drifts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # Position of the text that was quoted in its latest prompt; None without such text.
-    quoted_at: int | None = None
-    # The largest budget that was logged as needed for system prompt, tools and running task.
-    needed_budget: int = 0
 
     @classmethod
     def of_record(cls, record: SessionRecord) -> BudgetedState:
@@ -168,33 +153,9 @@ class BudgetedState:
             previous_slot=None,
         )
 
-    def plan_ran(self, epoch: int, config: PolicyConfig) -> None:
+    def plan_ran(self, epoch: int) -> None:
         """Record a plan that has run, after which the slot has this epoch."""
-        self.epoch, self.budget, self.policy = epoch, config.budget, config.name
-
-    def budget_needed(self, tokens: int, is_full: bool) -> bool:
-        """Record the budget that a turn needs, 0 if it has enough, and whether it was full.
-
-        Returns whether the budget is larger than all that were recorded before.
-        """
-        self.was_full = is_full
-        is_larger = tokens > self.needed_budget
-        self.needed_budget = max(self.needed_budget, tokens)
-        return is_larger
-
-    def drifted(self, drift: Drift, cost: int) -> tuple[int, int]:
-        """Record that a prompt differs from the previous one, and the tokens decoded again.
-
-        Returns the number of such prompts with the same cause, and the tokens of all of them.
-        """
-        n, tokens = self.drifts.get(drift.cause, (0, 0))
-        self.drifts[drift.cause] = count, total = n + 1, tokens + cost
-        self.drift = {**drift.summary(), "count": count, "tokens": total}
-        return count, total
-
-    def text_quoted(self, position: int | None) -> None:
-        """Record where text was quoted in the latest prompt; None when none was."""
-        self.quoted_at = position
+        self.epoch = epoch
 
     def surplus_evicted(self, epoch: int, n_rows: int) -> None:
         """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
@@ -232,10 +193,6 @@ class BudgetedState:
     def tokens_counted(self, n_resident: int) -> None:
         """Record how many tokens are resident, from the accounting of llama-server."""
         self.n_resident = n_resident
-
-    def reply_ended(self, timings: Mapping[str, Any] | None) -> None:
-        """Record the `timings` of a reply."""
-        self.timings = timings
 
     def rows_prefetched(self, epoch: int, n_rows: int) -> None:
         """Record that blocks were loaded before a turn, and others evicted for them.
@@ -278,6 +235,66 @@ class BudgetedState:
         if slot is None:
             self.epoch = None
         return slot
+
+
+@dataclass(slots=True)
+class BudgetedHistory:
+    """What was recorded of the turns that the budgeted strategy has served.
+
+    All changes are methods; other objects only read the fields.
+    """
+
+    # Budget and policy of the latest turn.
+    budget: int | None = None
+    policy: str = ""
+    # The `timings` of its latest reply; None before the first reply with token accounting.
+    timings: Mapping[str, Any] | None = None
+    # Whether its latest turn was served with its whole prompt, see `policy.within_turn`.
+    was_full: bool = False
+    # How its latest prompt that did not continue the previous one differed, and what that cost.
+    drift: Mapping[str, Any] | None = None
+    # The number of such prompts and the tokens that were decoded again, by cause.
+    drifts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # Position of the text that was quoted in its latest prompt; None without such text.
+    quoted_at: int | None = None
+    # The largest budget that was logged as needed for system prompt, tools and running task.
+    needed_budget: int = 0
+
+    def for_other_server(self) -> BudgetedHistory:
+        """A copy that changes of the original do not affect."""
+        return replace(self, drifts=dict(self.drifts))
+
+    def plan_ran(self, config: PolicyConfig) -> None:
+        """Record the settings of a plan that has run."""
+        self.budget, self.policy = config.budget, config.name
+
+    def budget_needed(self, tokens: int, is_full: bool) -> bool:
+        """Record the budget that a turn needs, 0 if it has enough, and whether it was full.
+
+        Returns whether the budget is larger than all that were recorded before.
+        """
+        self.was_full = is_full
+        is_larger = tokens > self.needed_budget
+        self.needed_budget = max(self.needed_budget, tokens)
+        return is_larger
+
+    def drifted(self, drift: Drift, cost: int) -> tuple[int, int]:
+        """Record that a prompt differs from the previous one, and the tokens decoded again.
+
+        Returns the number of such prompts with the same cause, and the tokens of all of them.
+        """
+        n, tokens = self.drifts.get(drift.cause, (0, 0))
+        self.drifts[drift.cause] = count, total = n + 1, tokens + cost
+        self.drift = {**drift.summary(), "count": count, "tokens": total}
+        return count, total
+
+    def text_quoted(self, position: int | None) -> None:
+        """Record where text was quoted in the latest prompt; None when none was."""
+        self.quoted_at = position
+
+    def reply_ended(self, timings: Mapping[str, Any] | None) -> None:
+        """Record the `timings` of a reply."""
+        self.timings = timings
 
 
 @dataclass(slots=True)
@@ -404,7 +421,8 @@ class Conversation:
             tokens; None otherwise.
         history: its answered turns.
         audits: its audited answers.
-        budgeted: state of the budgeted strategy.
+        budgeted: its rows and copies at llama-server, for the budgeted strategy.
+        budgeted_history: its turns that the budgeted strategy has served.
         snapshots: state of the snapshot strategy.
         vectors: vectors of its blocks.
         worker_lock: locked while anything computes with its session, in a thread or in the event
@@ -425,6 +443,7 @@ class Conversation:
         self.history = TurnHistory()
         self.audits = AuditHistory()
         self.budgeted = BudgetedState()
+        self.budgeted_history = BudgetedHistory()
         self.snapshots = SnapshotState()
         self.vectors = VectorState()
         self.worker_lock = asyncio.Lock()
@@ -453,6 +472,7 @@ class Conversation:
         moved.session.on_server_restart(can_adopt)
         moved.in_use, moved.cached_body = 0, None
         moved.budgeted = self.budgeted.for_other_server()
+        moved.budgeted_history = self.budgeted_history.for_other_server()
         moved.snapshots = self.snapshots.for_other_server()
         moved.vectors = copy(self.vectors)
         return moved
@@ -603,9 +623,9 @@ class Conversation:
             "tokens": len(self.tokens),
             "resident": self.budgeted.n_resident,
             "saved_blocks": 0 if self.budgeted.is_unconfirmed else self.session.layout.n_copies,
-            "budget": self.budgeted.budget,
-            "policy": self.budgeted.policy,
-            "drift": self.budgeted.drift or self.snapshots.drift,
+            "budget": self.budgeted_history.budget,
+            "policy": self.budgeted_history.policy,
+            "drift": self.budgeted_history.drift or self.snapshots.drift,
             "audit": self.audits.to_json() if self.audits.n_audits else None,
         }
 

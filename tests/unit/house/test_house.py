@@ -136,7 +136,9 @@ def header_parameters(text: str) -> list[str]:
 
 
 # The states of a conversation, which only their own methods change.
-OWNED = frozenset(("budgeted", "snapshots", "vectors", "identity", "history", "breaker"))
+OWNED = frozenset(
+    (*("budgeted", "budgeted_history", "snapshots", "vectors"), *("identity", "history", "breaker"))
+)
 CONVERSATIONS = frozenset(("conversation", "victim", "forgotten"))
 
 

@@ -168,7 +168,7 @@ class Prober:
             return "off"  # a probe sends the prompt as tokens, and images have none
         if not self._attention.can_capture(conversation):
             return "off"
-        self.pace.note(conversation.budgeted.timings)
+        self.pace.note(conversation.budgeted_history.timings)
         tail = view.n_tokens - view.decode_from
         seconds = self.pace.seconds(tail, turn.config.probe_tokens)
         reason = reason_to_skip(view, turn.config, seconds, 0.0)

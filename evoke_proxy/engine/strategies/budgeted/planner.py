@@ -171,7 +171,8 @@ class Planner:
         conversation.session.plan_replaced()
         members = _marker(view.id, epoch, turn.rendered)
         forwarded = await scope.turn.with_members(members, request.chat.keys)
-        conversation.budgeted.plan_ran(epoch, config)
+        conversation.budgeted.plan_ran(epoch)
+        conversation.budgeted_history.plan_ran(config)
         return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
@@ -195,7 +196,7 @@ class Planner:
         started, plan = await self._begin(turn, view)
         changed = None
         # The client does not send what was quoted in the previous prompt, and has changed nothing.
-        if started.divergence not in (None, conversation.budgeted.quoted_at):
+        if started.divergence not in (None, conversation.budgeted_history.quoted_at):
             messages = messages_of(turn.rendered, turn.chat)
             changed = drift_from(before, turn.rendered, messages)
         with_attention = await self._attention.read(turn, started)
@@ -355,7 +356,8 @@ class Planner:
             turn.conversation,
             self._server.metrics,
         )
-        conversation.budgeted.plan_ran(epoch, started.config)
+        conversation.budgeted.plan_ran(epoch)
+        conversation.budgeted_history.plan_ran(started.config)
         conversation.budgeted.capture_started(self._attention.capture(started.config, conversation))
         metrics.count_evictions("plan", len(plan.evicts))
         metrics.count_recoveries("question", len(plan.loads))
@@ -364,8 +366,8 @@ class Planner:
         if quoted is not None:
             quoted_at = common_prefix(turn.rendered.tokens, started.rendered.tokens)
             metrics.count_recoveries("past" if quoted.is_past else "text", len(quoted.blocks))
-        conversation.budgeted.text_quoted(quoted_at)
-        if conversation.budgeted.budget_needed(started.needed_budget, started.is_full):
+        conversation.budgeted_history.text_quoted(quoted_at)
+        if conversation.budgeted_history.budget_needed(started.needed_budget, started.is_full):
             _log.warning(
                 "session %s: system prompt, tools and running task need a budget of %d tokens: %s",
                 conversation.id,

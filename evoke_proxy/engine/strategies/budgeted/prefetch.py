@@ -168,7 +168,7 @@ class Prefetcher:
             if conversation.budgeted.epoch != view.epoch:  # a turn has ended meanwhile
                 return replace(result, reason="slot_busy")
             n_cells = result.resident + view.n_free
-            budgets = (started.config.budget, conversation.budgeted.budget)
+            budgets = (started.config.budget, conversation.budgeted_history.budget)
             limit = min([n_cells, *(budget for budget in budgets if budget is not None)])
             for step in loading_steps(plan, view.resident, limit):
                 if lease.preempted or _now() > until:

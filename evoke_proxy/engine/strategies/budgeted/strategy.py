@@ -288,7 +288,7 @@ class BudgetedStrategy(CacheStrategy):
             return
         if outcome.accounting is not None:
             self._account(turn, conversation, outcome.accounting)
-            conversation.budgeted.reply_ended(outcome.timings)
+            conversation.budgeted_history.reply_ended(outcome.timings)
             timings = outcome.timings or {}
             drafted, accepted = (
                 token_count(timings.get(name)) for name in ("draft_n", "draft_n_accepted")
@@ -339,7 +339,7 @@ class BudgetedStrategy(CacheStrategy):
         cost = min(drift.n_tokens, n_decoded)
         metrics.drifts.labels(cause=drift.cause).inc()
         metrics.drift_tokens.labels(cause=drift.cause).inc(cost)
-        count, total = conversation.budgeted.drifted(drift, cost)
+        count, total = conversation.budgeted_history.drifted(drift, cost)
         _log.info("session %s: %s, %d tokens decoded again", conversation.id, drift.summary(), cost)
         if count == _FREQUENT and drift.cause in REMEDIES:
             _log.warning(

@@ -146,7 +146,7 @@ class WriteBack:
     async def _evict_surplus(self, job: SlotJob, view: SlotView) -> bool:
         """Bring a slot within its budget after a turn that had none; False when it is already."""
         conversation = job.conversation
-        if not conversation.budgeted.was_full:
+        if not conversation.budgeted_history.was_full:
             return False
         plan = conversation.session.surplus(view)
         if plan.moves_nothing:

@@ -14,7 +14,6 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import (
     Config,
     LimitsConfig,
-    PolicyConfig,
     SnapshotsConfig,
     UpstreamConfig,
 )
@@ -117,7 +116,7 @@ def test_rows_at_a_server_that_does_not_answer_are_reported_as_left() -> None:
     async def scenario() -> None:
         async with build_router(Config(upstream=upstream)) as engine:
             conversation = engine.conversations.start(EMPTY, None, "")
-            conversation.budgeted.plan_ran(7, PolicyConfig(budget=512))
+            conversation.budgeted.plan_ran(7)
             engine.server.slots.pool.record_move(conversation.id, 0)
             result = await asyncio.wait_for(Admin(engine).delete(conversation.id), 60)
             assert [line.partition(":")[0] for line in result["left"]] == ["rows in its slot"]

@@ -6,6 +6,7 @@ from session_fixtures import session_record
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.reply.answer import AnswerReader
+from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
 
@@ -20,7 +21,7 @@ def _conversation() -> tuple[Conversations, Conversation]:
 def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:
     _, conversation = _conversation()
     tokens = conversation.tokens
-    conversation.budgeted.plan_ran(7, POLICY)
+    conversation.budgeted.plan_ran(7)
     conversation.budgeted.request_sent(SentTurn("chat", b"body", AnswerReader()))
     conversation.snapshots.request_sent(SentRequest(b"a longer body", tokens, b""))
     conversation.snapshots.branch_continued("branch")
@@ -33,8 +34,10 @@ def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:
 def test_a_moved_conversation_keeps_its_identity_and_loses_its_rows() -> None:
     source, conversation = _conversation()
     target = Conversations(POLICY, 8)
-    conversation.budgeted.plan_ran(7, POLICY)
+    conversation.budgeted.plan_ran(7)
     conversation.budgeted.tokens_counted(100)
+    clock = Drift("edit", n_tokens=40)
+    conversation.budgeted_history.drifted(clock, 40)
     with conversation.using():
         source.move(conversation, target)
     assert conversation.has_moved and not list(source)
@@ -42,6 +45,8 @@ def test_a_moved_conversation_keeps_its_identity_and_loses_its_rows() -> None:
     assert moved.identity is conversation.identity and not moved.has_moved
     assert (moved.budgeted.epoch, moved.budgeted.n_resident, moved.in_use) == (None, 0, 0)
     assert (conversation.budgeted.epoch, conversation.budgeted.n_resident) == (7, 100)
+    assert moved.budgeted_history.drifted(clock, 2) == (2, 42)
+    assert conversation.budgeted_history.drifts == {"edit": (1, 40)}
 
 
 def test_rows_evicted_by_an_operator_are_no_longer_resident() -> None:
