@@ -9,12 +9,18 @@ The page cache holds nothing of the files at the second turn. Arms:
 * `ours`: the proxy
 * `ram`: no restart, but another chat used the slot; the server has a copy in memory
 * `live`, `live-ours`: no restart, and no other chat; directly, and through the proxy
+* `ours-plain`: the proxy, and a template that rewrites nothing (that of the bundled model)
+* `ours-at-once`: the proxy, restarted directly after the first reply, without a pause in which it
+  could decode ahead
 
 Columns of the second turn: `ttft_ms` is the time to the first token, `decoded` the number of tokens
-that the server decoded, `restore_ms` the time to verify and restore the snapshot, `disk_ms` the
-time to read as many bytes once at the measured speed of the disk, `share` the latter divided by the
-former. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours
-on a CPU.
+that the server decoded, `ahead` the number that it had decoded ahead in the pause before the
+restart, `restore_ms` the time to verify and restore the snapshot, `disk_ms` the time to read as
+many bytes once at the measured speed of the disk, `share` the latter divided by the former,
+`cached` the share of the files' pages that were in the page cache although the system was told to
+drop them (by `mincore`). If that is more than a hundredth, the speed of the disk is measured with
+O_DIRECT. Files of the model `wide` have at least 200 MiB. Sizes of 28,672 tokens are for models
+with few, narrow layers; the others would take hours on a CPU.
 
 Every measurement is written at once: an interrupted run continues where it stopped while the
 sources and the server are the same."""
@@ -22,9 +28,11 @@ sources and the server are the same."""
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import http.client
 import json
+import mmap
 import os
 import statistics
 import sys
@@ -47,21 +55,26 @@ from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours")
-_RESTARTED = ("cold", "peer", "ours")
+ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours", "ours-plain", "ours-at-once")
+_OURS = ("ours", "ours-plain", "ours-at-once")
+_RESTARTED = ("cold", "peer", *_OURS)
 # Arms without a restart run at this length only; the longest chats take minutes and run few arms.
 _LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
+# Pages that may still be cached when the speed of the disk is measured without O_DIRECT.
+_MAX_CACHED = 0.01
+_BLOCK_BYTES = 1 << 20
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
     "dense": ("dense-8", (), (1024, 5120)),
     "hybrid": ("hybrid-8", (), (1024, 5120)),
     "windows": ("tiny-gemma", (), (5120,)),
     "windows-full": ("tiny-gemma", ("--swa-full",), (5120,)),
+    "wide": ("wide-8", (), (5120,)),
     "dense-long": ("long-4", (), (28672,)),
     "hybrid-long": ("long-hybrid-4", (), (28672,)),
 }
 _COLUMNS = (
     *("model", "tokens", "arm", "runs", "ttft_ms", "ttft_min", "ttft_max", "decoded", "vs_cold"),
-    *("restore_ms", "disk_ms", "share", "mib"),
+    *("ahead", "restore_ms", "disk_ms", "share", "mib", "cached"),
 )
 # Of the chat that takes a slot in between.
 _OTHER = 512
@@ -125,15 +138,17 @@ class Bench:
         shape, options, _ = MODELS[model]
         self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", *options]
         self._command += ["-c", str(min(32768, SHAPES[shape].context))]
-        self._command += ["--jinja", "--chat-template-file", str(qwen_template()), "--metrics"]
+        self._command += ["--jinja", "--metrics"]
         self._command += ["-t", args.threads, "-tb", args.threads, "--slot-save-path", str(folder)]
         self._folder = folder
         self._answer: int = args.answer
 
     @contextmanager
-    def _server(self) -> Iterator[int]:
-        port = free_port()
-        with serving([*self._command, "--port", str(port)], port, self._folder / "server.log"):
+    def _server(self, arm: str) -> Iterator[int]:
+        port, command = free_port(), [*self._command]
+        if arm != "ours-plain":
+            command += ["--chat-template-file", str(qwen_template())]
+        with serving([*command, "--port", str(port)], port, self._folder / "server.log"):
             yield port
 
     @contextmanager
@@ -141,33 +156,37 @@ class Bench:
         if arm == "peer":
             with peer(port, self._folder) as front:
                 yield front
-        elif arm.endswith("ours"):
+        elif arm in (*_OURS, "live-ours"):
             settings = self._folder / "evoke.yaml"
             settings.write_text(json.dumps({"snapshots": {"directory": str(self._folder)}}))
             with proxied(port, "--config", str(settings)) as proxy:
                 yield proxy.port
-                _rest(proxy.port)
         else:
             yield port
 
     def measure(self, unit: Unit) -> dict[str, Any]:
         """The second turn of one chat."""
         chat, arm, other = Chat(unit.tokens, unit.seed), unit.arm, Chat(_OTHER, unit.seed + 1)
+        ahead = dict[str, int]()
         if arm == "cold":
             chat.append_answer(self._answer)
         else:
-            with self._server() as port, self._front(arm, port) as front:
+            with self._server(arm) as port, self._front(arm, port) as front:
                 chat.turn(front, self._answer)
+                before = samples(port)[_DECODED]
+                if arm == "ram":
+                    other.turn(front, self._answer)
+                elif arm in ("ours", "ours-plain", "live-ours"):
+                    _rest(front)
+                    ahead = {"ahead": int(samples(port)[_DECODED] - before)}
                 if arm not in _RESTARTED:
-                    if arm == "ram":
-                        other.turn(front, self._answer)
-                    if arm == "live-ours":
-                        _rest(front)
-                    return self._second(chat, port, front)
-        with self._server() as port, self._front(arm, port) as front:
-            bytes_per_s = _disk_speed(self._folder)
-            row = self._second(chat, port, front)
-            return row | (self._restored(front, bytes_per_s) if arm == "ours" else {})
+                    return self._second(chat, port, front) | ahead
+        with self._server(arm) as port, self._front(arm, port) as front:
+            bytes_per_s, cached = _disk_speed(self._folder)
+            row = self._second(chat, port, front) | ahead
+            if arm in _OURS:
+                row |= self._restored(front, bytes_per_s) | {"cached": cached}
+            return row
 
     def _second(self, chat: Chat, port: int, front: int) -> dict[str, Any]:
         before = samples(port)[_DECODED]
@@ -183,29 +202,59 @@ class Bench:
         return times | {"mib": n_bytes / 2**20}
 
 
-def _disk_speed(folder: Path) -> float:
-    """Bytes per second of reading the largest file there from the disk; forgets all of them."""
+def _disk_speed(folder: Path) -> tuple[float, float]:
+    """Read the largest file there from the disk; all files are dropped from the page cache.
+
+    Returns the bytes per second, and the share of the pages of that file that stayed in the cache.
+    """
     files = [path for path in folder.iterdir() if path.suffix in (".evoke-kv", ".bin")]
     for path in files:
         _forget(path)
     if not files:
-        return 0.0
+        return 0.0, 0.0
     largest = max(files, key=lambda path: path.stat().st_size)
-    began = time.perf_counter()
-    with largest.open("rb", buffering=0) as file:
-        while file.read(1 << 20):
-            pass
-    speed = largest.stat().st_size / (time.perf_counter() - began)
+    cached = _cached_share(largest)
+    seconds = _read_seconds(largest, os.O_DIRECT if cached > _MAX_CACHED else 0)
     _forget(largest)
-    return speed
+    return largest.stat().st_size / seconds, max(cached, _cached_share(largest))
+
+
+def _read_seconds(path: Path, flag: int) -> float:
+    """Return the seconds to read a file once; `flag` is passed to `open` besides O_RDONLY."""
+    page = mmap.mmap(-1, _BLOCK_BYTES)  # aligned, as O_DIRECT requires
+    handle = os.open(path, os.O_RDONLY | flag)
+    began = time.perf_counter()
+    while os.readv(handle, [page]) > 0:
+        pass
+    seconds = time.perf_counter() - began
+    os.close(handle)
+    return seconds
 
 
 def _forget(path: Path) -> None:
-    """Drop a file from the page cache."""
+    """Ask the system to drop a file from the page cache."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(handle)
+
+
+def _cached_share(path: Path) -> float:
+    """Return the share of a file's pages that are in the page cache, by `mincore`."""
+    size = path.stat().st_size
+    if not size:
+        return 0.0
+    n_pages = -(-size // mmap.PAGESIZE)
+    resident = (ctypes.c_ubyte * n_pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE) as mapped:
+        first = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = libc.mincore(address, ctypes.c_size_t(size), resident)
+        del first  # the mapping cannot be closed before
+    if failed:
+        raise OSError(ctypes.get_errno(), f"mincore of {path}")
+    return sum(page & 1 for page in resident) / n_pages
 
 
 def _rest(front: int) -> None:
