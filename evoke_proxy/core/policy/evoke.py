@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import ROLES, FloatArray, Mask, Positions
-from evoke_proxy.core.model.blocks import Role, count
+from evoke_proxy.core.model.block_table import FloatArray, Positions
+from evoke_proxy.core.model.blocks import count
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.planner import (
     Candidates,
@@ -22,15 +22,19 @@ from evoke_proxy.core.policy.planner import (
     WorkingSet,
     capacity_for_blocks,
     free_tokens,
+    required_blocks,
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
 from evoke_proxy.core.policy.standing import (
+    Room,
     asked_blocks,
+    file_blocks,
     live_blocks,
     question_start,
     rule_blocks,
+    system_blocks,
     task_blocks,
 )
 from evoke_proxy.core.policy.view import DEFAULT_KEEP_WEIGHTS, KeepWeights, PolicyView, keep_scores
@@ -40,8 +44,6 @@ from evoke_proxy.core.retrieval.units import Units
 # Characters at each end of a long turn that rank the turn's own blocks. The complete query would
 # match all of these blocks, because it is their text.
 _NARROW_CHARS = 300
-# The files that a turn works on get at most this share of the room for blocks.
-_MAX_FILE_SHARE = 0.5
 # The longest message, in tokens, that is ranked and recovered as a whole, and its largest share of
 # the room.
 _MAX_UNIT_TOKENS = 768
@@ -51,9 +53,11 @@ _FEW_QUESTIONS = 3
 # What the ranking adds to a keep-score in [0, 1]: at least the largest keep-score, so that ranked
 # blocks come first.
 _RANKED = 1.0
-# Scores above those of ranked blocks: of the running task or a chat's last messages, of the files
-# that the turn works on, of rules for every answer, and of a question that is not decoded again.
-_LIVE, _REREAD, _RULES, _ASKED = 3.0, 4.0, 4.5, 5.0
+# Scores above those of ranked blocks: of the newest results of a task or a chat's last messages, of
+# a task that fits as a whole, of the files that the turn works on, of rules for every answer and
+# the message that began the task, of the system prompt with tools, and of a question that is not
+# decoded again.
+_LIVE, _TASK, _FILES, _RULES, _SYSTEM, _ASKED = 3.0, 4.0, 4.25, 4.5, 4.75, 5.0
 # At most this share of the budget is for a question that is not decoded again.
 _MAX_ASKED_SHARE = 0.5
 # An answer is expected to take at most the budget divided by this.
@@ -85,14 +89,17 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         was_recovered = view.recovered if view.recovered is not None else False
         margin = parameters.margin * (1.0 + np.where(was_recovered, 1.0, 0.0))
         room = _room_beside_question(view, config)
-        rules = live = np.zeros(len(view.blocks), np.bool_)
+        rules = files = task = live = np.zeros(len(view.blocks), np.bool_)
         # Room for the ranked units, beside the blocks that stay whatever the query finds.
         left = room
         if room is not None:
-            rules, live = rule_blocks(view, room), live_blocks(view, room)
-            if config.within_turn == "full":
-                rules |= task_blocks(view, room)
-            stays = rules | live
+            standing = _standing_room(view, config, room)
+            rules = rule_blocks(view, standing)
+            if parameters.relevance > 0 and uses_text(config):
+                files = file_blocks(view, query.files, standing.left(rules), room)
+            task = task_blocks(view, standing, rules | files)
+            live = live_blocks(view, standing, rules)
+            stays = rules | task | live
             left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
         units = Units.of(view.blocks, _max_unit_tokens(left, query))
         view.index.expect_vectors(query, view.task.focus)
@@ -104,9 +111,9 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         if room is not None:
             # Newer live blocks score higher, in case not all of them fit beside the files.
             scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
-            if parameters.relevance > 0 and uses_text(config):
-                scores[reread_file_blocks(view, query, config)] = _REREAD
-            scores[rules] = _RULES
+            for kept, score in ((task, _TASK), (files, _FILES), (rules, _RULES)):
+                scores[kept] = score
+            scores[rules & system_blocks(view.blocks)] = _SYSTEM
         selection = SelectionOrder(units, order, margin)
         asked = asked_blocks(view, int(_MAX_ASKED_SHARE * (config.budget or 0)))
 
@@ -155,6 +162,17 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
+
+
+def _standing_room(view: PolicyView, config: PolicyConfig, room: int) -> Room:
+    """Return the room for blocks that stay whatever the query finds, of `room` beside the question.
+
+    Whole messages may use what is left beside the text that the turn decodes.
+    """
+    n_whole = room_for_blocks(view.n_to_decode, view.max_tokens, config) or 0
+    n_whole = max(n_whole, _room_beside_tail(view, config, room) or 0)
+    required = required_blocks(view, config.sink_tokens)
+    return Room(view.blocks.lengths, required, room, min(room, n_whole))
 
 
 def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int | None:
@@ -240,45 +258,6 @@ def relevance_scores(view: PolicyView, query: Query, config: PolicyConfig) -> Fl
             Query(), view.blocks, view.first_new_block, view.model_relevance
         )
     return np.zeros(len(view.blocks))
-
-
-def reread_file_blocks(view: PolicyView, query: Query, config: PolicyConfig) -> Mask:
-    """Return the blocks of the files that the turn's tools were called with.
-
-    Retrieval ranks blocks by their words, and most lines of a file share none with the query. But
-    a tool call with the file's path shows that the complete file matters: it may be edited, or
-    compared with a new reading. Each file's latest reading comes first, then the later messages
-    that name the file, the latest first. A message is taken completely or not at all. All of them
-    together get at most half of the room for blocks.
-    """
-    wanted = np.zeros(len(view.blocks), np.bool_)
-    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
-    remaining = view.n_tokens if room is None else int(_MAX_FILE_SHARE * room)
-    for path in query.files:
-        named = view.index.named(path, view.blocks, view.first_new_block)
-        for message in _messages_since_reading(view, named):
-            in_message = named[view.blocks.messages[named] == message]
-            length = int(view.blocks.lengths[in_message].sum())
-            if length <= remaining:
-                wanted[in_message] = True
-                remaining -= length
-    return wanted
-
-
-def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
-    """Return the message of a file's latest reading, then the later ones, the latest first.
-
-    A reading is a tool result that is at least half as long as the longest result that names the
-    file; the result of an edit is much shorter.
-    """
-    blocks = view.blocks
-    results = named[blocks.roles[named] == ROLES.index(Role.TOOL)]
-    if not len(results):
-        return []
-    lengths = np.bincount(blocks.messages[results], blocks.lengths[results])
-    reading = int(np.flatnonzero(2 * lengths >= lengths.max())[-1])
-    messages = np.unique(blocks.messages[named])
-    return [reading, *messages[messages > reading][::-1].tolist()]
 
 
 def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:

@@ -343,6 +343,14 @@ def room_for_blocks(n_to_decode: int, max_tokens: int | None, config: PolicyConf
     return config.budget - n_to_decode - min(answer, config.budget // _MAX_RESERVE_DIVISOR)
 
 
+def budget_for(n_tokens: int, max_tokens: int | None, config: PolicyConfig) -> int:
+    """Return the least budget with room for `n_tokens` beside the reserve for the answer."""
+    answer = config.reserve_tokens if max_tokens is None else max_tokens
+    # The reserve is at most a quarter of the budget.
+    share = -(-n_tokens * _MAX_RESERVE_DIVISOR // (_MAX_RESERVE_DIVISOR - 1))
+    return min(n_tokens + answer, share)
+
+
 def capacity_for_blocks(view: PolicyView, config: PolicyConfig) -> int | None:
     """Return the tokens for blocks when the best earlier ones keep a share; None without a budget.
 
@@ -384,12 +392,11 @@ def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candida
     """
     adopts = view.adopt_to > 0
     blocks, start = view.blocks, view.decode_from
-    starts, ends, lengths = blocks.starts, blocks.ends, blocks.lengths
+    ends, lengths = blocks.ends, blocks.lengths
     resident = view.in_cache & (not adopts)
     loadable = view.in_pool & (ends <= start) & ~resident & recovers
     was_resident = loadable & blocks.within(view.pre_restart_resident) if adopts else resident
-    must_stay = blocks.pinned | (starts < sink_tokens) | ((starts < start) & (start <= ends))
-    must_stay |= blocks.within(view.non_evictable)
+    must_stay = required_blocks(view, sink_tokens)
     n_other_rows = 0 if adopts else count(view.reused_rows) - int(lengths[resident].sum())
     return Candidates(
         blocks=blocks,
@@ -399,6 +406,22 @@ def candidates_of(view: PolicyView, sink_tokens: int, recovers: bool) -> Candida
         was_resident=was_resident,
         required=must_stay & (resident | loadable),
         n_other_rows=n_other_rows,
+    )
+
+
+def required_blocks(view: PolicyView, sink_tokens: int) -> Mask:
+    """Return the blocks [n] that stay if they have rows.
+
+    These are pinned blocks, sinks, the block that decoding continues from, and blocks that
+    llama-server does not evict.
+    """
+    blocks, start = view.blocks, view.decode_from
+    continued = (blocks.starts < start) & (start <= blocks.ends)
+    return (
+        blocks.pinned
+        | (blocks.starts < sink_tokens)
+        | continued
+        | blocks.within(view.non_evictable)
     )
 
 

@@ -5,18 +5,22 @@ Each kind of block may use a share of the room, so that none displaces what the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from evoke_proxy.core.model.block_table import ROLES, BlockTable, Mask, Positions
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.view import PolicyView
 
-# Shares of the room: the system prompt with its tools, the user's standing instructions, the newest
-# rules of the project, the tool results of a running task, and the last messages of a chat.
+# Shares of the room: a system prompt with tools that does not fit as a whole, the user's standing
+# instructions, the newest rules of the project, the tool results of a running task that does not
+# fit as a whole, and the last messages of a chat.
 _SYSTEM_SHARE, _INSTRUCTION_SHARE, _RULES_SHARE = 0.5, 0.1, 0.15
 _TASK_SHARE, _RECENT_SHARE = 0.3, 0.1
-# Share of the room that stays for other blocks where system prompt and task stay as a whole.
-_LEFT_SHARE = 0.125
+# The files that a turn works on have at most this share of the room.
+_MAX_FILE_SHARE = 0.5
 # Names of files with rules for agents; the newest reading of each applies to the whole project.
 _RULE_FILES = ("claude.md", "agents.md")
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
@@ -37,17 +41,61 @@ def question_start(blocks: BlockTable) -> int:
     return first
 
 
-def essential_tokens(view: PolicyView) -> int:
-    """Return the tokens of system prompt, tools, running task and question of a prompt.
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """The room beside the question.
 
-    The running task begins with the user's last message, which in a chat is the question itself.
+    Attributes:
+        lengths: [n] tokens of each block.
+        required: [n] blocks that stay in any case.
+        n_tokens: Tokens for all blocks; shares are shares of these.
+        n_whole: Tokens for blocks that stay whole or not at all: less than `n_tokens` while the
+            turn decodes text before its question.
     """
-    blocks = view.blocks
-    start = min(_task_start(blocks), question_start(blocks))
-    before = np.arange(len(blocks)) < start
-    n_system = int(blocks.lengths[before & (blocks.roles == _SYSTEM)].sum())
-    first = int(blocks.starts[start]) if start < len(blocks) else view.n_tokens
-    return n_system + view.n_tokens - first
+
+    lengths: Positions
+    required: Mask
+    n_tokens: int
+    n_whole: int
+
+    def left(self, taken: Mask) -> int:
+        """Return how many tokens are left for whole messages beside the blocks `taken` [n]."""
+        return self.n_whole - int(self.lengths[taken | self.required].sum())
+
+    def shared_beside(self, system: Mask) -> int:
+        """Return the tokens that are shared beside a system prompt that is resident as a whole.
+
+        A system prompt within its share takes nothing from the shares of others.
+        """
+        n_left = self.n_tokens - int(self.lengths[system].sum())
+        return min(self.n_tokens, int(n_left / (1 - _SYSTEM_SHARE)))
+
+
+def system_blocks(blocks: BlockTable) -> Mask:
+    """Return the blocks [n] of system prompt and tools before the question."""
+    is_system: Mask = blocks.roles == _SYSTEM
+    is_system[question_start(blocks) :] = False
+    return is_system
+
+
+def running_task(blocks: BlockTable) -> Mask:
+    """Return the blocks [n] of the running task before the question.
+
+    The task begins with the user's last message, which in a chat is the question itself.
+    """
+    indexes = np.arange(len(blocks))
+    in_task: Mask = (indexes >= _task_start(blocks)) & (indexes < question_start(blocks))
+    return in_task
+
+
+def essential_blocks(view: PolicyView, files: Sequence[str], room: int) -> Mask:
+    """Return the blocks [n] that a turn should see beside its question.
+
+    These are the system prompt with tools, the running task, and, in their shares of `room` tokens,
+    the rules and the `files` that the turn's tools were called with.
+    """
+    essential = system_blocks(view.blocks) | running_task(view.blocks) | _rules(view, room)
+    return essential | file_blocks(view, files, room, room)
 
 
 def _task_start(blocks: BlockTable) -> int:
@@ -58,33 +106,31 @@ def _task_start(blocks: BlockTable) -> int:
     )
 
 
-def task_blocks(view: PolicyView, capacity: int) -> Mask:
-    """Return the blocks [n] of system prompt, tools and running task, if they fit `capacity`.
+def rule_blocks(view: PolicyView, room: Room) -> Mask:
+    """Return the blocks [n] with rules for every answer.
 
-    They fit when an eighth of it stays for other blocks; otherwise none are returned. Blocks of the
-    question are not among them.
+    These are the system prompt with tools and the user's message that began the running task, each
+    as a whole if it fits, standing instructions of the user, the clearest first, and the newest
+    reading of each rules file. Blocks of the question are not among them.
     """
     blocks = view.blocks
-    indexes = np.arange(len(blocks))
-    is_task = (indexes >= _task_start(blocks)) | (blocks.roles == _SYSTEM)
-    stays: Mask = is_task & (indexes < question_start(blocks))
-    n_tokens = int(blocks.lengths[stays].sum())
-    return stays if n_tokens <= (1 - _LEFT_SHARE) * capacity else np.zeros(len(blocks), np.bool_)
+    system = system_blocks(blocks)
+    capacity, stays = room.n_tokens, np.zeros(len(blocks), np.bool_)
+    if room.left(system) >= 0:
+        stays, capacity = system, room.shared_beside(system)
+    else:
+        _take(stays, blocks, np.flatnonzero(system), int(_SYSTEM_SHARE * capacity))
+    stays = stays | _rules(view, capacity)
+    asked = stays | (running_task(blocks) & (blocks.roles == _USER))
+    return asked if room.left(asked) >= 0 else stays
 
 
-def rule_blocks(view: PolicyView, capacity: int) -> Mask:
-    """Return the blocks [n] with rules for every answer, in shares of `capacity` tokens.
-
-    These are the system prompt, standing instructions of the user, the clearest first, and the
-    newest reading of each rules file. Blocks of the question are not among them.
-    """
+def _rules(view: PolicyView, capacity: int) -> Mask:
+    """Return the standing instructions and rules files [n], in shares of `capacity` tokens."""
     blocks = view.blocks
-    stays = np.zeros(len(blocks), np.bool_)
-    end = question_start(blocks)
+    stays, end = np.zeros(len(blocks), np.bool_), question_start(blocks)
     if not end:
         return stays
-    is_system = np.flatnonzero(blocks.roles[:end] == _SYSTEM)
-    _take(stays, blocks, is_system, int(_SYSTEM_SHARE * capacity))
     points = view.index.instruction_points(blocks)[:end]
     instructions = np.flatnonzero(points)[::-1]
     instructions = instructions[np.argsort(-points[instructions], kind="stable")]
@@ -97,15 +143,62 @@ def rule_blocks(view: PolicyView, capacity: int) -> Mask:
     return stays
 
 
-def live_blocks(view: PolicyView, capacity: int) -> Mask:
-    """Return the blocks [n] of current work, in shares of `capacity` tokens.
+def task_blocks(view: PolicyView, room: Room, others: Mask) -> Mask:
+    """Return the blocks of the running task [n] if all of it fits beside `others` [n], or none."""
+    task = running_task(view.blocks)
+    return task if room.left(task | others) >= 0 else np.zeros(len(task), np.bool_)
+
+
+def file_blocks(view: PolicyView, files: Sequence[str], n_left: int, room: int) -> Mask:
+    """Return the blocks [n] of the files that the turn's tools were called with.
+
+    Retrieval ranks blocks by their words, and most lines of a file share none with the query. But
+    a tool call with the file's path shows that the complete file matters: it may be edited, or
+    compared with a new reading. Each file's latest reading comes first, then the later messages
+    that name the file, the latest first. A message is taken completely or not at all. All of them
+    together have at most `n_left` tokens, and half of `room`.
+    """
+    wanted = np.zeros(len(view.blocks), np.bool_)
+    remaining = min(n_left, int(_MAX_FILE_SHARE * room))
+    for path in files:
+        named = view.index.named(path, view.blocks, view.first_new_block)
+        for message in _messages_since_reading(view, named):
+            in_message = named[view.blocks.messages[named] == message]
+            length = int(view.blocks.lengths[in_message].sum())
+            if length <= remaining:
+                wanted[in_message] = True
+                remaining -= length
+    return wanted
+
+
+def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
+    """Return the message of a file's latest reading, then the later ones, the latest first.
+
+    A reading is a tool result that is at least half as long as the longest result that names the
+    file; the result of an edit is much shorter.
+    """
+    blocks = view.blocks
+    results = named[blocks.roles[named] == _TOOL]
+    if not len(results):
+        return []
+    lengths = np.bincount(blocks.messages[results], blocks.lengths[results])
+    reading = int(np.flatnonzero(2 * lengths >= lengths.max())[-1])
+    messages = np.unique(blocks.messages[named])
+    return [reading, *messages[messages > reading][::-1].tolist()]
+
+
+def live_blocks(view: PolicyView, room: Room, rules: Mask) -> Mask:
+    """Return the blocks [n] of current work, in shares of the room beside a whole system prompt.
 
     In a task, where the last message is a tool result, these are the user's last message and the
     newest messages after it; in a chat, the newest messages. Blocks of the question are not among
-    them.
+    them. `rules` [n] are those of `rule_blocks`.
     """
     blocks = view.blocks
     stays = np.zeros(len(blocks), np.bool_)
+    system = system_blocks(blocks)
+    is_whole = not (system & ~rules).any()
+    capacity = room.shared_beside(system) if is_whole else room.n_tokens
     end = question_start(blocks)
     users = np.zeros(0, np.int64)
     if end and blocks.roles[-1] == _TOOL:

@@ -22,8 +22,14 @@ from evoke_proxy.core.model.plan import Evict, Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
 from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
+from evoke_proxy.core.policy.planner import budget_for
 from evoke_proxy.core.policy.registry import decide, saves_evicted
-from evoke_proxy.core.policy.standing import essential_tokens, task_blocks
+from evoke_proxy.core.policy.standing import (
+    essential_blocks,
+    question_start,
+    running_task,
+    system_blocks,
+)
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView, Task, keep_scores
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, wire_name
@@ -202,7 +208,7 @@ class Session:
         query = query_of(request) if query is None else query
         task = self._task.after(query.topic, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
-        config, needed_budget = inputs.config, _needed_budget(policy_view, inputs.config)
+        config, needed_budget = inputs.config, _needed_budget(policy_view, query, inputs.config)
         may_be_full = config.within_turn == "full" and _fits(policy_view, config, n_slot_cells)
         if needed_budget and may_be_full:
             config = replace(config, budget=None)
@@ -408,7 +414,7 @@ class Session:
         evictable &= (blocks.starts >= self.config.sink_tokens) & (blocks.ends < view.n_tokens)
         evictable &= ~blocks.within(view.non_evictable)
         worth = keep_scores(decided.view, self.config.sink_tokens)
-        worth = worth + task_blocks(decided.view, len(self.layout.tokens) * 2)
+        worth = worth + (system_blocks(blocks) | running_task(blocks))
         evicts = list[Evict]()
         for i in np.flatnonzero(evictable)[np.argsort(worth[evictable], kind="stable")].tolist():
             if n_over <= 0:
@@ -531,12 +537,19 @@ class Session:
         return [span for span in spans if span not in saved]
 
 
-def _needed_budget(view: PolicyView, config: PolicyConfig) -> int:
-    """Return the budget for system prompt, tools, task and answer if the turn has less, else 0."""
+def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
+    """Return the budget for the essential blocks of a turn if it has less, else 0.
+
+    It includes the question, the reserve for the answer, see `room_for_blocks`, and one block.
+    """
     if config.budget is None or view.n_tokens <= config.budget:
         return 0
-    answer = config.reserve_tokens if view.max_tokens is None else view.max_tokens
-    needed = essential_tokens(view) + min(answer, config.reserve_tokens) + config.block_tokens
+    blocks = view.blocks
+    first = question_start(blocks)
+    n_asked = view.n_tokens - (int(blocks.starts[first]) if first < len(blocks) else 0)
+    essential = essential_blocks(view, query.files, config.budget)
+    n_essential = int(blocks.lengths[essential].sum())
+    needed = budget_for(n_asked + n_essential + config.block_tokens, view.max_tokens, config)
     return needed if needed > config.budget else 0
 
 

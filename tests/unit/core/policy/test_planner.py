@@ -20,9 +20,8 @@ from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import planner, registry
-from evoke_proxy.core.policy.evoke import reread_file_blocks
 from evoke_proxy.core.policy.registry import saves_evicted
-from evoke_proxy.core.policy.standing import question_start
+from evoke_proxy.core.policy.standing import file_blocks, question_start
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
@@ -739,7 +738,7 @@ def test_a_file_that_a_tool_is_called_with_is_preferred_to_other_tool_results() 
     )
     view = replace(view, blocks=blocks, n_past=640)
     query = replace(Query.of("changed"), files=("src/a.py",))
-    plan = registry.decide(view, query, replace(CONFIG, budget=640))
+    plan = registry.decide(view, query, replace(CONFIG, budget=704))
     assert "+s/4 +s/5 +s/6" in moves_of(plan)
     assert not any(f"-s/{rule}" in moves_of(plan).split() for rule in (0, 1))
 
@@ -756,4 +755,4 @@ def test_a_file_is_found_as_reread_after_a_restart() -> None:
     states = [BlockState.SAVED] * 8 + [BlockState.DROPPED]
     view = PolicyView(*view_columns(blocks, states), n_tokens=901, n_past=0, adopt_to=800)
     query = replace(Query.of("Go on."), files=("src/a.py",))
-    assert reread_file_blocks(view, query, CONFIG).tolist() == [i == 7 for i in range(9)]
+    assert file_blocks(view, query.files, 640, 640).tolist() == [i == 7 for i in range(9)]

@@ -9,8 +9,11 @@ from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.standing import (
-    essential_tokens,
+    Room,
+    essential_blocks,
+    file_blocks,
     live_blocks,
     question_start,
     rule_blocks,
@@ -31,14 +34,37 @@ def view_of(
     return replace(view, blocks=BlockTable(blocks))
 
 
-def kept(view: PolicyView, capacity: int) -> list[int]:
-    return np.flatnonzero(rule_blocks(view, capacity) | live_blocks(view, capacity)).tolist()
+def room_of(view: PolicyView, n_tokens: int) -> Room:
+    return Room(view.blocks.lengths, required_blocks(view, 0), n_tokens, n_tokens)
 
 
-def test_the_system_prompt_is_kept_within_half_of_the_budget() -> None:
-    view = view_of(FILLER[:8], {0: Role.SYSTEM, 1: Role.SYSTEM, 2: Role.SYSTEM})
+def room_for(view: PolicyView, indexes: list[int]) -> int:
+    """Return the tokens of these blocks and of those that stay in any case."""
+    wanted = required_blocks(view, 0)
+    wanted[indexes] = True
+    return int(view.blocks.lengths[wanted].sum())
+
+
+def kept(view: PolicyView, n_tokens: int) -> list[int]:
+    room = room_of(view, n_tokens)
+    rules = rule_blocks(view, room)
+    return np.flatnonzero(rules | live_blocks(view, room, rules)).tolist()
+
+
+def test_a_system_prompt_is_kept_whole_if_it_fits_and_else_within_half_of_the_budget() -> None:
+    view = view_of(FILLER[:8], dict.fromkeys(range(3), Role.SYSTEM))
+    n_tokens = room_for(view, [0, 1, 2])
     assert kept(view, 640) == [0, 1, 2, 6]
-    assert kept(view, 256) == [0, 1]
+    assert kept(view, n_tokens) == [0, 1, 2]
+    assert kept(view, n_tokens - 1) == [0]
+
+
+def test_a_system_prompt_within_its_share_takes_no_room_from_others() -> None:
+    view = view_of(FILLER[:8], dict.fromkeys(range(3), Role.SYSTEM))
+    system = view.blocks.messages < 3
+    n_system = int(view.blocks.lengths[system].sum())
+    assert room_of(view, 2 * n_system).shared_beside(system) == 2 * n_system
+    assert room_of(view, 2 * n_system - 20).shared_beside(system) == 2 * n_system - 40
 
 
 def test_an_old_standing_instruction_of_the_user_is_kept() -> None:
@@ -67,21 +93,34 @@ def test_the_question_starts_at_the_first_of_several_tool_results() -> None:
     assert kept(view_of(FILLER[:1], {}), 640) == []
 
 
-def test_the_essential_tokens_are_system_prompt_task_and_question() -> None:
+_TASK = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}
+
+
+def test_the_essential_blocks_are_system_prompt_task_rules_and_files() -> None:
     chat = view_of(FILLER[:6], {0: Role.SYSTEM, 1: Role.SYSTEM})
-    lengths = chat.blocks.lengths
-    n_generation = chat.n_tokens - int(chat.blocks.ends[-1])
-    assert essential_tokens(chat) == lengths[[0, 1, 5]].sum() + n_generation
-    roles = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}
-    task = view_of(FILLER[:7], roles)
-    lengths = task.blocks.lengths
-    n_generation = task.n_tokens - int(task.blocks.ends[-1])
-    assert essential_tokens(task) == lengths[[0, 2, 3, 4, 5, 6]].sum() + n_generation
+    assert np.flatnonzero(essential_blocks(chat, (), 640)).tolist() == [0, 1]
+    roles = _TASK | {1: Role.TOOL}
+    task = view_of(FILLER[:7], roles, {1: ("src/a.py",)})
+    assert np.flatnonzero(essential_blocks(task, (), 640)).tolist() == [0, 2, 3, 4, 5]
+    assert np.flatnonzero(essential_blocks(task, ("src/a.py",), 640)).tolist() == [*range(6)]
 
 
-def test_system_prompt_and_task_stay_as_a_whole_or_not_at_all() -> None:
-    roles = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}
-    view = view_of(FILLER[:7], roles)
-    n_tokens = int(view.blocks.lengths[[0, 2, 3, 4, 5]].sum())
-    assert np.flatnonzero(task_blocks(view, n_tokens * 8 // 7 + 1)).tolist() == [0, 2, 3, 4, 5]
-    assert not task_blocks(view, n_tokens).any()
+def test_a_task_stays_whole_if_it_fits_and_else_the_message_that_began_it() -> None:
+    view = view_of(FILLER[:7], _TASK)
+    n_tokens = room_for(view, [0, 2, 3, 4, 5])
+    room = room_of(view, n_tokens)
+    rules = rule_blocks(view, room)
+    assert np.flatnonzero(rules).tolist() == [0, 2]
+    assert np.flatnonzero(task_blocks(view, room, rules)).tolist() == [2, 3, 4, 5]
+    assert not task_blocks(view, room, rules | (view.blocks.messages == 1)).any()
+    less = room_of(view, n_tokens - 1)
+    assert np.flatnonzero(rule_blocks(view, less)).tolist() == [0, 2]
+    assert not task_blocks(view, less, rules).any()
+
+
+def test_a_file_of_the_turn_has_what_is_left_beside_the_rules() -> None:
+    view = view_of(FILLER[:7], _TASK | {1: Role.TOOL}, {1: ("src/a.py",)})
+    length = int(view.blocks.lengths[1])
+    assert np.flatnonzero(file_blocks(view, ("src/a.py",), length, 640)).tolist() == [1]
+    assert not file_blocks(view, ("src/a.py",), length - 1, 640).any()
+    assert not file_blocks(view, ("src/a.py",), length, 2 * length - 1).any()
