@@ -13,7 +13,11 @@ each time with its whole history and all tools, once under every arm:
 The model has random weights and the chat template of Qwen3.5, so tool calls are scripted: token
 counts and bits are meaningful, the text is not. After each turn of `evoke` the slot is saved to a
 file, and every row is compared bit by bit with the row that was decoded first. When a file is
-edited or reread, the bench counts how many rows of its latest reading were resident."""
+edited or reread, the bench counts how many rows of its latest reading were resident.
+
+`checks` are scripted checks of what the model could see: after each turn, whether system prompt and
+tools, each message of the user, which gives a rule, and the project's rules file are whole in the
+cache; after an edit, whether the latest reading of the file is."""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ import json
 import random
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +46,7 @@ from evoke_proxy.server_build import ensure_server
 
 ARMS = ("evoke", "no_eviction", "truncate", "discard", "below", "below_full")
 _BELOW_SHARE = 0.75
-BUDGET, STEPS = 2048, 36
+BUDGET, STEPS = 2304, 36
 ANSWER_TOKENS = 8
 _USER_EVERY = 14
 _CYCLE = ("read", "read", "search", "edit", "read again")
@@ -52,9 +57,19 @@ _SYSTEM = (
     " you do not know where something is, and read again what you have changed. Never guess what a"
     " file says. Use one tool at a time and wait for its result. Keep answers short."
 )
+# Rules that the user gives, each with one of the messages.
+_RULES = (
+    "From now on, write every number with underscores.",
+    "From now on, never rename a function.",
+    "From now on, state the old value in every answer.",
+)
+RULES_FILE = "AGENTS.md"
+_RULES_TEXT = "# Rules\n\nRun `make check` after each edit.\nDo not edit two files in one step.\n"
+# The least share of the checks that hold where system prompt and tools fit, or are served whole.
+_LEAST_CHECKS = 0.98
 _COLUMNS = (
     *("arm", "budget", "turns", "prompt", "sent", "decoded", "decoded_share", "recovered"),
-    *("omitted", "tools_whole", "peak", "breaches", "unbalanced"),
+    *("omitted", "tools_whole", "checks", "checks_hold", "peak", "breaches", "unbalanced"),
 )
 Json = dict[str, Any]
 
@@ -108,6 +123,7 @@ class Repository:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"agent-{seed}")
         self.files = {f"src/{name}.py": self._file(name) for name in _NAMES}
+        self.files[RULES_FILE] = _RULES_TEXT.splitlines()
 
     def _file(self, name: str) -> list[str]:
         lines = [f'"""What {name} does."""', ""]
@@ -149,9 +165,14 @@ def script(seed: int, steps: int) -> list[Step]:
         asks = ""
         if number % _USER_EVERY == 0:
             asks = f"Make the {rng.choice(_WORDS)} of {rng.choice(_NAMES)} larger, and check it."
+            asks += " " + _RULES[number // _USER_EVERY % len(_RULES)]
         if kind == "search":
             word = rng.choice(_WORDS)
             found.append(Step(kind, "", {"pattern": word}, repository.search(word), asks))
+            continue
+        if number == 0:
+            rules = {"path": RULES_FILE}
+            found.append(Step(kind, RULES_FILE, rules, repository.read(RULES_FILE), asks))
             continue
         old = kind != "read" or len(seen) == len(_NAMES)
         path = rng.choice(seen[:-2] or seen) if old else _fresh(rng, seen)
@@ -226,27 +247,21 @@ class Session:
         turn |= {"peak": int(usage["n_resident_peak"]), "kind": kind, "file_rows": 0}
         turn |= {"breaches": int(usage["budget_breaches"]), "file_there": 0, "file_back": 0}
         turn |= {"blocks": _counted(reply.headers.get("x-evoke-recovered", ""))}
+        body = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
+        is_complete = not turn["omitted"] and not int(usage["decoded_hidden"])
+        now: Mapping[int, bytes] = {}
+        if self.arm == "evoke" or not is_complete:
+            now = saved_rows(self.upstream, self.folder)
         if self.arm != "truncate":  # which may shift the messages
-            turn |= {"tools_whole": self._sees_tools(turn, int(usage["decoded_hidden"]))}
+            there = None if is_complete else now.keys()
+            turn |= check(needed(self.messages), self.upstream, body, there)
         if self.arm == "evoke":
             kept = turn["n_prompt"] - turn["decoded"]
-            now = saved_rows(self.upstream, self.folder)
             back = self.witness.look(now, kept, turn["n_prompt"])
             if read_messages:
-                body = self._body().items()
-                plain = {key: value for key, value in body if not key.startswith("evoke")}
-                turn |= file_row_counts(positions(self.upstream, plain, read_messages), now, back)
+                wanted = positions(self.upstream, body, read_messages)
+                turn |= file_row_counts(wanted, now, back)
         return turn
-
-    def _sees_tools(self, turn: Mapping[str, Any], n_hidden: int) -> bool:
-        """Whether system prompt and tools were whole in the cache when the answer began.
-
-        They were when nothing was omitted. Otherwise their rows are counted after the answer.
-        """
-        if not turn["omitted"] and not n_hidden:
-            return True
-        plain = {key: value for key, value in self._body().items() if not key.startswith("evoke")}
-        return positions(self.upstream, plain, [0]) <= saved_rows(self.upstream, self.folder).keys()
 
 
 def _counted(header: str) -> int:
@@ -257,6 +272,53 @@ def saved_rows(upstream: int, folder: Path) -> dict[int, bytes]:
     """The rows of the slot, by position, as the server writes them into its folder."""
     Llama(upstream).call("POST", "/slots/0?action=save", {"filename": "rows"})
     return rows(folder / "rows")
+
+
+def needed(messages: Sequence[Json]) -> list[tuple[str, int]]:
+    """What the model needs to see after these messages: kinds, and indexes of messages.
+
+    These are the system prompt with its tools, each rule of the user, the latest reading of the
+    rules file, and after an edit the latest reading of the file that was edited.
+    """
+    found = [("tools", 0)]
+    calls: dict[str, tuple[str, str]] = {}
+    readings: dict[str, int] = {}
+    edited = ""
+    for index, message in enumerate(messages):
+        edited = ""
+        if message["role"] == "user" and any(rule in str(message["content"]) for rule in _RULES):
+            found.append(("rules", index))
+        for call in message.get("tool_calls") or ():
+            arguments = json.loads(call["function"]["arguments"])
+            path = str(arguments.get("path") or arguments.get("filePath") or "")
+            calls[call["id"]] = (call["function"]["name"], path)
+        if message["role"] == "tool":
+            name, path = calls[message["tool_call_id"]]
+            if name == "read":
+                readings[path] = index
+            edited = path if name == "edit" else ""
+    found += [("rules", at) for path, at in readings.items() if path.endswith(RULES_FILE)]
+    if edited in readings:
+        found.append(("edited file", readings[edited]))
+    return found
+
+
+def check(
+    wanted: Sequence[tuple[str, int]], upstream: int, body: Json, rows: Set[int] | None
+) -> Json:
+    """Count the wanted messages of a request, and those that are whole in these `rows`.
+
+    None as `rows` are all rows.
+    """
+    missing = [
+        kind
+        for kind, index in wanted
+        if rows is not None and not positions(upstream, body, [index]) <= rows
+    ]
+    holds = len(wanted) - len(missing)
+    return {"checks": len(wanted), "checks_hold": holds, "missing": missing} | {
+        "tools_whole": "tools" not in missing
+    }
 
 
 def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
@@ -294,7 +356,11 @@ def measure(args: argparse.Namespace, arm: str) -> tuple[Json, list[Json]]:
         "recovered": sum(turn["recovered"] for turn in turns),
         "recovered_blocks": sum(turn["blocks"] for turn in turns),
         "omitted": sum(turn["omitted"] for turn in turns),
-        "tools_whole": sum(turn.get("tools_whole", 0) for turn in turns),
+        **{
+            key: sum(turn.get(key, 0) for turn in turns)
+            for key in ("tools_whole", "checks", "checks_hold")
+        },
+        "missing": Counter(kind for turn in turns for kind in turn.get("missing", ())),
         "peak": max(turn["peak"] for turn in turns),
         "breaches": sum(turn["breaches"] for turn in turns),
         "unbalanced": sum(
@@ -364,9 +430,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
         whole = by["no_eviction"]
         summary["peak_without"] = whole["peak"]
         summary["decoded_over_prefix_cache"] = round(ours["decoded"] / whole["decoded"], 3)
-    for arm in ("below", "below_full"):
-        if arm in by:
-            summary[f"{arm}_tools_whole"] = f"{by[arm]['tools_whole']} of {by[arm]['turns']}"
+    for arm, row in by.items():
+        if row["checks"]:
+            summary[f"{arm}_tools_whole"] = f"{row['tools_whole']} of {row['turns']}"
+            summary[f"{arm}_checks"] = f"{row['checks_hold']} of {row['checks']}"
+        summary[f"{arm}_omitted"] = row["omitted"]
     for arm in ("truncate", "discard"):
         if arm in by:
             ratio = ours["decoded"] / by[arm]["decoded"]
@@ -383,8 +451,9 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the run meets its bars.
 
     Every recovered row equals the original, every file that a call names again was resident as a
-    whole, so were system prompt and tools in every turn of `below_full`, no turn of another arm
-    exceeds its budget, token counts add up, and the session is as long as required.
+    whole, so were system prompt and tools in every turn of `evoke` and `below_full`, 98 % of their
+    checks hold, no turn of an arm but `below_full` exceeds its budget, token counts add up, and the
+    session is as long as required.
     """
     ours = next(row for row in rows if row["arm"] == "evoke")
     exact = not ours["rows_differ"] and not ours["refused"]
@@ -392,8 +461,9 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     long = ours["turns"] >= 30 and ours["prompt"] >= 5 * ours["budget"]
     limited = [row for row in rows if row["budget"] and row["arm"] != "below_full"]
     within_budget = all(row["peak"] <= row["budget"] for row in limited)
-    full = [row for row in rows if row["arm"] == "below_full"]
-    whole = whole and all(row["tools_whole"] == row["turns"] for row in full)
+    seeing = [row for row in rows if row["arm"] in ("evoke", "below_full")]
+    whole = whole and all(row["tools_whole"] == row["turns"] for row in seeing)
+    whole = whole and all(row["checks_hold"] >= _LEAST_CHECKS * row["checks"] for row in seeing)
     return bool(
         exact and whole and long and within_budget and not any(row["unbalanced"] for row in rows)
     )

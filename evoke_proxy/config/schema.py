@@ -295,8 +295,7 @@ class PolicyOptions:
         "budget",
         "What a request gets whose system prompt, tools and running task exceed the budget. budget:"
         " a part of them is hidden. full: it is served with its whole prompt, and the budget holds"
-        " again after the turn, so a slot needs cells for the whole prompt; where they fit, all of"
-        " them stay in the cache.",
+        " again after the turn, so a slot needs cells for the whole prompt.",
         choices=WITHIN_TURNS,
         reloadable=True,
     )

@@ -94,7 +94,8 @@ def essential_blocks(view: PolicyView, files: Sequence[str], room: int) -> Mask:
     These are the system prompt with tools, the running task, and, in their shares of `room` tokens,
     the rules and the `files` that the turn's tools were called with.
     """
-    essential = system_blocks(view.blocks) | running_task(view.blocks) | _rules(view, room)
+    essential = system_blocks(view.blocks) | running_task(view.blocks)
+    essential |= _rules(view, room, room)
     return essential | file_blocks(view, files, room, room)
 
 
@@ -114,19 +115,22 @@ def rule_blocks(view: PolicyView, room: Room) -> Mask:
     reading of each rules file. Blocks of the question are not among them.
     """
     blocks = view.blocks
-    system = system_blocks(blocks)
-    capacity, stays = room.n_tokens, np.zeros(len(blocks), np.bool_)
-    if room.left(system) >= 0:
-        stays, capacity = system, room.shared_beside(system)
-    else:
-        _take(stays, blocks, np.flatnonzero(system), int(_SYSTEM_SHARE * capacity))
-    stays = stays | _rules(view, capacity)
+    stays = system_blocks(blocks)
+    n_left = room.left(stays)
+    if n_left < 0:
+        indexes, stays = np.flatnonzero(stays), np.zeros(len(blocks), np.bool_)
+        n_left = room.n_tokens
+        _take(stays, blocks, indexes, int(_SYSTEM_SHARE * n_left))
+    stays |= _rules(view, room.n_tokens, n_left)
     asked = stays | (running_task(blocks) & (blocks.roles == _USER))
     return asked if room.left(asked) >= 0 else stays
 
 
-def _rules(view: PolicyView, capacity: int) -> Mask:
-    """Return the standing instructions and rules files [n], in shares of `capacity` tokens."""
+def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
+    """Return the standing instructions and rules files [n].
+
+    Each kind has a share of `capacity` tokens, and no more than `n_left` tokens.
+    """
     blocks = view.blocks
     stays, end = np.zeros(len(blocks), np.bool_), question_start(blocks)
     if not end:
@@ -134,12 +138,15 @@ def _rules(view: PolicyView, capacity: int) -> Mask:
     points = view.index.instruction_points(blocks)[:end]
     instructions = np.flatnonzero(points)[::-1]
     instructions = instructions[np.argsort(-points[instructions], kind="stable")]
-    _take(stays, blocks, instructions, int(_INSTRUCTION_SHARE * capacity))
+    wanted = [(instructions, _INSTRUCTION_SHARE)]
     for name in _RULE_FILES:
         rules = view.index.named(name, blocks, end)
         if len(rules):
             newest = rules[blocks.messages[rules] == blocks.messages[rules[-1]]]
-            _take(stays, blocks, newest, int(_RULES_SHARE * capacity))
+            wanted.append((newest, _RULES_SHARE))
+    for indexes, share in wanted:
+        n_before = int(blocks.lengths[stays].sum())
+        _take(stays, blocks, indexes, min(int(share * capacity), n_left - n_before))
     return stays
 
 
