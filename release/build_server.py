@@ -3,6 +3,7 @@
 ggml is built with its CPU code as libraries, one for each level of instructions, and loads the best
 one at start (GGML_BACKEND_DL, GGML_CPU_ALL_VARIANTS). Programs that repair wheels do not see
 libraries that are loaded this way, so each is copied here by name, with those of the compiler.
+The licences of all that is compiled in are copied to release/server/licenses.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from evoke_proxy.server_build.fetch import pristine_source
 from evoke_proxy.server_build.series import patches_dir
 from evoke_proxy.server_build.toolchain import find_toolchain
 
-PACKAGE = Path(__file__).resolve().parent / "server/evoke_proxy_server"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "release/server/evoke_proxy_server"
+LICENCES = ROOT / "release/server/licenses"
 FLAGS = (
     "-DBUILD_SHARED_LIBS=ON",
     "-DGGML_NATIVE=OFF",
@@ -57,6 +60,7 @@ def main() -> int:
         progress.begin(f"building llama-server for all CPUs (-j{arguments.jobs})")
         server = build_server(tree, tools, arguments.jobs, progress)
         collect(server, PACKAGE / "bin")
+        collect_licences(source, LICENCES)
     stamp = {
         "series": spec.series.digest,
         "pin": spec.pin.sha256,
@@ -95,6 +99,27 @@ def collect(server: Path, target: Path) -> None:
                 todo.append(server.parent / name)  # raises if there is none: it must be static
     environment = {"PATH": "/nonexistent", "HOME": os.devnull}
     subprocess.run([target / server.name, "--version"], check=True, env=environment)
+
+
+def collect_licences(source: Path, target: Path) -> None:
+    """Copy the licences of llama.cpp, its libraries, the patches, OpenSSL and the compiler's."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    files = {
+        "evoke-proxy": ROOT / "LICENSE",
+        "patches": ROOT / "patches/LICENSE",
+        "llama.cpp": source / "LICENSE",
+        # Those of Debian and Ubuntu, where this is built.
+        "openssl": Path("/usr/share/doc/libssl-dev/copyright"),
+        "gcc": Path("/usr/share/doc/libstdc++6/copyright"),
+    }
+    for path in sorted((source / "licenses").glob("LICENSE-*")):
+        files[path.name.removeprefix("LICENSE-")] = path
+    # Libraries without such a file are in the public domain.
+    for path in sorted((source / "vendor").rglob("LICENSE*")):
+        files[path.parent.name] = path
+    for name, path in files.items():
+        shutil.copyfile(path, target / f"{name}.txt")
 
 
 def needed(path: Path) -> list[str]:

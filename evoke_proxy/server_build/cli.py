@@ -130,10 +130,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _series(args: argparse.Namespace) -> Path:
-    """Return the directory of the series to apply, and of the pin to build without --source."""
+def _series(args: argparse.Namespace) -> Path | None:
+    """Return the directory of the series to apply, and of the pin to build without --source.
+
+    None for the default: a server that the package evoke-proxy-server contains is used for it.
+    """
     if args.source is None or args.stock:
-        return pin_directory(patches_dir(), args.pin) if args.pin else patches_dir()
+        return pin_directory(patches_dir(), args.pin) if args.pin else None
     git = find_toolchain(args.backend).git
     return choose_series(args.source, patches_dir(), args.pin, git, _say)
 

@@ -7,12 +7,14 @@ hash is checked here again, because a user may have put the file there by hand.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import venv
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
@@ -131,8 +133,8 @@ def _download(pin: Pin, archive: Path) -> None:
 
 
 def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
-    command += ["--no-deps", "--no-binary", pin.package, "--require-hashes"]
+    command = [_python_with_pip(wanted.parent), "-m", "pip", "download"]
+    command += ["--disable-pip-version-check", "--no-deps", "--no-binary", pin.package, "--require-hashes"]
     command += ["-r", str(wanted), "-d", str(wanted.parent)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not (wanted.parent / pin.file_name).is_file():
@@ -142,6 +144,24 @@ def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
             f"Check the network and pip's index settings (pip config list), or place the file\n"
             f"  {pin.file_name}  sha256 {pin.sha256}\nby hand at {archive}"
         )
+
+
+def _python_with_pip(scratch: Path) -> str:
+    """Return a Python that has pip: this one, or that of a new environment in `scratch`.
+
+    `uv tool install` makes environments without pip. Raises BuildError when pip cannot be had.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return sys.executable
+    try:
+        venv.create(scratch / "pip", with_pip=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(
+            f"pip, which downloads the source, is missing beside {sys.executable}, and no"
+            f" environment with it could be made: {error}\nOn Debian or Ubuntu:  sudo apt-get"
+            " install -y python3-venv"
+        ) from error
+    return str(scratch / "pip/bin/python")
 
 
 def verify(archive: Path, pin: Pin) -> None:

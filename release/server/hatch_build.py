@@ -14,7 +14,10 @@ class PlatformTag(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel is built."""
-        if not (Path(self.root) / "evoke_proxy_server/bin/llama-server").is_file():
+        root = Path(self.root)
+        if not (root / "evoke_proxy_server/bin/llama-server").is_file() or not any(
+            (root / "licenses").glob("*.txt")
+        ):
             raise FileNotFoundError("run release/build_server.py first")
         libc, number = platform.libc_ver()
         machine = platform.machine()

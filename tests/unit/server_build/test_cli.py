@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 from server_build_project import output_of, write_llama
 
 from evoke_proxy.server_build.cache import cache_dir, finished_server
-from evoke_proxy.server_build.fetch import pin_directories
-from evoke_proxy.server_build.series import patches_dir
+from evoke_proxy.server_build.fetch import pin_directories, read_pin
+from evoke_proxy.server_build.series import patches_dir, read_series
 
 COMMAND = [sys.executable, "-m", "evoke_proxy.server_build"]
 UNIQUE_SLEEP = f"sleep 300.{os.getpid()}"  # a command line that no other process has
@@ -167,6 +168,24 @@ def test_source_reports_what_applies_and_builds_nothing_where_no_series_does(lla
         assert f"  series for {name}: 0001 no, 0002, " in done.stderr
     assert "build-server: no series applies exactly" in done.stderr
     assert not (cache_dir() / "trees").exists()
+
+
+def test_the_server_of_an_installed_package_is_used_and_nothing_is_built(tmp_path: Path) -> None:
+    folder = tmp_path / "evoke_proxy_server/bin"
+    folder.mkdir(parents=True)
+    folder.with_name("__init__.py").touch()
+    (folder / "llama-server").touch(0o755)
+    built_from = {
+        "pin": read_pin(patches_dir()).sha256,
+        "series": read_series(patches_dir()).digest,
+    }
+    (folder / "stamp.json").write_text(json.dumps(built_from))
+    # Nothing can be built: there is no compiler.
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": "", "EVOKE_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [*COMMAND, "--print-path"], capture_output=True, text=True, timeout=120, env=env
+    )
+    assert (done.returncode, done.stdout) == (0, f"{folder / 'llama-server'}\n"), done.stderr
 
 
 def test_an_unknown_pin_is_refused_with_those_there_are(llama: Path) -> None:

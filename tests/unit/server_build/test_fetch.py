@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from evoke_proxy.server_build import fetch
 from evoke_proxy.server_build.errors import BuildError
 from evoke_proxy.server_build.fetch import Pin, pristine_source, unpack, verify
 
@@ -84,6 +85,22 @@ def test_pip_downloads_and_the_vendored_tree_is_unpacked(index: Path, tmp_path: 
     assert os.access(tree / "src/run.sh", os.X_OK)
     assert (tree / "CMakeLists.txt").stat().st_mtime == MTIME
     assert messages[0].startswith("fetching tiny-llama==1.0")
+
+
+def test_the_source_is_downloaded_in_an_environment_without_pip(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`uv tool install` makes such environments."""
+    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+    pin = write_sdist(index / "tiny_llama-1.0.tar.gz")
+    assert (pristine_source(pin, tmp_path / "cache", lambda _: None) / "CMakeLists.txt").is_file()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("ensurepip is not available")
+
+    monkeypatch.setattr(fetch.venv, "create", fail)
+    with pytest.raises(BuildError, match="ensurepip is not available\n.*python3-venv"):
+        pristine_source(pin, tmp_path / "another cache", lambda _: None)
 
 
 def test_an_unpacked_tree_is_reused_without_a_download(index: Path, tmp_path: Path) -> None:
