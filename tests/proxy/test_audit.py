@@ -5,26 +5,32 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from conversation import ChatClient
+from fault_injector import fault_injector
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, until
 
 from evoke_proxy.config import load
+from evoke_proxy.core.request.forced_answer import Step, forced_chat, read_steps
 from evoke_proxy.errors import ConfigError
 
 BUDGET = 384
 STORY = "The old sailor reads a letter near the quiet harbor. A grey cat sleeps on the warm stone. "
 RESULTS = "evoke_audits_total"
+OPTIONS = ("-c", "8192", "--evoke-ram", "64")
+# The beginnings of calls that only an audit makes.
+JSON = {"Content-Type": "application/json"}
+PREFILL, FORCED = b'"n_predict":0', b'"n_probs":1'
 
 
 @contextmanager
 def _audited(slots: int = 2, share: float = 1.0) -> Iterator[tuple[int, RunningProxy]]:
-    options = ("-np", str(slots), "-c", "8192", "--evoke-ram", "64")
-    with llama_server(server_binary(patched=True), *options) as upstream:
+    with llama_server(server_binary(patched=True), "-np", str(slots), *OPTIONS) as upstream:
         with proxy(upstream, audit__share=share) as running:
             yield upstream, running
 
@@ -124,6 +130,101 @@ def test_a_request_preempts_an_audit() -> None:
     assert interrupted > 0 and queued_s < 0.1
     # Wall times of a busy machine: three times as long would be a step of half a second.
     assert statistics.median(waits[1.0]) < 3 * statistics.median(waits[0.0]) + 0.25
+
+
+def test_the_change_is_that_of_the_given_answer_in_a_server_without_a_budget() -> None:
+    """The expectation: log probabilities that clients were told, with the budget and without."""
+    with _audited() as (_, running):
+        client = ChatClient(running.port, "lost", {"evoke_budget": BUDGET, "evoke_recall": "none"})
+        client.say("My code name is pink hippo.")
+        _talk(client, 8)
+        running.wait_for_background()
+        done, total = _count(running, "done"), _total_change(running)
+        client.messages.append({"role": "user", "content": "What is my code name?"})
+        given = json.loads(client.post(logprobs=True, top_logprobs=1).body)
+        until(lambda: _count(running, "done") == done + 1, "an audit", 60)
+        change = _total_change(running) - total
+    steps = given["choices"][0]["logprobs"]["content"]
+    tokens = [step["id"] for step in steps]
+    with llama_server(server_binary(patched=True), "-np", "1", *OPTIONS) as whole:
+        body = {"messages": client.messages, **forced_chat(tokens, 1)}
+        answer = ask(whole, "POST", "/v1/chat/completions", json.dumps(body).encode(), JSON)
+    expected = read_steps(json.loads(answer.body), tokens)
+    assert expected is not None and len(tokens) > 2
+    # Some decodes are of other batches, which rounds differently.
+    assert change == pytest.approx(_mean([step["logprob"] for step in steps], expected), abs=0.02)
+    assert abs(change) > 0.1
+
+
+def _total_change(running: RunningProxy) -> float:
+    return running.metric("evoke_audit_logprob_change_sum")
+
+
+def _mean(given: Sequence[float], whole: Sequence[Step]) -> float:
+    """The mean change of a log probability."""
+    return sum(given) / len(given) - sum(step.logprob for step in whole) / len(whole)
+
+
+def _residents(upstream: int) -> list[int]:
+    """The resident rows of each slot, fewest first."""
+    states = [json.loads(ask(upstream, "GET", f"/slots/{n}/blocks").body) for n in (0, 1)]
+    return sorted(state["n_resident"] for state in states)
+
+
+@pytest.mark.parametrize("call", [PREFILL, FORCED])
+def test_stopping_the_proxy_ends_an_audit(call: bytes) -> None:
+    with llama_server(server_binary(patched=True), "-np", "2", *OPTIONS) as upstream:
+        with fault_injector(upstream) as injector:
+            with proxy(injector.port, audit__share=1.0) as running:
+                client = ChatClient(running.port, "stopped", {"evoke_budget": BUDGET})
+                client.say("My code name is pink hippo.")
+                stop: Future[None] = Future()
+                injector.run_at(call, lambda: stop.set_result(None))
+                _talk(client, 12)
+                stop.result(30)
+                metrics = running.gateway.metrics.registry
+            assert metrics.get_sample_value(RESULTS, {"result": "interrupted"}) >= 1
+            assert metrics.get_sample_value(RESULTS, {"result": "done"}) == 0
+        assert _residents(upstream)[0] <= 1
+
+
+@pytest.mark.parametrize("call", [PREFILL, FORCED])
+def test_deleting_a_session_ends_its_audit(call: bytes) -> None:
+    """After the answer, no slot has rows of the session."""
+    with llama_server(server_binary(patched=True), "-np", "2", *OPTIONS) as upstream:
+        with (
+            fault_injector(upstream) as injector,
+            proxy(injector.port, audit__share=1.0) as running,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            client = ChatClient(running.port, "deleted", {"evoke_budget": BUDGET})
+            client.say("My code name is pink hippo.")
+            (row,) = _sessions(running)
+            path = f"/evoke/sessions/{row['id']}"
+            began: Future[Future[Any]] = Future()
+            delete = lambda: thread.submit(ask, running.port, "DELETE", path)  # noqa: E731
+            injector.run_at(call, lambda: began.set_result(delete()))
+            _talk(client, 12)
+            answer = began.result(30).result(30)
+            assert _residents(upstream)[1] <= 1
+            assert answer.status == 200 and json.loads(answer.body)["left"] == []
+            assert _count(running, "done") == 0 and _count(running, "interrupted") >= 1
+
+
+def test_an_audit_leaves_the_cells_that_requests_need_where_slots_share_them() -> None:
+    found = {}
+    for cells in (1920, 4096):
+        options = ("-np", "2", "-kvu", "-c", str(cells), "--evoke-ram", "64")
+        with llama_server(server_binary(patched=True), *options) as upstream:
+            with proxy(upstream, audit__share=1.0) as running:
+                client = ChatClient(running.port, "shared", {"evoke_budget": BUDGET})
+                _talk(client, 8)
+                running.wait_for_background()
+                found[cells] = {name: _count(running, name) > 0 for name in ("done", "no_cells")}
+    assert found == {
+        1920: {"done": False, "no_cells": True},
+        4096: {"done": True, "no_cells": False},
+    }
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5])

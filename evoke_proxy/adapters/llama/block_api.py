@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from evoke_proxy.adapters.llama.client import CallOptions, LlamaClient
-from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.rendered import Rendered, RenderingLimit, SlotView, Tokens
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError, UpstreamRejected
@@ -145,6 +146,19 @@ class BlockApi:
                     refused.operation = str(ops[refused.op].get("op"))
                 raise
         return epoch
+
+    async def empty(self, view: SlotView, owner: Mapping[str, str]) -> int:
+        """Evict all rows of a slot except the last, which llama-server needs; returns its epoch.
+
+        The next request decodes its whole prompt. Raises PlanRefused when llama-server refuses it.
+        """
+        rows = list(view.resident)
+        if rows:
+            rows[-1] = Span(rows[-1].start, rows[-1].end - 1)
+        evicts = tuple(Evict(row) for row in rows if len(row))
+        # Without `reuse=0` the next request could continue the tokens of the slot, all omitted.
+        plan = Plan(evicts=evicts, reuse=0, reason="deleted")
+        return await self.run_plan(PlanCall(plan, view, owner))
 
     async def attention(self, slot: int, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Return the reply to an `attention` call, which is split if it is too much work.

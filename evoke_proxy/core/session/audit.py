@@ -10,6 +10,8 @@ from evoke_proxy.core.request.forced_answer import Step
 
 # Budgets that are counted apart; further ones are not counted.
 _MAX_BUDGETS = 16
+# Least log probability of a token: llama-server reports -3.4e38 for a probability below 1e-45.
+_LEAST_LOGPROB = -104.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,13 @@ class AuditedAnswer:
 
 def compare(budget: int, budgeted: Sequence[Step], whole: Sequence[Step]) -> AuditedAnswer:
     """Compare the steps of an answer with the blocks of its turn with those with all blocks."""
-    total = sum(step.logprob for step in budgeted) - sum(step.logprob for step in whole)
+    total = _logprob(budgeted) - _logprob(whole)
     is_other = any(ours.best != theirs.best for ours, theirs in zip(budgeted, whole, strict=True))
     return AuditedAnswer(budget, total / len(budgeted), is_other)
+
+
+def _logprob(steps: Sequence[Step]) -> float:
+    return sum(max(step.logprob, _LEAST_LOGPROB) for step in steps)
 
 
 class AuditHistory:

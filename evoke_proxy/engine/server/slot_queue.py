@@ -222,6 +222,11 @@ class BackgroundLease:
             self.is_released = True
             self._queue.background_ended(self)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether llama-server may still work on a cancelled call: `settle` then follows."""
+        return self._is_busy
+
     def check(self) -> None:
         """Raise Preempted when a request has arrived."""
         if self.preempted:
@@ -293,6 +298,8 @@ class SlotQueue:
         self._expected = 0
         self._changed = asyncio.Event()
         self.is_closed = False
+        # Called by `close`.
+        self.on_close: list[Callable[[], None]] = []
 
     @property
     def pool(self) -> SlotPool:
@@ -315,9 +322,12 @@ class SlotQueue:
     def close(self) -> None:
         """Set `is_closed`: from now on nothing waits until llama-server is idle.
 
-        Background work continues to its end, because the next proxy process uses its copies.
+        Background work continues to its end, because the next proxy process uses its copies, except
+        what `on_close` ends.
         """
         self.is_closed = True
+        for callback in self.on_close:
+            callback()
 
     async def acquire(
         self,

@@ -5,6 +5,8 @@ prompt without eviction and makes llama-server generate the given answer; then i
 the blocks that the turn had, in the state in which they were decoded, and does the same. The slot
 of the conversation is not touched. All calls run under a background lease, which a request
 preempts: the prompt is decoded in steps of about 50 ms, and a cancelled call ends with its step.
+The slot is empty again before the lease ends. Stopping the proxy, and deleting the conversation,
+end its audit too.
 """
 
 from __future__ import annotations
@@ -17,11 +19,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of
+from evoke_proxy.adapters.llama.block_api import LATEST, copies_of
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.core.model.blocks import Span, clipped, count, merged, without
-from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens, has_media
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.forced_answer import Step, forced_completion, read_steps
@@ -29,7 +30,7 @@ from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.audit import compare
 from evoke_proxy.engine.gateway import Outcome
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.slot_queue import BackgroundLease, Preempted, until_over
+from evoke_proxy.engine.server.slot_queue import BackgroundLease, until_over
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn
@@ -64,6 +65,8 @@ class _Sample:
     # Turns of the conversation, and tokens of its prompt, when the turn ended.
     n_turns: int
     n_prompt: int
+    # Tokens of the prompt that were not in the cache.
+    n_omitted: int
     budget: int
 
 
@@ -79,8 +82,6 @@ class _Replay:
     # Labels of the copies of resident blocks, and where the last of them ends.
     labels: Sequence[str]
     end: int
-    # Tokens of the prompt that were not in the cache.
-    n_omitted: int
 
 
 class ShadowAudit:
@@ -90,6 +91,9 @@ class ShadowAudit:
         self._server = server
         self._waiting: dict[str, _Sample] = {}
         self._is_running = False
+        # The conversation that is audited, and the lease of the audit.
+        self._current: tuple[Conversation, BackgroundLease] | None = None
+        server.slots.on_close.append(self._stop)
 
     def select(self, turn: PreparedTurn) -> PreparedTurn:
         """Return the turn, marked and with a reader of its answer if it is drawn."""
@@ -123,6 +127,7 @@ class ShadowAudit:
             answer=turn.answer,
             n_turns=conversation.n_turns,
             n_prompt=accounting.n_prompt,
+            n_omitted=accounting.omitted,
             budget=turn.budget,
         )
         while len(self._waiting) > _MAX_WAITING:
@@ -133,6 +138,30 @@ class ShadowAudit:
         if self._waiting and not self._is_running and self._server.slots.pool.idle():
             self._is_running = True
             self._server.background.run(self._run(), "auditing turns")
+
+    def discard(self, conversation: Conversation) -> None:
+        """Drop the turn of a conversation that waits for its audit."""
+        self._waiting.pop(conversation.id, None)
+
+    async def end(self, conversation: Conversation) -> None:
+        """Drop the turn of a conversation that waits, and end its audit; returns after it.
+
+        Raises SlotsBusy when the slot of the audit does not become free in time.
+        """
+        self.discard(conversation)
+        if self._current is None or self._current[0] is not conversation:
+            return
+        (slot,) = self._current[1].slots
+        # The lease is granted when the background lease has ended.
+        session = f"erasing-{conversation.id}"
+        lease = await self._server.slots.acquire(session, conversation.tenant, True, slot=slot)
+        lease.release()
+
+    def _stop(self) -> None:
+        """End the running audit, because the proxy stops."""
+        self._waiting.clear()
+        if self._current is not None:
+            self._current[1].preempt(0.0)
 
     async def _run(self) -> None:
         """Audit the waiting turns until a request arrives."""
@@ -174,12 +203,16 @@ class ShadowAudit:
         if lease is None:
             return "interrupted"
         result = "interrupted"
-        async with lease:
-            text = str(message["content"])
-            found = await self._replay(sample, own, spare, text)
-            if isinstance(found, str):
-                return found
-            result = await self._compared(sample, found, lease)
+        self._current = conversation, lease
+        try:
+            async with lease:
+                text = str(message["content"])
+                found = await self._replay(sample, own, spare, text)
+                if isinstance(found, str):
+                    return found
+                result = await self._compared(sample, found, lease)
+        finally:
+            self._current = None
         return result
 
     def _spare_slot(self) -> int | None:
@@ -209,10 +242,12 @@ class ShadowAudit:
             return "changed"
         if has_media(tokens) or not len(answer):
             return "no_text"
-        if free.n_free < len(tokens) + _ANSWER_TOKENS + _SPARE_CELLS:
+        if free.n_free < len(tokens) + _ANSWER_TOKENS + self._reserved(sample):
             return "no_cells"
         prompt = Span(0, len(tokens))
         resident = clipped(view.resident, prompt)
+        if len(tokens) - count(resident) != sample.n_omitted:
+            return "changed"  # llama-server has evicted rows while it generated the answer
         copies = [
             (label, Span(int(copy["p0"]), int(copy["p1"])))
             for label, copy in copies_of(state, conversation.id).items()
@@ -235,38 +270,45 @@ class ShadowAudit:
             answer=answer[:_ANSWER_TOKENS].tolist(),
             labels=[label for label, _ in chosen],
             end=end,
-            n_omitted=len(tokens) - count(resident),
         )
+
+    def _reserved(self, sample: _Sample) -> int:
+        """Cells that an audit leaves free.
+
+        Where slots share cells, a request that arrives during an audit may need as many as the
+        budgets allow: those that each conversation may still fill, and one more budget.
+        """
+        info, pool = self._server.monitor.server, self._server.slots.pool
+        n_cells = info.n_slot_cells or 0
+        if n_cells >= (info.n_cells or 0):
+            return _SPARE_CELLS
+        total = sample.budget
+        for slot in range(len(pool)):
+            found = self._server.conversations.get(pool.holder(slot))
+            if found is not None:
+                budget = found.session.config.budget or n_cells
+                total += max(0, budget - found.budgeted.n_resident)
+        return total + _SPARE_CELLS
 
     async def _compared(self, sample: _Sample, replay: _Replay, lease: BackgroundLease) -> str:
         """Generate the answer with all blocks and with those of the turn, and record both."""
-        calls, slot = replay.calls, replay.slot
-        is_running = True
         try:
             await self._prefill(replay, lease)
             whole, _ = await lease.run(self._forced(replay, None))
-            is_running = False
             lease.check()
             body: dict[str, Any] = {
                 "tokens": replay.tokens[: replay.end].tolist(),
                 "names": list(replay.labels),
                 **replay.conversation.owner,
             }
-            adopted = await calls.blocks.run(slot, "block-adopt", body)
-            is_running = True
+            adopted = await replay.calls.blocks.run(replay.slot, "block-adopt", body)
             budgeted, accounting = await lease.run(self._forced(replay, int(adopted["epoch"])))
-            is_running = False
-        except Preempted:
-            if not is_running:
-                await self._empty(calls, slot)
-            raise
-        except EvokeError:
-            await self._empty(calls, slot)
-            raise
-        await self._empty(calls, slot)
+        finally:
+            if not lease.is_busy:  # else the lease empties the slot when llama-server is idle
+                await self._empty(replay.calls, replay.slot)
         if whole is None or budgeted is None:
             return "no_text"
-        if accounting is None or accounting.omitted != replay.n_omitted:
+        if accounting is None or accounting.omitted != sample.n_omitted:
             return "changed"
         found = compare(sample.budget, budgeted, whole)
         sample.conversation.audits.add(found)
@@ -302,10 +344,6 @@ class ShadowAudit:
         """Free the cells of the slot; a failure leaves rows that the next request replaces."""
         try:
             view = SlotView.parse(await calls.blocks.slot(slot, "", LATEST))
-            rows = [Span(row.start, row.end) for row in view.resident]
-            if rows:  # llama-server needs the last row
-                rows[-1] = Span(rows[-1].start, rows[-1].end - 1)
-            plan = Plan(evicts=tuple(Evict(row) for row in rows if len(row)), reuse=0)
-            await calls.blocks.run_plan(PlanCall(plan, view, {"tenant": "", "session": _NOBODY}))
+            await calls.blocks.empty(view, {"tenant": "", "session": _NOBODY})
         except EvokeError as error:
             _log.debug("slot %d not emptied after an audit: %s", slot, error)

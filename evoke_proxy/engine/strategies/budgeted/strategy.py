@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall, copies_of, slot_in
+from evoke_proxy.adapters.llama.block_api import LATEST, copies_of, slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
-from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.counts import token_count
-from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.reply.reply_edit import with_context_advice
@@ -365,6 +363,7 @@ class BudgetedStrategy(CacheStrategy):
 
     def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """See CacheStrategy."""
+        self._audit.discard(conversation)
         self._records.forget(conversation.id)
         if conversation.labels:
             work = self._slots.drop_copies(conversation, calls.blocks)
@@ -385,10 +384,11 @@ class BudgetedStrategy(CacheStrategy):
         try:
             await self._server.calls.client.call("POST", f"/slots/{slot}?action=erase", {})
         except UpstreamRejected:  # it runs without --slot-save-path
-            await blocks.run_plan(PlanCall(_evict_all(view), view, conversation.owner))
+            await blocks.empty(view, conversation.owner)
 
     async def drop_copies(self, conversation: Conversation) -> None:
         """See CacheStrategy; includes copies that the session no longer lists."""
+        await self._audit.end(conversation)
         blocks = self._server.calls.blocks
         # Taking the lock waits for a call that saves rows of the session.
         async with self._server.slots.locked(conversation.id):
@@ -409,13 +409,3 @@ class BudgetedStrategy(CacheStrategy):
     def server_started(self, server: ServerInfo) -> None:
         """See CacheStrategy."""
         self._records.server_started(server)
-
-
-def _evict_all(view: SlotView) -> Plan:
-    """Evicts all rows of a slot except the last, which llama-server needs."""
-    rows = list(view.resident)
-    if rows:
-        rows[-1] = Span(rows[-1].start, rows[-1].end - 1)
-    evicts = tuple(Evict(row) for row in rows if len(row))
-    # Without `reuse=0` the next request could continue the tokens of the slot, all omitted.
-    return Plan(evicts=evicts, reuse=0, reason="deleted")
