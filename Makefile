@@ -11,7 +11,7 @@ PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3
 
 BENCHES := support latency copies capture decode limit overhead stall embedding retrieval demo_recall ruler unseen placement quality evidence tasks session restart soak growth agent long opencode
 
-.PHONY: demo proof test check docs bench fuzz patches-check test-matrix help venv build release requirements tools clean
+.PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
 ##@ Start
 ## make demo            a planted fact under four policies; report in out/demo/report.html
@@ -29,6 +29,8 @@ proof: build
 ## make check           style, types, structure
 ## make test-matrix TARGET=avx2   the contract tests on another build: avx2, tsan, vulkan, rpc, macos, pins
 ## make fuzz            20000 random operations and malformed requests, with sanitizers
+## make fuzz-parsers    each parser of the proxy on inputs that atheris changes; ARGS='--seconds 300'
+## make isolation       100000 interleavings of the requests of two tenants
 ## make patches-check   releases of llama.cpp that the patches apply to: patches/APPLIES.md
 ## make docs            the documentation as a site, in out/site
 # Byte code is kept: each worker reads all test files, and many tests start the proxy as a process.
@@ -97,6 +99,13 @@ bench-%: venv
 fuzz: venv
 	@$(BIN)/python tests/fuzz.py $(ARGS)
 
+fuzz-parsers: .venv/clients
+	@$(BIN)/python tests/fuzz_parsers.py $(ARGS)
+
+# `make test` runs a tenth of them.
+isolation: venv
+	@EVOKE_INTERLEAVINGS=100000 $(BIN)/python -m pytest -q --timeout 3600 tests/unit/engine/server/test_conversations_interleaved.py
+
 # Writes patches/APPLIES.md. Downloads 350 MB, compiles two releases and the files of the pin that each
 # patch changes; the next run reuses the objects.
 patches-check: venv
@@ -127,7 +136,7 @@ venv: .venv/stamp
 # Large packages that only tests and some benches need: client libraries for tests/clients, packages
 # that run and write an embedder, and linters of docker/.
 .venv/clients: .venv/stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export,otel]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,clients,cpu,docker,export,fuzz,otel]'
 	@touch $@
 
 # The documentation as a site in out/site. Broken links are errors.

@@ -3,8 +3,8 @@
 make release                  the proxy
 make release ARGS=--server    the wheel with llama-server as well, which takes 10 minutes and more
 
-The wheel is installed in an empty environment, as `uv tool install` does, and run there. A release
-needs a version with a dated section in CHANGELOG.md.
+The wheel is installed in empty environments, by `uv tool install` and by `pipx install`, and run
+there. A release needs a version with a dated section in CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="evoke-release-") as folder:
             python = install(wheel, server, Path(folder))
             run_installed(python.parent / "evoke-proxy", version, has_server=server is not None)
+            run_installed(install_with_pipx(wheel, Path(folder)), version, has_server=False)
             write_sbom(python)
         write_checksums()
     except (ReleaseError, subprocess.CalledProcessError) as error:
@@ -156,6 +157,14 @@ def install(wheel: Path, server: Path | None, folder: Path) -> Path:
     # The extras whose packages an image contains, so that the SBOM has them.
     _run("uv", "tool", "install", *options, *more, f"{wheel}[cpu,encryption,otel]", env=env)
     return folder / "tools/evoke-proxy/bin/python"
+
+
+def install_with_pipx(wheel: Path, folder: Path) -> Path:
+    """Install a wheel with pipx, with pinned dependencies; returns the program."""
+    env = {"PIPX_HOME": str(folder / "pipx"), "PIPX_BIN_DIR": str(folder / "pipx-bin")}
+    options = ["--quiet", "--python", sys.executable, f"--pip-args=--constraint {CONSTRAINTS}"]
+    _run("pipx", "install", *options, str(wheel), env=env)
+    return folder / "pipx/venvs/evoke-proxy/bin/evoke-proxy"
 
 
 def run_installed(program: Path, version: str, has_server: bool) -> None:

@@ -16,6 +16,7 @@ _BUILD_SETTINGS = (
     "EVOKE_PATCHED_SERVER",
     "EVOKE_STOCK_SERVER",
     "EVOKE_SERVER_ARGS",
+    "EVOKE_INTERLEAVINGS",
 )
 _REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 

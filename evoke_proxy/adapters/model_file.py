@@ -19,6 +19,8 @@ _SCALARS = {
     12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+# More layers than llama.cpp allows (LLAMA_MAX_LAYERS is 512).
+_MAX_LAYERS = 4096
 # Longer arrays belong to the vocabulary, which is not needed.
 _MAX_ITEMS = 4096
 _SPLIT = re.compile(r"-00001-of-(\d{5})\.gguf$")
@@ -83,6 +85,8 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if kind != _ARRAY:
         return _number(file, _SCALARS[kind])
     item, length = _number(file, "<I"), _number(file, "<Q")
+    if item == _ARRAY:
+        raise ValueError("it has an array of arrays")
     if length <= _MAX_ITEMS:
         return [_value(file, item) for _ in range(length)]
     if item == _STRING:
@@ -109,6 +113,8 @@ def _shape(values: Mapping[str, Any], tensors: list[str], n_bytes: int) -> Model
         return values.get(f"{name}.{key}", default)
 
     n_layers = int(get("block_count", 0))
+    if n_layers > _MAX_LAYERS:
+        raise ValueError(f"it states {n_layers} layers")
     parts: dict[int, set[str]] = {}
     for tensor in tensors:
         if layer := _LAYER.match(tensor):

@@ -196,7 +196,7 @@ class StockApi:
             raise UpstreamRejected(reply.status, raw)
         try:
             return [SlotStatus.parse(item) for item in orjson.loads(raw)]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise UpstreamProtocolError("/slots answered in an unknown format") from error
 
     async def prefill(

@@ -77,16 +77,20 @@ def read_steps(answer: Mapping[str, Any], tokens: Sequence[int]) -> list[Step] |
 
 def _items(answer: Mapping[str, Any]) -> Sequence[Any]:
     if "completion_probabilities" in answer:
-        return answer["completion_probabilities"] or ()
-    choices = answer.get("choices") or [{}]
-    return (choices[0].get("logprobs") or {}).get("content") or ()
+        items = answer["completion_probabilities"]
+    else:
+        choices = answer.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else None
+        logprobs = first.get("logprobs") if isinstance(first, Mapping) else None
+        items = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    return items if isinstance(items, list) else ()
 
 
 def _step(item: Mapping[str, Any]) -> Step | None:
     try:
         top = {int(each["id"]): float(each["logprob"]) for each in item["top_logprobs"]}
         return Step(int(item["id"]), float(item["logprob"]), top) if top else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+# More slots than llama-server allows (LLAMA_MAX_SEQ is 256).
+_MAX_SLOTS = 4096
 _NEEDED = frozenset(("blocks", "plan", "render", "reuse", "stream"))
 
 
@@ -101,7 +103,7 @@ class ServerInfo:
         return cls(
             obstacle=obstacle,
             reason=reason,
-            n_slots=int(props.get("total_slots") or 1),
+            n_slots=_n_slots(props.get("total_slots")),
             is_router=props.get("role") == "router",
             sleeping=bool(props.get("is_sleeping")),
             build=str(props.get("build_info") or ""),
@@ -122,6 +124,11 @@ class ServerInfo:
 
 # The value before the first answer, and after the server has become unreachable.
 UNKNOWN_SERVER = ServerInfo("unreachable", "llama-server has not answered yet")
+
+
+def _n_slots(number: object) -> int:
+    """The number of slots; 1 when it is none that llama-server can have."""
+    return number if isinstance(number, int) and 0 < number <= _MAX_SLOTS else 1
 
 
 def _limit(evoke: object, name: str) -> int | None:
@@ -160,13 +167,17 @@ def slots_in_words(n_slots: int) -> str:
     return f"{n_slots} slot{'' if n_slots == 1 else 's'}"
 
 
-def _features(evoke: object) -> Sequence[object]:
+def _features(evoke: object) -> Sequence[str]:
     features = evoke.get("features") if isinstance(evoke, dict) else None
-    return features if isinstance(features, list) else ()
+    if not isinstance(features, list):
+        return ()
+    return [feature for feature in features if isinstance(feature, str)]
 
 
 def _capturable(evoke: object) -> tuple[int, ...]:
     limits = evoke.get("limits") if isinstance(evoke, dict) else None
     attention = limits.get("attention") if isinstance(limits, dict) else None
     layers = attention.get("layers") if isinstance(attention, dict) else None
-    return tuple(int(layer) for layer in layers) if isinstance(layers, list) else ()
+    if not isinstance(layers, list):
+        return ()
+    return tuple(layer for layer in layers if isinstance(layer, int))

@@ -25,7 +25,10 @@ class SlotStatus:
 
     @classmethod
     def parse(cls, item: Mapping[str, Any]) -> SlotStatus:
-        """Parse one element of the answer; raises KeyError, TypeError or ValueError."""
+        """Parse one element of the answer.
+
+        Raises KeyError, TypeError, ValueError or OverflowError.
+        """
         task = item.get("id_task")
         return cls(
             id=int(item["id"]),

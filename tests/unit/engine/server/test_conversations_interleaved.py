@@ -1,5 +1,7 @@
 """Isolation of tenants: ten thousand interleavings of the requests of two tenants.
 
+`make isolation` runs a hundred thousand.
+
 Both use the same conversation names, system prompts and first messages, with forks, side requests
 and one shared slot. Each tenant's text has a marker, which must never appear for the other.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +32,7 @@ from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conve
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.strategies.snapshots.strategy import request_before
 
-INTERLEAVINGS, STEPS = 10_000, 6
+INTERLEAVINGS, STEPS = int(os.environ.get("EVOKE_INTERLEAVINGS", "10000")), 6
 TENANTS = ("", "alice")
 # Token ids below SHARED are common text; a tenant's own tokens start at its number in MARKED.
 SHARED, MARKED = 70, {"": 100_000, "alice": 200_000}
