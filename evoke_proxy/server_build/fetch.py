@@ -134,7 +134,13 @@ def _download(pin: Pin, archive: Path) -> None:
 
 def _pip_download(pin: Pin, wanted: Path, archive: Path) -> None:
     command = [_python_with_pip(wanted.parent), "-m", "pip", "download"]
-    command += ["--disable-pip-version-check", "--no-deps", "--no-binary", pin.package, "--require-hashes"]
+    command += [
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-binary",
+        pin.package,
+        "--require-hashes",
+    ]
     command += ["-r", str(wanted), "-d", str(wanted.parent)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not (wanted.parent / pin.file_name).is_file():

@@ -157,7 +157,9 @@ def test_the_change_is_that_of_the_given_answer_in_a_server_without_a_budget() -
 
 
 def _total_change(running: RunningProxy) -> float:
-    return running.metric("evoke_audit_logprob_change_sum")
+    """The sum of the changes of all audits."""
+    (row,) = _sessions(running)
+    return row["audit"]["change"] * row["audit"]["audits"] if row["audit"] else 0.0
 
 
 def _mean(given: Sequence[float], whole: Sequence[Step]) -> float:
@@ -185,7 +187,8 @@ def test_stopping_the_proxy_ends_an_audit(call: bytes) -> None:
                 metrics = running.gateway.metrics.registry
             assert metrics.get_sample_value(RESULTS, {"result": "interrupted"}) >= 1
             assert metrics.get_sample_value(RESULTS, {"result": "done"}) == 0
-        assert _residents(upstream)[0] <= 1
+        # llama-server is not awaited: it may decode some more tokens of the cancelled call.
+        assert _residents(upstream)[0] <= 8
 
 
 @pytest.mark.parametrize("call", [PREFILL, FORCED])

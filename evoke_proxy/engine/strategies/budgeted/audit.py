@@ -91,8 +91,8 @@ class ShadowAudit:
         self._server = server
         self._waiting: dict[str, _Sample] = {}
         self._is_running = False
-        # The conversation that is audited, and the lease of the audit.
-        self._current: tuple[Conversation, BackgroundLease] | None = None
+        # The id of the conversation that was audited last, and the lease of that audit.
+        self._latest: tuple[str, BackgroundLease] | None = None
         server.slots.on_close.append(self._stop)
 
     def select(self, turn: PreparedTurn) -> PreparedTurn:
@@ -149,10 +149,12 @@ class ShadowAudit:
         Raises SlotsBusy when the slot of the audit does not become free in time.
         """
         self.discard(conversation)
-        if self._current is None or self._current[0] is not conversation:
+        if self._latest is None or self._latest[0] != conversation.id:
             return
-        (slot,) = self._current[1].slots
-        # The lease is granted when the background lease has ended.
+        if self._latest[1].is_released:
+            return
+        (slot,) = self._latest[1].slots
+        # The lease is granted when the background lease was released: the slot is empty then.
         session = f"erasing-{conversation.id}"
         lease = await self._server.slots.acquire(session, conversation.tenant, True, slot=slot)
         lease.release()
@@ -160,8 +162,8 @@ class ShadowAudit:
     def _stop(self) -> None:
         """End the running audit, because the proxy stops."""
         self._waiting.clear()
-        if self._current is not None:
-            self._current[1].preempt(0.0)
+        if self._latest is not None:
+            self._latest[1].preempt(0.0)
 
     async def _run(self) -> None:
         """Audit the waiting turns until a request arrives."""
@@ -203,16 +205,13 @@ class ShadowAudit:
         if lease is None:
             return "interrupted"
         result = "interrupted"
-        self._current = conversation, lease
-        try:
-            async with lease:
-                text = str(message["content"])
-                found = await self._replay(sample, own, spare, text)
-                if isinstance(found, str):
-                    return found
-                result = await self._compared(sample, found, lease)
-        finally:
-            self._current = None
+        self._latest = conversation.id, lease
+        async with lease:
+            text = str(message["content"])
+            found = await self._replay(sample, own, spare, text)
+            if isinstance(found, str):
+                return found
+            result = await self._compared(sample, found, lease)
         return result
 
     def _spare_slot(self) -> int | None:
@@ -286,7 +285,8 @@ class ShadowAudit:
         for slot in range(len(pool)):
             found = self._server.conversations.get(pool.holder(slot))
             if found is not None:
-                budget = found.session.config.budget or n_cells
+                is_own = found is sample.conversation
+                budget = sample.budget if is_own else found.session.config.budget or n_cells
                 total += max(0, budget - found.budgeted.n_resident)
         return total + _SPARE_CELLS
 

@@ -50,3 +50,10 @@ def test_the_advice_adds_up_all_sessions() -> None:
     assert large["text"] == "A budget of 6,000 tokens changed 1 of 301 audited answers (0.3 %)."
     assert (small["budget"], small["audits"], small["others"]) == (384, 1, 1)
     assert advice([]) == advice([AuditHistory()]) == []
+
+
+def test_an_impossible_token_does_not_dominate_all_audits() -> None:
+    """llama-server reports -3.4e38 for a probability that it rounds to 0."""
+    impossible = Step(1, -3.4e38, {1: -3.4e38})
+    found = compare(384, [impossible, step(2, 1.0, 2)], [step(1, 1.0, 1), step(2, 1.0, 2)])
+    assert found.change == pytest.approx(-52)
