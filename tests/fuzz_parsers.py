@@ -4,7 +4,7 @@ python tests/fuzz_parsers.py [--seconds N] [TARGET...]
 
 runs each target (default: all) for some seconds with atheris, whose inputs are guided by the code
 that they cover. Needs `pip install atheris`, which has wheels for Linux. A failing input is kept in
-out/fuzz. `tests/unit/test_parsers_fuzzed.py` runs the same targets on random inputs.
+out/fuzz. `tests/unit/house/test_parsers_fuzzed.py` runs the same targets on random inputs.
 """
 
 from __future__ import annotations

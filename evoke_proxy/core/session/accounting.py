@@ -66,9 +66,9 @@ class TokenAccounting:
     reused_rendering: bool | None = None
 
     @classmethod
-    def parse(cls, timings: Mapping[str, Any] | None) -> TokenAccounting | None:
+    def parse(cls, timings: object) -> TokenAccounting | None:
         """Read the `evoke` object of a reply's `timings`; None when it has another form."""
-        value = (timings or {}).get("evoke")
+        value = timings.get("evoke") if isinstance(timings, Mapping) else None
         if not isinstance(value, Mapping):
             return None
         try:
