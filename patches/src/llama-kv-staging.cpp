@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 // The buffer: ids of rows, then elements that were widened to F32, then the area.
 constexpr size_t KV_STAGING_MIB     = size_t(1) << 20;
@@ -150,7 +151,8 @@ void llama_kv_staging::rows(const ggml_tensor * tensor, size_t row, uint8_t * da
 
 void llama_kv_staging::columns(const ggml_tensor * tensor, uint32_t n_columns, uint32_t n_cells, uint8_t * data) {
     const size_t el = ggml_type_size(tensor->type), n_rows = cells.size();
-    const uint32_t n_most = (uint32_t) std::min<size_t>(n_columns, KV_STAGING_N_IDS/n_rows);
+    const size_t n_ids = std::max<size_t>(1, std::numeric_limits<int32_t>::max()/n_cells); // columns whose elements have an id
+    const uint32_t n_most = (uint32_t) std::min({ (size_t) n_columns, KV_STAGING_N_IDS/n_rows, n_ids });
     if (ids.empty() || ids_columns.first < n_most || ids_columns.second != n_cells) {
         std::vector<int32_t> elements(n_most*n_rows);
         for (size_t i = 0; i < elements.size(); ++i) {
@@ -165,7 +167,7 @@ void llama_kv_staging::columns(const ggml_tensor * tensor, uint32_t n_columns, u
             flush();
         }
         const size_t offset = reserve(data + first*n_rows*el, n*el);
-        ggml_tensor * cache  = alias(tensor, ggml_new_tensor_2d(ctx, tensor->type, 1, n/n_rows*n_cells), first*n_cells*el);
+        ggml_tensor * cache  = alias(tensor, ggml_new_tensor_2d(ctx, tensor->type, 1, n/n_rows*n_cells), (size_t) first*n_cells*el);
         ggml_tensor * chosen = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n), 0);
         if (!to_host) {
             add(ggml_set_rows(ctx, cache, placed(ggml_new_tensor_2d(ctx, tensor->type, 1, n), offset), chosen));

@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include <sys/mman.h>
+
 static std::mt19937 random_bits(7);
 
 static void expect(bool fact, const std::string & what) {
@@ -158,6 +160,54 @@ static void round_trip(ggml_backend_t backend, const std::string & name, const c
     expect(kv.all() == later, name + ": loaded bit by bit, and no other cell is changed");
 }
 
+// Columns of a cache with more elements than 32 bits can count: 2,051 columns of 2M cells are 8.6 GB of addresses, of which
+// only the pages with the copied cells are in memory.
+static void large_columns(ggml_backend_t backend) {
+    constexpr size_t n_cells = size_t(1) << 21, n_columns = 2051, n_rows = 64, el = sizeof(uint16_t);
+    constexpr size_t size = n_cells*n_columns*el;
+    void * memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    expect(memory != MAP_FAILED, "columns of many cells have addresses");
+    madvise(memory, size, MADV_NOHUGEPAGE);
+    auto * elements = (uint8_t *) memory;
+    ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(memory, size);
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead(), nullptr, true });
+    ggml_tensor * tensor = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_columns, n_cells);
+    expect(ggml_backend_tensor_alloc(buffer, tensor, memory) == GGML_STATUS_SUCCESS, "columns of many cells are a tensor");
+
+    const auto halves = random_halves(n_columns*n_rows);
+    std::vector<uint32_t> cells;
+    for (uint32_t i = 0; i < n_rows; ++i) {
+        cells.push_back(n_cells - 1 - i*37 % n_rows*3);
+    }
+    const auto at = [&](size_t i) { return elements + (i/n_rows*n_cells + cells[i % n_rows])*el; };
+    for (size_t i = 0; i < n_columns*n_rows; ++i) {
+        memcpy(at(i), &halves[i*el], el);
+    }
+    llama_kv_traffic traffic;
+    llama_kv_staging staging(backend, traffic);
+    expect(staging.copies_columns(n_rows, GGML_TYPE_F16), "columns of many cells can be copied");
+    std::vector<uint8_t> host(halves.size());
+    staging.begin(cells, true);
+    staging.columns(tensor, n_columns, n_cells, host.data());
+    staging.end();
+    ggml_backend_synchronize(backend);
+    expect(host == halves, "columns of many cells: saved bit by bit");
+
+    host = random_halves(n_columns*n_rows);
+    staging.begin(cells, false);
+    staging.columns(tensor, n_columns, n_cells, host.data());
+    staging.end();
+    ggml_backend_synchronize(backend);
+    bool same = true;
+    for (size_t i = 0; i < n_columns*n_rows; ++i) {
+        same = same && memcmp(at(i), &host[i*el], el) == 0;
+    }
+    expect(same, "columns of many cells: loaded bit by bit");
+    ggml_free(ctx);
+    ggml_backend_buffer_free(buffer);
+    munmap(memory, size);
+}
+
 int main() {
     ggml_backend_t backend = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(backend, 1);
@@ -171,6 +221,8 @@ int main() {
     round_trip(backend, "columns of f32",       { backend, { GGML_TYPE_F32, 256, 512, 4, true } }, 100);
     round_trip(backend, "columns of many rows", { backend, { GGML_TYPE_F16, 1024, 4096, 2, true } }, 4000);
     round_trip(backend, "columns of many layers", { backend, { GGML_TYPE_F16, 64, 128, 200, true } }, 40);
+
+    large_columns(backend);
 
     llama_kv_traffic traffic;
     llama_kv_staging staging(backend, traffic);
