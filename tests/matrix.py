@@ -31,8 +31,12 @@ from evoke_proxy.demo.processes import free_port, serving  # noqa: E402
 from evoke_proxy.models import bundled_model  # noqa: E402
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
+from evoke_proxy.server_build.fetch import read_pin  # noqa: E402
+from evoke_proxy.server_build.series import patches_dir  # noqa: E402
 
 RESULTS = ROOT / "tests" / "results"
+# The time limit of a test in pyproject.toml.
+TEST_S = 300
 # Tests that copy K/V rows or decode around them; the others do not depend on the backend.
 BLOCKS = tuple(
     f"tests/contract/test_{name}.py"
@@ -60,6 +64,8 @@ class Target:
     """How the name of every buffer with K/V begins; other buffers end the run."""
     stock: bool = True
     """Whether the tests need the unpatched server, too."""
+    time_factor: int = 1
+    """How many times as long as usual a test and each request in it may take."""
     command: tuple[str, ...] = ()
     """What is run instead of tests."""
 
@@ -100,6 +106,7 @@ TARGETS = {
         tests=BLOCKS,
         kv_buffer="Vulkan0",
         stock=False,
+        time_factor=10,
     ),
     "rpc": Target(
         about="K/V in buffers of the RPC backend, computed by a server process on this machine",
@@ -213,8 +220,11 @@ def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
         servers["EVOKE_PATCHED_SERVER"] = str(ROOT / "tests/rpc_launcher.py")
     environment = os.environ | servers | dict(target.environment)
     environment |= {"EVOKE_SERVER_ARGS": " ".join(target.server_args)}
+    environment |= {"MATRIX_TIME_FACTOR": str(target.time_factor)}
     buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
     tests = [*(chosen or target.tests)]
+    if target.time_factor > 1:
+        tests.append(f"--timeout={TEST_S * target.time_factor}")
     finished = _execute([sys.executable, "tests/run.py", *tests], environment)
     return replace(finished, kv_buffers=buffers)
 
@@ -274,8 +284,10 @@ def _write(name: str, command: str, finished: FinishedRun, seconds: float) -> Pa
         "about": target.about,
         "command": command,
         "runs": finished.command,
+        "llama_cpp": read_pin(patches_dir()).commit,
         "cmake_flags": list(target.flags),
         "server_args": list(target.server_args),
+        **({"time_factor": target.time_factor} if target.time_factor > 1 else {}),
         **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
         "date": datetime.date.today().isoformat(),
         "checkout": checkout(),

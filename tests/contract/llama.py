@@ -21,6 +21,10 @@ os.environ["LLAMA_EVOKE_ROW_SUMS"] = "1"
 
 MODEL = Path(__file__).parents[2] / "evoke_proxy/models/tiny-recall-f16.gguf"
 
+# How many times as long as usual an answer may take: a backend that is emulated is slow
+# (tests/matrix.py).
+TIME_FACTOR = float(os.environ.get("MATRIX_TIME_FACTOR", "1"))
+
 Json = dict[str, Any]
 
 
@@ -46,7 +50,8 @@ class Llama:
         return status, json.loads(raw)
 
     def raw(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        limit = 120 * TIME_FACTOR
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=limit)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from llama import Llama, running, sample_text
+from llama import TIME_FACTOR, Llama, running, sample_text
 
 # Tokens to generate: enough for a second or more of decoding on any machine.
 LENGTH = 1400
@@ -26,7 +26,7 @@ def generating(two: Llama) -> Llama:
     while not (two.slot(0)["is_processing"] and two.slot(0)["n_tokens"] > len(prompt) + 10):
         assert worker.is_alive()
     yield two
-    worker.join(60)
+    worker.join(60 * TIME_FACTOR)
     assert answers and answers[0]["timings"]["predicted_n"] == LENGTH
     assert answers[0]["timings"]["evoke"]["marker"] == "ok"
 
