@@ -43,6 +43,22 @@ size_t bytes_of(const json & value) {
     return n;
 }
 
+// The parser in a session has the schemas of the tools and of the reply as JSON values, which take about so many times the
+// bytes of their text.
+constexpr size_t BYTES_OF_SCHEMA = 16;
+
+// Returns about how many bytes of memory a rendering takes.
+size_t bytes_of(const server_blocks_rendering & rendering) {
+    size_t n = rendering.body.size() + bytes_of(rendering.parsed);
+    if (const size_t session = server_blocks_session_bytes(rendering.session)) {
+        n += session;
+        for (const char * key : { "tools", "response_format", "json_schema" }) {
+            n += BYTES_OF_SCHEMA*server_blocks_member_text(rendering.body, key).size();
+        }
+    }
+    return n;
+}
+
 std::string_view trimmed(std::string_view text) {
     const size_t first = text.find_first_not_of(SPACE);
     return first == std::string_view::npos ? std::string_view() : text.substr(first, text.find_last_not_of(SPACE) + 1 - first);
@@ -136,7 +152,7 @@ std::string_view server_blocks_member_text(std::string_view text, std::string_vi
 
 std::string server_blocks_renderings::keep(server_blocks_rendering rendering) {
     entry kept { std::move(rendering), 0, ggml_time_ms(), 0 };
-    kept.n_bytes = kept.rendering.body.size() + bytes_of(kept.rendering.parsed);
+    kept.n_bytes = bytes_of(kept.rendering);
     if (kept.n_bytes > MAX_BYTES/4) {
         return "";
     }
@@ -151,7 +167,7 @@ std::string server_blocks_renderings::keep(server_blocks_rendering rendering) {
     return entries.count(id) ? id : "";
 }
 
-bool server_blocks_renderings::take(const std::string & request, const std::string & dialect, json & parsed) {
+bool server_blocks_renderings::take(const std::string & request, const std::string & dialect, server_blocks_rendering & rendering) {
     auto parts = read_marker(request);
     if (parts.id.empty()) {
         return false;
@@ -177,11 +193,11 @@ bool server_blocks_renderings::take(const std::string & request, const std::stri
             return false;
         }
     }
-    parsed = std::move(found.parsed);
+    rendering = std::move(found);
     for (const auto & item : parts.marker.items()) {
-        parsed[item.key()] = item.value();
+        rendering.parsed[item.key()] = item.value();
     }
-    parsed["evoke"]["reused"] = true;
+    rendering.parsed["evoke"]["reused"] = true;
     return true;
 }
 

@@ -2,11 +2,13 @@
 
 // Renderings of requests that are forwarded soon: such a request is neither parsed nor rendered a second time.
 //
-// Owns: what the route of a request makes of its body, with the tokens of its prompt, until the request comes.
+// Owns: what the route of a request makes of its body, with the tokens of its prompt and, in releases that have one, the
+//       session that parses the reply, until the request comes.
 // Threads: any.
 // Invariants: a rendering is used only for a request with exactly the bytes that were rendered, after the marker; and
 //             once. All of them together are limited in number, bytes and age.
 
+#include "server-blocks-upstream.h"
 #include "server-common.h"
 
 #include <cstddef>
@@ -21,6 +23,7 @@ struct server_blocks_rendering {
     std::string dialect;
     std::string body;   // the JSON text of the request
     json        parsed; // what its route makes of it
+    server_blocks_session session {}; // the same
 };
 
 class server_blocks_renderings {
@@ -29,9 +32,9 @@ public:
     // reached, the tenant with most bytes loses its oldest one.
     std::string keep(server_blocks_rendering rendering);
 
-    // Sets `parsed` to what the route makes of a request that names its rendering, with the members of its marker.
+    // Sets `rendering` to that of a request that names it, with the members of the request's marker in `parsed`.
     // Returns false when the request names none, or one that is not kept any more or is that of another text.
-    bool take(const std::string & request, const std::string & dialect, json & parsed);
+    bool take(const std::string & request, const std::string & dialect, server_blocks_rendering & rendering);
 
     void clear();
 

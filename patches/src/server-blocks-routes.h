@@ -85,12 +85,12 @@ std::unique_ptr<server_res_generator> server_routes::handle_rendered(const serve
     static const std::map<task_response_type, std::string> dialects = {
         { TASK_RESPONSE_TYPE_OAI_CHAT, "chat" }, { TASK_RESPONSE_TYPE_OAI_RESP, "responses" }, { TASK_RESPONSE_TYPE_ANTHROPIC, "messages" },
     };
-    json parsed;
-    if (!ctx_server.blocks.enabled() || !ctx_server.blocks.renderings.take(req.body, dialects.at(res_type), parsed)) {
+    server_blocks_rendering rendering;
+    if (!ctx_server.blocks.enabled() || !ctx_server.blocks.renderings.take(req.body, dialects.at(res_type), rendering)) {
         return nullptr;
     }
-    return server_blocks_with_session(server_blocks_session(), [&](const auto &... session) {
-        return handle_completions_impl(req, SERVER_TASK_TYPE_COMPLETION, parsed, {}, res_type, session...);
+    return server_blocks_with_session(rendering.session, [&](const auto &... session) {
+        return handle_completions_impl(req, SERVER_TASK_TYPE_COMPLETION, rendering.parsed, {}, res_type, session...);
     });
 }
 
@@ -149,16 +149,14 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         render.locate_messages(prompt.get<std::string>(), messages, rendered.generation_prompt);
     }
     json data = json::parse(res->data);
-    // a release whose requests have a session renders each request again: a session is not kept
-    constexpr bool has_session = !std::is_same<server_blocks_session, server_blocks_no_session>::value;
-    if (json_value(request, "keep", false) && !has_session && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {
+    if (json_value(request, "keep", false) && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {
         json & parsed = rendered.params;
         parsed.erase("messages"); // its text is in the prompt
         if (!ctx_server.mctx) {
             parsed["prompt"] = tokens;
         }
         data["rendering"] = ctx_server.blocks.renderings.keep({ get_tenant(request), dialect,
-            std::string(server_blocks_member_text(req.body, "body")), std::move(parsed) });
+            std::string(server_blocks_member_text(req.body, "body")), std::move(parsed), std::move(rendered.session) });
     }
     if (json_value(request, "compact", false)) {
         res->data = render.compact(data, previous);

@@ -54,6 +54,16 @@ template <typename Call> auto server_blocks_with_session(const server_blocks_no_
     return call();
 }
 
+// Returns about how many bytes of memory a session takes beside the schemas of its tools: its prompt, its grammar and the
+// rules of its parser. 0 where there are none.
+template <typename Session> size_t server_blocks_session_bytes(const Session & session) {
+    return sizeof(session) + session.prompt().size() + session.grammar().size() + 512*session.parser().size();
+}
+
+inline size_t server_blocks_session_bytes(const server_blocks_no_session &) {
+    return 0;
+}
+
 // Returns whether the model answers /v1/systemone and generates no text. Such models came with b11549. The second argument
 // is 0, which prefers the first overload where it compiles.
 template <typename Model>
