@@ -1,8 +1,10 @@
 """Runs the tests on server builds that the CI does not build, and records the results.
 
-A target names the build flags of llama-server and the tests that depend on them. The result is
-written to tests/results/TARGET.json with the command, the commit and the machine, and is committed
-with the change that it was run for.
+A target names the build flags of llama-server and the tests that depend on them. Each file of tests
+is one run, with servers of its own. The results are written to tests/results/TARGET.json with the
+command, the commit and the machine, and are committed with the change that they were run for. A
+later run of some files replaces their results and leaves those of the others, as long as the
+servers are built from the same C++ code.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,7 +36,7 @@ from evoke_proxy.models import bundled_model  # noqa: E402
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.cache import cache_dir  # noqa: E402
 from evoke_proxy.server_build.fetch import read_pin  # noqa: E402
-from evoke_proxy.server_build.series import patches_dir  # noqa: E402
+from evoke_proxy.server_build.series import patches_dir, read_series  # noqa: E402
 
 RESULTS = ROOT / "tests" / "results"
 # The time limit of a test in pyproject.toml.
@@ -140,17 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"missing: {names}; on Debian: sudo apt-get install -y {packages}", file=sys.stderr)
         return 2
     os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
-    started = time.monotonic()
+    command = make_command(args.target, [*args.rest, *options])
     try:
-        finished = _run(target, [*args.rest, *options])
+        record = _record(args.target, command, _runs(target, args.rest, options))
     except BuildError as error:
         print(f"test-matrix: {error}", file=sys.stderr)
         return 1
-    command = make_command(args.target, [*args.rest, *options])
-    path = _write(args.target, command, finished, time.monotonic() - started)
-    print(f"{args.target}: exit status {finished.status}, {finished.closing}")
-    print(f"written: {path.relative_to(ROOT)}")
-    return finished.status
+    print(f"{args.target}: exit status {record['exit_status']}, {record['result']}")
+    print(f"written: {_result_path(args.target).relative_to(ROOT)}")
+    return int(record["exit_status"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -188,11 +190,13 @@ def _cache_of(target: str) -> Path:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One finished run: the command as a person types it, its exit status and its output."""
+    """One finished run: what it ran, its exit status and its output."""
 
-    command: str
+    tests: str
+    """The file or folder of tests, with the options that chose some of them."""
     status: int
     lines: tuple[str, ...]
+    seconds: float = 0.0
     kv_buffers: tuple[str, ...] = ()
     """The buffers that had K/V; empty where the target does not ask."""
 
@@ -202,9 +206,22 @@ class FinishedRun:
         return next((line for line in reversed(self.lines) if line.strip()), "")
 
 
-def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
+def _runs(target: Target, chosen: Sequence[str], options: Sequence[str]) -> Iterator[FinishedRun]:
+    """Builds the servers and runs the target's command, or each of its files of tests."""
     if target.command:
-        return _execute([sys.executable, *target.command, *chosen], os.environ)
+        command = [*target.command, *chosen, *options]
+        yield replace(_execute(command, os.environ), tests=" ".join(command))
+        return
+    environment = _environment(target)
+    buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
+    limit = [f"--timeout={TEST_S * target.time_factor}"] if target.time_factor > 1 else []
+    for tests in chosen or target.tests:
+        finished = _execute(["tests/run.py", tests, *options, *limit], environment)
+        yield replace(finished, tests=" ".join([tests, *options]), kv_buffers=buffers)
+
+
+def _environment(target: Target) -> Mapping[str, str]:
+    """Builds the servers of a target; returns the environment that the tests use them in."""
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
         if patched or target.stock:
@@ -218,29 +235,32 @@ def _run(target: Target, chosen: Sequence[str]) -> FinishedRun:
         os.environ["MATRIX_LLAMA_SERVER"] = servers["EVOKE_PATCHED_SERVER"]
         os.environ["MATRIX_RPC_SERVER"] = str(_build_rpc_server())
         servers["EVOKE_PATCHED_SERVER"] = str(ROOT / "tests/rpc_launcher.py")
-    environment = os.environ | servers | dict(target.environment)
-    environment |= {"EVOKE_SERVER_ARGS": " ".join(target.server_args)}
-    environment |= {"MATRIX_TIME_FACTOR": str(target.time_factor)}
-    buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
-    tests = [*(chosen or target.tests)]
-    if target.time_factor > 1:
-        tests.append(f"--timeout={TEST_S * target.time_factor}")
-    finished = _execute([sys.executable, "tests/run.py", *tests], environment)
-    return replace(finished, kv_buffers=buffers)
+    return {
+        **os.environ,
+        **servers,
+        **target.environment,
+        "EVOKE_SERVER_ARGS": " ".join(target.server_args),
+        "MATRIX_TIME_FACTOR": str(target.time_factor),
+    }
 
 
 def _execute(command: Sequence[str], environment: Mapping[str, str]) -> FinishedRun:
-    """Runs a command in the checkout and prints its output as it comes."""
+    """Runs a Python program in the checkout and prints its output as it comes."""
     lines = []
+    started = time.monotonic()
     with subprocess.Popen(
-        command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=dict(environment),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
-    command_line = " ".join(["python", *command[1:]])
-    return FinishedRun(command_line, process.returncode, tuple(lines))
+    seconds = time.monotonic() - started
+    return FinishedRun("", process.returncode, tuple(lines), seconds)
 
 
 def _build_rpc_server() -> Path:
@@ -276,31 +296,58 @@ def make_command(target: str, chosen: Sequence[str]) -> str:
     return f"{command} ARGS={shlex.quote(shlex.join(chosen))}" if chosen else command
 
 
-def _write(name: str, command: str, finished: FinishedRun, seconds: float) -> Path:
-    target = TARGETS[name]
-    closing = finished.closing
-    record = {
-        "target": name,
-        "about": target.about,
-        "command": command,
-        "runs": finished.command,
-        "llama_cpp": read_pin(patches_dir()).commit,
-        "cmake_flags": list(target.flags),
-        "server_args": list(target.server_args),
-        **({"time_factor": target.time_factor} if target.time_factor > 1 else {}),
-        **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
-        "date": datetime.date.today().isoformat(),
-        "checkout": checkout(),
-        "machine": machine(),
-        "seconds": round(seconds),
-        "exit_status": finished.status,
-        "result": closing,
-        "failures": [line for line in finished.lines if line.startswith(("FAILED", "ERROR"))],
-    }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return path
+def _record(name: str, command: str, runs: Iterable[FinishedRun]) -> dict[str, Any]:
+    """Writes the result of each run when it ends, with those of earlier runs of the same build."""
+    target, path, record = TARGETS[name], _result_path(name), dict[str, Any]()
+    for finished in runs:
+        head: dict[str, Any] = {
+            "target": name,
+            "about": target.about,
+            "command": command,
+            "llama_cpp": read_pin(patches_dir()).commit,
+            "series": read_series(patches_dir()).digest[:16],
+            "cmake_flags": list(target.flags),
+            "server_args": list(target.server_args),
+        }
+        if target.time_factor > 1:
+            head["time_factor"] = target.time_factor
+        earlier = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        same = all(earlier.get(key) == head[key] for key in ("llama_cpp", "series"))
+        results = dict(earlier.get("runs", {})) if same and not target.command else {}
+        results[finished.tests] = {
+            "result": finished.closing,
+            "exit_status": finished.status,
+            "seconds": round(finished.seconds),
+            "failures": [line for line in finished.lines if line.startswith(("FAILED", "ERROR"))],
+            **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
+            "date": datetime.date.today().isoformat(),
+            "checkout": checkout(),
+            "machine": machine(),
+        }
+        statuses = [one["exit_status"] for one in results.values()]
+        record = head | {
+            "runs": results,
+            "exit_status": max(statuses, key=abs),
+            "result": total([one["result"] for one in results.values()]),
+        }
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def _result_path(name: str) -> Path:
+    return RESULTS / f"{name}.json"
+
+
+def total(results: Sequence[str]) -> str:
+    """Returns the sum of lines such as `3 passed, 0 failed`; a single line as it is."""
+    if len(results) == 1:
+        return results[0]
+    sums: Counter[str] = Counter(passed=0, failed=0)
+    for line in results:
+        for number, outcome in re.findall(r"(\d+) (passed|failed|skipped)", line):
+            sums[outcome] += int(number)
+    return ", ".join(f"{number} {outcome}" for outcome, number in sums.items())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from llama import TIME_FACTOR, Llama, running, sample_text
 
 # Tokens to generate: enough for a second or more of decoding on any machine.
-LENGTH = 1400
+LENGTH = round(1400 / TIME_FACTOR)
 
 
 @pytest.fixture

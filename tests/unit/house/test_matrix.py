@@ -25,9 +25,34 @@ def test_the_command_has_the_chosen_tests_and_options(chosen: list[str], command
 
 
 def test_the_closing_line_is_the_last_that_is_not_empty() -> None:
-    run = MATRIX["FinishedRun"]("a command", 0, ("first", "2 passed, 0 failed", " ", ""))
+    run = MATRIX["FinishedRun"]("tests", 0, ("first", "2 passed, 0 failed", " ", ""))
     assert run.closing == "2 passed, 0 failed"
-    assert MATRIX["FinishedRun"]("a command", 0, ()).closing == ""
+    assert MATRIX["FinishedRun"]("tests", 0, ()).closing == ""
+
+
+def test_the_total_adds_what_each_run_says() -> None:
+    total = MATRIX["total"]
+    assert total(["9 passed, 0 failed", "7 passed, 2 failed, 1 skipped"]) == (
+        "16 passed, 2 failed, 1 skipped"
+    )
+    assert total(["68 objects compiled"]) == "68 objects compiled"
+
+
+def test_a_run_of_some_files_keeps_the_results_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, run = MATRIX["_record"], MATRIX["FinishedRun"]
+    monkeypatch.setitem(record.__globals__, "RESULTS", tmp_path)
+    record("vulkan", "make a", [run("a.py", 1, ("FAILED a", "1 passed, 1 failed"))])
+    both = record("vulkan", "make b", [run("b.py", 0, ("3 passed, 0 failed",))])
+    assert (both["exit_status"], both["result"]) == (1, "4 passed, 1 failed")
+    mended = record("vulkan", "make a", [run("a.py", 0, ("2 passed, 0 failed",))])
+    assert (mended["exit_status"], mended["result"]) == (0, "5 passed, 0 failed")
+    assert json.loads((tmp_path / "vulkan.json").read_text("utf-8")) == mended
+    path = tmp_path / "vulkan.json"
+    path.write_text(path.read_text("utf-8").replace(mended["series"], "of other C++ code"))
+    later = record("vulkan", "make b", [run("b.py", 0, ("3 passed, 0 failed",))])
+    assert list(later["runs"]) == ["b.py"]
 
 
 @pytest.mark.parametrize("path", sorted((TESTS / "results").glob("*.json")), ids=lambda p: p.stem)
