@@ -10,11 +10,15 @@ out/fuzz. `tests/unit/house/test_parsers_fuzzed.py` runs the same targets on ran
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -236,6 +240,52 @@ def _status(data: bytes) -> None:
             pass
 
 
+def _block_file(data: bytes) -> None:
+    try:
+        _get("adapters.block_files:parse_head")(data)
+    except ValueError:
+        pass
+
+
+def _session_archive(data: bytes) -> None:
+    """Read an archive that has been decrypted."""
+    plain = _get("core.snapshots.disk_format:DiskFormat")()
+    plain.decode_file = lambda source, target, aad: shutil.copyfile(source, target)
+    with tempfile.TemporaryDirectory() as name:
+        folder, source = Path(name) / "blocks", Path(name) / "archive"
+        folder.mkdir()
+        source.write_bytes(data)
+        module = "engine.storage.session_archive"
+        archives = _get(f"{module}:SessionArchives")(Path(name), folder, plain)
+        try:
+            archives.read(source, "m", set())
+        except _errors(["ConfigError"]):
+            pass
+
+
+def _block_head() -> bytes:
+    """The first bytes of a block file with one name."""
+    text = b"".join(len(text).to_bytes(8, "little") + text for text in (b"t",))
+    names = b"".join(len(text).to_bytes(8, "little") + text for text in (b"s/0-4-a", b"s"))
+    head = bytes(40) + text + (1).to_bytes(8, "little") + names
+    fixed = b"evokeKVB" + (3).to_bytes(4, "little") + (0x01020304).to_bytes(4, "little")
+    return fixed + (48 + len(head)).to_bytes(8, "little") + bytes(24) + head
+
+
+def _archive() -> bytes:
+    """An archive of one session without a readable record, which is found last."""
+    out, record = io.BytesIO(), b"record"
+    entry = {"name": "record-0", "n_bytes": 6, "sha256": hashlib.sha256(record).hexdigest()}
+    manifest = {"version": 1, "session": "s", "tenant": "", "model": "m"}
+    manifest |= {"entries": [entry | {"id": "s"}]}
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, content in (("record-0", record), ("manifest.json", _dump(manifest))):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
 def _gguf(*values: tuple[str, int, bytes]) -> bytes:
     """The bytes of a GGUF file with these values: name, type, encoded."""
     text = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + len(values).to_bytes(8, "little")
@@ -287,6 +337,16 @@ def _dump(value: object, first: bytes = b"") -> bytes:
 
 
 TARGETS: Mapping[str, Target] = {
+    "block-file": Target(
+        _block_file,
+        ["adapters.block_files:parse_head", "adapters.block_files:read_head"],
+        [_block_head()],
+    ),
+    "session-archive": Target(
+        _session_archive,
+        ["engine.storage.session_archive:SessionArchives.read"],
+        [_archive()],
+    ),
     "request": Target(
         _request,
         [

@@ -75,7 +75,7 @@ COMMANDS = (
     Command(
         "doctor", "test a running llama-server and recommend options", "evoke_proxy.cli.doctor"
     ),
-    Command("sessions", "list, pin, export or delete saved sessions", "evoke_proxy.cli.sessions"),
+    Command("sessions", "list, pin, move or delete saved sessions", "evoke_proxy.cli.sessions"),
     Command("keys", "manage client keys and the admin token", "evoke_proxy.cli.keys"),
 )
 

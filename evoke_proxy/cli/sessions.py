@@ -1,8 +1,9 @@
-"""`evoke-proxy sessions`: lists, pins, exports and deletes saved sessions."""
+"""`evoke-proxy sessions`: lists, pins, exports, imports and deletes saved sessions."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
@@ -10,12 +11,16 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evoke_proxy.adapters.block_files import block_files
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.snapshot_index import Record
-from evoke_proxy.config import load
+from evoke_proxy.config import Config, load
 from evoke_proxy.core.session.codec import decode
+from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.core.snapshots.snapshots import (
     Snapshot,
     branch_summary,
@@ -23,13 +28,19 @@ from evoke_proxy.core.snapshots.snapshots import (
     snapshot_fields,
 )
 from evoke_proxy.engine.storage.export import archive
-from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
-from evoke_proxy.errors import ConfigError
+from evoke_proxy.engine.storage.session_archive import Imported, Origin, SessionArchives, unpacked
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository, disk_format
+from evoke_proxy.errors import ConfigError, EvokeError
 
 DESCRIPTION = """\
-List, pin, export and delete the sessions saved in snapshots.directory. A running proxy applies
-changes to snapshots. It keeps the sessions of a patched server in memory, so delete those in its
-admin API or on its status page."""
+List, pin, export, import and delete the sessions saved in snapshots.directory. A running proxy
+applies changes to snapshots. It keeps the sessions of a patched server in memory, so delete those
+in its admin API or on its status page.
+
+A session of a patched server with a dense model moves to another machine with the same model:
+`export` with --key-file and --blocks writes its record, vectors and blocks to an encrypted file,
+and `import` verifies the file and adds the session. Both ask llama-server which model it serves.
+Stop the proxy before an import."""
 
 EXAMPLES = """examples:
   evoke-proxy sessions list --config evoke.yaml
@@ -38,8 +49,16 @@ EXAMPLES = """examples:
       never delete this session to make room or because of its age; the first characters of an id
       are enough if no other id begins with them
   evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
-      write files and index entries of a session to a tar file, which contains the conversation"""
-_ACTIONS = ("list", "show", "pin", "unpin", "export", "delete")
+      write files and index entries of a session to a tar file, which contains the conversation
+  evoke-proxy sessions export 3f2a chat.evoke --key-file key --blocks /var/lib/llama/blocks
+      write a session with its blocks to an encrypted file; `evoke-proxy keys token` makes a key
+  evoke-proxy sessions import chat.evoke --key-file key --blocks /var/lib/llama/blocks
+      add that session to this machine"""
+_ACTIONS = ("list", "show", "pin", "unpin", "export", "import", "delete")
+_NO_MODEL = (
+    "llama-server at {} cannot be asked which model it serves ({}): start it, or name it with"
+    " --upstream"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,31 +66,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=_ACTIONS,
-        help="list all sessions, show the snapshots of one, or pin, unpin, export or delete one",
+        help="list all sessions, show the snapshots of one, or pin, unpin, export, import or"
+        " delete one",
     )
     parser.add_argument(
-        "id", nargs="?", help="id of a session, or its beginning (all actions except list)"
+        "id",
+        nargs="?",
+        help="id of a session, or its beginning (all actions except list); for import the file",
     )
-    parser.add_argument("file", nargs="?", type=Path, help="tar file to write (only for export)")
+    parser.add_argument("file", nargs="?", type=Path, help="file to write (only for export)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     parser.add_argument(
         "--directory", metavar="DIR", help="directory of snapshots (default: snapshots.directory)"
     )
+    parser.add_argument(
+        "--key-file",
+        metavar="FILE",
+        help="key of an encrypted export, 64 hexadecimal digits, or of an import",
+    )
+    parser.add_argument(
+        "--blocks", type=Path, metavar="DIR", help="directory of llama-server's --evoke-disk"
+    )
+    parser.add_argument("--upstream", metavar="URL", help="llama-server (default: upstream.url)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action; raises ConfigError for an unknown id or a directory without an index."""
-    config = load(arguments.config, os.environ, {"snapshots.directory": arguments.directory})
-    directory = Path(config.snapshots.directory)
-    if not config.snapshots.directory or not (directory / "index.sqlite").exists():
+    settings = {
+        "snapshots.directory": arguments.directory,
+        "upstream.url": arguments.upstream,
+    }
+    config = load(arguments.config, os.environ, settings)
+    directory, adds = Path(config.snapshots.directory), arguments.action == "import"
+    is_there = (directory / "index.sqlite").exists()
+    if not config.snapshots.directory or not (is_there or adds):
         raise ConfigError(
             "snapshots.directory is not set or contains no snapshots; name the directory that does"
             " with --directory"
         )
     repository = SnapshotRepository(config.snapshots)
-    repository.open(claim=False)
+    repository.open(claim=adds)
     try:
+        if adds:
+            return _import(repository, config, arguments)
+        if arguments.action == "export" and arguments.key_file:
+            return _export_sealed(repository, config, arguments)
         return _run_action(repository, arguments)
     finally:
         repository.close()
@@ -188,3 +228,97 @@ def _export(repository: SnapshotRepository, items: Sequence[Snapshot], path: Pat
     os.fchmod(handle, 0o600)  # an existing file keeps its mode
     with os.fdopen(handle, "wb") as out:
         out.writelines(archive(repository.files.directory, items))
+
+
+def _export_sealed(
+    repository: SnapshotRepository, config: Config, arguments: argparse.Namespace
+) -> int:
+    """Write an encrypted file with the record, the vectors and the blocks of a session."""
+    if arguments.file is None:
+        raise ConfigError("export: name the file to write")
+    id, _ = _find_session(repository, arguments.id)
+    records = [record for record in repository.records() if record.session == id]
+    own = next((record for record in records if not record.is_part), None)
+    if own is None:
+        raise ConfigError(
+            f"session {id} has no record: only sessions of a patched llama-server move to another"
+            " machine, because snapshots belong to one model file"
+        )
+    archives = _archives(repository, arguments)
+    blocks = [
+        block
+        for block in block_files(archives.blocks)
+        if block.tenant == own.tenant and id in block.names.values()
+    ]
+    names = {name for block in blocks for name, session in block.names.items() if session == id}
+    expected = unpacked(own).session.layout.usable_copies
+    origin = Origin(id, own.tenant, asyncio.run(_model(config)))
+    archives.write(arguments.file, origin, records, blocks)
+    n_missing = len(expected - names)
+    missing = f"; {n_missing} are not in {archives.blocks} and will be decoded" if n_missing else ""
+    print(f"{id}: exported with {len(blocks)} blocks{missing}", file=sys.stderr)
+    return 0
+
+
+def _import(repository: SnapshotRepository, config: Config, arguments: argparse.Namespace) -> int:
+    """Add the session of an encrypted file."""
+    if arguments.id is None or arguments.key_file is None:
+        raise ConfigError("import: name the file, and its key with --key-file")
+    source = Path(arguments.id)
+    if not source.is_file():
+        raise ConfigError(f"import: {source} is not a file")
+    archives = _archives(repository, arguments)
+    present = {record.session for record in repository.records()}
+    found = archives.read(source, asyncio.run(_model(config)), present)
+    now = repository.clock.now()
+    # The record comes last: without it the others are not used.
+    for record in sorted(found.records, key=lambda record: not record.is_part):
+        repository.put_record(replace(record, used=now))
+    existing = f", {found.n_existing} of which were there" if found.n_existing else ""
+    tenant = f" of tenant {found.origin.tenant}" if found.origin.tenant else ""
+    print(
+        f"{found.origin.session}{tenant}: imported with {found.n_blocks} blocks{existing}",
+        file=sys.stderr,
+    )
+    asyncio.run(_search_folder(config, found))
+    return 0
+
+
+def _archives(repository: SnapshotRepository, arguments: argparse.Namespace) -> SessionArchives:
+    if arguments.blocks is None or not arguments.blocks.is_dir():
+        raise ConfigError(
+            f"{arguments.action}: name the directory of llama-server's --evoke-disk with --blocks"
+        )
+    directory = repository.files.directory
+    return SessionArchives(directory, arguments.blocks, disk_format(arguments.key_file))
+
+
+async def _search_folder(config: Config, found: Imported) -> None:
+    """Have llama-server find the new files, which it does when a call names one of them."""
+    body = {"names": [found.name], "tenant": found.origin.tenant}
+    try:
+        async with LlamaClient(config.upstream) as client:
+            await client.call("POST", "/slots/0?action=block-spill", body)
+    except EvokeError as error:
+        print(f"restart llama-server, so that it finds the blocks: {error}", file=sys.stderr)
+
+
+async def _model(config: Config) -> str:
+    """Return a digest of the model that llama-server has loaded, and of the size of its rows.
+
+    Raises ConfigError when the server cannot be asked, or has no block calls for a dense model.
+    """
+    try:
+        async with LlamaClient(config.upstream) as client:
+            props = await client.call("GET", "/props")
+            models = await client.call("GET", "/v1/models")
+    except EvokeError as error:
+        raise ConfigError(_NO_MODEL.format(config.upstream.url, error)) from error
+    digest = same_model(props, models)
+    evoke = props.get("evoke") or {}
+    if not digest or evoke.get("memory") != "dense" or "disk" not in evoke.get("features", ()):
+        raise ConfigError(
+            f"llama-server at {config.upstream.url} has no disk tier for a dense model: sessions"
+            " move between patched servers with --evoke-disk"
+        )
+    return f"{digest}-{evoke['limits']['row_bytes']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,3 +55,15 @@ def add_snapshot(
 
 def whole_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("*.evoke-*"))
+
+
+def write_block_file(folder: Path, number: int, tenant: str, names: dict[str, str]) -> Path:
+    """Write a block file with this head, and rows that nothing reads."""
+    texts = [tenant, *(text for pair in names.items() for text in pair)]
+    packed = [struct.pack("<Q", len(text.encode())) + text.encode() for text in texts]
+    head = struct.pack("<4Q2i", 1, 2, 3, 4, 0, 64)
+    head += packed[0] + struct.pack("<Q", len(names)) + b"".join(packed[1:])
+    fixed = struct.pack("<8sII4Q", b"evokeKVB", 3, 0x01020304, 48 + len(head), 4, 0, 0)
+    path = folder / f"evoke-{number:032x}.kvb"
+    path.write_bytes(fixed + head + b"rows")
+    return path

@@ -47,7 +47,7 @@ def test_the_commands_for_keys_work_as_documented(
 ) -> None:
     monkeypatch.chdir(ROOT)
     run = [command for command in COMMANDS if re.match("evoke-proxy (keys|check-config)", command)]
-    assert len(run) == 5
+    assert len(run) == 6
     for command in run:
         arguments = shlex.split(command.replace("/etc/evoke-proxy", str(tmp_path)))[1:]
         assert main(arguments) == 0, command

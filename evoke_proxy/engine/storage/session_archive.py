@@ -1,0 +1,280 @@
+"""Moves a session to another machine: its record, its vectors and its block files in one file.
+
+The file is a tar archive that is encrypted and authenticated as a whole with a key (Tink's
+streaming AEAD), so that only who has the key can read or make one. Its last entry lists size and
+SHA-256 of the others. Nothing is used before all of it is verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import uuid
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from evoke_proxy.adapters.block_files import BLOCK_FILE, BlockFile, read_head
+from evoke_proxy.adapters.snapshot_files import PART
+from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.core.session.codec import SessionRecord, decode
+from evoke_proxy.core.snapshots.disk_format import DiskFormat
+from evoke_proxy.errors import ConfigError, SnapshotUnusable
+from evoke_proxy.regular_files import open_regular
+
+_AAD = b"evoke-proxy session 1"
+_VERSION = 1
+_MANIFEST = "manifest.json"
+# Limits of an archive: entries, bytes of a record or of a part, and of a record when unpacked.
+_MAX_ENTRIES = 100_000
+_MAX_RECORD_BYTES = 64 << 20
+_MAX_UNPACKED_BYTES = 1 << 30
+_MAX_MANIFEST_BYTES = 32 << 20
+_COPY_BYTES = 1 << 20
+# The folder in the block folder where files are written before they are verified.
+_INCOMING = "import-"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a session belongs to.
+
+    Attributes:
+        session: Its id.
+        tenant: Its tenant.
+        model: Digest of the model and of the size of its rows, see `cli.sessions`.
+    """
+
+    session: str
+    tenant: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an archive had.
+
+    Attributes:
+        origin: The session.
+        records: Its record and the parts of it.
+        n_blocks: Number of its block files.
+        n_existing: Number of those that the folder has already; these were left as they are.
+        name: A name of one of its blocks; "" without blocks.
+    """
+
+    origin: Origin
+    records: Sequence[Record]
+    n_blocks: int
+    n_existing: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SessionArchives:
+    """Writes and reads archives.
+
+    Attributes:
+        directory: Where unencrypted archives exist meanwhile: the directory of snapshots, whose
+            leftovers are deleted at the next start of the proxy.
+        blocks: The folder of llama-server's disk tier.
+        format: Encrypts the archive.
+    """
+
+    directory: Path
+    blocks: Path
+    format: DiskFormat
+
+    def write(
+        self, target: Path, origin: Origin, records: Sequence[Record], blocks: Sequence[BlockFile]
+    ) -> None:
+        """Write the archive of a session to `target`, readable only by its owner.
+
+        Raises OSError or SnapshotUnusable when a file cannot be read or written, and then leaves
+        `target` as it was.
+        """
+        plain, sealed = self._temporary(), target.with_name(f"{target.name}{PART}")
+        try:
+            with open_regular(plain, "wb") as out:
+                _pack(out, origin, records, blocks)
+            if not self.format.encode_file(str(plain), str(sealed), _AAD):
+                raise ConfigError("a session is only moved encrypted: name a key with --key-file")
+            sealed.replace(target)
+            _sync(target.parent)
+        finally:
+            plain.unlink(missing_ok=True)
+            sealed.unlink(missing_ok=True)
+
+    def read(self, source: Path, model: str, present: Collection[str]) -> Imported:
+        """Read an archive, and move its block files to the folder when all of it is verified.
+
+        `model` is the digest of the model here, `present` are the sessions that exist here. Raises
+        ConfigError when the archive is damaged, too large, of another key or model, or of a session
+        that exists, and then changes nothing.
+        """
+        plain = self._temporary()
+        for folder in (self.directory, self.blocks):
+            if source.stat().st_size > shutil.disk_usage(folder).free:
+                raise ConfigError(f"{folder} has not enough free space for {source}")
+        try:
+            self.format.decode_file(str(source), str(plain), _AAD)
+            for left in self.blocks.glob(f"{_INCOMING}*"):
+                shutil.rmtree(left)
+            with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self.blocks) as name:
+                with open_regular(plain) as file:
+                    origin, records = _unpack(file, Path(name), model)
+                if origin.session in present:
+                    raise ValueError(f"session {origin.session} exists here; delete it first")
+                incoming = sorted(Path(name).iterdir())
+                names = [one for path in incoming for one in read_head(path).names]
+                n_existing = sum(not self._publish(path) for path in incoming)
+                _sync(self.blocks)
+            return Imported(origin, records, len(incoming), n_existing, next(iter(names), ""))
+        except SnapshotUnusable as error:
+            raise ConfigError(f"{source} cannot be decrypted: {error}") from error
+        except (ValueError, tarfile.TarError) as error:
+            raise ConfigError(f"{source} is not imported: {error}") from error
+        finally:
+            plain.unlink(missing_ok=True)
+
+    def _publish(self, path: Path) -> bool:
+        """Give a verified file its name; False when another file has it."""
+        try:
+            os.link(path, self.blocks / path.name)
+        except FileExistsError:
+            return False
+        return True
+
+    def _temporary(self) -> Path:
+        return self.directory / f"session-{uuid.uuid4().hex[:20]}{PART}"
+
+
+def _pack(
+    out: BinaryIO, origin: Origin, records: Sequence[Record], blocks: Sequence[BlockFile]
+) -> None:
+    entries: list[dict[str, Any]] = []
+
+    def add(name: str, content: BinaryIO, **about: Any) -> None:
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = content.seek(0, io.SEEK_END), 0o600
+        content.seek(0)
+        hashed = _Hashed(content)
+        archive.addfile(info, hashed)
+        entries.append(
+            {"name": name, "n_bytes": info.size, "sha256": hashed.sum.hexdigest()} | about
+        )
+
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for number, record in enumerate(records):
+            add(f"record-{number}", io.BytesIO(record.packed), id=record.id)
+        for block in blocks:
+            with open_regular(block.path) as file:
+                add(block.path.name, file)
+        manifest = {"version": _VERSION, **asdict(origin), "entries": entries}
+        add(_MANIFEST, io.BytesIO(json.dumps(manifest).encode()))
+
+
+def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[Record]]:
+    """Read an archive; its block files are written to `folder`.
+
+    Raises ValueError or TarError unless all of it is as it was written, for this model.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    texts: dict[str, bytes] = {}
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        for entry in archive:
+            content = archive.extractfile(entry) if entry.isreg() else None
+            if content is None or entry.name in found or len(found) >= _MAX_ENTRIES:
+                raise ValueError(f"the entry {entry.name!r} is not expected")
+            limit = _MAX_MANIFEST_BYTES if entry.name == _MANIFEST else _MAX_RECORD_BYTES
+            if BLOCK_FILE.fullmatch(entry.name):
+                found[entry.name] = entry.size, _copied(content, folder / entry.name)
+                continue
+            if entry.size > limit:
+                raise ValueError(f"{entry.name} has more than {limit} bytes")
+            texts[entry.name] = data = content.read()
+            found[entry.name] = len(data), hashlib.sha256(data).hexdigest()
+    if _MANIFEST not in texts:
+        raise ValueError("the list of its entries is missing")
+    manifest = json.loads(texts.pop(_MANIFEST))
+    del found[_MANIFEST]
+    return _verified(manifest, found, texts, model)
+
+
+def _verified(
+    manifest: Mapping[str, Any],
+    found: Mapping[str, tuple[int, str]],
+    texts: Mapping[str, bytes],
+    model: str,
+) -> tuple[Origin, Sequence[Record]]:
+    """Compare the entries `found` with the manifest; returns the session and its records."""
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
+        raise ValueError(f"its version is not {_VERSION}; use the same version of evoke-proxy")
+    try:
+        origin = Origin(*(str(manifest[name]) for name in ("session", "tenant", "model")))
+        listed = {it["name"]: (it["n_bytes"], it["sha256"]) for it in manifest["entries"]}
+        ids = {it["name"]: str(it["id"]) for it in manifest["entries"] if "id" in it}
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"the list of its entries is damaged: {error!r}") from error
+    if listed != found or texts.keys() != ids.keys():
+        raise ValueError("its entries are not those that were written")
+    if origin.model != model:
+        raise ValueError("it is of another model, or of other types of keys and values")
+    records = [Record(ids[name], origin.tenant, 0.0, data) for name, data in texts.items()]
+    if any(record.session != origin.session for record in records):
+        raise ValueError("it has the record of another session")
+    own = [record for record in records if not record.is_part]
+    if len(own) != 1 or unpacked(own[0]).session.id != origin.session:
+        raise ValueError("the record of its session is missing")
+    return origin, records
+
+
+def unpacked(record: Record) -> SessionRecord:
+    """Decode a record of at most 1 GiB; ValueError for other data."""
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(record.packed, _MAX_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if reader.unconsumed_tail:
+        raise ValueError(f"a record has more than {_MAX_UNPACKED_BYTES} bytes")
+    return decode(data)
+
+
+class _Hashed(io.RawIOBase):
+    """A file whose content is hashed while it is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sum = file, hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.sum.update(data)
+        return data
+
+
+def _copied(content: Any, target: Path) -> str:
+    """Write an entry to a new file, flush it to disk, and return its SHA-256."""
+    digest = hashlib.sha256()
+    with open_regular(target, "wb") as out:
+        while piece := content.read(_COPY_BYTES):
+            digest.update(piece)
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    read_head(target)
+    return digest.hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
