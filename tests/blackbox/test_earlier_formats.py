@@ -1,10 +1,10 @@
-"""Files that commit 043861e wrote are read, migrated or refused with a reason.
+"""Files that earlier versions wrote are read, migrated or refused with a reason.
 
 The rule is the same for each kind of file. If it is read or migrated, the conversation continues
 and only its new text is decoded. If it is refused, the log names the version, key or model that
 differs, and the conversation is decoded again. There must be no crash, no 5xx and no answer from
 wrong rows.
-tests/fixtures/043861e/README.md describes how the fixtures were written.
+The README.md of each version in tests/fixtures describes how the fixtures were written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import pytest
 import stack
 import yaml
 
-FIXTURES = Path(__file__).parents[1] / "fixtures/043861e"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+# A commit before the first release, and each release.
+VERSIONS = ("043861e", "0.1.0")
 # The name and time of the model's file are part of a snapshot's fingerprint.
 MODEL_NAME, MODEL_TIME = "model.gguf", 1_700_000_000
 # More tokens than a question with its template, fewer than one message of the history.
@@ -40,16 +42,22 @@ REASON = re.compile(
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
-def unpack_fixture(name: str, folder: Path) -> dict[str, Any]:
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """The version that wrote the files."""
+    return str(request.param)
+
+
+def unpack_fixture(version: str, name: str, folder: Path) -> dict[str, Any]:
     """Unpack a fixture and the model into a folder; returns the fixture's description."""
     folder.mkdir()
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
+    with tarfile.open(FIXTURES / version / f"{name}.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     shutil.copy(stack.MODEL, folder / MODEL_NAME)
     os.utime(folder / MODEL_NAME, (MODEL_TIME, MODEL_TIME))
-    fixture: dict[str, Any] = json.loads((FIXTURES / f"{name}.json").read_text("utf-8"))
+    fixture: dict[str, Any] = json.loads((FIXTURES / version / f"{name}.json").read_text("utf-8"))
     return fixture
 
 
@@ -108,8 +116,8 @@ def assert_equally_likely(actual: dict[int, float], expected: dict[int, float]) 
         assert actual[token] == pytest.approx(expected[token], abs=TOLERANCE)
 
 
-def test_block_files_are_adopted_or_refused_with_a_reason(tmp_path: Path) -> None:
-    fixture = unpack_fixture("blocks", tmp_path / "f")
+def test_block_files_are_adopted_or_refused_with_a_reason(version: str, tmp_path: Path) -> None:
+    fixture = unpack_fixture(version, "blocks", tmp_path / "f")
     tokens, names = fixture["tokens"], fixture["names"]
     end = len(names) * fixture["block"]
     with server(fixture, True, None) as empty:
@@ -137,9 +145,9 @@ def test_block_files_are_adopted_or_refused_with_a_reason(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["session", "session-encrypted"])
 def test_a_budgeted_session_continues_from_its_record_and_block_files(
-    name: str, tmp_path: Path
+    version: str, name: str, tmp_path: Path
 ) -> None:
-    fixture = unpack_fixture(name, tmp_path / "f")
+    fixture = unpack_fixture(version, name, tmp_path / "f")
     settings = fixture["settings"] | NO_MAX_AGE
     chat = stack.Chat(fixture["session"], {}, fixture["messages"])
     with server(fixture, True, tmp_path / "f") as upstream:
@@ -165,8 +173,10 @@ def test_a_budgeted_session_continues_from_its_record_and_block_files(
             assert accounting["decoded"] <= MAX_NEW_TOKENS
 
 
-def test_vectors_of_a_session_are_read_or_recomputed_with_a_warning(tmp_path: Path) -> None:
-    fixture = unpack_fixture("session", tmp_path / "f")
+def test_vectors_of_a_session_are_read_or_recomputed_with_a_warning(
+    version: str, tmp_path: Path
+) -> None:
+    fixture = unpack_fixture(version, "session", tmp_path / "f")
     settings = fixture["settings"] | NO_MAX_AGE
     chat = stack.Chat(fixture["session"], {}, fixture["messages"])
     with (
@@ -185,8 +195,10 @@ def test_vectors_of_a_session_are_read_or_recomputed_with_a_warning(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["stock", "stock-encrypted"])
-def test_a_snapshot_of_a_stock_server_is_restored_or_refused(name: str, tmp_path: Path) -> None:
-    fixture = unpack_fixture(name, tmp_path / "f")
+def test_a_snapshot_of_a_stock_server_is_restored_or_refused(
+    version: str, name: str, tmp_path: Path
+) -> None:
+    fixture = unpack_fixture(version, name, tmp_path / "f")
     settings = fixture["settings"] | NO_MAX_AGE
     fields = {"logprobs": True, "top_logprobs": 10, "max_tokens": 12}
     replies = []
@@ -208,8 +220,8 @@ def test_a_snapshot_of_a_stock_server_is_restored_or_refused(name: str, tmp_path
     )
 
 
-def test_an_encrypted_directory_is_refused_without_its_key(tmp_path: Path) -> None:
-    fixture = unpack_fixture("stock-encrypted", tmp_path / "f")
+def test_an_encrypted_directory_is_refused_without_its_key(version: str, tmp_path: Path) -> None:
+    fixture = unpack_fixture(version, "stock-encrypted", tmp_path / "f")
     left_out = {"snapshots__key_file", *stack.TUNING}
     settings = {key: value for key, value in fixture["settings"].items() if key not in left_out}
     env = {f"EVOKE_{key.replace('__', '_').upper()}": str(value) for key, value in settings.items()}
@@ -222,9 +234,9 @@ def test_an_encrypted_directory_is_refused_without_its_key(tmp_path: Path) -> No
 
 
 def test_a_configuration_file_is_accepted_or_each_key_refused_with_its_replacement(
-    tmp_path: Path,
+    version: str, tmp_path: Path
 ) -> None:
-    fixture = unpack_fixture("configuration", tmp_path / "f")
+    fixture = unpack_fixture(version, "configuration", tmp_path / "f")
     tree = yaml.safe_load((tmp_path / "f/evoke.yaml").read_text("utf-8"))
     for _ in range(len(list(_leaves(tree))) + 1):
         (tmp_path / "f/current.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
@@ -241,9 +253,9 @@ def test_a_configuration_file_is_accepted_or_each_key_refused_with_its_replaceme
 
 
 def test_an_environment_is_accepted_or_each_variable_refused_with_its_replacement(
-    tmp_path: Path,
+    version: str, tmp_path: Path
 ) -> None:
-    unpack_fixture("configuration", tmp_path / "f")
+    unpack_fixture(version, "configuration", tmp_path / "f")
     lines = (tmp_path / "f/environment").read_text("utf-8").splitlines()
     variables = dict(line.split("=", 1) for line in lines)
     keys = {_key_of(name): name for name in variables}
