@@ -54,8 +54,7 @@ class Setting:
     @property
     def on_servers(self) -> bool:
         """Whether a request can ask for it, and its rows stay at the positions of the chat."""
-        by_request = self.embedder == "built-in" and "name" not in self.policy
-        return by_request and self.policy.get("recovery") != "breadcrumb"
+        return self.embedder == "built-in" and "name" not in self.policy
 
 
 DEFAULT = Setting("default")
@@ -63,7 +62,7 @@ SETTINGS = (
     DEFAULT,
     Setting("default + encoder", embedder="encoder"),
     Setting("words only", embedder="none"),
-    Setting("breadcrumb", {"recovery": "breadcrumb"}),
+    Setting("breadcrumb", {"name": "breadcrumb"}),
     Setting("no recall", {"recall": "none"}),
     Setting("discard", {"recovery": "discard"}),
     Setting("infllm", {"name": "infllm"}),

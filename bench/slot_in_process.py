@@ -17,8 +17,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import Mask
 from evoke_proxy.core.model.blocks import Block, Span
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
-from evoke_proxy.core.policy.registry import quotes_evicted
-from evoke_proxy.core.policy.text_recovery import quote_evicted
+from evoke_proxy.core.policy.registry import Quote, policy_of
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
@@ -67,8 +66,8 @@ class SlotInProcess:
             turn = self._session.begin(rendered, view, request, query)
         plan = self._session.plan(turn)
         self.quoted = ()
-        if quotes_evicted(turn.config):
-            turn, plan = self._with_text(messages, turn, plan)
+        if (quote := policy_of(turn.config).quote) is not None:
+            turn, plan = self._with_text(messages, (turn, plan), quote)
             rendered, view = turn.rendered, self._view(turn.rendered)
         self._session.applied(turn, plan)
         evicted = self._run(plan, rendered, view)
@@ -93,11 +92,12 @@ class SlotInProcess:
         return self._rows
 
     def _with_text(
-        self, messages: Sequence[Mapping[str, str]], turn: Turn, plan: Plan
+        self, messages: Sequence[Mapping[str, str]], planned: tuple[Turn, Plan], quote: Quote
     ) -> tuple[Turn, Plan]:
         """Return the turn with the evicted text that it needs, if that fits, and its plan."""
+        turn, plan = planned
         body = json.dumps({"messages": list(messages), "max_tokens": 1}).encode()
-        recalled = quote_evicted(turn, turn.query, body)
+        recalled = quote(turn, turn.query, body)
         if recalled is None:
             return turn, plan
         rendered = self._renderer.render(recalled.request.messages)

@@ -7,7 +7,7 @@ answer begins, and as `half` when half of the rows of each is. Answers are not g
 edits the last message.
 
 Arms of the proxy: `default`; `default + encoder`, with the encoder of --embedder; `words only`;
-`breadcrumb`, which quotes evicted text (counts as present); `no recall`, keep-scores alone;
+`breadcrumb`, a policy that quotes evicted text (counts as present); `no recall`, keep-scores alone;
 `discard`, nothing returns; `infllm`. All others are fills of the same budget without the proxy
 (`bench/fills.py`). Not measured: `recall: model` and `fused`, which need a model that understands
 the question, and `truncate`, which is the fill `newest`.

@@ -65,7 +65,6 @@ def _policy(name: str, n_blocks: int) -> Policy:
         name=name,
         choose=choice(n_blocks),
         saves_evicted=True,
-        quotes_evicted=True,
         uses_query=True,
         can_probe=True,
     )

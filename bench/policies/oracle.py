@@ -34,7 +34,6 @@ register(
         name="oracle",
         choose=choose,
         saves_evicted=True,
-        quotes_evicted=True,
         uses_query=True,
     )
 )

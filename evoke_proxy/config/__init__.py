@@ -25,6 +25,7 @@ from evoke_proxy.config.schema import (
     env_name,
     keys,
     parse_listen,
+    removed_value,
     value_at,
 )
 
@@ -34,5 +35,5 @@ __all__ = [
     "LimitsConfig", "LogConfig", "NormaliseConfig", "PageConfig", "PolicyConfig",
     "PolicySettings", "PoolConfig",
     "Reloaded", "SecurityConfig", "SnapshotsConfig", "UpstreamConfig", "env_name", "keys", "load",
-    "parse_listen", "put", "reloaded", "value_at",
+    "parse_listen", "put", "reloaded", "removed_value", "value_at",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ from evoke_proxy.config.schema import (
     is_url,
     keys,
     parse_listen,
+    removed_value,
     sections,
     settings,
     value_at,
@@ -477,6 +478,8 @@ def _check_admin(config: Config) -> None:
 def _check_choices(config: Config) -> None:
     for key, item in settings().items():
         value = value_at(config, key)
+        reason = removed_value(key, value)
+        _require(reason is None, key, f"{value!r} was removed, {reason}")
         is_valid = not item.choices or value is None or value in item.choices
         _require(is_valid, key, f"{value!r} is not one of {', '.join(item.choices)}")
     check_policy_name(config.policy.name)

@@ -21,7 +21,7 @@ from msgspec import Meta
 from evoke_proxy.errors import ConfigError
 
 AUTO: Literal["auto"] = "auto"
-RECOVERIES = ("kv_restore", "breadcrumb", "discard")
+RECOVERIES = ("kv_restore", "discard")
 RECALLS = ("text", "model", "fused", "none")
 PASTS = ("off", "quote")
 WITHIN_TURNS = ("budget", "full")
@@ -263,8 +263,7 @@ class PolicyOptions:
     recovery: str = setting(
         "kv_restore",
         "How the policy evoke recovers a block. kv_restore: copies its saved KV rows back."
-        " breadcrumb: saves no rows; adds the text of the block to the last message, where it is"
-        " decoded again. discard: recovers nothing.",
+        " discard: recovers nothing.",
         choices=RECOVERIES,
         reloadable=True,
     )
@@ -636,6 +635,10 @@ REMOVED: Mapping[str, str] = {
     "snapshots.min_tokens": _FIXED,
     "snapshots.min_gain": _FIXED,
 }
+# Values of earlier versions by setting, and what replaces each.
+REMOVED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "policy.recovery": {"breadcrumb": "kv_restore replaces it, which copies the rows back"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -708,6 +711,12 @@ def _fields_of(cls: type, prefix: str) -> Iterator[Setting]:
 def env_name(key: str) -> str:
     """The environment variable of a dotted key: EVOKE_UPSTREAM_URL for `upstream.url`."""
     return "EVOKE_" + key.replace(".", "_").upper()
+
+
+def removed_value(key: str, value: object) -> str | None:
+    """What replaces a value that a setting had in earlier versions; None for any other value."""
+    values = REMOVED_VALUES.get(key, {})
+    return values.get(value) if isinstance(value, str) else None
 
 
 def value_at(config: Config, key: str) -> Any:

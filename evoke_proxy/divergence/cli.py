@@ -14,7 +14,7 @@ from evoke_proxy.demo.client import DemoError
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.divergence.conversations import Conversation, read_log
 from evoke_proxy.divergence.llama import Port
-from evoke_proxy.divergence.measure import ARMS, Options, measure, summarise
+from evoke_proxy.divergence.measure import ARMS, Options, arm_names, measure, summarise
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server
 
@@ -27,8 +27,9 @@ the distribution of each token. The table has, for each arm:
   changed   answers with at least one other most probable token, percent
   logprob   change of the log probability of the given answer, per token
 Arms: the defaults of the proxy; `discard`, nothing returns; `truncate`, the oldest messages are
-dropped; `breadcrumb`, evicted text is quoted; `oracle`, the blocks that the answer itself attends
-to. The patched llama-server is built first if it is missing, which takes minutes.
+dropped; `oracle`, the blocks that the answer itself attends to. Policies of the modules that
+EVOKE_POLICY_MODULES names are further arms for --arms, such as `breadcrumb` of bench.policies.
+The patched llama-server is built first if it is missing, which takes minutes.
 Exit codes: 0 measured, 1 could not be measured, 2 wrong arguments."""
 
 EXAMPLES = """examples:
@@ -203,7 +204,8 @@ def _count(text: str) -> int:
 
 def _arms(text: str) -> tuple[str, ...]:
     names = text.split(",")
-    unknown = [name for name in names if name not in ARMS]
+    arms = arm_names()
+    unknown = [name for name in names if name not in arms]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not an arm; arms: {', '.join(ARMS)}")
-    return tuple(name for name in ARMS if name in names)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not an arm; arms: {', '.join(arms)}")
+    return tuple(name for name in arms if name in names)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evoke_proxy.config.policy_names import BUILT_IN, policy_names
 from evoke_proxy.core.request.forced_answer import Step, forced_chat, kl_divergence, read_steps
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
 from evoke_proxy.divergence.conversations import Conversation
@@ -24,7 +25,6 @@ PROXY_ARMS: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "discard": {"evoke_recovery": "discard"},
     "truncate": {"evoke_policy": "truncate"},
-    "breadcrumb": {"evoke_recovery": "breadcrumb"},
 }
 ORACLE = "oracle"
 ARMS = (*PROXY_ARMS, ORACLE)
@@ -38,7 +38,7 @@ class Options:
     """What is measured.
 
     Attributes:
-        arms: Names of arms, of `ARMS`.
+        arms: Names of arms, see `arm_names`.
         budget: Tokens of the budget; None for a share of each conversation.
         share: The budget is this part of the longest prompt of a conversation, 1/share.
         answers: How many answers of each conversation are measured, the last ones.
@@ -71,6 +71,11 @@ class Measured:
     steps: Sequence[Step]
 
 
+def arm_names() -> tuple[str, ...]:
+    """Return `ARMS`, and the policies of the modules in EVOKE_POLICY_MODULES as further arms."""
+    return (*ARMS, *(name for name in policy_names() if name not in (*BUILT_IN, *ARMS)))
+
+
 def measure(
     llama: Port, talks: Sequence[Conversation], options: Options, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
@@ -85,7 +90,7 @@ def measure(
             if steps is not None:
                 rows.append(_row(one, ORACLE, steps, {}))
         say(f"{talk.name}: {len(found[talk.name])} answers with the full cache")
-    for arm in (name for name in options.arms if name in PROXY_ARMS):
+    for arm in (name for name in options.arms if name != ORACLE):
         with _proxy(llama, options.n_top) as proxy:
             for talk in talks:
                 rows += _through(proxy, talk, found[talk.name], arm, options)
@@ -130,7 +135,7 @@ def _through(
     if not found:
         return
     measured = {one.asked.index: one for one in found}
-    fields = {"evoke_budget": found[0].budget, **PROXY_ARMS[arm]}
+    fields = {"evoke_budget": found[0].budget, **PROXY_ARMS.get(arm, {"evoke_policy": arm})}
     # A tenant of its own takes no copies over from another arm.
     headers = {
         "X-Evoke-Session": f"{arm}-{talk.name}".replace(" ", "-"),
@@ -175,7 +180,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     `low` and `high` bound the share of equal first choices with 95 % confidence. The bootstrap
     draws whole conversations, with fewer than 3 of them whole answers.
     """
-    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
+    arms = [arm for arm in arm_names() if any(row["arm"] == arm for row in rows)]
     keys = [
         {(row["conversation"], row["answer"]) for row in rows if row["arm"] == arm} for arm in arms
     ]

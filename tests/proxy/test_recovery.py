@@ -52,8 +52,8 @@ def test_a_breadcrumb_quotes_an_evicted_block_in_the_last_message(
     recording_proxy: RecordingProxy, path: str, stream: bool
 ) -> None:
     running, forwarded = recording_proxy
-    fields = _request_for(path, stream, evoke_recovery="breadcrumb")
-    texts = _run_until_evicted(running.port, path, "crumbs", evoke_recovery="breadcrumb")
+    fields = _request_for(path, stream, evoke_policy="breadcrumb")
+    texts = _run_until_evicted(running.port, path, "crumbs", evoke_policy="breadcrumb")
     texts.append(QUESTION)
     n_before = running.metric("evoke_blocks_as_text_total")
     answer = post(running.port, path, texts, "crumbs", **fields)
@@ -83,9 +83,9 @@ def test_the_turn_after_a_breadcrumb_decodes_the_quoting_message_without_the_quo
     patched_proxy: RunningProxy,
 ) -> None:
     decoded = {}
-    for recovery in ("discard", "breadcrumb"):
-        client = ChatClient(patched_proxy.port, recovery, {"evoke_budget": BUDGET})
-        client.fields = client.fields | {"evoke_recovery": recovery}  # type: ignore[operator]
+    for policy in ("discard", "breadcrumb"):
+        client = ChatClient(patched_proxy.port, policy, {"evoke_budget": BUDGET})
+        client.fields = client.fields | {"evoke_policy": policy}  # type: ignore[operator]
         client.say(FACT)
         for number in range(6):
             client.say(f"Turn {number}. {FILLER}")
@@ -94,7 +94,7 @@ def test_the_turn_after_a_breadcrumb_decodes_the_quoting_message_without_the_quo
         for turn in (quoting, following):
             assert sum(turn.accounting[kind] for kind in KINDS) == turn.accounting["n_prompt"]
             assert turn.accounting["n_resident_peak"] <= BUDGET
-        decoded[recovery] = [turn.accounting["decoded"] for turn in (quoting, following)]
+        decoded[policy] = [turn.accounting["decoded"] for turn in (quoting, following)]
     for plain, quoted in zip(decoded["discard"], decoded["breadcrumb"], strict=True):
         assert quoted > plain + 15
 
@@ -104,10 +104,10 @@ def test_a_breadcrumb_quotes_nothing_for_an_unrelated_message(
 ) -> None:
     running, forwarded = recording_proxy
     path = "/v1/chat/completions"
-    texts = _run_until_evicted(running.port, path, "calm", evoke_recovery="breadcrumb")
+    texts = _run_until_evicted(running.port, path, "calm", evoke_policy="breadcrumb")
     texts.append(UNRELATED)
     answer = post(
-        running.port, path, texts, "calm", **_request_for(path, False, evoke_recovery="breadcrumb")
+        running.port, path, texts, "calm", **_request_for(path, False, evoke_policy="breadcrumb")
     )
     assert accounting_of(answer)["as_text"] == {"blocks": 0, "tokens": 0}
     assert forwarded[-1]["messages"][-1]["content"] == UNRELATED
@@ -126,12 +126,10 @@ def test_a_breadcrumb_is_a_separate_part_of_a_message_of_parts(
 ) -> None:
     running, forwarded = recording_proxy
     texts = [
-        *_run_until_evicted(running.port, path, "parts", evoke_recovery="breadcrumb"),
+        *_run_until_evicted(running.port, path, "parts", evoke_policy="breadcrumb"),
         QUESTION,
     ]
-    body = json.loads(
-        body_of(path, texts, **_request_for(path, False, evoke_recovery="breadcrumb"))
-    )
+    body = json.loads(body_of(path, texts, **_request_for(path, False, evoke_policy="breadcrumb")))
     _messages(path, body)[-1]["content"] = content
     headers = JSON | {"X-Evoke-Session": "parts"}
     accounting = accounting_of(ask(running.port, "POST", path, json.dumps(body).encode(), headers))
@@ -188,7 +186,7 @@ def _is_resident(port: int, running: RunningProxy, key: str) -> bool:
 
 def test_a_breadcrumb_quotes_an_evicted_block_in_a_tool_result(strict_port: int) -> None:
     with proxy(strict_port) as running:
-        client = _run_file_task(running.port, {"evoke_recovery": "breadcrumb"})
+        client = _run_file_task(running.port, {"evoke_policy": "breadcrumb"})
         plain = client.say("What is the retry limit?")
         assert plain.headers["x-evoke-as-text"] != "blocks=0;tokens=0"
         client.messages[-1:] = [_call(7, "src/config.py"), _result(7, "unchanged")]
@@ -245,9 +243,7 @@ def test_a_breadcrumb_quotes_a_block_by_the_name_that_the_client_gave_it(
     recording_proxy: RecordingProxy,
 ) -> None:
     running, forwarded = recording_proxy
-    client = ChatClient(
-        running.port, "own", {"evoke_budget": BUDGET, "evoke_recovery": "breadcrumb"}
-    )
+    client = ChatClient(running.port, "own", {"evoke_budget": BUDGET, "evoke_policy": "breadcrumb"})
     client.messages.append({"role": "user", "content": FACT, "evoke_name": "vault"})
     client.messages.append({"role": "assistant", "content": "Noted."})
     for number in range(6):
@@ -308,7 +304,7 @@ def _empty_tool_call(path: str) -> list[Json]:
 
 @PATHS
 def test_a_breadcrumb_quotes_in_tool_results_of_every_dialect(strict_port: int, path: str) -> None:
-    fields = {"evoke_recovery": "breadcrumb"}
+    fields = {"evoke_policy": "breadcrumb"}
     with proxy(strict_port) as running:
         texts = [*_run_until_evicted(running.port, path, "tools", **fields), UNRELATED]
         # A turn without a quotation, so that the next one decodes no message again.
@@ -329,7 +325,7 @@ def test_a_breadcrumb_must_leave_room_for_the_answer_in_the_context(
     recording_proxy: RecordingProxy, max_tokens: int, quotes: bool
 ) -> None:
     running, forwarded = recording_proxy
-    path, fields = "/v1/chat/completions", {"evoke_recovery": "breadcrumb"}
+    path, fields = "/v1/chat/completions", {"evoke_policy": "breadcrumb"}
     texts = [*_run_until_evicted(running.port, path, "full", **fields), QUESTION]
     stop = {"stop": ["a", "e", "i", "o", "1"], "max_tokens": max_tokens}
     accounting = accounting_of(

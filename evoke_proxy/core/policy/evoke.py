@@ -266,7 +266,6 @@ def evoke_policy(name: str, parameters: EvokeParameters) -> Policy:
         name=name,
         choose=evoke_choice(parameters),
         saves_evicted=True,
-        quotes_evicted=True,
         uses_query=True,
         can_probe=True,
         capture=Capture("ewma") if parameters.weights.attention > 0 else None,

@@ -15,7 +15,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role
 from evoke_proxy.core.policy.planner import candidates_of, room_for_blocks
-from evoke_proxy.core.policy.text_recovery import QuotedRequest, runs, with_note
+from evoke_proxy.core.policy.quotation import QuotedRequest, runs, with_note
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index

@@ -16,6 +16,8 @@ from evoke_proxy.core.model.block_table import FloatArray, blocks_named
 from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy.attention import MAX_QUERIES, Capture
 from evoke_proxy.core.policy.planner import Choice, make_plan
+from evoke_proxy.core.policy.quotation import QuotedRequest
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView, keep_scores
 from evoke_proxy.core.retrieval.query import Query
 
@@ -23,6 +25,7 @@ from evoke_proxy.core.retrieval.query import Query
 _REQUESTED = 10.0
 
 Choose = Callable[[PolicyView, Query, PolicyConfig], Choice]
+Quote = Callable[[Turn, Query, bytes], QuotedRequest | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +37,8 @@ class Policy:
         choose: Pure function that scores the blocks of a view for a query, and selects those to
             keep; None for a policy that evicts nothing.
         saves_evicted: Whether evicted blocks are saved and may be loaded again.
-        quotes_evicted: Whether the text of evicted blocks may be quoted in the request, with
-            `policy.recovery: breadcrumb`.
+        quote: Function that adds text of evicted blocks to the request of a turn, where it is
+            decoded again; it returns None when the query needs none. None for no such text.
         uses_query: Whether the choice depends on the query of the turn.
         keeps_sinks: Whether the first tokens of the prompt always stay.
         truncates: Whether the oldest messages are removed from the request itself.
@@ -46,7 +49,7 @@ class Policy:
     name: str
     choose: Choose | None
     saves_evicted: bool = False
-    quotes_evicted: bool = False
+    quote: Quote | None = None
     uses_query: bool = False
     keeps_sinks: bool = True
     truncates: bool = False
@@ -109,11 +112,6 @@ def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatA
 def saves_evicted(config: PolicyConfig) -> bool:
     """Return whether evicted blocks are saved and may be loaded again."""
     return policy_of(config).saves_evicted and config.recovery == "kv_restore"
-
-
-def quotes_evicted(config: PolicyConfig) -> bool:
-    """Return whether the text of evicted blocks is quoted in requests, to be decoded again."""
-    return policy_of(config).quotes_evicted and config.recovery == "breadcrumb"
 
 
 def uses_query(config: PolicyConfig) -> bool:

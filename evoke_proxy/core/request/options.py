@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from evoke_proxy.config import RECALLS, RECOVERIES
+from evoke_proxy.config import RECALLS, RECOVERIES, removed_value
 from evoke_proxy.config.policy_names import policy_names
 from evoke_proxy.core.request.converters import MESSAGE_FIELDS
 from evoke_proxy.core.request.json_edit import edit_top_level
@@ -123,7 +123,9 @@ def _one_of(body: Mapping[str, Any], key: str, allowed: Sequence[str]) -> str | 
     value = body.get(key)
     if value is None or value in allowed:
         return value
-    _refuse(key, f"one of {', '.join(allowed)}", value)
+    reason = removed_value(key.replace("evoke_", "policy.", 1), value)
+    hint = f" ({value} was removed, {reason})" if reason else ""
+    _refuse(key, f"one of {', '.join(allowed)}{hint}", value)
 
 
 def _priority(body: Mapping[str, Any]) -> float:

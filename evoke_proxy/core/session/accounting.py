@@ -16,8 +16,8 @@ from evoke_proxy.core.model.blocks import Block, Span, count
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quotes_past
-from evoke_proxy.core.policy.registry import quotes_evicted
-from evoke_proxy.core.policy.text_recovery import QuotedRequest
+from evoke_proxy.core.policy.quotation import QuotedRequest
+from evoke_proxy.core.policy.registry import policy_of
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.policy.view import PolicyView
 
@@ -226,13 +226,14 @@ def stock_path(decision: str, n_cached: int) -> str:
 def usage_outcome(turn: Turn, plan: Plan, quoted: QuotedRequest | None) -> dict[str, Any]:
     """Return the fields that `usage.evoke` has besides the accounting.
 
-    `as_text`, when the turn recovers by text: numbers of quoted blocks and of their tokens.
+    `as_text`, with a policy that quotes evicted blocks: numbers of the quoted blocks and of their
+        tokens.
     `past`, with `policy.past: quote`: the same of quoted blocks of removed messages.
     `recover`, when the request names blocks: names that match no block of the conversation, and
     names of blocks that are not completely visible to the model when the answer begins.
     """
     outcome: dict[str, Any] = {}
-    kinds = {"as_text": quotes_evicted(turn.config), "past": quotes_past(turn.config)}
+    kinds = {"as_text": policy_of(turn.config).quote is not None, "past": quotes_past(turn.config)}
     for kind in [kind for kind, is_on in kinds.items() if is_on]:
         is_past = quoted is not None and quoted.is_past
         blocks = quoted.blocks if quoted is not None and is_past == (kind == "past") else ()

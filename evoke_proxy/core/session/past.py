@@ -15,7 +15,6 @@ from itertools import groupby
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.past_quotes import HEADING
-from evoke_proxy.core.policy.text_recovery import RECOVERED_HEADING
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.prompt.transcript import messages_of
@@ -180,8 +179,7 @@ def _absent(blocks: Sequence[Block], present: _Sequences) -> Iterable[Block]:
     for _, group in groupby(blocks, lambda block: block.message):
         message = list(group)
         words = [word for block in message for word in _words(block.text)]
-        first = message[0].text
-        if HEADING in first or RECOVERED_HEADING in first:  # not the client's text
+        if HEADING in message[0].text:  # not the client's text
             continue
         if words and present.share(words) < _PRESENT_SHARE:
             yield from message

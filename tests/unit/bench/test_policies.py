@@ -44,7 +44,7 @@ def test_recency_and_streaming_keep_the_newest_blocks(name: str, resident: str) 
     ]
 
 
-@pytest.mark.parametrize("name", ["recency", "streaming", "discard"])
+@pytest.mark.parametrize("name", ["recency", "streaming", "discard", "breadcrumb"])
 def test_policies_without_recovery_never_load_a_block(name: str) -> None:
     view = block_view([FILLER[0], FACT, *FILLER[2:8]], "rsrrrrrr")
     plan = decide(view, config(name), QUESTION, requested=("user:01",))

@@ -18,7 +18,7 @@ from evoke_proxy.config import Config, env_name, keys, load, parse_listen
 from evoke_proxy.config.loader import risks_of
 from evoke_proxy.config.policy_names import BUILT_IN
 from evoke_proxy.config.reference import example
-from evoke_proxy.config.schema import REMOVED, all_fields, settings
+from evoke_proxy.config.schema import REMOVED, REMOVED_VALUES, all_fields, settings
 from evoke_proxy.errors import ConfigError
 
 EXAMPLE = Path(__file__).parents[3] / "config/evoke.example.yaml"
@@ -58,6 +58,20 @@ def test_a_removed_setting_is_refused_with_what_replaces_it(key: str, tmp_path: 
     with pytest.raises(ConfigError, match=f"^{env_name(key)}: {key} was removed, .*; unset the"):
         load(None, {env_name(key): "1"})
     assert key not in keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in REMOVED_VALUES.items() for value in values]
+)
+def test_a_removed_value_is_refused_with_what_replaces_it(
+    key: str, value: str, tmp_path: Path
+) -> None:
+    section, name = key.split(".")
+    expected = f"^{key}: '{value}' was removed, {settings()[key].default} replaces it"
+    with pytest.raises(ConfigError, match=expected):
+        load(_file(tmp_path, f"{section}: {{{name}: {value}}}\n"))
+    with pytest.raises(ConfigError, match=expected):
+        load(None, {env_name(key): value})
 
 
 @pytest.mark.parametrize("key", [key for key, item in all_fields().items() if item.is_tuning])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from evoke_proxy.divergence.measure import summarise
+import bench.policies  # noqa: F401 -- registers baselines
+from evoke_proxy.divergence.measure import ARMS, arm_names, summarise
 from evoke_proxy.divergence.reference import _evicted, _without
 
 
@@ -66,3 +67,11 @@ def test_rows_of_context_checkpoints_are_not_evicted() -> None:
         (121, 164),
     ]
     assert _without([(0, 64)], []) == [(0, 64)]
+
+
+def test_policies_of_further_modules_are_arms() -> None:
+    assert arm_names()[: len(ARMS)] == ARMS
+    assert {"breadcrumb", "infllm"} < set(arm_names()) - set(ARMS)
+    assert "evoke" not in arm_names()
+    rows = [row("default", 1, [True]), row("breadcrumb", 1, [False])]
+    assert [found["arm"] for found in summarise(rows)] == ["default", "breadcrumb"]

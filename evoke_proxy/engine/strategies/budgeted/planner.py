@@ -16,8 +16,8 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
-from evoke_proxy.core.policy.registry import policy_of, quotes_evicted, saves_evicted
-from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
+from evoke_proxy.core.policy.quotation import QuotedRequest
+from evoke_proxy.core.policy.registry import policy_of, saves_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
@@ -206,8 +206,8 @@ class Planner:
                 await self._compute(turn, partial(session.plan, with_attention)),
             )
         recalled, planned = None, (started, plan)
-        if quotes_evicted(started.config):
-            started, plan, recalled = await self._with_text(turn, trace, planned, self._evicted)
+        if policy_of(started.config).quote is not None:
+            started, plan, recalled = await self._with_text(turn, trace, planned, _quoting_evicted)
         if recalled is None and quotes_past(started.config):
             started, plan, recalled = await self._with_text(turn, trace, planned, self._past)
         if recalled is None:
@@ -247,10 +247,6 @@ class Planner:
             is_full=started.is_full,
             drift=changed,
         )
-
-    def _evicted(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
-        """The request with the evicted text that it needs."""
-        return quote_evicted(started, started.query, turn.body)
 
     def _past(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
         """The request with the removed messages that it needs."""
@@ -385,6 +381,12 @@ class Planner:
         if refused.name is not None:
             missing |= {refused.name}
         conversation.session.failed(missing)
+
+
+def _quoting_evicted(turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
+    """The request with the evicted text that it needs, by the policy of the turn."""
+    quote = policy_of(started.config).quote
+    return quote(started, started.query, turn.body) if quote is not None else None
 
 
 def _unplanned(config: PolicyConfig) -> DecodeBudget:

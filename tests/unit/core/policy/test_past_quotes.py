@@ -13,7 +13,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.past_quotes import HEADING, quote_past
-from evoke_proxy.core.policy.text_recovery import QuotedRequest
+from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.index import Index

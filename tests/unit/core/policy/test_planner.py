@@ -148,7 +148,7 @@ each_policy = pytest.mark.parametrize("name", NAMES)
 CONFIGS = st.builds(
     PolicyConfig,
     budget=st.integers(150, 1200) | st.sampled_from([None, 512]),
-    recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
+    recovery=st.sampled_from(["kv_restore", "kv_restore", "discard"]),
     block_tokens=st.just(64),
     sink_tokens=st.integers(0, 20),
     recent_tokens=st.integers(0, 60),

@@ -166,6 +166,8 @@ def test_a_null_field_is_ignored_or_refused(field: str) -> None:
         ("evoke_policy", "lru"),
         ("evoke_policy", ["evoke"]),
         ("evoke_recovery", "magic"),
+        ("evoke_recovery", "breadcrumb"),
+        ("evoke_recovery", ["breadcrumb"]),
         ("evoke_priority", "high"),
         ("evoke_priority", float("nan")),
         ("evoke_priority", -1),
@@ -183,6 +185,7 @@ def test_an_invalid_field_is_a_request_error_with_its_own_code(field: str, value
     with pytest.raises(RequestError, match=field) as caught:
         chat(**{field: value})
     assert (caught.value.status, caught.value.code) == (400, f"{field}_invalid")
+    assert ("kv_restore replaces it" in str(caught.value)) is (value == "breadcrumb")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.policy.past_quotes import HEADING
-from evoke_proxy.core.policy.text_recovery import RECOVERED_HEADING
 from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
@@ -97,9 +96,8 @@ def test_messages_that_are_still_there_or_that_the_user_went_back_behind_are_not
     assert removed(HISTORY, after) == []
 
 
-@pytest.mark.parametrize("heading", [HEADING, RECOVERED_HEADING])
-def test_a_quotation_is_not_kept(heading: str) -> None:
-    quoting = [*HISTORY[:5], f"u:{heading}\nuser: The pump in Turin is out of order.\n\nWhat?"]
+def test_a_quotation_is_not_kept() -> None:
+    quoting = [*HISTORY[:5], f"u:{HEADING}\nuser: The pump in Turin is out of order.\n\nWhat?"]
     assert removed(quoting, [*HISTORY[:5], "u:What?", "a:The pump.", QUESTION]) == []
 
 

@@ -647,7 +647,7 @@ EVENTS = st.sampled_from(
     events=st.lists(st.tuples(EVENTS, st.integers(1, 1000)), min_size=1, max_size=12),
     budget=st.sampled_from([None, 140, 256, 512, 1024]),
     name=st.sampled_from(["evoke", "evoke", *EVICTING]),
-    recovery=st.sampled_from(["kv_restore", "kv_restore", "breadcrumb", "discard"]),
+    recovery=st.sampled_from(["kv_restore", "kv_restore", "discard"]),
     n_cells=st.sampled_from([1100, 100_000]),
     recurrent=st.booleans(),
 )

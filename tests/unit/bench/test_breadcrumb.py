@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.policies.breadcrumb import quote_evicted
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span, merged
 from evoke_proxy.core.model.plan import Evict, Load, Plan
-from evoke_proxy.core.policy.text_recovery import QuotedRequest, quote_evicted
+from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
@@ -21,7 +22,7 @@ from evoke_proxy.core.session.accounting import usage_outcome
 from evoke_proxy.core.session.session import Session
 
 CONFIG = PolicyConfig(
-    budget=512, recovery="breadcrumb", block_tokens=8, sink_tokens=0, reserve_tokens=64
+    budget=512, name="breadcrumb", block_tokens=8, sink_tokens=0, reserve_tokens=64
 )
 FACT = "the oslo vault code is 48213"
 QUESTION = "what is the oslo vault code?"
@@ -210,14 +211,12 @@ def test_the_outcome_lists_unknown_and_missing_names() -> None:
     }
     plan = Plan(loads=(Load(turn.view.blocks[0].label, first_span),),
                 evicts=(Evict(evicted.span, evicted.label),))  # fmt: skip
-    restoring = replace(turn, config=replace(CONFIG, recovery="kv_restore"))
+    restoring = replace(turn, config=replace(CONFIG, name="evoke"))
     assert usage_outcome(restoring, plan, None) == {
         "recover": {"unknown": ["nobody"], "missing": ["assistant:1", "user:2"]}
     }
     without_names = turn_of("chat", {"messages": conversation(user(QUESTION))}, ())
     assert (
-        usage_outcome(
-            replace(without_names, config=replace(CONFIG, recovery="discard")), plan, None
-        )
+        usage_outcome(replace(without_names, config=replace(CONFIG, name="discard")), plan, None)
         == {}
     )
