@@ -27,7 +27,7 @@ whole templates.
 
 `--factorial` measures what each signal of the ranking is worth (`bench/evidence/factorial.py`).
 
-The templates of the splits are disjoint. Tune on `tuning` only; published figures are of
+The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures are of
 `reporting`."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from bench.evidence import factorial
 from bench.fills import Rankings
 from bench.tasks import plot, score
 from bench.tasks.cases import Case, cases, kinds
-from bench.tasks.templates import SPLITS
+from bench.tasks.templates import TEMPLATES
 
 _COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messages")
 # Cases of a kind by the length of conversations, and for all other lengths.
@@ -111,7 +111,7 @@ def _row(case: Case, spans: Spans, share: int, result: tuple[str, float]) -> dic
 
 def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
     """Yield the first cases of each kind that the default misses, in words."""
-    for kind in kinds():
+    for kind in dict.fromkeys(row["kind"] for row in rows):
         missed = [r for r in rows if r["kind"] == kind and r["arm"] == "default" and not r["whole"]]
         for row in missed[:most]:
             number = int(row["case"].split()[-1])
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths, shares = (
         [int(part) for part in text.split(",")] for text in (args.lengths, args.shares)
     )
-    chosen = [kind for kind in kinds() if not args.kinds or kind in args.kinds.split(",")]
+    chosen = [kind for kind in kinds(args.split) if not args.kinds or kind in args.kinds.split(",")]
     arms = [arm for arm in score.ARMS if arm in args.arms.split(",")]
     left_out = {
         setting.arm
@@ -197,7 +197,7 @@ def differing(split: str, length: int, shares: Sequence[int], count: int) -> lis
     fast = InProcess()
     said = []
     with engine(True, length) as real:
-        for kind in kinds():
+        for kind in kinds(split):
             for case in cases(split, kind, length, count):
                 pairs = zip(
                     measure(fast, case, shares, ("default",)),
@@ -221,7 +221,7 @@ def _picture(summary: dict[str, Any], split: str) -> str:
 
 def _parser() -> Any:
     parser = record.command("tasks", __doc__, _EXAMPLES)
-    parser.add_argument("--split", choices=SPLITS, default="reporting", help="(reporting)")
+    parser.add_argument("--split", choices=TEMPLATES, default="reporting", help="(reporting)")
     parser.add_argument("--kinds", default="", help="separated by commas (all)")
     parser.add_argument(
         "--lengths", default="4000,32000,128000", help="of conversations, in tokens"

@@ -66,18 +66,18 @@ class _Plot:
     asked: Sequence[Message]
 
 
-def cases(split: str, kind: str, length: int, count: int, first: int = 0) -> list[Case]:
+def cases(name: str, kind: str, length: int, count: int, first: int = 0) -> list[Case]:
     """Return cases of about `length` tokens; they depend on nothing but the arguments.
 
-    `first` is the number of the first case. Published figures are of cases from number 0 on.
+    `name` is one of `TEMPLATES`. `first` is the number of the first case. Published figures are of cases from number 0 on.
     """
-    templates = read(split)
+    templates = read(name)
     return [_case(templates, kind, length, first + number) for number in range(count)]
 
 
-def kinds() -> list[str]:
-    """Return every kind of case."""
-    return read(SPLITS[0]).kinds
+def kinds(name: str = SPLITS[0]) -> list[str]:
+    """Return every kind of case that one of `TEMPLATES` has."""
+    return read(name).kinds
 
 
 def tokens_of(text: str) -> float:
@@ -86,7 +86,7 @@ def tokens_of(text: str) -> float:
 
 
 def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
-    name = f"{templates.split} {kind} {length} {number}"
+    name = f"{templates.name} {kind} {length} {number}"
     rng = random.Random(name)
     if kind in QUERIES:
         plot = _queries(rng, templates, QUERIES[kind])

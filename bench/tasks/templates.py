@@ -1,4 +1,4 @@
-"""Reads the templates of the cases: `tuning.toml` and `reporting.toml`.
+"""Reads the templates of the cases: `tuning.toml`, `tuning_more.toml` and `reporting.toml`.
 
 A file has these tables:
 
@@ -27,6 +27,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
+# Further templates of a split: for tuning, of some kinds.
+TEMPLATES = ("tuning", "tuning_more", "reporting")
 # Kinds whose questions are put together from pairs, and how many of them.
 QUERIES: Mapping[str, int] = {"multi-query 4": 4, "multi-query 12": 12}
 _SLOT = re.compile(r"\{([a-z]+)(\d*)\}")
@@ -59,7 +61,7 @@ class Templates:
     """All templates of one split.
 
     Attributes:
-        split: One of `SPLITS`.
+        name: One of `TEMPLATES`.
         replies: The assistant's answers to what the user tells.
         openings: How a turn with several questions begins.
         pools: Names by pool.
@@ -67,7 +69,7 @@ class Templates:
         pairs: The templates of the kinds of `QUERIES`.
     """
 
-    split: str
+    name: str
     replies: Sequence[str]
     openings: Sequence[str]
     pools: Mapping[str, Sequence[str]]
@@ -75,20 +77,25 @@ class Templates:
     pairs: Sequence[Pair]
 
     @property
+    def split(self) -> str:
+        """The split that the templates belong to, one of `SPLITS`."""
+        return self.name.partition("_")[0]
+
+    @property
     def kinds(self) -> list[str]:
         """All kinds, in the order of the file; those of `QUERIES` come last."""
-        return [*dict.fromkeys(scene.kind for scene in self.scenes), *QUERIES]
+        return [*dict.fromkeys(scene.kind for scene in self.scenes), *(QUERIES if self.pairs else ())]
 
     def scenes_of(self, kind: str) -> list[Scene]:
         """Return the scenes of one kind."""
         return [scene for scene in self.scenes if scene.kind == kind]
 
 
-def read(split: str) -> Templates:
-    """Return the templates of a split."""
-    tables: Mapping[str, Any] = tomllib.loads((HERE / f"{split}.toml").read_text("utf-8"))
+def read(name: str) -> Templates:
+    """Return one of `TEMPLATES`."""
+    tables: Mapping[str, Any] = tomllib.loads((HERE / f"{name}.toml").read_text("utf-8"))
     return Templates(
-        split=split,
+        name=name,
         replies=tables["replies"],
         openings=tables["openings"],
         pools=tables["pools"],
