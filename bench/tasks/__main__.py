@@ -27,8 +27,8 @@ whole templates.
 
 `--factorial` measures what each signal of the ranking is worth (`bench/evidence/factorial.py`).
 
-The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures are of
-`reporting`."""
+The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
+are of `reporting`."""
 
 from __future__ import annotations
 

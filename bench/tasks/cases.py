@@ -69,7 +69,8 @@ class _Plot:
 def cases(name: str, kind: str, length: int, count: int, first: int = 0) -> list[Case]:
     """Return cases of about `length` tokens; they depend on nothing but the arguments.
 
-    `name` is one of `TEMPLATES`. `first` is the number of the first case. Published figures are of cases from number 0 on.
+    `name` is one of `TEMPLATES`. `first` is the number of the first case. Published figures are of
+    cases from number 0 on.
     """
     templates = read(name)
     return [_case(templates, kind, length, first + number) for number in range(count)]

@@ -84,7 +84,8 @@ class Templates:
     @property
     def kinds(self) -> list[str]:
         """All kinds, in the order of the file; those of `QUERIES` come last."""
-        return [*dict.fromkeys(scene.kind for scene in self.scenes), *(QUERIES if self.pairs else ())]
+        of_scenes = dict.fromkeys(scene.kind for scene in self.scenes)
+        return [*of_scenes, *(QUERIES if self.pairs else ())]
 
     def scenes_of(self, kind: str) -> list[Scene]:
         """Return the scenes of one kind."""

@@ -126,7 +126,6 @@ def _converse(run: Run, port: int) -> None:
         post(f"{name}, streamed", path, said(path, 7, "Go on.", stream=True), name)
     post("policy truncate", CHAT, said(CHAT, 7, "Go on.", evoke_policy="truncate"), "t")
     post("policy no_eviction", CHAT, said(CHAT, 2, "Go on.", evoke_policy="no_eviction"), "n")
-    post("a recovery that was removed", CHAT, said(CHAT, 7, ASKS, evoke_recovery="breadcrumb"), "b")
     post("recall fused", CHAT, said(CHAT, 8, ASKS, evoke_recall="fused"), "a")
     title = [{"role": "user", "content": "Write a title for: " + FACT}]
     post("a short chat of its own", CHAT, {"messages": title, "max_tokens": 4})

@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,17 @@ FUNCTION_WORDS = frozenset(
 )
 
 FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
+# Function words that name something after one of these: "the show", "my will".
+_NOUN = re.compile(
+    r"\b(?:the|an?|my|your|our|his|her|their|each|every|which|whose) "
+    r"(shows?|uses?|wills?|mines?|cans?)\b",
+    re.IGNORECASE,
+)
+# Verbs that tell the assistant what to do only at the start of a request, or before "me" or "us".
+_VERB = re.compile(
+    r"(?<=\w )(?<!please )(?<!you )(?<!and )(gives?|shows?|showed|tells?)\b(?! (?:me|us)\b)",
+    re.IGNORECASE,
+)
 
 # The score of a block that contains none of the query's phrases is reduced by this share. Phrases
 # are the ordered pairs of Metzler and Croft, "A Markov Random Field Model for Term Dependencies"
@@ -60,6 +72,15 @@ FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
 # compete with recency.
 _PHRASE_SHARE = 0.35
 WITHOUT_PHRASE = 1.0 - _PHRASE_SHARE
+
+
+def function_stems(text: str) -> frozenset[str]:
+    """Return the stems of the function words of a question, without those that carry meaning in it.
+
+    These are nouns like "the show", and verbs like "give" that do not address the assistant.
+    """
+    meant = {stem(word.lower()) for word in chain(_NOUN.findall(text), _VERB.findall(text))}
+    return FUNCTION_STEMS - meant if meant else FUNCTION_STEMS
 
 
 def terms_of(text: str) -> list[str]:

@@ -40,10 +40,15 @@ _INTERROGATIVE = re.compile(
 _WORD = re.compile(r"\w+")
 # Words that stand for something that an earlier turn named.
 _REFERENCE = re.compile(
-    r"\b(?:he|him|his|she|her|hers|it|its|they|them|their|theirs|this|that|these|those|one|ones|"
-    r"there|same|former|latter)\b",
+    r"\b(?:he|him|his|she|her|hers|it|its|they|them|their|theirs|this|these|those|one|ones|same|"
+    r"latter|(?<!is )(?<!are )(?<!was )(?<!were )there(?! (?:is|are|was|were)\b)|"
+    # "Where is that?", but not "the man that I met"; "the former?", but not "the former mayor".
+    r"(?:^|(?:about|after|at|before|by|does|did|for|from|in|is|like|of|on|than|to|was|with) )that|"
+    r"that(?= (?:again|one|time|too)\b|[^\w\s]|\s*$)|"
+    r"former(?= (?:or|and|is|was)\b|[^\w\s]|\s*$))\b",
     re.IGNORECASE,
 )
+_DETERMINER = re.compile(r"(?:the|an?|my|our|your|his|her|its|their)\Z", re.IGNORECASE)
 _CONTINUATION = re.compile(
     r"(?:and|but|so|or|also|then|what about|how about|why not)\b", re.IGNORECASE
 )
@@ -267,7 +272,10 @@ def _clauses_of(sentence: str) -> Iterator[str]:
         words = part.split()
         is_list_entry = i and len(words) <= 3 and len(head) > len(words)
         if is_list_entry and not _INTERROGATIVE.match(part):
-            words = [*head[: -len(words)], *words]
+            kept = head[: -len(words)]
+            if _DETERMINER.match(kept[-1]) and _DETERMINER.match(words[0]):
+                del kept[-1]  # "the price of tea and the opening hours"
+            words = [*kept, *words]
         else:
             head = words
         yield " ".join(words).rstrip("?") + "?"

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, FUNCTION_WORDS, terms_of
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, FUNCTION_WORDS, function_stems, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
     interleaved,
@@ -236,9 +236,11 @@ class UnitRanker:
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
         self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
+        self._brevity = np.minimum(1.0, lengths.mean() / lengths) if n_ranked else lengths
         self._is_short_reply = units.lengths[:n_ranked] <= _SHORT_TOKENS
         asks = units.maxima(source.asks)[:n_ranked] > 0
         self._is_short_reply[1:] &= ~asks[:-1]
+        self._function_stems = FUNCTION_STEMS
         self._terms_of: dict[str, Sequence[str]] = {}
         self._stems_of: dict[str, Sequence[str]] = {}
         self._unit_of_block: Callable[[int], int] = units.of_block.item
@@ -258,6 +260,7 @@ class UnitRanker:
         `topic_cosines` [n] are those of the whole text. `model_relevance` [n] is the relevance by
         the model's attention.
         """
+        self._function_stems = function_stems(query.text)
         rankings = list[Ranking]()
         if model_relevance is not None:
             by_model = self._units.maxima(model_relevance)[: self._n]
@@ -304,7 +307,7 @@ class UnitRanker:
     def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
         """Return the rankings, with a later version of a unit before the earlier one."""
         words = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
-        numbers = map(self._source.stem_number, words - FUNCTION_STEMS)
+        numbers = map(self._source.stem_number, words - self._function_stems)
         asked = {number for number in numbers if number is not None}
         stems = dict[int, set[int]]()
         found = list[Ranking]()
@@ -347,7 +350,7 @@ class UnitRanker:
 
     def _coverage(self, query: Query) -> FloatArray:
         """Return the share [u] of the weight of the query's content words that each unit has."""
-        stems = [one for one in self._stems(query.text) if one not in FUNCTION_STEMS]
+        stems = [one for one in self._stems(query.text) if one not in self._function_stems]
         if not stems:
             return np.zeros(self._n)
         row_of, counts = self._counted or ({}, None)
@@ -385,12 +388,15 @@ class UnitRanker:
         own, neighbours, near, *by_meaning = np.split(
             standardized(np.concatenate(signals)), ends[:-1]
         )
-        scores = own + neighbours + near
+        near += neighbours
         if rows:
             own[rows] += by_meaning[0]
-            scores[rows] += by_meaning[0]
-            scores[rows] += by_meaning[1]
+            near[rows] += by_meaning[1]
             evidence[rows] = np.maximum(evidence[rows], by_meaning[0])
+        # Neighbours raise a score and do not lower it. A unit that is good by its neighbours only
+        # is worth less the longer it is: its tokens are room for others.
+        near = np.maximum(near, 0.0)
+        scores = own + np.where(own > _MIN_OWN, near, self._brevity * near)
         evidence[self._is_short_reply & (own <= _MIN_OWN)] = 0.0
         for i, text in enumerate(texts):
             mentions = self._source.mentions(text)
@@ -448,7 +454,7 @@ class UnitRanker:
     ) -> tuple[_SparseRows, _SparseRows]:
         """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
         weights = self._rarity(counts)
-        is_function_word = [one in FUNCTION_STEMS for one in stems]
+        is_function_word = [one in self._function_stems for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
         near = counts.with_neighbours(_NEIGHBOUR_WORDS)
         return (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.retrieval.query import Query, query_of, split_clauses
+from evoke_proxy.core.retrieval.query import Query, query_of, refers_back, split_clauses
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,8 @@ from evoke_proxy.core.retrieval.query import Query, query_of, split_clauses
         ("What are the ports of api, db and cache?",
          ["What are the ports of api?", "What are the ports of db?",
           "What are the ports of cache?"]),
+        ("What is the price of tea and the opening hours?",
+         ["What is the price of tea?", "What is the opening hours?"]),
         ("I like salt and pepper.", ["I like salt and pepper."]),
         ("Read config.env. Then run it.", ["Read config.env.", "Then run it."]),
         ("...", []),
@@ -71,6 +73,23 @@ def test_a_pronoun_for_a_noun_of_the_same_question_needs_no_context() -> None:
     assert not any("Oslo" in clause for clause in own.clauses)
     other = request(*first, ("user", "Who has been told about it in the office?"))
     assert any("Oslo" in clause for clause in other.clauses)
+
+
+@pytest.mark.parametrize(
+    ("text", "refers"),
+    [
+        ("Who was the man that I met in the park?", False),
+        ("What did the vet say that the dog can eat?", False),
+        ("Who is the former mayor of the town?", False),
+        ("Are there any appointments with the dentist?", False),
+        ("Where can I read more about that?", True),
+        ("Why did the doctor say that, actually?", True),
+        ("How much more expensive is the former?", True),
+        ("How do people usually get there by train?", True),
+    ],
+)
+def test_relative_clauses_and_existence_refer_to_nothing_earlier(text: str, refers: bool) -> None:
+    assert refers_back(text) is refers
 
 
 def test_after_tool_results_the_query_includes_the_users_question() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import names_in
@@ -55,6 +56,29 @@ def test_the_latest_version_of_a_message_is_ranked_before_earlier_ones() -> None
 def test_an_answer_is_ranked_with_the_question_before_it() -> None:
     texts = [*FILLER[:9], "What is your landlord's rule?", "No pets at all.", *FILLER[9:]]
     assert {9, 10} <= set(order(Query.of("What is the landlord's rule?"), texts)[:3])
+
+
+def test_a_long_message_that_has_only_good_neighbours_comes_after_a_short_one_of_its_own() -> None:
+    facts = {3: "My cello is from Turin.", 9: "My sister plays her cello in the evening."}
+    facts[15] = "A cello needs care."
+    blocks = list[Block]()
+    for i, filler in enumerate(FILLER):
+        start, size = blocks[-1].span.end if blocks else 0, 200 if i in (8, 10) else 12
+        span, text = Span(start, start + size), facts.get(i, filler)
+        blocks.append(Block(f"user:{i}#0", f"s/{i}", span, Role.USER, 1, i, text))
+    table = BlockTable(blocks)
+    query = Query.of("What does my sister play in the evening on her cello?")
+    found = Index().unit_order(query, table, Units.of(table, 256), len(table), None).tolist()
+    assert found[:2] == [9, 3] and {8, 10} <= set(found)
+
+
+def test_a_function_word_that_is_a_noun_or_a_verb_of_the_question_counts() -> None:
+    assert "show" not in function_stems("Where does the show go?")
+    assert "give" not in function_stems("What did Mira give to Paul?")
+    for text in ("Show me the red report.", "Can you give me the code?", "Please tell us."):
+        assert function_stems(text) is FUNCTION_STEMS
+    texts = [*FILLER[:9], "Our show is in Turin.", *FILLER[9:15], "Where will it be?", *FILLER[15:]]
+    assert order(Query.of("Where will the show be?"), texts)[0] == 9
 
 
 def test_a_misspelt_word_is_corrected() -> None:
