@@ -12,6 +12,7 @@ import numpy as np
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import Vectors
 
 # A long text usually has its question at one end; this many characters of each end are read.
@@ -225,18 +226,21 @@ def _is_user(message: Message) -> bool:
 def refers_back(text: str) -> bool:
     """Return whether a text is understood only with the turns before.
 
-    It begins with a word like "and"; or has only a few words, and is no question about a name or
-    something of the user; or has a pronoun and neither a name nor, before it, a noun that the
-    pronoun could stand for.
+    It begins with a word like "and"; or has only a few words, and is no question about a name,
+    something of the user or, without a pronoun, of two words that carry meaning; or has a pronoun
+    and neither a name nor, before it, a noun that the pronoun could stand for.
     """
     text = _both_ends(text, _CLAUSE_CHARS).lstrip()
     if _CONTINUATION.match(text):
         return True
-    words = sum(1 for _ in islice(_WORD.finditer(text), _FEW_WORDS + 1))
-    if words <= _FEW_WORDS:
+    words = [match[0].lower() for match in islice(_WORD.finditer(text), _FEW_WORDS + 1)]
+    has_reference = _REFERENCE.search(text) is not None
+    if len(words) <= _FEW_WORDS:
         is_about = _NAME_INSIDE.search(text) or _OWN_NOUN.search(text)
-        return not (is_about and _INTERROGATIVE.match(text))
-    if not _REFERENCE.search(text):
+        n_meaningful = sum(word not in FUNCTION_WORDS for word in words)
+        is_complete = is_about or (n_meaningful > 1 and not has_reference)
+        return not (is_complete and _INTERROGATIVE.match(text))
+    if not has_reference:
         return False
     noun = _NOUN.search(text)
     has_noun = noun is not None and _PERSONAL.search(text, noun.end()) is not None

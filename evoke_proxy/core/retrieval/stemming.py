@@ -1,6 +1,7 @@
 """Reduces English words to stems, so that forms of one word match.
 
-Porter, "An algorithm for suffix stripping" (1980), steps 1 to 5.
+Porter, "An algorithm for suffix stripping" (1980), steps 1 to 5; then a step that joins nouns
+with their verbs and adjectives where these steps leave them apart.
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ _STEP_4 = frozenset(
         *("ou", "ism", "ate", "iti", "ous", "ive", "ize"),
     )
 )
+# Ends of stems of nouns, and those of their verbs and adjectives: decision and decide, complaint
+# and complain, allergy and allergic.
+_NOUNS = {
+    **{"cis": "cid", "lus": "lud", "vas": "vad", "plos": "plod", "rus": "rud", "pans": "pand"},
+    **{"hens": "hend", "plaint": "plain", "straint": "strain", "ergi": "erg", "egi": "eg"},
+    **{"ogi": "og", "omi": "om", "emi": "em"},
+}
 # Length of the longest of these endings.
 _MAX_ENDING = 7
 # Vowels and consonants, except for y, which may be either.
@@ -73,7 +81,7 @@ def stem(word: str) -> str:
         word = word[:-1] + "i"
     word = _replaced(_replaced(word, _STEP_2), _STEP_3)
     word = _without_suffix(word)
-    return _without_final(word)
+    return _joined(_without_final(word))
 
 
 def _form(word: str) -> str:
@@ -157,3 +165,9 @@ def _without_final(word: str) -> str:
         if _measure(rest) > 1 or (_measure(rest) == 1 and not _ends_cvc(rest)):
             word = rest
     return word[:-1] if word.endswith("ll") and _measure(word) > 1 else word
+
+
+def _joined(word: str) -> str:
+    """Return the stem of the verb or adjective of a noun; see `_NOUNS`."""
+    found = _ending(word, _NOUNS)
+    return word[: -len(found)] + _NOUNS[found] if found and _measure(word) > 1 else word

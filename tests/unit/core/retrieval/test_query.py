@@ -118,9 +118,9 @@ def test_a_query_takes_over_the_vectors_of_texts_that_it_has_in_common_with_anot
 
 def test_a_short_question_about_a_name_or_something_own_needs_no_context() -> None:
     first = (("user", "What is the code of the Oslo vault, please?"), ("assistant", "48213"))
-    for text in ("How old is Mira?", "Where is my bike?"):
+    for text in ("How old is Mira?", "Where is my bike?", "Who owes me money?"):
         assert request(*first, ("user", text)).clauses == (text,)
-    for text in ("And Mira?", "Which colour?", "Mira's age?"):
+    for text in ("And Mira?", "Which colour?", "Mira's age?", "Where does she work?"):
         assert any("Oslo" in clause for clause in request(*first, ("user", text)).clauses)
 
 
