@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evoke_proxy.config.policy_names import BUILT_IN, policy_names
+from evoke_proxy.core.policy.registry import further_policies
 from evoke_proxy.core.request.forced_answer import Step, forced_chat, kl_divergence, read_steps
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
 from evoke_proxy.divergence.conversations import Conversation
@@ -73,7 +73,7 @@ class Measured:
 
 def arm_names() -> tuple[str, ...]:
     """Return `ARMS`, and the policies of the modules in EVOKE_POLICY_MODULES as further arms."""
-    return (*ARMS, *(name for name in policy_names() if name not in (*BUILT_IN, *ARMS)))
+    return (*ARMS, *further_policies())
 
 
 def measure(

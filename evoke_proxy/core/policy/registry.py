@@ -11,7 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.config.policy_names import add_policy_name, check_policy_name
+from evoke_proxy.config.policy_names import (
+    BUILT_IN,
+    add_policy_name,
+    check_policy_name,
+    policy_names,
+)
 from evoke_proxy.core.model.block_table import FloatArray, blocks_named
 from evoke_proxy.core.model.plan import DecodeBudget, Drop, Plan
 from evoke_proxy.core.policy.attention import MAX_QUERIES, Capture
@@ -67,6 +72,11 @@ def register(policy: Policy) -> Policy:
     _POLICIES[policy.name] = policy
     add_policy_name(policy.name)
     return policy
+
+
+def further_policies() -> tuple[str, ...]:
+    """Return the names of the policies that are not built in, see EVOKE_POLICY_MODULES."""
+    return tuple(name for name in policy_names() if name not in BUILT_IN)
 
 
 def policy_of(config: PolicyConfig) -> Policy:
