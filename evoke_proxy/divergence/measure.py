@@ -73,7 +73,7 @@ class Measured:
 
 def arm_names() -> tuple[str, ...]:
     """Return `ARMS`, and the policies of the modules in EVOKE_POLICY_MODULES as further arms."""
-    return (*ARMS, *further_policies())
+    return (*ARMS, *(name for name in further_policies() if name not in ARMS))
 
 
 def measure(
