@@ -293,7 +293,7 @@ def needed(messages: Sequence[Json]) -> list[tuple[str, int]]:
             path = str(arguments.get("path") or arguments.get("filePath") or "")
             calls[call["id"]] = (call["function"]["name"], path)
         if message["role"] == "tool":
-            name, path = calls[message["tool_call_id"]]
+            name, path = calls.get(message["tool_call_id"], ("", ""))
             if name == "read":
                 readings[path] = index
             edited = path if name == "edit" else ""

@@ -3,12 +3,17 @@
 The program itself runs against the proxy, with its own system prompt and tools, and a model with
 random weights and a long context. The answers of such a model are noise without tool calls, so
 `bench.scripted` stands between the program and the proxy: each answer is generated and counted, and
-the program receives a scripted tool call instead, which it executes on real files. Arms: `evoke`
-and `truncate` with the budget, `no_eviction` with an intact prefix cache.
+the program receives a scripted tool call instead, which it executes on real files. Arms:
 
-Under `evoke` the slot is saved to a file after each request, and its rows are compared with those
-that were decoded first. When a file is reread or edited, the bench counts whether its latest
-reading was resident as a whole."""
+* `evoke`, `discard`: with a budget that holds the program's own prompt and tools
+* `below`: as `evoke`, with a budget of a third of prompt and tools
+* `below_full`: the same with `policy.within_turn: full`, which holds the budget between turns only
+* `truncate`: with the budget of `below`; the oldest messages are removed from the request
+* `no_eviction`: an intact prefix cache
+
+Under `evoke` and `below` the slot is saved to a file after each request, and its rows are compared
+with those that were decoded first. When a file is reread or edited, the bench counts whether its
+latest reading was resident as a whole. `checks` are those of `bench.agent`."""
 
 from __future__ import annotations
 
@@ -18,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,14 +43,26 @@ from evoke_proxy.server_build import ensure_server
 
 VERSION = "1.18.33"
 TURN_S = 150
-ARMS = ("evoke", "truncate", "no_eviction")
-BUDGET, STEPS, SEED = 5000, 36, 1
+ARMS = ("evoke", "discard", "below", "below_full", "truncate", "no_eviction")
+# The budget of `evoke` and `discard`, and that of the arms below the program's own prompt.
+FITTING, BUDGET, STEPS, SEED = 18_000, 5000, 36, 1
+_LEAST_CHECKS = 0.98
+_COMPARED = ("evoke", "below")
 # Answers of a model with random weights are noise; a little of it is enough.
 ANSWER_TOKENS = 24
 _TIMEOUT_S = 600.0
 _COLUMNS = (
     *("arm", "budget", "requests", "prompt", "sent", "decoded", "decoded_share", "recovered"),
-    *("omitted", "peak", "over", "unbalanced", "mismatches"),
+    *(
+        "omitted",
+        "tools_whole",
+        "checks",
+        "checks_hold",
+        "peak",
+        "over",
+        "unbalanced",
+        "mismatches",
+    ),
 )
 _WATCHED = ("calls", "rows_back", "rows_unseen", "rows_differ", "files_again", "files_whole")
 Call = tuple[str, Mapping[str, Any]]
@@ -132,11 +150,14 @@ def _call(folder: Path, step: Step) -> Call:
 def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> dict[str, Any]:
     """One session under an arm: its row."""
     opencode = program()
-    watch = Watch(upstream, saved if arm == "evoke" else None)
+    watch = Watch(upstream, saved if arm != "truncate" else None, arm in _COMPARED)
     with tempfile.TemporaryDirectory() as name:
         settings, folder = Path(name) / "evoke.yaml", Path(name) / "work"
-        budget = args.budget if arm != "no_eviction" else None
-        settings.write_text(json.dumps({"policy": {"name": arm, "budget": budget}}))
+        budget = args.fitting if arm in ("evoke", "discard") else args.budget
+        budget = None if arm == "no_eviction" else budget
+        policy = {"name": "evoke" if arm.startswith("below") else arm, "budget": budget}
+        policy["within_turn"] = "full" if arm == "below_full" else "budget"
+        settings.write_text(json.dumps({"policy": policy}))
         folder.mkdir()
         with proxied(upstream, "--config", str(settings)) as proxy:
             relay = Relay(proxy.port, watch)
@@ -152,7 +173,7 @@ def measure(args: argparse.Namespace, arm: str, upstream: int, saved: Path) -> d
     found = _row(arm, budget, watch.turns)
     found |= {"calls": relay.made}
     found |= {"mismatches": log.count("refused a plan") + log.count("differs from the plan")}
-    if arm == "evoke":
+    if arm in _COMPARED:
         seen = watch.witness
         found |= {
             "rows_back": seen.n_returned,
@@ -178,7 +199,12 @@ def _row(arm: str, budget: int | None, turns: Sequence[Mapping[str, Any]]) -> di
         "recovered": sum(one["recovered"] for one in turns),
         "omitted": sum(one["omitted"] for one in turns),
         "peak": max(one["peak"] for one in turns),
-        "over": sum(one["peak"] > budget for one in turns) if budget else 0,
+        "over": sum(one["peak"] > budget for one in turns) if budget and arm != "below_full" else 0,
+        **{
+            key: sum(one.get(key, 0) for one in turns)
+            for key in ("tools_whole", "checks", "checks_hold")
+        },
+        "missing": Counter(kind for one in turns for kind in one.get("missing", ())),
         "unbalanced": sum(sum(one[kind] for kind in TOKEN_KINDS) != one["prompt"] for one in turns),
         "each": list(turns),
     }
@@ -189,13 +215,13 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         f"{row['arm']}_{key}": round(row[key], 4)
         for row in rows
-        for key in ("decoded_share", "peak")
+        for key in ("decoded_share", "peak", "omitted", "checks", "checks_hold")
     }
     summary["over_budget_times"] = max(
         row["prompt"] / row["budget"] for row in rows if row["budget"]
     )
     for row in rows:
-        summary |= {key: row[key] for key in _WATCHED if key in row}
+        summary |= {f"{row['arm']}_{key}": row[key] for key in _WATCHED if key in row}
     return summary | {key: sum(row[key] for row in rows) for key in ("over", "mismatches")}
 
 
@@ -210,7 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = summarise(found)
     record.tell("opencode", found, summary, args.out)
     bad = sum(row[key] for row in found for key in ("over", "unbalanced", "mismatches"))
-    return 1 if bad or summary.get("rows_differ") else 0
+    bad += sum(row.get("rows_differ", 0) for row in found)
+    seeing = [row for row in found if row["arm"] in ("evoke", "below_full")]
+    unseen = [row for row in seeing if row["checks_hold"] < _LEAST_CHECKS * row["checks"]]
+    return 1 if bad or unseen else 0
 
 
 @contextmanager
@@ -230,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"calls of tools ({STEPS})")
     parser.add_argument("--budget", type=int, default=BUDGET, help=f"tokens ({BUDGET})")
+    parser.add_argument("--fitting", type=int, default=FITTING, help=f"of evoke ({FITTING})")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     return parser
 

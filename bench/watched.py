@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.agent import file_row_counts, positions, saved_rows
+from bench.agent import check, file_row_counts, needed, positions, saved_rows
 from bench.agent_rows import Witness
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
@@ -19,14 +19,16 @@ class Watch:
 
     Attributes:
         upstream: Port of llama-server.
-        saved: Folder of slot files; None: rows are not compared.
+        saved: Folder of slot files; None: rows are not looked at.
+        compares: Whether rows are compared with those that were decoded first.
         witness: The comparison of rows.
-        turns: Token counts of each request; with `saved` also how many rows of the latest reading
-            of a file were resident.
+        turns: Token counts of each request; with `saved` also the checks of what the model could
+            see, and with `compares` how many rows of the latest reading of a file were resident.
     """
 
     upstream: int
     saved: Path | None
+    compares: bool = True
     witness: Witness = field(default_factory=Witness)
     turns: list[dict[str, Any]] = field(default_factory=list)
 
@@ -39,7 +41,14 @@ class Watch:
         self.turns.append(one)
         if self.saved is None:
             return
-        now = saved_rows(self.upstream, self.saved)
+        is_complete = not one["omitted"] and not int(usage["decoded_hidden"])
+        there = None
+        if self.compares or not is_complete:
+            now = saved_rows(self.upstream, self.saved)
+            there = None if is_complete else now.keys()
+        one |= check(needed(body["messages"]), self.upstream, body, there)
+        if not self.compares:
+            return
         back = self.witness.look(now, one["prompt"] - one["decoded"], one["prompt"])
         index = reading_before(body["messages"])
         if index is not None:
