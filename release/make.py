@@ -280,7 +280,7 @@ def write_checksums() -> None:
 
 def _run(program: str, *arguments: str, env: Mapping[str, str] | None = None) -> None:
     """Run a program of this environment; raises CalledProcessError."""
-    beside = Path(sys.executable).with_name(program)
+    beside = Path(sys.executable).parent / program  # an absolute path stays what it is
     command = [str(beside) if beside.exists() else program, *arguments]
     subprocess.run(command, check=True, cwd=ROOT, env=_environment() | dict(env or {}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -117,3 +118,42 @@ def test_the_server_build_names_what_its_wheel_needs() -> None:
     flags = dict(flag.removeprefix("-D").split("=", 1) for flag in module.FLAGS)
     assert flags["GGML_BACKEND_DL"] == flags["GGML_CPU_ALL_VARIANTS"] == "ON"
     assert flags["CMAKE_INSTALL_RPATH"] == "$ORIGIN" and flags["GGML_NATIVE"] == "OFF"
+
+
+def test_the_server_wheel_has_the_licence_of_each_library(tmp_path: Path) -> None:
+    module = _module("build_server")
+    source, target = tmp_path / "llama.cpp", tmp_path / "licences"
+    for name in (
+        "LICENSE",
+        "licenses/LICENSE-jsonhpp",
+        "vendor/http/LICENSE",
+        "vendor/a/b/LICENSE.md",
+    ):
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"licence of {name}\n")
+    (source / "vendor/public").mkdir()
+    if not Path("/usr/share/doc/libssl-dev/copyright").exists():
+        pytest.skip("the wheel is built on Debian or Ubuntu with libssl-dev")
+    module.collect_licences(source, target)
+    found = {path.stem for path in target.iterdir()}
+    assert found == {
+        "evoke-proxy",
+        "patches",
+        "llama.cpp",
+        "openssl",
+        "gcc",
+        "jsonhpp",
+        "http",
+        "b",
+    }
+    assert (target / "http.txt").read_text() == "licence of vendor/http/LICENSE\n"
+    server = tomllib.loads((ROOT / "release/server/pyproject.toml").read_text("utf-8"))["project"]
+    assert server["license-files"] == ["licenses/*"]
+
+
+def test_a_program_is_run_by_name_or_path(tmp_path: Path) -> None:
+    """The path of the Python raised an error, so that no wheel with a server could be made."""
+    make._run(sys.executable, "-c", f"open({str(tmp_path / 'a')!r}, 'w')")
+    make._run("python", "-c", f"open({str(tmp_path / 'b')!r}, 'w')", env={"LC_ALL": "C"})
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
