@@ -37,7 +37,7 @@ LICENCES = frozenset(
     0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause ISC MIT MIT-0 MPL-2.0 PSF-2.0 Python-2.0 Unlicense
     Zlib CC0-1.0
     """.split()
-)
+) | {"GPL-3.0-or-later WITH GCC-exception-3.1"}  # the libraries of GCC, with any program
 # Names in metadata that are no SPDX identifiers.
 _SPDX = {
     "Apache 2.0": "Apache-2.0",
@@ -259,7 +259,7 @@ def licences_of(sbom: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 def is_allowed(expression: str) -> bool:
     """Whether a licence or an SPDX expression allows distribution; see LICENCES."""
-    tokens = re.findall(r"[()]|[^\s()]+", expression)
+    tokens = re.findall(r"[()]|[^\s()]+(?: WITH [^\s()]+)?", expression)
     words = {"(": "(", ")": ")", "AND": "and", "OR": "or"}
     # Only parentheses, operators and truth values are left to evaluate.
     formula = " ".join(words.get(token, str(token in LICENCES)) for token in tokens)
