@@ -294,11 +294,24 @@ def _archives(repository: SnapshotRepository, arguments: argparse.Namespace) -> 
 
 
 async def _search_folder(config: Config, found: Imported) -> None:
-    """Have llama-server find the new files, which it does when a call names one of them."""
-    body = {"names": [found.name], "tenant": found.origin.tenant}
+    """Have llama-server find the new files, which it does when a call names one of them.
+
+    Blocks that exist for other sessions get the names of this one, too.
+    """
+    owner = {"tenant": found.origin.tenant}
+    (own,) = [record for record in found.records if not record.is_part]
+    layout = unpacked(own).session.layout
+    blocks = [
+        {"name": block.label, "p0": block.span.start, "p1": block.span.end}
+        for block in layout.blocks.pick(layout.blocks.copied)
+    ]
+    shared = {"tokens": layout.tokens.tolist(), "session": found.origin.session, "blocks": blocks}
     try:
         async with LlamaClient(config.upstream) as client:
+            body = {"names": [found.name], **owner}
             await client.call("POST", "/slots/0?action=block-spill", body)
+            if found.n_existing:
+                await client.call("POST", "/slots/0?action=block-share", {**shared, **owner})
     except EvokeError as error:
         print(f"restart llama-server, so that it finds the blocks: {error}", file=sys.stderr)
 

@@ -111,6 +111,24 @@ def test_a_session_goes_on_on_another_machine_by_copies(moved: Moved, tmp_path: 
     assert result["text"] == moved.expected["text"] and result["likely"] == moved.expected["likely"]
 
 
+def test_blocks_that_another_session_has_here_serve_the_moved_one(
+    moved: Moved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, client = Machine(tmp_path), copy.deepcopy(moved.client)
+    other = ChatClient(0, "other")
+    with machine.server() as port:
+        with machine.proxy(port) as running:
+            for text in TURNS[:3]:
+                turn(other, running.port, text)
+        words = ("import", str(moved.file), "--key-file", str(moved.key))
+        assert machine.sessions(port, *words) == 0
+        assert "of which were there" in capsys.readouterr().err
+        with machine.proxy(port) as running:
+            result = turn(client, running.port, QUESTION)
+    assert {kind: result[kind] for kind in KINDS} == {kind: moved.expected[kind] for kind in KINDS}
+    assert result["text"] == moved.expected["text"]
+
+
 def test_the_file_is_encrypted_and_only_for_its_owner(moved: Moved) -> None:
     assert stat.S_IMODE(moved.file.stat().st_mode) == 0o600
     data = moved.file.read_bytes()
