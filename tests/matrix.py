@@ -299,6 +299,7 @@ def make_command(target: str, chosen: Sequence[str]) -> str:
 def _record(name: str, command: str, runs: Iterable[FinishedRun]) -> dict[str, Any]:
     """Writes the result of each run when it ends, with those of earlier runs of the same build."""
     target, path, record = TARGETS[name], _result_path(name), dict[str, Any]()
+    tested = checkout()  # before the first result changes a file of it
     for finished in runs:
         head: dict[str, Any] = {
             "target": name,
@@ -321,7 +322,7 @@ def _record(name: str, command: str, runs: Iterable[FinishedRun]) -> dict[str, A
             "failures": [line for line in finished.lines if line.startswith(("FAILED", "ERROR"))],
             **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
             "date": datetime.date.today().isoformat(),
-            "checkout": checkout(),
+            "checkout": tested,
             "machine": machine(),
         }
         statuses = [one["exit_status"] for one in results.values()]
