@@ -344,7 +344,10 @@ TARGETS: Mapping[str, Target] = {
     ),
     "session-archive": Target(
         _session_archive,
-        ["engine.storage.session_archive:SessionArchives.read"],
+        [
+            "engine.storage.session_archive:SessionArchives.read",
+            "engine.storage.session_archive:_Limited.read",
+        ],
         [_archive()],
     ),
     "request": Target(

@@ -158,7 +158,7 @@ def test_a_file_of_another_key_or_model_or_a_changed_one_is_refused(
             assert machine.sessions(port, *words) == 2
             assert "another evoke-proxy uses" in capsys.readouterr().err
     assert not list((tmp_path / "blocks").glob("*.kvb"))
-    assert not list((tmp_path / "blocks").glob("import-*"))
+    assert not list((tmp_path / "blocks").glob(".evoke-import-*"))
     assert not list((tmp_path / "index").glob("session-*"))
 
 

@@ -16,10 +16,11 @@ import tarfile
 import tempfile
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from evoke_proxy.adapters.block_files import BLOCK_FILE, BlockFile, read_head
 from evoke_proxy.adapters.snapshot_files import PART
@@ -37,9 +38,14 @@ _MAX_ENTRIES = 100_000
 _MAX_RECORD_BYTES = 64 << 20
 _MAX_UNPACKED_BYTES = 1 << 30
 _MAX_MANIFEST_BYTES = 32 << 20
+# Most bytes of all entries that are no blocks, and of one read of the archive: headers of tar files
+# can have any size.
+_MAX_TEXT_BYTES = 1 << 30
+_MAX_READ_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
-# The folder in the block folder where files are written before they are verified.
-_INCOMING = "import-"
+# The folder in the block folder where files are written before they are verified. A later import
+# deletes those that are left, so no other program may use names like this.
+_INCOMING = ".evoke-import-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +125,19 @@ class SessionArchives:
         that exists, and then changes nothing.
         """
         plain = self._temporary()
-        for folder in (self.directory, self.blocks):
-            if source.stat().st_size > shutil.disk_usage(folder).free:
-                raise ConfigError(f"{folder} has not enough free space for {source}")
+        self._check_space(source)
         try:
             self.format.decode_file(str(source), str(plain), _AAD)
             for left in self.blocks.glob(f"{_INCOMING}*"):
-                shutil.rmtree(left)
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
             with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self.blocks) as name:
                 with open_regular(plain) as file:
                     origin, records = _unpack(file, Path(name), model)
                 if origin.session in present:
                     raise ValueError(f"session {origin.session} exists here; delete it first")
                 incoming = sorted(Path(name).iterdir())
-                names = [one for path in incoming for one in read_head(path).names]
+                names = [one for path in incoming for one in _checked_names(path, origin)]
                 n_existing = sum(not self._publish(path) for path in incoming)
                 _sync(self.blocks)
             return Imported(origin, records, len(incoming), n_existing, next(iter(names), ""))
@@ -142,6 +147,18 @@ class SessionArchives:
             raise ConfigError(f"{source} is not imported: {error}") from error
         finally:
             plain.unlink(missing_ok=True)
+
+    def _check_space(self, source: Path) -> None:
+        """Raise ConfigError when the decrypted archive and its block files do not fit the disks."""
+        folders = (self.directory, self.blocks)
+        on_disk = Counter(folder.stat().st_dev for folder in folders)
+        for folder in folders:
+            needed = source.stat().st_size * on_disk[folder.stat().st_dev]
+            if needed > (free := shutil.disk_usage(folder).free):
+                raise ConfigError(
+                    f"{folder} has not enough free space for {source}: the import needs {needed}"
+                    f" bytes there, {free} are free"
+                )
 
     def _publish(self, path: Path) -> bool:
         """Give a verified file its name; False when another file has it."""
@@ -171,6 +188,10 @@ def _pack(
         )
 
     with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        if len(records) + len(blocks) >= _MAX_ENTRIES:
+            raise ConfigError(f"the session has {_MAX_ENTRIES} records and blocks or more")
+        if any(len(record.packed) > _MAX_RECORD_BYTES for record in records):
+            raise ConfigError(f"a record of the session has more than {_MAX_RECORD_BYTES} bytes")
         for number, record in enumerate(records):
             add(f"record-{number}", io.BytesIO(record.packed), id=record.id)
         for block in blocks:
@@ -187,9 +208,12 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
     """
     found: dict[str, tuple[int, str]] = {}
     texts: dict[str, bytes] = {}
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    n_text = 0
+    with tarfile.open(fileobj=cast(BinaryIO, _Limited(file)), mode="r:") as archive:
         for entry in archive:
-            content = archive.extractfile(entry) if entry.isreg() else None
+            # A sparse entry has more bytes than the archive.
+            is_plain = entry.type == tarfile.REGTYPE and not entry.issparse()
+            content = archive.extractfile(entry) if is_plain else None
             if content is None or entry.name in found or len(found) >= _MAX_ENTRIES:
                 raise ValueError(f"the entry {entry.name!r} is not expected")
             limit = _MAX_MANIFEST_BYTES if entry.name == _MANIFEST else _MAX_RECORD_BYTES
@@ -198,11 +222,17 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
                 continue
             if entry.size > limit:
                 raise ValueError(f"{entry.name} has more than {limit} bytes")
+            n_text += entry.size
+            if n_text > _MAX_TEXT_BYTES:
+                raise ValueError(f"its records have more than {_MAX_TEXT_BYTES} bytes")
             texts[entry.name] = data = content.read()
             found[entry.name] = len(data), hashlib.sha256(data).hexdigest()
     if _MANIFEST not in texts:
         raise ValueError("the list of its entries is missing")
-    manifest = json.loads(texts.pop(_MANIFEST))
+    try:
+        manifest = json.loads(texts.pop(_MANIFEST))
+    except RecursionError as error:
+        raise ValueError("the list of its entries is nested too deeply") from error
     del found[_MANIFEST]
     return _verified(manifest, found, texts, model)
 
@@ -230,9 +260,20 @@ def _verified(
     if any(record.session != origin.session for record in records):
         raise ValueError("it has the record of another session")
     own = [record for record in records if not record.is_part]
-    if len(own) != 1 or unpacked(own[0]).session.id != origin.session:
+    state = unpacked(own[0]).session if len(own) == 1 else None
+    if state is None or state.id != origin.session:
         raise ValueError("the record of its session is missing")
+    if state.tenant != origin.tenant:
+        raise ValueError("the record is of another tenant")
     return origin, records
+
+
+def _checked_names(path: Path, origin: Origin) -> Sequence[str]:
+    """Return the names of a block; ValueError for one of another tenant or of other sessions."""
+    block = read_head(path)
+    if block.tenant != origin.tenant or origin.session not in block.names.values():
+        raise ValueError(f"{path.name} is a block of another tenant or session")
+    return list(block.names)
 
 
 def unpacked(record: Record) -> SessionRecord:
@@ -245,6 +286,24 @@ def unpacked(record: Record) -> SessionRecord:
     if reader.unconsumed_tail:
         raise ValueError(f"a record has more than {_MAX_UNPACKED_BYTES} bytes")
     return decode(data)
+
+
+class _Limited(io.RawIOBase):
+    """A file of which one read returns a limited number of bytes; ValueError for larger reads."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= _MAX_READ_BYTES:
+            raise ValueError(f"a header has more than {_MAX_READ_BYTES} bytes")
+        return self._file.read(size)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
 
 
 class _Hashed(io.RawIOBase):

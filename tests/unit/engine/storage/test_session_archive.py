@@ -6,9 +6,11 @@ import hashlib
 import io
 import json
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,8 +33,8 @@ KEY = bytes(range(32))
 Entries = dict[str, bytes]
 
 
-def record(session: str = "s1") -> Record:
-    state = Session(session, "team", PolicyConfig())
+def record(session: str = "s1", tenant: str = "team") -> Record:
+    state = Session(session, tenant, PolicyConfig())
     view = SlotView(id=0, epoch=1, n_tokens=0, n_common=0, resident=(), n_free=0)
     packed = zlib.compress(encode(SessionRecord(state.state(view), None, (0, 0, 0), 0, 1)))
     return Record(session, "team", 5.0, packed)
@@ -73,9 +75,21 @@ def test_a_block_that_exists_is_left_as_it_is(archive: Path, tmp_path: Path) -> 
     other = machine(tmp_path / "two")
     existing = write_block_file(other.blocks, 1, "team", {"t/1": "t"})
     before = existing.read_bytes()
-    (other.blocks / "import-left").mkdir()
     assert other.read(archive, "model", {"t"}).n_existing == 1
-    assert existing.read_bytes() == before and not (other.blocks / "import-left").exists()
+    assert existing.read_bytes() == before
+
+
+def test_only_what_an_import_left_is_deleted(archive: Path, tmp_path: Path) -> None:
+    other = machine(tmp_path / "two")
+    left, own = other.blocks / ".evoke-import-x", other.blocks / "import-photos"
+    for folder in (left, own):
+        folder.mkdir()
+        (folder / "file").write_text("content")
+    linked = other.blocks / ".evoke-import-link"
+    linked.symlink_to(own)
+    other.read(archive, "model", set())
+    assert not left.exists() and linked.is_symlink()
+    assert (own / "file").read_text() == "content"
 
 
 def test_another_model_a_session_that_exists_and_another_key_are_refused(
@@ -117,13 +131,25 @@ def manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Entries], No
     return apply
 
 
-def _replace_record(entries: Entries) -> None:
-    entries["record-0"] = data = record("other").packed
+def replaced(name: str, data: bytes) -> Callable[[Entries], None]:
+    """Replace an entry, and what the manifest says about it."""
 
     def note(value: dict[str, Any]) -> None:
-        value["entries"][0] |= {"n_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        (entry,) = (entry for entry in value["entries"] if entry["name"] == name)
+        entry |= {"n_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
-    manifest(note)(entries)
+    def apply(entries: Entries) -> None:
+        entries[name] = data
+        manifest(note)(entries)
+
+    return apply
+
+
+def block(tenant: str, names: dict[str, str]) -> Callable[[Entries], None]:
+    """Replace the first block by one with this head."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_block_file(Path(folder), 0, tenant, names)
+        return replaced(path.name, path.read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +164,11 @@ def _replace_record(entries: Entries) -> None:
         (manifest(lambda value: value.pop("tenant")), "damaged"),
         (manifest(lambda value: value.update(entries=[1])), "damaged"),
         (manifest(lambda value: value.update(session="s2")), "record of another session"),
-        (_replace_record, "record of its session is missing"),
+        (replaced("record-0", record("other").packed), "record of its session is missing"),
+        (replaced("record-0", record(tenant="b").packed), "record is of another tenant"),
+        (block("b", {"s1/0": "s1"}), "block of another tenant"),
+        (block("team", {"t/0": "t"}), "block of another tenant or session"),
+        (lambda entries: entries.update({"manifest.json": b"[" * 200_000}), "nested too deeply"),
     ],
 )
 def test_an_archive_that_is_not_as_it_was_written_is_refused(
@@ -156,12 +186,71 @@ def test_sizes_are_limited(archive: Path, tmp_path: Path, monkeypatch: pytest.Mo
         ("_MAX_RECORD_BYTES", 10, "more than 10 bytes"),
         ("_MAX_MANIFEST_BYTES", 10, "more than 10 bytes"),
         ("_MAX_ENTRIES", 2, "not expected"),
+        ("_MAX_TEXT_BYTES", 10, "records have more than 10 bytes"),
         ("_MAX_UNPACKED_BYTES", 10, "more than 10 bytes"),
     ):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=expected):
             patch.setattr(session_archive, name, value)
             other.read(archive, "model", set())
     assert not list(other.blocks.iterdir())
+
+
+def _sparse() -> bytes:
+    """An archive with one block that is a hole of 64 MiB, described in a few bytes."""
+    info = tarfile.TarInfo(f"evoke-{9:032x}.kvb")
+    info.pax_headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1"}
+    info.pax_headers |= {"GNU.sparse.map": f"{1 << 26},0", "GNU.sparse.size": str(1 << 26)}
+    return info.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+
+
+def _long_header() -> bytes:
+    """An archive whose first header has 65 MiB."""
+    info = tarfile.TarInfo("record-0")
+    info.type, info.size = tarfile.XHDTYPE, 65 << 20
+    return info.tobuf() + bytes(65 << 20)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [(_sparse, "is not expected"), (_long_header, "a header has more than")],
+)
+def test_a_small_archive_cannot_fill_the_disk_or_the_memory(
+    tmp_path: Path, make: Callable[[], bytes], expected: str
+) -> None:
+    plain, target, other = tmp_path / "plain", tmp_path / "target", machine(tmp_path / "two")
+    plain.write_bytes(make())
+    EncryptedFormat(KEY).encode_file(str(plain), str(target), session_archive._AAD)
+    with pytest.raises(ConfigError, match=expected):
+        other.read(target, "model", set())
+    assert not list(other.blocks.iterdir()) and not list(other.directory.iterdir())
+
+
+def test_the_disk_must_have_room_for_the_decrypted_archive_and_its_blocks(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, size = machine(tmp_path / "two"), archive.stat().st_size
+    for free, fits in ((2 * size - 1, False), (2 * size, True)):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda _, found=usage: found)
+        if fits:
+            assert other.read(archive, "model", set()).n_blocks == 3
+        else:
+            with pytest.raises(ConfigError, match="not enough free space"):
+                other.read(archive, "model", set())
+
+
+def test_a_session_that_could_not_be_imported_is_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, target = machine(tmp_path / "one"), tmp_path / "chat.evoke"
+    for name, value, expected in (
+        ("_MAX_RECORD_BYTES", 10, "more than 10 bytes"),
+        ("_MAX_ENTRIES", 1, "records and blocks"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=expected):
+            patch.setattr(session_archive, name, value)
+            one.write(target, ORIGIN, [record()], [])
+    assert not target.exists() and not list(one.directory.iterdir())
 
 
 def test_a_record_that_unpacks_to_too_much_or_is_cut_is_refused() -> None:
