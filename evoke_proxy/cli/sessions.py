@@ -30,7 +30,7 @@ from evoke_proxy.core.snapshots.snapshots import (
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.storage.session_archive import Imported, Origin, SessionArchives, unpacked
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository, disk_format
-from evoke_proxy.errors import ConfigError, EvokeError
+from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable
 
 DESCRIPTION = """\
 List, pin, export, import and delete the sessions saved in snapshots.directory. A running proxy
@@ -40,7 +40,7 @@ in its admin API or on its status page.
 A session of a patched server with a dense model moves to another machine with the same model:
 `export` with --key-file and --blocks writes its record, vectors and blocks to an encrypted file,
 and `import` verifies the file and adds the session. Both ask llama-server which model it serves.
-Stop the proxy before an import."""
+Stop the proxy before an import, and run it as the user of llama-server."""
 
 EXAMPLES = """examples:
   evoke-proxy sessions list --config evoke.yaml
@@ -51,8 +51,11 @@ EXAMPLES = """examples:
   evoke-proxy sessions export 3f2a chat.tar --directory /var/lib/llama/slots
       write files and index entries of a session to a tar file, which contains the conversation
   evoke-proxy sessions export 3f2a chat.evoke --key-file key --blocks /var/lib/llama/blocks
-      write a session with its blocks to an encrypted file; `evoke-proxy keys token` makes a key
+      --config evoke.yaml
+      write a session with its blocks to an encrypted file; `evoke-proxy keys token --file key`
+      makes a key
   evoke-proxy sessions import chat.evoke --key-file key --blocks /var/lib/llama/blocks
+      --config evoke.yaml
       add that session to this machine"""
 _ACTIONS = ("list", "show", "pin", "unpin", "export", "import", "delete")
 _NO_MODEL = (
@@ -93,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the action; raises ConfigError for an unknown id or a directory without an index."""
+    _check_arguments(arguments)
     settings = {
         "snapshots.directory": arguments.directory,
         "upstream.url": arguments.upstream,
@@ -105,16 +109,53 @@ def run(arguments: argparse.Namespace) -> int:
             "snapshots.directory is not set or contains no snapshots; name the directory that does"
             " with --directory"
         )
-    repository = SnapshotRepository(config.snapshots)
+    # Proxies that share the directory must be stopped, too: they read the records at their start.
+    snapshots = replace(config.snapshots, shared=False) if adds else config.snapshots
+    repository = SnapshotRepository(snapshots)
     repository.open(claim=adds)
     try:
-        if adds:
-            return _import(repository, config, arguments)
-        if arguments.action == "export" and arguments.key_file:
-            return _export_sealed(repository, config, arguments)
+        if adds or arguments.action == "export":
+            return _move(repository, config, arguments)
         return _run_action(repository, arguments)
     finally:
         repository.close()
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for missing arguments of an export or import, before anything is opened."""
+    action, key_file, blocks = arguments.action, arguments.key_file, arguments.blocks
+    if action == "import":
+        if arguments.id is None or key_file is None:
+            raise ConfigError("import: name the file, and its key with --key-file")
+        if arguments.file is not None:
+            raise ConfigError("import: name only the file; it contains the id of the session")
+        if not Path(arguments.id).is_file():
+            raise ConfigError(f"import: {arguments.id} is not a file")
+    elif action != "export":
+        return
+    elif arguments.file is None:
+        raise ConfigError("export: name the session and the file to write")
+    elif blocks is not None and key_file is None:
+        raise ConfigError("export: blocks are only exported encrypted: name a key with --key-file")
+    if key_file is not None and (blocks is None or not blocks.is_dir()):
+        raise ConfigError(
+            f"{action}: name the directory of llama-server's --evoke-disk with --blocks"
+        )
+    if action == "import" and blocks.stat().st_uid != os.geteuid():
+        raise ConfigError(f"import: {blocks} belongs to another user: run the import as that user")
+
+
+def _move(repository: SnapshotRepository, config: Config, arguments: argparse.Namespace) -> int:
+    """Export or import; returns 1 when a file cannot be read or written."""
+    try:
+        if arguments.action == "import":
+            return _import(repository, config, arguments)
+        if arguments.key_file:
+            return _export_sealed(repository, config, arguments)
+        return _run_action(repository, arguments)
+    except (OSError, SnapshotUnusable) as error:
+        print(f"evoke-proxy: {arguments.action}: {error}", file=sys.stderr)
+        return 1
 
 
 def _run_action(repository: SnapshotRepository, arguments: argparse.Namespace) -> int:
@@ -123,8 +164,11 @@ def _run_action(repository: SnapshotRepository, arguments: argparse.Namespace) -
         return 0
     id, snapshots = _find_session(repository, arguments.id)
     if arguments.action == "export":
-        if arguments.file is None:
-            raise ConfigError("export: name the tar file to write")
+        if not snapshots:
+            raise ConfigError(
+                f"session {id} has no snapshots: name --key-file and --blocks to export its record"
+                " and its blocks"
+            )
         _export(repository, snapshots, arguments.file)
     for item in snapshots if arguments.action in ("pin", "unpin") else ():
         repository.pin(item, arguments.action == "pin")
@@ -234,8 +278,6 @@ def _export_sealed(
     repository: SnapshotRepository, config: Config, arguments: argparse.Namespace
 ) -> int:
     """Write an encrypted file with the record, the vectors and the blocks of a session."""
-    if arguments.file is None:
-        raise ConfigError("export: name the file to write")
     id, _ = _find_session(repository, arguments.id)
     records = [record for record in repository.records() if record.session == id]
     own = next((record for record in records if not record.is_part), None)
@@ -262,13 +304,9 @@ def _export_sealed(
 
 def _import(repository: SnapshotRepository, config: Config, arguments: argparse.Namespace) -> int:
     """Add the session of an encrypted file."""
-    if arguments.id is None or arguments.key_file is None:
-        raise ConfigError("import: name the file, and its key with --key-file")
-    source = Path(arguments.id)
-    if not source.is_file():
-        raise ConfigError(f"import: {source} is not a file")
-    archives = _archives(repository, arguments)
-    present = {record.session for record in repository.records()}
+    source, archives = Path(arguments.id), _archives(repository, arguments)
+    # Parts without their record are what an import has left that did not end.
+    present = {record.session for record in repository.records() if not record.is_part}
     found = archives.read(source, asyncio.run(_model(config)), present)
     now = repository.clock.now()
     # The record comes last: without it the others are not used.
@@ -280,20 +318,17 @@ def _import(repository: SnapshotRepository, config: Config, arguments: argparse.
         f"{found.origin.session}{tenant}: imported with {found.n_blocks} blocks{existing}",
         file=sys.stderr,
     )
-    asyncio.run(_search_folder(config, found))
+    if found.n_blocks:
+        asyncio.run(_search_folder(config, found, arguments.blocks))
     return 0
 
 
 def _archives(repository: SnapshotRepository, arguments: argparse.Namespace) -> SessionArchives:
-    if arguments.blocks is None or not arguments.blocks.is_dir():
-        raise ConfigError(
-            f"{arguments.action}: name the directory of llama-server's --evoke-disk with --blocks"
-        )
-    directory = repository.files.directory
-    return SessionArchives(directory, arguments.blocks, disk_format(arguments.key_file))
+    encrypted = disk_format(arguments.key_file, "--key-file")
+    return SessionArchives(repository.files.directory, arguments.blocks, encrypted)
 
 
-async def _search_folder(config: Config, found: Imported) -> None:
+async def _search_folder(config: Config, found: Imported, folder: Path) -> None:
     """Have llama-server find the new files, which it does when a call names one of them.
 
     Blocks that exist for other sessions get the names of this one, too.
@@ -313,7 +348,11 @@ async def _search_folder(config: Config, found: Imported) -> None:
             if found.n_existing:
                 await client.call("POST", "/slots/0?action=block-share", {**shared, **owner})
     except EvokeError as error:
-        print(f"restart llama-server, so that it finds the blocks: {error}", file=sys.stderr)
+        print(
+            f"llama-server does not find the blocks: {error}\nIf {folder} is the directory of its"
+            " --evoke-disk, restart it. Otherwise delete the session, and import it again.",
+            file=sys.stderr,
+        )
 
 
 async def _model(config: Config) -> str:

@@ -36,19 +36,20 @@ _log = logging.getLogger(__name__)
 _KEY_SETTING = "snapshots.key_file"
 
 
-def disk_format(key_file: str) -> DiskFormat:
+def disk_format(key_file: str, setting: str = _KEY_SETTING) -> DiskFormat:
     """The format of files and rows: encrypted with the key in `key_file`, or plain when it is "".
 
-    Raises ConfigError when the file contains no key.
+    `setting` is the setting or option that names the file, for errors. Raises ConfigError
+    when the file contains no key.
     """
     if not key_file:
         return DiskFormat()
     try:
-        key = bytes.fromhex(read_token(Path(key_file), _KEY_SETTING))
+        key = bytes.fromhex(read_token(Path(key_file), setting))
     except ValueError:
         key = b""
     if len(key) != 32:
-        raise ConfigError(f"{_KEY_SETTING}: {key_file} must hold 64 hexadecimal digits")
+        raise ConfigError(f"{setting}: {key_file} must hold 64 hexadecimal digits")
     return EncryptedFormat(key)
 
 

@@ -6,15 +6,24 @@ import json
 import stat
 import tarfile
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from repository_fixtures import TOKENS, add_snapshot, open_repository
 
+from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
+from evoke_proxy.config import Config, PolicyConfig
+from evoke_proxy.config.schema import SnapshotsConfig
+from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.core.session.codec import SessionRecord, encode
+from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.storage.session_archive import Origin, SessionArchives
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 
 @pytest.fixture
@@ -105,14 +114,87 @@ def test_an_export_is_complete_and_readable_only_by_its_owner(folder: Path, tmp_
         (["show", "x"], "no session"),
         (["show"], "no session"),
         (["pin", ""], "no session"),
-        (["export", "aaaa"], "name the tar file"),
+        (["export", "aaaa"], "name the session and the file"),
+        (["export", "aaaa", "out", "--blocks", "{folder}"], "--key-file"),
+        (["export", "aaaa", "out", "--key-file", "{key}"], "--blocks"),
+        (["import"], "name the file, and its key with --key-file"),
+        (["import", "{key}"], "name the file, and its key with --key-file"),
+        (["import", "missing", "--key-file", "{key}"], "missing is not a file"),
+        (["import", "aaaa", "{key}", "--key-file", "{key}"], "name only the file"),
+        (["import", "{key}", "--key-file", "{key}"], "--blocks"),
+        (["import", "{key}", "--key-file", "{key}", "--blocks", "missing"], "--blocks"),
     ],
 )
 def test_an_impossible_action_prints_the_reason(
     folder: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _run(folder, *words) == 2
+    (folder.parent / "key").write_text("1f" * 32)
+    named = [word.format(key=folder.parent / "key", folder=folder) for word in words]
+    assert _run(folder, *named) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_an_import_with_wrong_arguments_creates_nothing(tmp_path: Path) -> None:
+    assert _run(tmp_path / "new", "import", "missing", "--key-file", "key") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_key_file_is_named_by_its_option(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("no hexadecimal digits".replace(" ", "-"))
+    key.chmod(0o600)
+    words = ("import", str(key), "--key-file", str(key), "--blocks", str(folder))
+    assert _run(folder, *words) == 2
+    message = capsys.readouterr().err
+    assert "--key-file" in message and "64 hexadecimal digits" in message
+    assert "snapshots.key_file" not in message
+
+
+def test_an_import_into_the_folder_of_another_user_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner = folder.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    words = ("import", str(folder / "index.sqlite"), "--key-file", "key", "--blocks", str(folder))
+    assert _run(folder, *words) == 2
+    assert "belongs to another user" in capsys.readouterr().err
+
+
+def test_an_import_is_refused_while_a_proxy_uses_a_shared_directory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVOKE_SNAPSHOTS_SHARED", "true")
+    running = SnapshotRepository(SnapshotsConfig(directory=str(folder), shared=True))
+    running.open()
+    try:
+        words = ("--key-file", "key", "--blocks", str(folder))
+        assert _run(folder, "import", str(folder / "index.sqlite"), *words) == 2
+    finally:
+        running.close()
+    assert "another evoke-proxy uses" in capsys.readouterr().err
+
+
+def test_an_export_that_cannot_be_written_prints_the_reason(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(folder, "export", "aaaa", str(tmp_path / "missing" / "chat.tar")) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_an_export_without_snapshots_names_the_options_for_a_record(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_repository(folder) as repository:
+        repository.put_record(Record("cccc3333", "me", time.time(), b"record"))
+    assert _run(folder, "export", "cccc", str(tmp_path / "chat.tar")) == 2
+    message = capsys.readouterr().err
+    assert "--key-file" in message and "--blocks" in message
+    assert not (tmp_path / "chat.tar").exists()
 
 
 def test_a_directory_without_snapshots_is_refused_and_unchanged(
@@ -121,3 +203,35 @@ def test_a_directory_without_snapshots_is_refused_and_unchanged(
     assert _run(tmp_path, "list") == 2
     assert "contains no snapshots" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_import_that_was_ended_after_a_part_of_the_record_can_be_repeated(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def model(config: Config) -> str:
+        return "model"
+
+    monkeypatch.setattr("evoke_proxy.cli.sessions._model", model)
+    key, blocks, source = tmp_path / "key", tmp_path / "blocks", tmp_path / "chat.evoke"
+    blocks.mkdir()
+    key.write_text("1f" * 32)
+    key.chmod(0o600)
+    view = SlotView(id=0, epoch=1, n_tokens=0, n_common=0, resident=(), n_free=0)
+    state = Session("cccc3333", "me", PolicyConfig()).state(view)
+    packed = zlib.compress(encode(SessionRecord(state, None, (0, 0, 0), 0, 1)))
+    part = Record("cccc3333#7", "me", time.time(), b"vectors")
+    records = [Record("cccc3333", "me", time.time(), packed), part]
+    archives = SessionArchives(tmp_path, blocks, EncryptedFormat(bytes.fromhex("1f" * 32)))
+    archives.write(source, Origin("cccc3333", "me", "model"), records, [])
+    with open_repository(folder) as repository:
+        repository.put_record(part)
+    words = ("import", str(source), "--key-file", str(key), "--blocks", str(blocks))
+    assert _run(folder, *words) == 0
+    assert "imported with 0 blocks\n" in capsys.readouterr().err
+    with open_repository(folder) as repository:
+        assert {record.id for record in repository.records()} == {"cccc3333", "cccc3333#7"}
+    assert _run(folder, *words) == 2
+    assert "session cccc3333 exists here" in capsys.readouterr().err
