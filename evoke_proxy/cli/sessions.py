@@ -343,8 +343,9 @@ async def _search_folder(config: Config, found: Imported, folder: Path) -> None:
     shared = {"tokens": layout.tokens.tolist(), "session": found.origin.session, "blocks": blocks}
     try:
         async with LlamaClient(config.upstream) as client:
-            body = {"names": [found.name], **owner}
-            await client.call("POST", "/slots/0?action=block-spill", body)
+            if found.name:
+                body = {"names": [found.name], **owner}
+                await client.call("POST", "/slots/0?action=block-spill", body)
             if found.n_existing:
                 await client.call("POST", "/slots/0?action=block-share", {**shared, **owner})
     except EvokeError as error:

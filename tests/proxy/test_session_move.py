@@ -129,6 +129,20 @@ def test_blocks_that_another_session_has_here_serve_the_moved_one(
     assert result["text"] == moved.expected["text"]
 
 
+def test_an_import_into_another_folder_than_the_servers_says_so(
+    moved: Moved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, other = Machine(tmp_path / "two"), Machine(tmp_path / "three")
+    (other.folder / "index").mkdir(parents=True)
+    (other.folder / "blocks").mkdir()
+    words = ("import", str(moved.file), "--key-file", str(moved.key))
+    with machine.server() as port:
+        assert other.sessions(port, *words) == 0
+    message = capsys.readouterr().err
+    assert "llama-server does not find the blocks" in message
+    assert f"If {other.folder / 'blocks'} is the directory of its --evoke-disk" in message
+
+
 def test_the_file_is_encrypted_and_only_for_its_owner(moved: Moved) -> None:
     assert stat.S_IMODE(moved.file.stat().st_mode) == 0o600
     data = moved.file.read_bytes()

@@ -19,6 +19,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -72,7 +73,7 @@ class Imported:
         records: Its record and the parts of it.
         n_blocks: Number of its block files.
         n_existing: Number of those that the folder has already; these were left as they are.
-        name: A name of one of its blocks; "" without blocks.
+        name: A name in one of the new files; "" without new files.
     """
 
     origin: Origin
@@ -137,10 +138,11 @@ class SessionArchives:
                 if origin.session in present:
                     raise ValueError(f"session {origin.session} exists here; delete it first")
                 incoming = sorted(Path(name).iterdir())
-                names = [one for path in incoming for one in _checked_names(path, origin)]
-                n_existing = sum(not self._publish(path) for path in incoming)
+                names = [_checked_names(path, origin)[0] for path in incoming]
+                new = [self._publish(path) for path in incoming]
                 _sync(self.blocks)
-            return Imported(origin, records, len(incoming), n_existing, next(iter(names), ""))
+            name = next(compress(names, new), "")
+            return Imported(origin, records, len(new), len(new) - sum(new), name)
         except SnapshotUnusable as error:
             raise ConfigError(f"{source} cannot be decrypted: {error}") from error
         except (ValueError, tarfile.TarError) as error:

@@ -73,10 +73,12 @@ def test_everything_arrives_as_it_was(archive: Path, tmp_path: Path) -> None:
 
 def test_a_block_that_exists_is_left_as_it_is(archive: Path, tmp_path: Path) -> None:
     other = machine(tmp_path / "two")
-    existing = write_block_file(other.blocks, 1, "team", {"t/1": "t"})
+    existing = write_block_file(other.blocks, 0, "team", {"t/0": "t"})
     before = existing.read_bytes()
-    assert other.read(archive, "model", {"t"}).n_existing == 1
+    found = other.read(archive, "model", {"t"})
+    assert (found.n_blocks, found.n_existing, found.name) == (3, 1, "s1/1")
     assert existing.read_bytes() == before
+    assert other.read(archive, "model", {"t"}).name == ""  # no file is new
 
 
 def test_only_what_an_import_left_is_deleted(archive: Path, tmp_path: Path) -> None:
