@@ -76,5 +76,5 @@ def test_wrong_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*words, "--out", str(tmp_path / "no folder" / "out.json")]) == 2
     assert "out.json cannot be written" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        main(["divergence", "--model", str(log), "--log", str(log), "--arms", "infllm"])
+        main(["divergence", "--model", str(log), "--log", str(log), "--arms", "no_policy"])
     assert "is not an arm" in capsys.readouterr().err
