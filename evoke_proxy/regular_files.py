@@ -1,4 +1,4 @@
-"""Opens regular files without blocking; a pipe or socket at the path is an error."""
+"""Opens regular files without blocking, and writes entries of directories to the disk."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def open_regular(path: Path, mode: str = "rb") -> BinaryIO:
         os.close(handle)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return cast(BinaryIO, os.fdopen(handle, mode))
+
+
+def sync_directory(directory: Path) -> None:
+    """Write the entries of a directory to the disk, so that a renamed file survives a power loss.
+
+    Blocks until they are written. Raises OSError when the directory cannot be opened.
+    """
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

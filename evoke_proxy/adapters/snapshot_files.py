@@ -27,7 +27,7 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots import state_file
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
-from evoke_proxy.regular_files import open_regular
+from evoke_proxy.regular_files import open_regular, sync_directory
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
 PART, SEALED = ".evoke-part", ".evoke-kv"
@@ -147,7 +147,7 @@ class SnapshotFiles:
             sealed = self._encoded(source, name)
             checksum, n_bytes = _checksum(sealed, sync=True), sealed.stat().st_size
             sealed.rename(self.directory / name)
-            self._sync_directory()
+            sync_directory(self.directory)
         except OSError as error:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
         finally:
@@ -281,13 +281,6 @@ class SnapshotFiles:
         size = path.stat().st_size
         if size != n_bytes or not n_bytes:
             raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
-
-    def _sync_directory(self) -> None:
-        handle = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _checksum(path: Path, sync: bool = False) -> str:

@@ -1,9 +1,10 @@
-"""Pipes and sockets in place of files or directories: an error, and never a wait."""
+"""Pipes and sockets in place of files are errors, never a wait; directories are synced."""
 
 from __future__ import annotations
 
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from evoke_proxy.adapters.secret_files import KeyFile
 from evoke_proxy.config import SnapshotsConfig, load, loader
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import ConfigError
+from evoke_proxy.regular_files import sync_directory
 
 LIMIT_S = 30.0
 
@@ -106,3 +108,30 @@ def test_settings_are_read_from_a_pipe_with_a_writer() -> None:
     os.close(write)
     assert load(Path(f"/dev/fd/{read}")).limits.sessions == 7
     os.close(read)
+
+
+def test_syncing_a_directory_writes_its_entries_and_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def fsync(handle: int) -> None:
+        assert stat.S_ISDIR(os.fstat(handle).st_mode)
+        assert os.fstat(handle).st_ino == tmp_path.stat().st_ino
+        synced.append(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sync_directory(tmp_path)
+    assert len(synced) == 1
+    with pytest.raises(OSError):
+        os.fstat(synced[0])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "file", "none"])
+def test_what_is_no_directory_cannot_be_synced(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd"
+    if kind == "file":
+        path.touch()
+    elif kind != "none":
+        KINDS[kind](path)
+    assert isinstance(error_in_time(lambda: sync_directory(path)), OSError)

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from evoke_proxy.adapters.embedders.catalogue import HUB, EncoderStore, PinnedEncoder, PinnedFile
 from evoke_proxy.errors import DownloadError
+from evoke_proxy.regular_files import sync_directory
 
 _CHUNK = 1 << 18
 _TIMEOUT_S = 30.0
@@ -64,7 +65,7 @@ def fetch(
             draft.mkdir(exist_ok=True)
             _fetch_files(encoder, draft, mirror.rstrip("/"), progress or _silent)
             draft.rename(home)
-            _sync(store.root)
+            sync_directory(store.root)
     except OSError as error:
         raise DownloadError(
             f"{store.root}: {error.strerror or error}; free space, or name another directory in"
@@ -92,7 +93,7 @@ def _fetch_files(encoder: PinnedEncoder, draft: Path, mirror: str, progress: Pro
                 " again without --mirror, or from another one"
             )
         part.rename(draft / file.path)
-        _sync(part.parent)
+        sync_directory(part.parent)
         done += file.size
 
 
@@ -211,11 +212,3 @@ def _size(path: Path) -> int:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -29,7 +29,7 @@ from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.session.codec import SessionRecord, decode
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
-from evoke_proxy.regular_files import open_regular
+from evoke_proxy.regular_files import open_regular, sync_directory
 
 _AAD = b"evoke-proxy session 1"
 _VERSION = 1
@@ -113,7 +113,7 @@ class SessionArchives:
             if not self.format.encode_file(str(plain), str(sealed), _AAD):
                 raise ConfigError("a session is only moved encrypted: name a key with --key-file")
             sealed.replace(target)
-            _sync(target.parent)
+            sync_directory(target.parent)
         finally:
             plain.unlink(missing_ok=True)
             sealed.unlink(missing_ok=True)
@@ -140,7 +140,7 @@ class SessionArchives:
                 incoming = sorted(Path(name).iterdir())
                 names = [_checked_names(path, origin)[0] for path in incoming]
                 new = [self._publish(path) for path in incoming]
-                _sync(self.blocks)
+                sync_directory(self.blocks)
             name = next(compress(names, new), "")
             return Imported(origin, records, len(new), len(new) - sum(new), name)
         except SnapshotUnusable as error:
@@ -331,11 +331,3 @@ def _copied(content: Any, target: Path) -> str:
         os.fsync(out.fileno())
     read_head(target)
     return digest.hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
