@@ -4,7 +4,8 @@ A target names the build flags of llama-server and the tests that depend on them
 is one run, with servers of its own. The results are written to tests/results/TARGET.json with the
 command, the commit and the machine, and are committed with the change that they were run for. A
 later run of some files replaces their results and leaves those of the others, as long as the
-servers are built from the same C++ code.
+servers are built from the same C++ code. EVOKE_PATCHED_SERVER and EVOKE_STOCK_SERVER name servers
+that were built elsewhere, for a machine without compilers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,14 @@ TARGETS = {
         stock=False,
         time_factor=10,
     ),
+    "cuda": Target(
+        about="K/V in buffers of an NVIDIA GPU (CUDAARCHS names its architecture, CUDACXX nvcc)",
+        flags=("-DGGML_CUDA=ON",),
+        server_args=("-ngl", "99"),
+        tests=BLOCKS,
+        kv_buffer="CUDA0",
+        stock=False,
+    ),
     "rpc": Target(
         about="K/V in buffers of the RPC backend, computed by a server process on this machine",
         flags=("-DGGML_RPC=ON",),
@@ -146,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["EVOKE_CACHE"] = str(_cache_of(args.target))
     command = make_command(args.target, [*args.rest, *options])
     try:
-        record = _record(args.target, command, _runs(target, args.rest, options))
+        record = _record(args.target, command, _runs(target, args, options))
     except BuildError as error:
         print(f"test-matrix: {error}", file=sys.stderr)
         return 1
@@ -169,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEST",
         help="tests instead of the target's own; options of its command",
     )
+    parser.add_argument("--jobs", type=int, default=1, help="files that run side by side (1)")
     return parser
 
 
@@ -206,25 +217,34 @@ class FinishedRun:
         return next((line for line in reversed(self.lines) if line.strip()), "")
 
 
-def _runs(target: Target, chosen: Sequence[str], options: Sequence[str]) -> Iterator[FinishedRun]:
+def _runs(
+    target: Target, args: argparse.Namespace, options: Sequence[str]
+) -> Iterator[FinishedRun]:
     """Builds the servers and runs the target's command, or each of its files of tests."""
     if target.command:
-        command = [*target.command, *chosen, *options]
+        command = [*target.command, *args.rest, *options]
         yield replace(_execute(command, os.environ), tests=" ".join(command))
         return
     environment = _environment(target)
     buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
     limit = [f"--timeout={TEST_S * target.time_factor}"] if target.time_factor > 1 else []
-    for tests in chosen or target.tests:
+
+    def run(tests: str) -> FinishedRun:
         finished = _execute(["tests/run.py", tests, *options, *limit], environment)
-        yield replace(finished, tests=" ".join([tests, *options]), kv_buffers=buffers)
+        return replace(finished, tests=" ".join([tests, *options]), kv_buffers=buffers)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        started = [pool.submit(run, tests) for tests in args.rest or target.tests]
+        yield from (finished.result() for finished in as_completed(started))
 
 
 def _environment(target: Target) -> Mapping[str, str]:
-    """Builds the servers of a target; returns the environment that the tests use them in."""
+    """Returns an environment with the servers of a target; builds those that are not in it."""
     servers = {}
     for patched, variable in ((True, "EVOKE_PATCHED_SERVER"), (False, "EVOKE_STOCK_SERVER")):
-        if patched or target.stock:
+        if variable in os.environ:
+            servers[variable] = os.environ[variable]
+        elif patched or target.stock:
             flags = target.flags + tuple(
                 f"-D{name}={os.environ[name]}" for name in target.settings if name in os.environ
             )
