@@ -78,7 +78,7 @@ check: venv
 # stop the others.
 bench: build .venv/clients
 	@missed=; for name in $(BENCHES); do \
-	  echo "== $$name"; $(BIN)/python -m bench.$$name || missed="$$missed $$name"; done; \
+	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "these missed their bars:$$missed" >&2; exit 1; }
 
 bench-embedding bench-quality bench-retrieval: .venv/clients
@@ -87,9 +87,12 @@ bench-embedding bench-quality bench-retrieval: .venv/clients
 bench-peers: venv
 	@$(BIN)/python -m bench.restart --arms cold peer ours $(ARGS)
 
-# Needs nvcc and an NVIDIA GPU, so `make bench` does not include it.
+# `gpu` needs nvcc and an NVIDIA GPU, so `make bench` does not include it.
+bench-copies: venv
+	@$(BIN)/python -m bench.latency memcpy $(ARGS)
+
 bench-latency-gpu: venv
-	@$(BIN)/python -m bench.latency_gpu $(ARGS)
+	@$(BIN)/python -m bench.latency gpu $(ARGS)
 
 # Writes a table and out/bench/NAME.json. ARGS='--help' lists the options of a bench.
 bench-%: venv

@@ -5,62 +5,19 @@ from __future__ import annotations
 import random
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.llama import Proxy
+from bench.stats import percentile, spread
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.processes import free_port, proxy_command, serving
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
 TIMES = ("own", "after", "render", "block-plan", "cpu", "first_byte")
 _LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Proxy:
-    """A running proxy: its port, its log file and its process ID."""
-
-    port: int
-    log: Path
-    pid: int
-
-    def cpu_ms(self) -> float:
-        """Processor time of its main thread so far, which is all but what resolves names."""
-        text = Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")
-        return int(text.split()[0]) / 1e6
-
-    def last_turn(self) -> str:
-        """The log line of the latest chat request; there soon after its answer has ended."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in lines if "POST /v1/chat/completions" in line][-1]
-
-
-@contextmanager
-def proxied(upstream: int, *options: str) -> Iterator[Proxy]:
-    """The proxy in front of a port; ends with the block."""
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "proxy.log"
-        with serving([*proxy_command(port, upstream), *options], port, log):
-            yield Proxy(port, log, _process_of(port))
-
-
-def _process_of(port: int) -> int:
-    """Return the process ID of the child that listens on this port."""
-    for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text(encoding="ascii").split():
-            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if f"127.0.0.1:{port}".encode() in arguments and b"serve" in arguments:
-                return int(pid)
-    raise RuntimeError("the proxy's process is not among our children")
 
 
 class Conversation:
@@ -153,7 +110,7 @@ def turn_record(line: str, cpu_ms: float) -> dict[str, Any]:
 
 def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians of the turns, and how far they spread."""
-    spread = {name: [turn[name] for turn in found] for name in TIMES}
+    times = {name: [turn[name] for turn in found] for name in TIMES}
     middle = {
         name: statistics.median(turn[name] for turn in found)
         for name in ("tokens", "messages", *_COUNTS)
@@ -164,18 +121,12 @@ def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> di
         "budget": budget_of(size),
         "turns": len(found),
         **middle,
-        **{f"{name}_ms": statistics.median(values) for name, values in spread.items()},
-        "own_ms_p90": percentile(spread["own"], 90),
-        "spread": {name: record.spread(values) for name, values in spread.items()},
+        **{f"{name}_ms": statistics.median(values) for name, values in times.items()},
+        "own_ms_p90": percentile(times["own"], 90),
+        "spread": {name: spread(values) for name, values in times.items()},
     }
 
 
 def budget_of(size: int) -> int:
     """Return the budget of a conversation of this many tokens."""
     return max(256, size // 4)
-
-
-def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value that this percentage of the others does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

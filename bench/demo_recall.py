@@ -27,13 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option, run_parts
 from bench.llama import served
 from bench.model import vocab
 from bench.model.facts import abstains
 from bench.model.facts import draw as draw_fact
 from bench.model.tasks import exchange, reading, statement_exchange
-from bench.stats import wilson_counts
+from bench.stats import share_of
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.processes import stack
 from evoke_proxy.demo.runner import (
@@ -56,12 +56,8 @@ KINDS = {
     "file": "a setting of a file",
 }
 TYPES, TYPE_ARMS = ("f16", "q8_0", "q4_0"), ("no_eviction", "evoke")
-_EXAMPLES = """examples:
-  python -m bench.demo_recall ceiling
-  python -m bench.demo_recall facts --seeds 40 --first 1000
-  python -m bench.demo_recall arms --server build/bin/llama-server --seeds 5 --first 100
-"""
-Row = dict[str, Any]
+_COLUMNS = ("seed", "kind", "type", "arm", "fact", "answer", "recalled", "failures")
+Measure = Callable[[argparse.Namespace], Iterator[Row]]
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -149,7 +145,7 @@ def arms(args: argparse.Namespace) -> Iterator[Row]:
         }
 
 
-def _run(args: argparse.Namespace, seed: int, arm: str, options: Sequence[str]) -> Row:
+def _run(args: argparse.Namespace, seed: int, arm: str, options: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as logs:
         server = args.server or ensure_server()
         with stack(server, bundled_model(), Path(logs), arm, options) as port:
@@ -172,36 +168,33 @@ def _seeds(args: argparse.Namespace) -> range:
     return range(args.first, args.first + args.seeds)
 
 
-def counted(rows: Sequence[Mapping[str, Any]]) -> Row:
+def counted(rows: Sequence[Row]) -> dict[str, Any]:
     """Return how many of the rows recalled, with the share and its Wilson interval."""
-    right, total = sum(row["recalled"] for row in rows), len(rows)
-    low, high = wilson_counts(right, total)
-    return {"n": total, "recalled": right, "share": right / total,
-            "interval_95": [round(low, 4), round(high, 4)]}  # fmt: skip
+    return share_of(sum(row["recalled"] for row in rows), len(rows))
 
 
-def of_ceiling(rows: Sequence[Row]) -> Row:
-    """Summarise `ceiling`: the share recalled, and the lengths of the sessions."""
-    return {
+def of_ceiling(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the share recalled, and the lengths of the sessions."""
+    summary = {
         **counted(rows),
         "repeated_early": sum(row["repeated_early"] for row in rows),
         "without_fact": sum(row["value_without_fact"] for row in rows),
         "tokens_min": min(row["tokens"] for row in rows),
         "tokens_max": max(row["tokens"] for row in rows),
     }
+    missed = [f"at least {args.least:.0%}"] if summary["share"] < args.least else []
+    return Report(summary, [*missed, *["no value without its fact"] * summary["without_fact"]])
 
 
-def of_facts(rows: Sequence[Row]) -> Row:
-    """Summarise `facts` by kind; `unknown` counts answers that the fact was never stated."""
+def of_facts(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the share by kind; `unknown` counts answers that the fact was never stated."""
     of = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
-    return {
-        kind: {**counted(mine), "unknown": sum(abstains(row["answer"]) for row in mine)}
-        for kind, mine in of.items()
-    }
+    unknown = {kind: sum(abstains(row["answer"]) for row in mine) for kind, mine in of.items()}
+    return Report({kind: {**counted(of[kind]), "unknown": unknown[kind]} for kind in KINDS})
 
 
-def of_types(rows: Sequence[Row]) -> Row:
-    """Summarise `types`; `same_answer` counts answers equal to those of f16 on the same arm."""
+def of_types(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the share by type; `same_answer` counts those equal to f16 on the same arm."""
     found = []
     for arm in TYPE_ARMS:
         by_type = {t: [r for r in rows if (r["arm"], r["type"]) == (arm, t)] for t in TYPES}
@@ -213,12 +206,12 @@ def of_types(rows: Sequence[Row]) -> Row:
                  "peak_resident": max(row["peak_resident"] for row in mine),
                  "recoveries": sum(row["recoveries"] for row in mine)}
             )  # fmt: skip
-    return {"budget": BUDGET, "types": found}
+    return Report({"budget": BUDGET, "types": found})
 
 
-def of_arms(rows: Sequence[Row]) -> Row:
-    """Summarise `arms` by policy."""
-    summary: Row = {"budget": BUDGET, "seeds": len(rows)}
+def of_arms(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the share by policy; a seed that does not pass misses the bar."""
+    summary: dict[str, Any] = {"budget": BUDGET, "seeds": len(rows)}
     summary["passed"] = sum(not row["failures"] for row in rows)
     for arm in ARMS:
         mine = [row["arms"][arm] for row in rows]
@@ -227,57 +220,30 @@ def of_arms(rows: Sequence[Row]) -> Row:
             "peak_resident_max": max(one["peak_resident"] for one in mine),
             "decoded_median": statistics.median(one["decoded"] for one in mine),
         }
-    return summary
+    failed = [str(row["failures"]) for row in rows if row["failures"]]
+    return Report(summary, failed)
 
 
-# Part -> what measures it, what summarises it, and sessions and first seed where none are given.
-PARTS: Mapping[
-    str,
-    tuple[Callable[[argparse.Namespace], Iterator[Row]], Callable[[Sequence[Row]], Row], int, int],
-] = {
-    "ceiling": (ceiling, of_ceiling, 100, 0),
-    "facts": (facts, of_facts, 40, 1000),
-    "types": (types, of_types, 60, 0),
-    "arms": (arms, of_arms, 20, 0),
+def _part(
+    name: str, measure: Measure, report: Callable[[argparse.Namespace, list[Row]], Report],
+    seeds: tuple[int, int],
+) -> Bench:  # fmt: skip
+    options = (
+        option("--server", help="a llama-server (default: our builds)", type=Path),
+        option("--seeds", seeds[0], "how many sessions"),
+        option("--first", seeds[1], "the first seed"),
+        option("--threads", 1, "of the stock server"),
+        option("--least", 0.96, "the ceiling wanted"),
+    )
+    return Bench(f"demo_recall {name}", __doc__, "--seeds 5", measure, report, _COLUMNS, options)
+
+
+PARTS = {
+    "ceiling": _part("ceiling", ceiling, of_ceiling, (100, 0)),
+    "facts": _part("facts", facts, of_facts, (40, 1000)),
+    "types": _part("types", types, of_types, (60, 0)),
+    "arms": _part("arms", arms, of_arms, (20, 0)),
 }
 
-
-def missed(part: str, summary: Row, least: float) -> bool:
-    """Return whether a part misses its bar."""
-    if part == "ceiling":
-        return bool(summary["share"] < least or summary["without_fact"])
-    return bool(part == "arms" and summary["passed"] < summary["seeds"])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure one part or all, print and write each; 1 when a part misses its bar."""
-    parser = record.command("demo_recall", __doc__, _EXAMPLES)
-    parser.add_argument("part", nargs="?", choices=(*PARTS, "all"), default="all")
-    parser.add_argument("--server", type=Path, help="a llama-server (default: our builds)")
-    parser.add_argument("--seeds", type=int, help="how many sessions (100, 40, 60, 20)")
-    parser.add_argument("--first", type=int, help="the first seed (0; facts: 1000)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the stock server (1)")
-    parser.add_argument("--least", type=float, default=0.96, help="the ceiling wanted (0.96)")
-    parser.add_argument("--out", type=Path, help="the JSON file of one part")
-    args = parser.parse_args(argv)
-    has_missed = False
-    for part in PARTS if args.part == "all" else (args.part,):
-        measure, summarise, seeds, first = PARTS[part]
-        chosen = argparse.Namespace(**vars(args))
-        chosen.seeds, chosen.first = (
-            args.seeds or seeds,
-            first if args.first is None else args.first,
-        )
-        rows = []
-        for row in measure(chosen):
-            rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-        summary = summarise(rows)
-        out = args.out or Path(f"out/bench/demo_recall_{part}.json")
-        record.tell("demo_recall", rows, summary, out)
-        has_missed |= missed(part, summary, args.least)
-    return int(has_missed)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS))

@@ -15,8 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench import record
-from bench.chat_turns import budget_of, percentile
+from bench.chat_turns import budget_of
+from bench.stats import percentile, spread
 from evoke_proxy.demo.client import events
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
@@ -126,6 +126,6 @@ def row(template: str, size: int, pairs: Sequence[Mapping[str, float]]) -> dict[
         "first_byte_added_ms_fastest": min(pair["through"] for pair in pairs)
         - min(pair["direct"] for pair in pairs),
         "spread": {
-            route: record.spread([pair[route] for pair in pairs]) for route in ("direct", "through")
+            route: spread([pair[route] for pair in pairs]) for route in ("direct", "through")
         },
     }

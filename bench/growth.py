@@ -12,7 +12,10 @@ and are ranked by words and by the built-in word vectors; with `--embedder none`
 * `planning`: everything else before the request is forwarded
 * `after`: work after the end of the answer
 * `bytes`: the unavoidable part while clients send the whole conversation: compare the bytes with
-  those of the previous request and copy them twice; measured separately, and part of `own` too"""
+  those of the previous request and copy them twice; measured separately, and part of `own` too
+
+*Against* the same with a tenth of the blocks. *Fails* when a turn takes more than 5 ms and ten
+times as long."""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +40,10 @@ import numpy as np
 import orjson
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from bench.growth_server import SilentServer, Talk, cpu_s
 from bench.lines import chart
+from bench.stats import spread as spread_of
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import load
 from evoke_proxy.core.policy.registry import saves_evicted
@@ -65,7 +69,7 @@ _COLUMNS = (
 
 
 @dataclass(slots=True)
-class Bench:
+class TimedEngine:
     """The engine, its server, and the time spent on reading."""
 
     engine: ModelRouter
@@ -162,7 +166,7 @@ async def measure(
     )
     engine.upstream.call = server.call  # type: ignore[method-assign]
     engine.upstream.open = _unanswered  # type: ignore[method-assign,assignment]
-    bench = Bench(engine, server, random.Random(f"growth-{arm}-{blocks}"))
+    bench = TimedEngine(engine, server, random.Random(f"growth-{arm}-{blocks}"))
     async with engine:
         empty, first = _rss_mib(), 0.0
         for number in range(n_sessions):
@@ -180,7 +184,7 @@ async def measure(
             raise RuntimeError(f"{saved} of {blocks} blocks are saved")
         rss, index = _rss_mib() - empty, _index_mib(engine)
     middle = {f"{name}_ms": statistics.median(one[name] for one in found[1:]) for name in found[0]}
-    spread = {name: record.spread([one[name] for one in found[1:]]) for name in found[0]}
+    spread = {name: spread_of([one[name] for one in found[1:]]) for name in found[0]}
     row = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "saved": saved}
     row |= {"prompt": len(talk.tokens), "turns": turns, **middle, "first_ms": first}
     return row | {"rss_mib": rss, "index_mib": index, "spread": spread}
@@ -258,43 +262,41 @@ def _measured_in_a_process(arm: str, blocks: int, args: argparse.Namespace) -> d
     return row
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/growth.json` and its picture."""
-    args = _parser().parse_args(argv)
-    if args.only:
-        arm, blocks = args.only
-        row = measure(arm, int(blocks), args.turns, args.embedder, args.policy)
-        print(json.dumps(asyncio.run(row)))
-        return 0
-    rows = []
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each arm and size."""
     for arm in args.arms:
-        for blocks in args.sizes:
-            rows.append(_measured_in_a_process(arm, blocks, args))
-            print(record.table(rows[-1:], _COLUMNS), flush=True)
-    summary = summarise(rows)
-    print(record.table(rows, _COLUMNS))
-    record.tell("growth", rows, summary, args.out, picture(rows))
-    return 0 if reached(rows) else 1
+        yield from (_measured_in_a_process(arm, blocks, args) for blocks in args.sizes)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("growth", __doc__, "--sizes 100 1000 --turns 5")
-    parser.add_argument("--turns", type=int, default=20, help="turns to take the median of (20)")
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of saved blocks"
-    )
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument(
-        "--embedder", choices=("auto", "none"), default="auto", help="embedder.model (auto)"
-    )
-    parser.add_argument("--policy", default="evoke", help="policy.name (evoke)")
-    parser.add_argument(
-        "--only",
-        nargs=2,
-        metavar=("ARM", "BLOCKS"),
-        help="measure one row in this process and print it as JSON",
-    )
-    return parser
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report times and exponents, with the picture."""
+    missed = [] if reached(rows) else [f"a turn of {MOST_MS} ms that grows as the blocks do"]
+    return Report(summarise(rows), missed, picture=picture(rows))
+
+
+BENCH = Bench(
+    "growth", __doc__, "--sizes 100 1000 --turns 5", rows_of, report, _COLUMNS,
+    (option("--turns", 20, "turns to take the median of"),
+     option("--sizes", SIZES, "numbers of saved blocks"), option("--arms", ARMS, choices=ARMS),
+     option("--embedder", "auto", "embedder.model", choices=("auto", "none")),
+     option("--policy", "evoke", "policy.name")),
+)  # fmt: skip
+
+
+def main() -> int:
+    """Run the bench; with `--only ARM BLOCKS` print the row of one process as JSON."""
+    alone = argparse.ArgumentParser(add_help=False)
+    alone.add_argument("--only", nargs=2)
+    only, _ = alone.parse_known_args()
+    if only.only is None:
+        return BENCH.main()
+    alone.add_argument("--turns", type=int)
+    alone.add_argument("--embedder")
+    alone.add_argument("--policy")
+    args = alone.parse_args()
+    row = measure(args.only[0], int(args.only[1]), args.turns, args.embedder, args.policy)
+    print(json.dumps(asyncio.run(row)))
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,18 +4,19 @@ Length: one slot with `--cells` cells is asked for `--tokens` tokens. Without ev
 the cells are full and is restarted until it has generated as many, to compare the speed.
 Throughput: slots that share `--shared` cells are asked for `--each` tokens each, at the same time;
 a binary search finds the largest number that all complete. Speed is tokens per second of processor
-time of the server."""
+time of the server.
+
+*Against* the server without eviction. *Fails* when a generation with eviction ends early."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench import record
-from bench.decode import cpu_s, process
+from bench.driver import Bench, Report, Row, option
 from bench.llama import Llama, running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
@@ -27,10 +28,6 @@ ARMS = {
     "attention": ("--kv-eviction", "3"),
 }
 SLOTS = 16
-_COLUMNS = (
-    "arm", "asked", "generated", "per_cpu_s", "n_resident_peak",
-    "evicted", "saved", "most_at_once", "together_per_cpu_s",
-)  # fmt: skip
 
 
 def ask(server: Llama, prompt: Sequence[int], tokens: int) -> Any:
@@ -42,12 +39,11 @@ def ask(server: Llama, prompt: Sequence[int], tokens: int) -> Any:
 def length(server: Llama, tokens: int) -> dict[str, Any]:
     """One generation: how far it got, how fast, and what left the cells meanwhile."""
     prompt = [10 + 7 * i % 1900 for i in range(64)]
-    folder = process(server.port)
-    began, timings = cpu_s(folder), ask(server, prompt, tokens)["timings"]
+    began, timings = server.cpu_s(), ask(server, prompt, tokens)["timings"]
     total = timings["predicted_n"]
     while total < tokens:
         total += ask(server, prompt, tokens)["timings"]["predicted_n"]
-    used = cpu_s(folder) - began
+    used = server.cpu_s() - began
     usage = timings.get("evoke", {})
     out = usage.get("auto_evicted", [])
     return {
@@ -70,11 +66,10 @@ def together(server: Llama, count: int, each: int) -> float:
         except RuntimeError:  # the cells were full
             return False
 
-    folder = process(server.port)
-    began = cpu_s(folder)
+    began = server.cpu_s()
     with ThreadPoolExecutor(count) as pool:
         done = list(pool.map(one, range(count)))
-    used = cpu_s(folder) - began
+    used = server.cpu_s() - began
     for slot in range(SLOTS):
         server.erase(slot)
     return count * each / used if all(done) else 0.0
@@ -93,37 +88,39 @@ def most(server: Llama, each: int) -> tuple[int, float]:
     return low, speed
 
 
-def measure(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One row."""
-    server, model = ensure_server(patched=True, progress=False), ensure(SHAPES[args.shape])
-    options = ("-t", "1", "-fa", "on", "--evoke-ram", "256", *ARMS[arm])
-    with running(server, model, "-c", str(args.cells), "-np", "1", *options) as one:
-        row = length(one, args.tokens)
-    shared = ("-c", str(args.shared), "-np", str(SLOTS), "-kvu")
-    with running(server, model, *shared, *options) as many:
-        count, speed = most(many, args.each)
-    return {"arm": arm, **row, "most_at_once": count, "together_per_cpu_s": speed}
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each arm."""
+    server, model = ensure_server(), ensure(SHAPES[args.shape])
+    for arm, eviction in ARMS.items():
+        options = ("-t", "1", "-fa", "on", "--evoke-ram", "256", *eviction)
+        with running(server, model, "-c", str(args.cells), "-np", "1", *options) as one:
+            row = length(one, args.tokens)
+        shared = ("-c", str(args.shared), "-np", str(SLOTS), "-kvu")
+        with running(server, model, *shared, *options) as many:
+            count, speed = most(many, args.each)
+        yield {"arm": arm, **row, "most_at_once": count, "together_per_cpu_s": speed}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/limit.json`; 1 when an arm with eviction stops early."""
-    parser = record.parser("limit", __doc__, "--cells 2048 --tokens 50000")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="long-2")
-    parser.add_argument("--cells", type=int, default=1024, help="cells of the one slot (1024)")
-    parser.add_argument("--tokens", type=int, default=20_000, help="tokens asked of it (20000)")
-    parser.add_argument("--shared", type=int, default=4096, help="cells that 16 slots share (4096)")
-    parser.add_argument("--each", type=int, default=700, help="tokens asked of each (700)")
-    args = parser.parse_args(argv)
-    rows = [measure(arm, args) for arm in ARMS]
-    total: dict[str, Any] = {}
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report how far each arm got; one with eviction must get all tokens."""
+    summary: dict[str, Any] = {}
     for row in rows:
-        total[f"generated_{row['arm']}"] = row["generated"]
-        total[f"most_at_once_{row['arm']}"] = row["most_at_once"]
-        total[f"speed_{row['arm']}"] = row["per_cpu_s"] / rows[0]["per_cpu_s"]
-    print(record.table(rows, _COLUMNS))
-    print(record.write("limit", rows, total, args.out))
-    return 0 if all(row["generated"] == args.tokens for row in rows[1:]) else 1
+        summary[f"generated_{row['arm']}"] = row["generated"]
+        summary[f"most_at_once_{row['arm']}"] = row["most_at_once"]
+        summary[f"speed_{row['arm']}"] = row["per_cpu_s"] / rows[0]["per_cpu_s"]
+    early = [row for row in rows[1:] if row["generated"] != args.tokens]
+    return Report(summary, [f"{row['arm']} ends after {row['generated']} tokens" for row in early])
 
+
+BENCH = Bench(
+    "limit", __doc__, "--cells 2048 --tokens 50000", measure, report,
+    ("arm", "asked", "generated", "per_cpu_s", "n_resident_peak", "evicted", "saved",
+     "most_at_once", "together_per_cpu_s"),
+    (option("--shape", "long-2", choices=sorted(SHAPES)),
+     option("--cells", 1024, "of the one slot"), option("--tokens", 20_000, "asked of it"),
+     option("--shared", 4096, "cells that 16 slots share"),
+     option("--each", 700, "tokens asked of each")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

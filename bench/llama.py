@@ -1,4 +1,4 @@
-"""Starts a llama-server for benches and wraps the calls that they make."""
+"""Starts llama-server and the proxy for benches, and wraps the calls that they make."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from typing import Any
 
 import orjson
 
-from evoke_proxy.demo.processes import free_port, server_command, serving
+from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
 
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """A running server; every call insists on 200."""
+    """A running server; every call insists on 200.
+
+    Attributes:
+        port: Its port on 127.0.0.1.
+        folder: Where it writes slots; None: unknown, or it cannot.
+    """
 
     port: int
+    folder: Path | None = None
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """The parsed answer; RuntimeError with the server's words when it is not 200."""
@@ -55,16 +61,23 @@ class Llama:
         """Empty a slot."""
         self.call("POST", f"/slots/{slot}?action=erase", {})
 
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far, in seconds. Linux only."""
+        return cpu_s(process(self.port))
+
 
 @contextmanager
-def running(server: Path, model: Path, *options: str) -> Iterator[Llama]:
-    """A server on a free loopback port; ends with the block."""
+def running(server: Path, model: Path, *options: str, saves: bool = True) -> Iterator[Llama]:
+    """A server on a free loopback port; ends with the block.
+
+    With `saves` it can write and erase slots, in a folder that ends with the block, too.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [str(server), "-m", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--slot-save-path", folder, *options]
+        command += [*(("--slot-save-path", folder) if saves else ()), *options]
         with serving(command, port, Path(folder) / "llama-server.log"):
-            yield Llama(port)
+            yield Llama(port, Path(folder) if saves else None)
 
 
 @contextmanager
@@ -76,3 +89,51 @@ def served(server: Path, model: Path, threads: int, options: Sequence[str] = ())
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "llama-server.log"):
             yield port
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """A running proxy: its port, its log file and its process ID."""
+
+    port: int
+    log: Path
+    pid: int
+
+    def cpu_ms(self) -> float:
+        """Processor time of its main thread so far, which is all but what resolves names."""
+        text = Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")
+        return int(text.split()[0]) / 1e6
+
+    def last_turn(self) -> str:
+        """The log line of the latest chat request; there soon after its answer has ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if "POST /v1/chat/completions" in line][-1]
+
+
+@contextmanager
+def proxied(upstream: int, *options: str) -> Iterator[Proxy]:
+    """The proxy in front of a port; ends with the block."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "proxy.log"
+        with serving([*proxy_command(port, upstream), *options], port, log):
+            yield Proxy(port, log, int(process(port).name))
+
+
+def process(port: int) -> Path:
+    """The folder in /proc of the server or proxy that listens there; LookupError without one."""
+    wanted = ([b"--port", b"%d" % port], [b"--listen", b"127.0.0.1:%d" % port])
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if any(words[i : i + 2] in wanted for i in range(len(words))):
+            return folder
+    raise LookupError(f"no process has --port {port}")
+
+
+def cpu_s(folder: Path) -> float:
+    """Processor time of all threads of a process so far, in seconds."""
+    times = (task.read_text().split()[0] for task in folder.glob("task/*/schedstat"))
+    return sum(map(int, times)) / 1e9

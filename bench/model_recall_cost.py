@@ -4,17 +4,19 @@ Sends sessions of the quality bench through one proxy three times, with `evoke_r
 `model` and `fused`: questions with other words than the statements, and questions with the same
 words. Reports how often the model was probed, how many tokens and milliseconds that took, and the
 wall time of the session divided by that with `text`. Apart from what is recovered, the turns are
-the same."""
+the same.
+
+*Against* text alone. *Fails* on a turn with a fault."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import SERVER, Bench, Report, Row, option
 from bench.metrics import samples
 from bench.quality.arms import OURS, Arm, recalling
 from bench.quality.drive import answered, run
@@ -25,39 +27,22 @@ from evoke_proxy.server_build import ensure_server
 
 CELLS = ("paraphrase", "facts12")
 _TOKENS = 4000
-_COLUMNS = (
-    "task",
-    "arm",
-    "right",
-    "n",
-    "turns",
-    "made",
-    "too_dear",
-    "nothing_out",
-    "long_tail",
-    "tokens_each",
-    "ms_each",
-    "wall_s",
-    "wall_over_text",
-)
 _REASONS = ("made", "too_dear", "nothing_out", "long_tail")
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each session and arm; the first arm of a session rotates."""
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each session and arm; the first arm of a session rotates."""
     arms = [Arm(OURS, args.ratio), recalling("model", args.ratio), recalling("fused", args.ratio)]
     drawn = [
         script
         for task in CELLS
         for script in scripts(TUNING.start + args.seed, task, _TOKENS, args.sessions)
     ]
-    rows = []
     logs = Path("out/bench/model_recall_cost-logs")
     with stack(args.server or ensure_server(), bundled_model(), {}, logs) as running:
         for number, script in enumerate(drawn):
             turn = number % len(arms)
-            rows += [_row(running, script, arm) for arm in (*arms[turn:], *arms[:turn])]
-    return rows
+            yield from (_row(running, script, arm) for arm in (*arms[turn:], *arms[:turn]))
 
 
 def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
@@ -65,7 +50,7 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
     found = run(running, script, read(running.upstream, script), arm)
     after = _counted(running)
     new = {name: after[name] - before[name] for name in after}
-    row = {
+    return {
         "task": script.task,
         "session": script.name,
         "arm": arm.name,
@@ -78,10 +63,6 @@ def _row(running: Stack, script: Script, arm: Arm) -> dict[str, Any]:
         "tokens": int(new["tokens"]),
         "seconds": new["seconds"],
     }
-    print(
-        f"{script.name} {arm.name}: {row['right']} of {row['n']}, asked {row['made']}", flush=True
-    )
-    return row
 
 
 def _counted(running: Stack) -> dict[str, float]:
@@ -110,24 +91,21 @@ def summed(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 _NAMES = ("task", "session", "arm")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/model_recall_cost.json`; 0 when no turn has a fault."""
-    args = _parser().parse_args(argv)
-    rows = measure(args)
-    summary = {"arms": summed(rows), "faults": sum(row["faults"] for row in rows)}
-    print(record.table(summary["arms"], _COLUMNS))
-    print(f"written: {record.write('model_recall_cost', rows, summary, args.out)}")
-    return 1 if summary["faults"] else 0
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report what a probe costs by task and arm."""
+    arms, faults = summed(rows), sum(row["faults"] for row in rows)
+    missed = [f"{faults} faults of turns"] if faults else []
+    return Report({"arms": arms, "faults": faults}, missed, table=arms)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("model_recall_cost", __doc__, "--sessions 2 --ratio 16")
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--sessions", type=int, default=4, help="of each task (4)")
-    parser.add_argument("--seed", type=int, default=40, help="which sessions for tuning (40)")
-    parser.add_argument("--ratio", type=float, default=8.0, help="tokens over budget (8)")
-    return parser
-
+BENCH = Bench(
+    "model_recall_cost", __doc__, "--sessions 2 --ratio 16", measure, report,
+    ("task", "arm", "right", "n", "turns", *_REASONS, "tokens_each", "ms_each", "wall_s",
+     "wall_over_text"),
+    (SERVER, option("--sessions", 4, "of each task"),
+     option("--seed", 40, "which sessions for tuning"),
+     option("--ratio", 8.0, "tokens over budget")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

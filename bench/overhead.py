@@ -17,7 +17,9 @@ of own time in the median and 15 ms in the 90th percentile; every turn has a sec
 what the first one found.
 
 First byte: the same chat turn through the proxy and directly to another server, in pairs, measured
-by the client (`bench.first_bytes`). Result: the median of the differences."""
+by the client (`bench.first_bytes`). Result: the median of the differences.
+
+*Against* the same without the proxy (relayed, first byte). *Fails* above the bars of dialogs."""
 
 from __future__ import annotations
 
@@ -26,25 +28,17 @@ import http.client
 import json
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import first_bytes, record
-from bench.chat_turns import (
-    TIMES,
-    budget_of,
-    measure_dialog,
-    measure_turns,
-    percentile,
-    proxied,
-    turn_row,
-)
+from bench.chat_turns import TIMES, budget_of, measure_dialog, measure_turns, turn_row
+from bench.driver import SERVER, STOCK, Bench, Report, Row, option
+from bench.llama import proxied, running
 from bench.random_models import SHAPES, chat_template, ensure
-from evoke_proxy.demo.processes import free_port, serving
+from bench.stats import percentile
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -153,32 +147,30 @@ def qwen_template() -> Path:
     return chat_template("Qwen3.5-4B")
 
 
-def _server(binary: Path, model: Path, port: int, *options: str) -> list[str]:
-    where = ["--host", "127.0.0.1", "--port", str(port), "-np", "1", "-t", "1", "-tb", "1"]
-    return [str(binary), "-m", str(model), *where, *options]
+_SERVER = ("-np", "1", "-t", "1", "-tb", "1")
 
 
-def _relay(args: argparse.Namespace) -> list[dict[str, Any]]:
-    binary, port = args.stock or ensure_server(patched=False), free_port()
-    command = _server(binary, bundled_model(), port, "-c", "2048")
-    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
-        with proxied(port) as proxy:
-            return measure_relay(port, proxy.port, args.repeats)
+def _relay(args: argparse.Namespace) -> Iterator[Row]:
+    binary = args.stock or ensure_server(patched=False)
+    with running(binary, bundled_model(), *_SERVER, "-c", "2048", saves=False) as llama:
+        with proxied(llama.port) as proxy:
+            yield from measure_relay(llama.port, proxy.port, args.repeats)
 
 
-def _turns(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    binary, rows = args.server or ensure_server(), []
-    options = ["-c", "65536", "-b", "2048", "-ub", "512", "--evoke-ram", "512"]
+def _template(name: str) -> list[str]:
+    chosen = [] if name == "bundled" else ["--chat-template-file", str(qwen_template())]
+    return ["--jinja", *chosen]
+
+
+def _turns(args: argparse.Namespace) -> Iterator[Row]:
+    binary, model = args.server or ensure_server(), ensure(SHAPES["long-2"])
+    options = [*_SERVER, "-c", "65536", "-b", "2048", "-ub", "512", "--evoke-ram", "512"]
     for template in args.templates:
-        chosen = [] if template == "bundled" else ["--chat-template-file", str(qwen_template())]
-        port = free_port()
-        command = _server(binary, ensure(SHAPES["long-2"]), port, *options, "--jinja", *chosen)
-        with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
+        with running(binary, model, *options, *_template(template), saves=False) as llama:
             for size in args.sizes:
-                with proxied(port, "--budget", str(budget_of(size))) as proxy:
-                    rows.append(turn_row(template, size, measure_turns(proxy, size, args.turns)))
-                say(rows[-1:])
-    return rows
+                with proxied(llama.port, "--budget", str(budget_of(size))) as proxy:
+                    found = measure_turns(proxy, size, args.turns)
+                yield turn_row(template, size, found)
 
 
 def dialog_texts(tokens: int, messages: int) -> list[str]:
@@ -197,79 +189,69 @@ def dialog_texts(tokens: int, messages: int) -> list[str]:
     raise ValueError(f"the dialogs have no {messages} messages of {tokens // messages} tokens")
 
 
-def _dialogs(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    binary, port, rows = args.server or ensure_server(), free_port(), []
-    options = ["-c", "32768", "-b", "2048", "-ub", "512", "--evoke-ram", "512"]
-    model = ensure(SHAPES["qwen2-vocabulary"])
-    command = _server(binary, model, port, *options, "--chat-template", "chatml")
-    with tempfile.TemporaryDirectory() as folder, serving(command, port, Path(folder) / "log"):
+def _dialogs(args: argparse.Namespace) -> Iterator[Row]:
+    binary, model = args.server or ensure_server(), ensure(SHAPES["qwen2-vocabulary"])
+    options = [*_SERVER, "-c", "32768", "-b", "2048", "-ub", "512", "--evoke-ram", "512"]
+    with running(binary, model, *options, "--chat-template", "chatml", saves=False) as llama:
         for tokens, messages in DIALOGS:
             budget = tokens // _DIALOG_SHARE
-            with proxied(port, "--budget", str(budget)) as proxy:
-                texts = dialog_texts(tokens, messages)
-                found = measure_dialog(proxy, texts, args.dialogs)
-            rows.append({**turn_row("dialog", tokens, found), "budget": budget})
-            say(rows[-1:])
-    return rows
+            with proxied(llama.port, "--budget", str(budget)) as proxy:
+                found = measure_dialog(proxy, dialog_texts(tokens, messages), args.dialogs)
+            yield {**turn_row("dialog", tokens, found), "budget": budget}
 
 
-def _first_bytes(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
+def _first_bytes(args: argparse.Namespace) -> Iterator[Row]:
     patched, stock = args.server or ensure_server(), args.stock or ensure_server(patched=False)
-    model, rows = ensure(SHAPES["long-2"]), []
-    options = ["-c", "65536", "-b", "2048", "-ub", "512", "--jinja"]
-    for template in args.templates:
-        chosen = [] if template == "bundled" else ["--chat-template-file", str(qwen_template())]
-        direct, port = free_port(), free_port()
-        commands = {
-            direct: _server(stock, model, direct, *options, *chosen),
-            port: _server(patched, model, port, *options, "--evoke-ram", "512", *chosen),
-        }
-        with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
-            for number, command in commands.items():
-                ends.enter_context(serving(command, number, Path(folder) / f"log-{number}"))
+    model, options = ensure(SHAPES["long-2"]), [*_SERVER, "-c", "65536", "-b", "2048", "-ub", "512"]
+    for name in args.templates:
+        words = [*options, *_template(name)]
+        with (
+            running(stock, model, *words, saves=False) as direct,
+            running(patched, model, *words, "--evoke-ram", "512", saves=False) as llama,
+        ):
             for size in args.sizes:
-                with proxied(port, "--budget", str(budget_of(size))) as proxy:
-                    pairs = first_bytes.measure(direct, proxy.port, size, args.pairs)
-                    rows.append(first_bytes.row(template, size, pairs))
-                say(rows[-1:])
-    return rows
+                with proxied(llama.port, "--budget", str(budget_of(size))) as proxy:
+                    pairs = first_bytes.measure(direct.port, proxy.port, size, args.pairs)
+                yield first_bytes.row(name, size, pairs)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/overhead.json`; 1 when dialogs take longer than the bars."""
-    args = _parser().parse_args(argv)
-    relay = _relay(args) if args.repeats else []
-    if relay:
-        print(record.table(relay, _RELAY_COLUMNS), flush=True)
-    turns, first = list[dict[str, Any]](), list[dict[str, Any]]()
-    if args.dialogs:
-        turns += _dialogs(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
-    if args.turns:
-        turns += _turns(args, lambda rows: print(record.table(rows, _TURN_COLUMNS), flush=True))
-    if args.pairs:
-        columns = _FIRST_BYTE_COLUMNS
-        first = _first_bytes(args, lambda rows: print(record.table(rows, columns), flush=True))
-    summary = summarise(relay, turns, first)
-    record.tell("overhead", [*relay, *turns, *first], summary, args.out)
-    is_slow = (
-        summary.get("dialog_own_ms_p50", 0.0) > MOST_OWN_MS
-        or summary.get("dialog_own_ms_p90", 0.0) > MOST_OWN_MS_P90
-    )
-    return int(is_slow)
+# What is measured, with the option that switches it off and the columns of its table.
+PARTS: Sequence[tuple[str, Callable[[argparse.Namespace], Iterator[Row]], Sequence[str]]] = (
+    ("repeats", _relay, _RELAY_COLUMNS),
+    ("dialogs", _dialogs, _TURN_COLUMNS),
+    ("turns", _turns, _TURN_COLUMNS),
+    ("pairs", _first_bytes, _FIRST_BYTE_COLUMNS),
+)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("overhead", __doc__, "--turns 40 --sizes 32768")
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: the cache)")
-    parser.add_argument("--stock", type=Path, help="a stock llama-server (default: the cache)")
-    parser.add_argument("--repeats", type=int, default=300, help="pairs of relayed requests (300)")
-    parser.add_argument("--turns", type=int, default=20, help="chat turns a length (20)")
-    parser.add_argument("--dialogs", type=int, default=20, help="turns of each dialog (20)")
-    parser.add_argument("--pairs", type=int, default=20, help="chat turns both ways a length (20)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="history, tokens")
-    parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
-    return parser
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of all parts."""
+    for name, rows, columns in PARTS:
+        if getattr(args, name):
+            for row in rows(args):
+                print(record.table([row], columns), flush=True)
+                yield row
 
+
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the slowest; dialogs have bars."""
+    relay = [row for row in rows if "request" in row]
+    first = [row for row in rows if "first_byte_added_ms" in row]
+    summary = summarise(relay, [row for row in rows if "own_ms" in row], first)
+    bars = {"dialog_own_ms_p50": MOST_OWN_MS, "dialog_own_ms_p90": MOST_OWN_MS_P90}
+    slow = [f"{name} at most {most:g}" for name, most in bars.items()
+            if summary.get(name, 0.0) > most]  # fmt: skip
+    return Report(summary, slow, table=())
+
+
+BENCH = Bench(
+    "overhead", __doc__, "--turns 40 --sizes 32768", measure, report, (),
+    (SERVER, STOCK, option("--repeats", 300, "pairs of relayed requests"),
+     option("--turns", 20, "chat turns a length"), option("--dialogs", 20, "turns of each dialog"),
+     option("--pairs", 20, "chat turns both ways a length"),
+     option("--sizes", SIZES, "history, tokens"),
+     option("--templates", TEMPLATES, choices=TEMPLATES)),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

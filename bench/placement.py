@@ -7,44 +7,28 @@ question asks for the fact. The bench calls the server directly, without the pro
 * `tail`: the gap is closed, and the rows are moved to the end of the text
 * `native`: the message with the fact is decoded again at the end of the text
 * `never`: nothing is evicted
-* `discard`: nothing is recovered"""
+* `discard`: nothing is recovered
+
+*Against* `native`, `never` and `discard`. *Fails* never."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench import record
-from bench.stats import wilson_counts
+from bench.driver import Bench, Report, Row, option
+from bench.llama import Llama, running
+from bench.stats import share_of
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-from .llama import Llama, running
-
 ARMS = ("never", "original", "tail", "native", "discard")
-_COLUMNS = ("distance", "arm", "sessions", "recalled", "share", "interval_95")
 _ANSWER: dict[str, Any] = {"n_predict": 32, "stop": ["<|im_end|>"]}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON."""
-    args = _parser().parse_args(argv)
-    options = ("-c", "8192", "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
-    rows: list[dict[str, Any]] = []
-    with running(ensure_server(), bundled_model(), *options) as llama:
-        for distance in args.distances:
-            for seed in range(args.first, args.first + args.seeds):
-                session = Session(llama, seed, distance)
-                rows += [session.row(arm) for arm in ARMS]
-            print(record.table([_summary(rows, distance, a) for a in ARMS], _COLUMNS), flush=True)
-    summary = [_summary(rows, distance, arm) for distance in args.distances for arm in ARMS]
-    print(f"written: {record.write('placement', rows, {'arms': summary}, args.out)}")
-    return 0
 
 
 class Session:
@@ -111,28 +95,32 @@ def _said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def _summary(rows: Sequence[dict[str, Any]], distance: int, arm: str) -> dict[str, Any]:
-    found = [row for row in rows if row["distance"] == distance and row["arm"] == arm]
-    right = sum(row["recalled"] for row in found)
-    return {
-        "distance": distance,
-        "arm": arm,
-        "sessions": len(found),
-        "recalled": right,
-        "share": right / len(found),
-        "interval_95": [round(edge, 3) for edge in wilson_counts(right, len(found))],
-    }
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each distance, session and arm."""
+    options = ("-c", "8192", "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
+    with running(ensure_server(), bundled_model(), *options) as llama:
+        for distance in args.distances:
+            for seed in range(args.first, args.first + args.seeds):
+                session = Session(llama, seed, distance)
+                yield from (session.row(arm) for arm in ARMS)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("placement", __doc__, "--seeds 5 --distances 500 2000")
-    parser.add_argument("--seeds", type=int, default=20, help="how many sessions (20)")
-    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
-    parser.add_argument(
-        "--distances", type=int, nargs="+", default=[500, 2000, 6000], help="tokens between"
-    )
-    return parser
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the share of sessions that recall, by distance and arm."""
+    arms = []
+    for distance in args.distances:
+        for arm in ARMS:
+            mine = [r["recalled"] for r in rows if (r["distance"], r["arm"]) == (distance, arm)]
+            arms.append({"distance": distance, "arm": arm, **share_of(sum(mine), len(mine))})
+    return Report({"arms": arms}, table=arms)
 
+
+BENCH = Bench(
+    "placement", __doc__, "--seeds 5 --distances 500 2000", measure, report,
+    ("distance", "arm", "n", "right", "share", "interval_95"),
+    (option("--seeds", 20, "how many sessions"), option("--first", 0, "the first seed"),
+     option("--distances", (500, 2000, 6000), "tokens between")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -12,7 +12,10 @@ all blocks. Rows: `asked` are those of the question, `words` those of the answer
   it, within which most keys lie, but not all (Chen et al., "ArkVale: Efficient Generative LLM
   Inference with Recallable Key-Value Eviction", NeurIPS 2024)
 
-The sessions are those for tuning, so the results may be used to choose the captured layers."""
+The sessions are those for tuning, so the results may be used to choose the captured layers.
+
+*Against* the keys themselves. *Fails* when all layers together find fewer than --least among the
+first 8."""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import record
+from bench.driver import SERVER, Bench, Report, Row, option
 from bench.llama import Llama, running
 from bench.quality.sessions import TUNING, Script, scripts
 from bench.quality.stack import Range, Reading, read
-from bench.stats import wilson_counts
+from bench.stats import share_of
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policy.attention import Float32Array, Queries, bound_shares, decode_floats
 from evoke_proxy.core.policy.probe import model_relevance
@@ -43,31 +46,6 @@ PIECE, LATEST, SINKS = 16, 400, 16
 _AT_ONCE = 512  # spans whose bounds are asked for in one call
 DEPTHS = (1, 4, 8)
 Scores = npt.NDArray[np.float64]
-_COLUMNS = ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in DEPTHS), "interval_95")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON; 0 when all layers together find what is asked."""
-    args = _parser().parse_args(argv)
-    server, model = args.server or ensure_server(), args.model or bundled_model()
-    found: list[dict[str, Any]] = []
-    options = ("-c", "12288", "-np", "1", "-t", "1", "--evoke-ram", "128", "-fa", "on")
-    with running(server, model, *options) as llama:
-        layers = llama.call("GET", "/props")["evoke"]["limits"]["attention"]["layers"]
-        for task in args.tasks.split(","):
-            for script in scripts(TUNING.start + args.seed, task, args.tokens, args.sessions):
-                for ranks in Session(llama, script, layers).ranks():
-                    found.append({"task": task, "ranks": ranks})
-                print(f"{script.name}: {len(found)} questions", file=sys.stderr, flush=True)
-    rows = summarised(found)
-    print(record.table(rows, _COLUMNS))
-    best = chosen(rows)
-    print(f"layers that find it by themselves: {best}")
-    print(f"written: {record.write('recall', rows, {'layers': best}, args.out)}")
-    whole = [row for row in rows if (row["by"], row["rows"], row["layers"]) == _TOGETHER]
-    return 0 if all(row["first_8"] >= args.least for row in whole) else 1
-
-
 _TOGETHER = ("keys", "words", "all")
 
 
@@ -218,10 +196,9 @@ def summarised(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             by, which, layers = key.split("/")
             got = np.array([one[key] for one in ranks])
             first = {f"first_{k}": float((got < k).mean()) for k in DEPTHS}
-            low, high = wilson_counts(int((got < DEPTHS[1]).sum()), len(got))
-            interval = {"interval_95": [round(low, 3), round(high, 3)]}
+            interval = share_of(int((got < DEPTHS[1]).sum()), len(got))["interval_95"]
             named = {"task": task, "by": by, "rows": which, "layers": layers, "n": len(got)}
-            rows.append({**named, **first, **interval})
+            rows.append({**named, **first, "interval_95": interval})
     return rows
 
 
@@ -238,17 +215,35 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     ]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("recall", __doc__, "--tasks paraphrase --sessions 2")
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
-    parser.add_argument("--tasks", default="paraphrase,facts12,facts20,codes", help="of the bench")
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens of a session (4000)")
-    parser.add_argument("--sessions", type=int, default=4, help="of each task (4)")
-    parser.add_argument("--seed", type=int, default=20, help="which sessions for tuning (20)")
-    parser.add_argument("--least", type=float, default=0.95, help="share among the first 8 (0.95)")
-    return parser
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the ranks of the block of each question, by score."""
+    server, model = args.server or ensure_server(), args.model or bundled_model()
+    options = ("-c", "12288", "-np", "1", "-t", "1", "--evoke-ram", "128", "-fa", "on")
+    with running(server, model, *options) as llama:
+        layers = llama.call("GET", "/props")["evoke"]["limits"]["attention"]["layers"]
+        for task in args.tasks.split(","):
+            for script in scripts(TUNING.start + args.seed, task, args.tokens, args.sessions):
+                for ranks in Session(llama, script, layers).ranks():
+                    yield {"task": task, "ranks": ranks}
 
+
+def report(args: argparse.Namespace, found: Sequence[Row]) -> Report:
+    """Report the shares by score, and the layers that suffice."""
+    rows = summarised(found)
+    whole = [row for row in rows if (row["by"], row["rows"], row["layers"]) == _TOGETHER]
+    missed = [row["task"] for row in whole if row["first_8"] < args.least]
+    return Report({"layers": chosen(rows)}, missed, rows=rows, table=rows)
+
+
+BENCH = Bench(
+    "recall", __doc__, "--tasks paraphrase --sessions 2", measure, report,
+    ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in DEPTHS), "interval_95"),
+    (SERVER, option("--model", help="a .gguf file (default: the bundled one)", type=Path),
+     option("--tasks", "paraphrase,facts12,facts20,codes", "of the bench"),
+     option("--tokens", 4000, "of a session"), option("--sessions", 4, "of each task"),
+     option("--seed", 20, "which sessions for tuning"),
+     option("--least", 0.95, "share among the first 8")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,12 @@ def command(name: str, about: str | None, examples: str | None = None) -> argpar
 def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
     """Return such a parser with the option `--out`, and one example."""
     made = command(name, about, f"example:\n  python -m bench.{name} {example}")
-    made.add_argument("--out", type=Path, help=f"the JSON file (out/bench/{name}.json)")
+    made.add_argument("--out", type=Path, help=f"the JSON file ({_path(name)})")
     return made
+
+
+def _path(name: str) -> Path:
+    return Path("out/bench") / f"{name.replace(' ', '_')}.json"
 
 
 def machine() -> str:
@@ -61,11 +64,14 @@ def checkout() -> str:
 
 
 def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None) -> Path:
-    """Write `out/bench/NAME.json` (or `out`) with command, machine, its load, rows and summary."""
-    path = out or Path("out/bench") / f"{name}.json"
+    """Write `out/bench/NAME.json` (or `out`) with command, machine, its load, rows and summary.
+
+    A part of a bench is named after a space: `latency memcpy` is `latency_memcpy.json`.
+    """
+    path = out or _path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
-        "command": shlex.join(["python", "-m", f"bench.{name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"bench.{name.split()[0]}", *sys.argv[1:]]),
         "machine": machine(),
         # Times on a busy machine are worth less: over the last 1, 5 and 15 minutes.
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -97,11 +103,6 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
         "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
         for line in lines
     )
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, minimum and maximum of repeats."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _cell(value: object) -> str:

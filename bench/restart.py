@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.chat_turns import proxied
+from bench.llama import proxied
 from bench.metrics import samples
 from bench.overhead import qwen_template
 from bench.quality.journal import Journal, fingerprint

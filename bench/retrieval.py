@@ -2,7 +2,9 @@
 
 There is no server and no budget: a haystack of blocks, some with one fact each, six kinds of
 questions, and the rank of the block with the fact. Questions with other words than the fact use a
-trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches, or the built-in vectors."""
+trained encoder, all-MiniLM-L6-v2, which `bench.export_minilm` fetches, or the built-in vectors.
+
+*Against* each signal alone. *Fails* never."""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import record
 from bench import retrieval_texts as texts
+from bench.driver import Bench, Report, Row, option
 from bench.export_minilm import ensure
-from bench.stats import wilson_counts
+from bench.stats import wilson
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig
@@ -51,10 +53,6 @@ KINDS: Mapping[str, str] = {
     "inflected": "other forms of the words",
 }
 DEPTHS = (1, 4, 8)
-_EXAMPLES = """examples:
-  python -m bench.retrieval
-  python -m bench.retrieval --seeds 1 --sizes 10000
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +198,7 @@ def recall(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             line: dict[str, Any] = {"kind": kind, "arm": arm, "n": len(positions)}
             for depth in DEPTHS:
                 hits = sum(0 < place <= depth for place in positions)
-                low, high = wilson_counts(hits, len(positions))
+                low, high = wilson(hits / len(positions), len(positions))
                 line[f"@{depth}"] = hits / len(positions)
                 line[f"@{depth} 95%"] = f"{low:.3f}-{high:.3f}"
             found.append(line)
@@ -263,20 +261,22 @@ def _random_query(
     return Query(" ".join(parts), tuple(parts), vectors)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON."""
-    args = _parser().parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the share by kind and arm, then the times."""
     encoder = _encoder(args)
     seeds = range(args.first, args.first + args.seeds)
-    rows = [row for seed in seeds for row in find(haystack(seed, args.blocks), encoder)]
-    found = recall(rows)
-    times = [row for size in args.sizes for row in speed(size, args.turns)]
-    print(record.table(found, ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%")))
-    if times:
-        print(record.table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
-    summary = {"blocks": args.blocks, "seeds": list(seeds), "times": times}
-    print(record.write("retrieval", found, summary, args.out))
-    return 0
+    yield from recall([row for seed in seeds for row in find(haystack(seed, args.blocks), encoder)])
+    for size in args.sizes:
+        yield from speed(size, args.turns)
+
+
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the times apart from the shares."""
+    times = [row for row in rows if "median_ms" in row]
+    print(record.table(times, ("blocks", "signals", "clauses", "median_ms", "p90_ms")))
+    found = [row for row in rows if "kind" in row]
+    seeds = list(range(args.first, args.first + args.seeds))
+    return Report({"blocks": args.blocks, "seeds": seeds, "times": times}, rows=found, table=found)
 
 
 def _encoder(args: argparse.Namespace) -> Encoder | None:
@@ -287,19 +287,15 @@ def _encoder(args: argparse.Namespace) -> Encoder | None:
     return OnnxEncoder(EmbedderConfig(directory=str(ensure())))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.command("retrieval", __doc__, _EXAMPLES)
-    parser.add_argument("--seeds", type=int, default=4, help="haystacks (4)")
-    parser.add_argument("--first", type=int, default=1000, help="the first seed (1000)")
-    parser.add_argument("--blocks", type=int, default=512, help="blocks a haystack (512)")
-    parser.add_argument("--lexical", action="store_true", help="without an encoder")
-    parser.add_argument("--built-in", action="store_true", help="with the built-in word vectors")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000],
-                        help="saved blocks to time with (10000 100000)")  # fmt: skip
-    parser.add_argument("--turns", type=int, default=20, help="turns timed of each (20)")
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
-    return parser
-
+BENCH = Bench(
+    "retrieval", __doc__, "--seeds 1 --sizes 10000", measure, report,
+    ("kind", "arm", "n", *(f"@{depth}" for depth in DEPTHS), "@8 95%"),
+    (option("--seeds", 4, "haystacks"), option("--first", 1000, "the first seed"),
+     option("--blocks", 512, "of a haystack"), option("--lexical", False, "without an encoder"),
+     option("--built-in", False, "with the built-in word vectors"),
+     option("--sizes", (10_000, 100_000), "saved blocks to time with", nargs="*"),
+     option("--turns", 20, "timed of each")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -3,66 +3,31 @@
 Every question goes to the chat endpoint of a stock llama-server at temperature 0, after the session
 and the earlier questions with their expected answers. An answer is right when it ends with exactly
 the expected value, or, for a fact that was never stated, when it says so. The sessions were not
-used for training or for any choice. An interrupted run continues with the unfinished cells."""
+used for training or for any choice. An interrupted run continues with the unfinished cells.
+
+*Against* nothing: it is a ceiling. *Fails* when a cell is below --least."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from bench.llama import served
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
 from bench.quality.journal import Journal
-from bench.stats import wilson_counts
+from bench.stats import share_of
 from evoke_proxy.demo.client import DemoError, Reply, chat
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
 SEED, MAX_TOKENS = 5_000_000, 40
-_EXAMPLES = """examples:
-  python -m bench.ruler
-  python -m bench.ruler --tasks needle,updates --lengths 1000 --questions 20
-"""
-Row = Mapping[str, Any]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON; 0 when every cell reaches --least."""
-    args = _parser().parse_args(argv)
-    server = args.server or ensure_server(patched=False)
-    model, lengths = args.model or bundled_model(), [int(part) for part in args.lengths.split(",")]
-    cells = [(task, length) for task in args.tasks.split(",") for length in lengths]
-    with ExitStack() as stack, ThreadPoolExecutor(args.servers) as pool:
-        ports: SimpleQueue[int] = SimpleQueue()
-        for _ in range(args.servers):
-            ports.put(stack.enter_context(served(server, model, args.threads)))
-        journal = Journal(
-            _journal_file(args.out), _identity(server, model, args.seed, args.questions)
-        )
-        runner = _Runner(ports, journal, args.seed, args.questions)
-        measured = [pool.submit(runner.cell, task, length) for task, length in cells]
-        rows = [row for future in measured for row in future.result()]
-    summary = summarise(rows)
-    print(json.dumps(summary["all"]))
-    print(f"written: {record.write('ruler', rows, summary, args.out)}")
-    worst = min(cell["ceiling"] for cell in summary["cells"])
-    return 0 if worst >= args.least else 1
-
-
-def _journal_file(out: Path | None) -> Path:
-    return (out or Path("out/bench/ruler.json")).with_suffix(".cells.jsonl")
 
 
 def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
@@ -74,38 +39,31 @@ def _identity(server: Path, model: Path, seed: int, questions: int) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Runner:
-    """Measures cells; one call uses one server at a time.
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each question."""
+    server = args.server or ensure_server(patched=False)
+    model = args.model or bundled_model()
+    file = (args.out or Path("out/bench/ruler.json")).with_suffix(".cells.jsonl")
+    journal = Journal(file, _identity(server, model, args.seed, args.questions))
+    with served(server, model, args.threads) as port:
+        for task in args.tasks.split(","):
+            for length in map(int, args.lengths.split(",")):
+                drawn = sessions(args.seed, task, length, args.questions)
+                yield from cell(port, journal, drawn, length, args.questions)
 
-    Attributes:
-        ports: Ports of the servers that no cell uses now.
-        journal: The cells that an earlier, interrupted run finished.
-        seed: Seed of the sessions.
-        questions: Least number of questions in a cell.
-    """
 
-    ports: SimpleQueue[int]
-    journal: Journal
-    seed: int
-    questions: int
-
-    def cell(self, task: str, length: int) -> Sequence[Row]:
-        """Return the rows of one cell, from the journal if it has them."""
-        key = f"{task} {length}"
-        rows = list(self.journal.records().get(key, {}).get("rows", ()))
-        if not rows:
-            port = self.ports.get()
-            try:
-                for index, session in enumerate(sessions(self.seed, task, length, self.questions)):
-                    if len(rows) >= self.questions:
-                        break
-                    rows += ask(port, session, length, index)
-            finally:
-                self.ports.put(port)
-            self.journal.append(key, {"rows": rows})
-        print(_line(task, length, rows), flush=True)
-        return rows
+def cell(
+    port: int, journal: Journal, drawn: Sequence[Session], length: int, questions: int
+) -> Sequence[Row]:
+    """Return the rows of the sessions of one task and length, from the journal if it has them."""
+    key = f"{drawn[0].task} {length}"
+    rows = list(journal.records().get(key, {}).get("rows", ()))
+    if not rows:
+        for index, session in enumerate(drawn):
+            if len(rows) < questions:
+                rows += ask(port, session, length, index)
+        journal.append(key, {"rows": rows})
+    return rows
 
 
 def ask(port: int, session: Session, length: int, index: int) -> list[Row]:
@@ -155,51 +113,41 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     cells: dict[tuple[str, int], list[Row]] = {}
     for row in rows:
         cells.setdefault((row["task"], row["length"]), []).append(row)
-    return {
-        "all": _share(rows),
-        "cells": [
-            {"task": task, "length": length, **_share(found)}
-            for (task, length), found in cells.items()
-        ],
-    }
+    by_cell = [
+        {"task": task, "length": length, **_share(found)} for (task, length), found in cells.items()
+    ]
+    return {"all": _share(rows), "cells": by_cell}
 
 
 def _share(rows: Sequence[Row]) -> dict[str, Any]:
-    count, total = sum(row["right"] for row in rows), len(rows)
-    low, high = wilson_counts(count, total)
     return {
-        "n": total,
-        "right": count,
-        "ceiling": count / total,
-        "interval_95": [round(low, 4), round(high, 4)],
+        **share_of(sum(row["right"] for row in rows), len(rows)),
         "false_unknown": sum(not r["right"] and abstains(r["answer"]) for r in rows),
         "tokens_max": max(row["tokens"] for row in rows),
     }
 
 
-def _line(task: str, length: int, rows: Sequence[Row]) -> str:
-    share = _share(rows)
-    wrong = [f"    {r['expected']!r}: {r['answer']!r}" for r in rows if not r["right"]]
-    first = f"{task:<12}{length:>6}  {share['right']:>4} of {share['n']:<4} {share['interval_95']}"
-    return "\n".join([first, *wrong])
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the ceilings and the wrong answers."""
+    for row in rows:
+        if not row["right"]:
+            print(f"    {row['expected']!r}: {row['answer']!r}")
+    summary = summarise(rows)
+    poor = [cell for cell in summary["cells"] if cell["share"] < args.least]
+    return Report(summary, [f"{cell['task']} at {cell['length']}" for cell in poor])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.command("ruler", __doc__, _EXAMPLES)
-    parser.add_argument("--server", type=Path, help="a llama-server (default: the stock build)")
-    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
-    parser.add_argument("--tasks", default=",".join(TASKS), help="of " + ",".join(TASKS))
-    parser.add_argument("--lengths", default="1000,4000,7000", help="tokens (1000,4000,7000)")
-    parser.add_argument(
-        "--questions", type=int, default=60, help="the least number of questions per cell (60)"
-    )
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--servers", type=int, default=1, help="how many at a time (1)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of a server (1)")
-    parser.add_argument("--least", type=float, default=0.0, help="the ceiling wanted (0)")
-    parser.add_argument("--out", type=Path)
-    return parser
-
+BENCH = Bench(
+    "ruler", __doc__, "--tasks needle,updates --lengths 1000 --questions 20", measure, report,
+    ("task", "length", "session", "tokens", "kind", "right", "expected", "answer"),
+    (option("--server", help="a llama-server (default: the stock build)", type=Path),
+     option("--model", help="a .gguf file (default: the bundled one)", type=Path),
+     option("--tasks", ",".join(TASKS), "separated by commas"),
+     option("--lengths", "1000,4000,7000", "tokens"),
+     option("--questions", 60, "the least number of questions of a cell"),
+     option("--seed", SEED), option("--threads", 1, "of the server"),
+     option("--least", 0.0, "the ceiling wanted")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

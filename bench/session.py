@@ -9,7 +9,10 @@ has its answer. Result: generated tokens per second through the proxy with a bud
 those of the same server without the proxy, in pairs.
 
 The model has 24 layers and random weights. Answers have a fixed length, and the resent history has
-fixed answers, so that every arm has the same prompts."""
+fixed answers, so that every arm has the same prompts.
+
+*Against* the proxy without a budget, and llama-server directly. *Fails* above 1.05 times the time
+of the first, or below 0.95 of the tokens per second of the second."""
 
 from __future__ import annotations
 
@@ -18,29 +21,23 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.chat_turns import proxied
+from bench.driver import SERVER, Bench, Report, Row, option
+from bench.llama import proxied, running
 from bench.random_models import SHAPES, ensure
+from bench.stats import spread
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.demo.session import paragraph
 from evoke_proxy.server_build import ensure_server
 
 _TURN_TOKENS = 90  # about what a turn adds to the history
 _SENTENCES, _ANSWER_SENTENCES = 5, 3
-_COLUMNS = (
-    *("part", "arm", "repeat", "wall_s", "turns", "generated", "tokens_per_s", "prompt"),
-    *("decoded", "recovered", "peak"),
-)
 LONG_MOST, MANY_LEAST = 1.05, 0.95
 
 
@@ -95,11 +92,11 @@ def converse(port: int, arm: Arm, seed: int, turns: int, answer: int) -> dict[st
     return total
 
 
-def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Run the long conversation `repeats` times in every arm, each on a server of its own."""
+def long(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each run of the long conversation, each on a server of its own."""
     size = args.turns * _TURN_TOKENS
     options = ["-np", "1", "-c", str(2 * size + 4096), "--evoke-ram", "2048"]
-    by_name, rows = arms(size // 4), []
+    by_name = arms(size // 4)
     for repeat in range(args.repeats):
         order = ["evoke", "no_eviction", "direct"]
         for name in order if repeat % 2 else reversed(order):
@@ -108,18 +105,16 @@ def long(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str,
                 total = converse(front, by_name[name], repeat, args.turns, args.answer)
                 wall = time.perf_counter() - began
             head = {"part": "long", "arm": name, "repeat": repeat}
-            rows.append(head | _timed(wall, args.turns, total))
-            say(rows[-1:])
-    return rows
+            yield head | _timed(wall, args.turns, total)
 
 
-def many(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str, Any]]:
-    """Run many conversations at once, `repeats` times in every arm, each on a server of its own."""
+def many(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each run of many conversations at once, each on a server of its own."""
     size = args.each * _TURN_TOKENS
     cells = args.sessions * (2 * size + 256)
     options = ["-np", str(args.sessions), "-c", str(cells), "-no-kvu", "--evoke-ram", "2048"]
     # Half of the history: enough to evict in every conversation.
-    by_name, rows = arms(max(320, size // 2)), []
+    by_name = arms(max(320, size // 2))
     for repeat in range(args.repeats):
         order = ["evoke", "direct"]
         for name in order if repeat % 2 else reversed(order):
@@ -127,9 +122,7 @@ def many(args: argparse.Namespace, say: Callable[[Any], None]) -> list[dict[str,
                 wall, total = _at_once(front, by_name[name], repeat, args)
             turns = args.sessions * args.each
             head = {"part": "many", "arm": name, "repeat": repeat}
-            rows.append(head | _timed(wall, turns, total))
-            say(rows[-1:])
-    return rows
+            yield head | _timed(wall, turns, total)
 
 
 def _at_once(
@@ -153,12 +146,10 @@ def _timed(wall: float, turns: int, total: Mapping[str, int]) -> dict[str, Any]:
 
 @contextmanager
 def _server(args: argparse.Namespace, options: Sequence[str]) -> Iterator[int]:
-    port, threads = free_port(), str(args.threads)
-    where = ["--host", "127.0.0.1", "--port", str(port), "-t", threads, "-tb", threads]
-    command = [str(args.server or ensure_server()), "-m", str(ensure(SHAPES[args.model])), *where]
-    with tempfile.TemporaryDirectory() as folder:
-        with serving([*command, *options], port, Path(folder) / "llama-server.log"):
-            yield port
+    binary, model, threads = args.server or ensure_server(), SHAPES[args.model], str(args.threads)
+    options = ("-t", threads, "-tb", threads, *options)
+    with running(binary, ensure(model), *options, saves=False) as llama:
+        yield llama.port
 
 
 @contextmanager
@@ -178,11 +169,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         summary["long_wall_evoke_over_no_eviction"] = statistics.median(long_ratios)
         direct = _ratios(rows, "long", "evoke", "direct", "wall_s")
         summary["long_wall_evoke_over_direct"] = statistics.median(direct)
-        summary["long_spread"] = record.spread(long_ratios)
+        summary["long_spread"] = spread(long_ratios)
     shared = _ratios(rows, "many", "evoke", "direct", "tokens_per_s")
     if shared:
         summary["many_tokens_per_s_proxied_over_direct"] = statistics.median(shared)
-        summary["many_spread"] = record.spread(shared)
+        summary["many_spread"] = spread(shared)
     return summary
 
 
@@ -201,37 +192,33 @@ def reached(summary: Mapping[str, Any]) -> bool:
     return bool(long_ratio <= LONG_MOST and shared >= MANY_LEAST)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/session.json`; 0 when the bars are reached."""
-    args = _parser().parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of both parts."""
+    if args.turns:
+        yield from long(args)
+    if args.each:
+        yield from many(args)
 
-    def say(rows: Sequence[Mapping[str, Any]]) -> None:
-        print(record.table(rows, _COLUMNS).splitlines()[-1], flush=True)
 
-    rows = [*(long(args, say) if args.turns else ()), *(many(args, say) if args.each else ())]
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the medians that the bars apply to."""
     summary = summarise(rows)
-    print(record.table(rows, _COLUMNS))
-    record.tell("session", rows, summary, args.out)
-    return 0 if reached(summary) else 1
+    bars = f"long at most {LONG_MOST}, many at least {MANY_LEAST}"
+    return Report(summary, [] if reached(summary) else [bars])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("session", __doc__, "--turns 14 --each 2 --repeats 1")
-    free = max(1, (os.cpu_count() or 2) - 1)
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--model", choices=sorted(SHAPES), default="deep-24")
-    parser.add_argument(
-        "--turns", type=int, default=56, help="turns of the long conversation, 0: none (56)"
-    )
-    parser.add_argument("--sessions", type=int, default=16, help="conversations at once (16)")
-    parser.add_argument("--each", type=int, default=6, help="turns of each of these, 0: none (6)")
-    parser.add_argument("--answer", type=int, default=32, help="tokens of every answer (32)")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs to take the median of (3)")
-    parser.add_argument(
-        "--threads", type=int, default=free, help="of the server; one core is the proxy's"
-    )
-    return parser
-
+BENCH = Bench(
+    "session", __doc__, "--turns 14 --each 2 --repeats 1", measure, report,
+    ("part", "arm", "repeat", "wall_s", "turns", "generated", "tokens_per_s", "prompt",
+     "decoded", "recovered", "peak"),
+    (SERVER, option("--model", "deep-24", choices=sorted(SHAPES)),
+     option("--turns", 56, "turns of the long conversation, 0: none"),
+     option("--sessions", 16, "conversations at once"),
+     option("--each", 6, "turns of each of these, 0: none"),
+     option("--answer", 32, "tokens of every answer"),
+     option("--repeats", 3, "pairs to take the median of"),
+     option("--threads", max(1, (os.cpu_count() or 2) - 1), "of the server; one core is free")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -7,29 +7,25 @@ states facts, goes on about other things, and asks for each fact.
 
 Arms: `direct` (a stock server without a budget, that is: an unlimited prefix cache) and `evoke`
 (the proxy with a budget). `decoded` counts the tokens of all prompts that were decoded; `ratio`
-divides it by that of `direct`."""
+divides it by that of `direct`. *Against* `direct`. *Fails* never."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.chat_turns import proxied
+from bench.driver import Bench, Report, Row, option
+from bench.llama import proxied, running
 from evoke_proxy.demo.client import chat, read_turn
-from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.demo.session import SENTENCES, Fact, draw_fact, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-_COLUMNS = ("shape", "arm", "asked", "right", "prompt", "decoded", "ratio", "peak")
 _SYSTEM = "You are a small assistant. Be brief."
 _FACTS, _FILLERS, _WINDOW_MESSAGES = 6, 18, 31
 _REPLY = "Noted."
@@ -116,27 +112,20 @@ def converse(
     return counts
 
 
-@contextmanager
-def _served(patched: bool) -> Iterator[int]:
-    port = free_port()
-    options = ["-c", "16384", "-np", "1", "-t", "1", *(["--evoke-ram", "256"] if patched else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(ensure_server(patched=patched)), "--port", str(port)]
-        command += ["-m", str(bundled_model()), *options]
-        with serving(command, port, Path(folder) / "llama-server.log"):
-            yield port
-
-
-def measure(shapes: Sequence[str], seeds: Sequence[int], budget: int) -> list[dict[str, Any]]:
-    """Return one row for each shape and arm."""
-    scripts = [script(seed) for seed in seeds]
-    rows: list[dict[str, Any]] = []
-    with _served(False) as stock, _served(True) as patched, proxied(patched) as proxy:
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield one row for each shape and arm."""
+    scripts = [script(seed) for seed in range(args.seed, args.seed + args.conversations)]
+    options, model = ("-c", "16384", "-np", "1", "-t", "1"), bundled_model()
+    with (
+        running(ensure_server(patched=False), model, *options, saves=False) as stock,
+        running(ensure_server(), model, *options, "--evoke-ram", "256", saves=False) as patched,
+        proxied(patched.port) as proxy,
+    ):
         arms: Sequence[tuple[str, int, dict[str, Any]]] = (
-            ("direct", stock, {}),
-            ("evoke", proxy.port, {"evoke_budget": budget}),
+            ("direct", stock.port, {}),
+            ("evoke", proxy.port, {"evoke_budget": args.budget}),
         )
-        for shape in shapes:
+        for shape in args.shapes.split(","):
             direct = 0
             for arm, port, fields in arms:
                 runs = [converse(port, shape, one, fields) for one in scripts]
@@ -144,25 +133,16 @@ def measure(shapes: Sequence[str], seeds: Sequence[int], budget: int) -> list[di
                 total["peak"] = max(run["peak"] for run in runs)
                 direct = direct or total["decoded"]
                 ratio = round(total["decoded"] / direct, 3)
-                rows.append({"shape": shape, "arm": arm, **total, "ratio": ratio})
-                print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+                yield {"shape": shape, "arm": arm, **total, "ratio": ratio}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON."""
-    parser = record.parser("shapes", __doc__, "--conversations 4")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="shapes, comma-separated")
-    parser.add_argument("--conversations", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--budget", type=int, default=640, help="tokens (default: 640)")
-    args = parser.parse_args(argv)
-    seeds = range(args.seed, args.seed + args.conversations)
-    rows = measure(args.shapes.split(","), seeds, args.budget)
-    print(record.table(rows, _COLUMNS))
-    print(f"written: {record.write('shapes', rows, {'budget': args.budget}, args.out)}")
-    return 0
-
+BENCH = Bench(
+    "shapes", __doc__, "--conversations 4", measure,
+    lambda args, _: Report({"budget": args.budget}),
+    ("shape", "arm", "asked", "right", "prompt", "decoded", "ratio", "peak"),
+    (option("--shapes", ",".join(SHAPES), "separated by commas"), option("--conversations", 4),
+     option("--seed", 0, "the first seed"), option("--budget", 640, "tokens")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(BENCH.main())

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import record, soak_slopes
-from bench.chat_turns import _process_of
+from bench.llama import process
 from bench.soak_faults import Faults, Upstream
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.processes import free_port, serving
@@ -268,7 +268,7 @@ def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[
     upstream.start()
     try:
         with serving(proxy, front, folder / "proxy.log"):
-            return _worked(arm, _process_of(front), faults, folder, arguments)
+            return _worked(arm, int(process(front).name), faults, folder, arguments)
     finally:
         faults.stop()
         upstream.end(signal.SIGTERM)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
@@ -460,9 +460,9 @@ def _has_record(index: Path) -> bool:
         return False
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each arm."""
-    rows = []
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each arm, the idle one first where it is not among them."""
+    arms = args.arms if "idle" in args.arms else ["idle", *args.arms]
     with tempfile.TemporaryDirectory(prefix="evoke-stall-") as name:
         folder = Path(name)
         _record_sessions(folder, args)
@@ -470,14 +470,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             client = Measured("client", str(stage.port))
             try:
                 time.sleep(1.0)
-                for arm in args.arms:
-                    rows.append(_arm(arm, stage, (proxy, client), args.seconds))
-                    print(record.table(rows[-1:], _COLUMNS), flush=True)
-                    for line, count in rows[-1].get("where", ()):
+                for arm in arms:
+                    row = _arm(arm, stage, (proxy, client), args.seconds)
+                    yield row
+                    for line, count in row.get("where", ()):
                         print(f"    {count:4d}  {line}", flush=True)
             finally:
                 client.end()
-    return rows
 
 
 def _arm(
@@ -511,31 +510,19 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/stall.json`; 1 when an arm misses the bar."""
-    args = _parser().parse_args(argv)
-    if "idle" not in args.arms:
-        args.arms = ["idle", *args.arms]
-    rows = measure(args)
-    print(record.table(rows, _COLUMNS))
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the worst of the arms, and those above the bar."""
     summary = summarise(rows)
-    record.tell("stall", rows, summary, args.out)
-    return 1 if summary["missed"] else 0
+    return Report(summary, summary["missed"])
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5 --where")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="shortest duration of an arm (10)"
-    )
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies all sizes (1)")
-    parser.add_argument("--sessions", type=int, default=1000, help="recorded sessions (1000)")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument(
-        "--where", action="store_true", help="print the source lines at which the loop was blocked"
-    )
-    return parser
-
+BENCH = Bench(
+    "stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5 --where", measure, report, _COLUMNS,
+    (option("--seconds", 10.0, "shortest duration of an arm"),
+     option("--scale", 1.0, "multiplies all sizes"), option("--sessions", 1000, "recorded"),
+     option("--arms", tuple(ARMS), choices=list(ARMS)),
+     option("--where", False, "print the source lines at which the loop was blocked")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -1,4 +1,4 @@
-"""Shares of questions that come in sessions, their intervals, and paired comparison.
+"""Statistics of all benches: repeats, shares of questions and their intervals, paired comparison.
 
 Questions of one session are not independent, so every interval allows for it:
 
@@ -16,7 +16,9 @@ Questions of one session are not independent, so every interval allows for it:
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +104,19 @@ def paired(lost: Sequence[int], gained: Sequence[int], asked: Sequence[int]) -> 
     return max(-1.0, middle - half), min(1.0, middle + half)
 
 
-def wilson_counts(right: int, total: int) -> tuple[float, float]:
-    """Wilson's score interval of `right` of `total` independent questions."""
-    return wilson(right / total, total)
+def share_of(right: int, total: int) -> dict[str, Any]:
+    """Return `n`, `right`, `share` and Wilson's interval of independent questions."""
+    share = right / total
+    interval = [round(edge, 4) for edge in wilson(share, total)]
+    return {"n": total, "right": right, "share": share, "interval_95": interval}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, minimum and maximum of repeats."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the value that this percentage of the others does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -8,17 +8,20 @@ the words of the statement) and `new, reworded` (new attribute, in other words).
 * Ceiling: a stock server, nothing evicted. `key`: the answer as the model gives it. `bare` and
   `thought`: the answer begins with a text that does not name the key, and the model goes on.
 * Arms on a budget of 1/8: the proxy with `evoke_recall` `text`, `model` and `fused`. `visible`: the
-  fact was in the cache; `right`: the answer has its value."""
+  fact was in the cache; `right`: the answer has its value.
+
+*Against* `trained`, and recall by text. *Fails* on a turn with a fault."""
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from bench.llama import served
 from bench.model import text, vocab
 from bench.model.facts import Fact
@@ -28,7 +31,7 @@ from bench.quality.arms import recalling
 from bench.quality.drive import run
 from bench.quality.sessions import Script
 from bench.quality.stack import read, stack
-from bench.stats import wilson_counts
+from bench.stats import share_of
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.models import bundled_model
@@ -37,7 +40,6 @@ from evoke_proxy.server_build import ensure_server
 SETS = ("trained", "new question", "new attribute", "new, reworded")
 RECALLS = ("text", "model", "fused")
 _RATIO, _SEED, _FACTS, _MAX_TOKENS = 8.0, 8_000_000, 6, 40
-_COLUMNS = ("set", "arm", "n", "right", "visible", "low", "high")
 
 
 def scripts(name: str, tokens: int, questions: int) -> list[Script]:
@@ -116,60 +118,45 @@ def ceiling(port: int, script: Script, format_: str) -> Iterator[dict[str, Any]]
                "question": probe.question, "expected": probe.answer, "answer": said}  # fmt: skip
 
 
-def measure(made: Mapping[str, Sequence[Script]], logs: Path) -> list[dict[str, Any]]:
-    """Return one row for each question and arm."""
-    rows: list[dict[str, Any]] = []
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield one row for each question and arm: the ceilings, then the arms on a budget."""
+    made = [script for name in SETS for script in scripts(name, args.tokens, args.questions)]
     with served(ensure_server(patched=False), bundled_model(), 1) as port:
-        for scripts_of in made.values():
-            for script in scripts_of:
-                for format_ in FORMATS:
-                    rows += ceiling(port, script, format_)
-    with stack(ensure_server(), bundled_model(), {}, logs) as running:
-        for scripts_of in made.values():
-            for script in scripts_of:
-                reading = read(running.upstream, script)
-                for recall in RECALLS:
-                    found = run(running, script, reading, recalling(recall, _RATIO))
-                    rows += (
-                        {"set": script.task, "arm": recall, "faults": len(found["faults"])}
-                        | {key: probe[key] for key in _KEPT}
-                        for probe in found["probes"]
-                    )
-                print(f"{script.name} done", file=sys.stderr, flush=True)
-    return rows
+        for script in made:
+            for format_ in FORMATS:
+                yield from ceiling(port, script, format_)
+    with stack(ensure_server(), bundled_model(), {}, Path("out/bench/unseen-logs")) as running:
+        for script in made:
+            reading = read(running.upstream, script)
+            for recall in RECALLS:
+                found = run(running, script, reading, recalling(recall, _RATIO))
+                for probe in found["probes"]:
+                    named = {"set": script.task, "arm": recall, "faults": len(found["faults"])}
+                    yield named | {key: probe[key] for key in _KEPT}
 
 
 _KEPT = ("question", "expected", "answer", "right", "visible")
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return by set and arm: right answers with Wilson's 95 % interval, facts in the cache."""
+def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report by set and arm: right answers, and facts in the cache."""
     found = []
     for name, arm in dict.fromkeys((row["set"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["set"], row["arm"]) == (name, arm)]
-        right = sum(row["right"] for row in mine)
-        low, high = wilson_counts(right, len(mine))
-        found.append({"set": name, "arm": arm, "n": len(mine), "right": right,
-                      "visible": sum(row["visible"] for row in mine),
-                      "low": round(low, 3), "high": round(high, 3)})  # fmt: skip
-    return found
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the JSON; 1 when a turn had a fault."""
-    parser = record.parser("unseen", __doc__, "--questions 12 --tokens 1500")
-    parser.add_argument("--questions", type=int, default=36, help="of each set, at least (36)")
-    parser.add_argument("--tokens", type=int, default=2500, help="of a session (2500)")
-    args = parser.parse_args(argv)
-    made = {name: scripts(name, args.tokens, args.questions) for name in SETS}
-    rows = measure(made, Path("out/bench/unseen-logs"))
-    summary = summarise(rows)
-    print(record.table(summary, _COLUMNS))
+        right = share_of(sum(row["right"] for row in mine), len(mine))
+        visible = sum(row["visible"] for row in mine)
+        found.append({"set": name, "arm": arm, **right, "visible": visible})
     faults = sum(row.get("faults", 0) for row in rows)
-    path = record.write("unseen", rows, {"arms": summary, "faults": faults}, args.out)
-    print(f"written: {path}")
-    return int(faults > 0)
+    missed = [f"{faults} faults of turns"] if faults else []
+    return Report({"arms": found, "faults": faults}, missed, table=found)
 
+
+BENCH = Bench(
+    "unseen", __doc__, "--questions 12 --tokens 1500", measure, report,
+    ("set", "arm", "n", "right", "visible", "interval_95"),
+    (option("--questions", 36, "of each set, at least"),
+     option("--tokens", 2500, "of a session")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

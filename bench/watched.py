@@ -1,16 +1,61 @@
-"""Records what a relay sees of an agent's requests: token counts, resident rows, rereads."""
+"""Watches an agent's requests: token counts, what the model could see, rows that came back.
+
+Arms of the benches of agents:
+
+* `evoke`: with a budget; evicted rows are recovered
+* `discard`: with the budget; evicted rows are not recovered
+* `below`: as `evoke`, with a budget that is less than the agent's own prompt and tools
+* `below_full`: the same with `policy.within_turn: full`, which holds the budget between turns only
+* `truncate`: with a budget; the oldest messages are removed from the request
+* `no_eviction`: without a budget; the prefix cache stays intact
+
+After each request of a compared arm the slot is saved to a file, and every row is compared bit by
+bit with the row that was decoded first. When a file is edited or reread, it is counted how many
+rows of its latest reading were resident (`named`). `checks` are scripted checks of what the model
+could see: after each turn, whether system prompt and tools, each message of the user, which gives a
+rule, and the project's rules file are whole in the cache; after an edit, whether the latest reading
+of the file is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.agent import check, file_row_counts, needed, positions, saved_rows
-from bench.agent_rows import Witness
+from bench.agent_rows import Witness, rows
+from bench.llama import Llama, Proxy, proxied
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
+
+ARMS = ("evoke", "discard", "below", "below_full", "truncate", "no_eviction")
+# Those that must see system prompt, tools, rules and edited files.
+WHOLE_ARMS = ("evoke", "below_full")
+LEAST_CHECKS = 0.98
+RULE, RULES_FILE = "From now on, ", "AGENTS.md"
+COLUMNS = (
+    *("arm", "budget", "turns", "prompt", "sent", "decoded", "decoded_share", "recovered"),
+    *("omitted", "tools_whole", "checks", "checks_hold", "peak", "over", "unbalanced"),
+    "mismatches",
+)
+_FILE = {"file_rows": 0, "file_there": 0, "file_back": 0}
+Json = dict[str, Any]
+
+
+@contextmanager
+def front(llama: Llama, arm: str, budget: int) -> Iterator[Proxy]:
+    """Run the proxy with the settings of an arm; the budget counts where the arm has one."""
+    policy = {"name": "evoke" if arm.startswith("below") else arm}
+    policy["within_turn"] = "full" if arm == "below_full" else "budget"
+    settings = {**policy, "budget": None if arm == "no_eviction" else budget}
+    with tempfile.TemporaryDirectory() as name:
+        config = Path(name) / "evoke.yaml"
+        config.write_text(json.dumps({"policy": settings}))
+        with proxied(llama.port, "--config", str(config)) as proxy:
+            yield proxy
 
 
 @dataclass(slots=True)
@@ -19,7 +64,7 @@ class Watch:
 
     Attributes:
         upstream: Port of llama-server.
-        saved: Folder of slot files; None: rows are not looked at.
+        saved: Folder of slot files; None: rows are not read.
         compares: Whether rows are compared with those that were decoded first.
         witness: The comparison of rows.
         turns: Token counts of each request; with `saved` also the checks of what the model could
@@ -30,14 +75,20 @@ class Watch:
     saved: Path | None
     compares: bool = True
     witness: Witness = field(default_factory=Witness)
-    turns: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[Json] = field(default_factory=list)
 
-    def __call__(self, body: dict[str, Any], timings: dict[str, Any]) -> None:
-        """Record a request that has been answered, before the agent receives the answer."""
+    @classmethod
+    def of(cls, arm: str, llama: Llama, compared: Sequence[str]) -> Watch:
+        """Return the watch of an arm; `truncate` may shift the messages, so it has no checks."""
+        return cls(llama.port, None if arm == "truncate" else llama.folder, arm in compared)
+
+    def __call__(self, body: Json, timings: Json, blocks: int = 0) -> None:
+        """Record an answered request; `blocks` were recovered for it, where that is reported."""
         usage = timings["evoke"]
-        one: dict[str, Any] = {kind: int(usage[kind]) for kind in TOKEN_KINDS}
+        kind, index = latest_call(body["messages"])
+        one: Json = {name: int(usage[name]) for name in TOKEN_KINDS}
         one |= {"prompt": int(usage["n_prompt"]), "peak": int(usage["n_resident_peak"])}
-        one |= {"file_rows": 0, "file_there": 0, "file_back": 0}
+        one |= {"kind": kind, "blocks": blocks, **_FILE}
         self.turns.append(one)
         if self.saved is None:
             return
@@ -50,27 +101,159 @@ class Watch:
         if not self.compares:
             return
         back = self.witness.look(now, one["prompt"] - one["decoded"], one["prompt"])
-        index = reading_before(body["messages"])
         if index is not None:
-            one |= file_row_counts(positions(self.upstream, body, [index]), now, back)
+            wanted = positions(self.upstream, body, [index])
+            one |= {"file_rows": len(wanted), "file_there": len(wanted & now.keys())}
+            one |= {"file_back": len(wanted & back)}
 
 
-def reading_before(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the latest earlier reading of the file that the last call names.
+def saved_rows(upstream: int, folder: Path) -> dict[int, bytes]:
+    """The rows of the slot, by position, as the server writes them into its folder."""
+    Llama(upstream).call("POST", "/slots/0?action=save", {"filename": "rows"})
+    return rows(folder / "rows")
 
-    None when the last message is not the result of a call, or the file was not read before.
-    """
+
+def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
+    """Where these messages of a chat request are in its prompt."""
+    answer = Llama(upstream).call("POST", "/evoke/render", {"dialect": "chat", "body": body})
+    spans = [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
+    return {at for start, end in spans for at in range(start, end)}
+
+
+def _calls(messages: Sequence[Json]) -> Iterator[tuple[int, str, str]]:
+    """Yield index, tool and path of each result of a call."""
     called: dict[str, tuple[str, str]] = {}
-    last_reads: dict[str, int] = {}
-    found = None
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
             arguments = json.loads(call["function"]["arguments"])
-            called[call["id"]] = (call["function"]["name"], str(arguments.get("filePath", "")))
-        found = None
+            path = str(arguments.get("path") or arguments.get("filePath") or "")
+            called[call["id"]] = (call["function"]["name"], path)
         if message["role"] == "tool":
-            name, path = called[message["tool_call_id"]]
-            found = last_reads.get(path)
-            if name == "read":
-                last_reads[path] = index
+            name, path = called.get(message["tool_call_id"], ("", ""))
+            yield index, name, path
+
+
+def latest_call(messages: Sequence[Json]) -> tuple[str, int | None]:
+    """Return the tool of the last call, and the index of the latest earlier reading of its file.
+
+    The tool is `asked` when the last message is not the result of a call; the index is None then,
+    and when the file was not read before.
+    """
+    if messages[-1]["role"] != "tool":
+        return "asked", None
+    *earlier, (_, kind, path) = _calls(messages)
+    readings = [index for index, name, read in earlier if (name, read) == ("read", path)]
+    return kind, readings[-1] if readings else None
+
+
+def needed(messages: Sequence[Json]) -> list[tuple[str, int]]:
+    """What the model needs to see after these messages: kinds, and indexes of messages.
+
+    These are the system prompt with its tools, each rule of the user, the latest reading of the
+    rules file, and after an edit the latest reading of the file that was edited.
+    """
+    found = [("tools", 0)]
+    found += [
+        ("rules", index)
+        for index, message in enumerate(messages)
+        if message["role"] == "user" and RULE in str(message["content"])
+    ]
+    readings = {path: index for index, name, path in _calls(messages) if name == "read"}
+    found += [("rules", at) for path, at in readings.items() if path.endswith(RULES_FILE)]
+    kind, reading = latest_call(messages)
+    if kind == "edit" and reading is not None:
+        found.append(("edited file", reading))
     return found
+
+
+def check(
+    wanted: Sequence[tuple[str, int]], upstream: int, body: Json, rows: Set[int] | None
+) -> Json:
+    """Count the wanted messages of a request, and those that are whole in these `rows`.
+
+    None as `rows` are all rows.
+    """
+    missing = [
+        kind
+        for kind, index in wanted
+        if rows is not None and not positions(upstream, body, [index]) <= rows
+    ]
+    counts = {"checks": len(wanted), "checks_hold": len(wanted) - len(missing)}
+    return {**counts, "missing": missing, "tools_whole": "tools" not in missing}
+
+
+def row(arm: str, budget: int, watch: Watch, log: str) -> Json:
+    """Return the row of a session: sums of its turns, and what the log of the proxy says."""
+    turns, limit = watch.turns, None if arm == "no_eviction" else budget
+    sums = ("decoded", "recovered", "omitted", "tools_whole", "checks", "checks_hold")
+    totals = {name: sum(turn.get(name, 0) for turn in turns) for name in sums}
+    sent = sum(turn["prompt"] for turn in turns)
+    within = limit is None or arm == "below_full"
+    found = {
+        "arm": arm,
+        "budget": limit,
+        "turns": len(turns),
+        "prompt": max(turn["prompt"] for turn in turns),
+        "sent": sent,
+        **totals,
+        "decoded_share": totals["decoded"] / sent,
+        "recovered_blocks": sum(turn["blocks"] for turn in turns),
+        "missing": Counter(kind for turn in turns for kind in turn.get("missing", ())),
+        "peak": max(turn["peak"] for turn in turns),
+        "over": 0 if within else sum(turn["peak"] > budget for turn in turns),
+        "unbalanced": sum(sum(turn[k] for k in TOKEN_KINDS) != turn["prompt"] for turn in turns),
+        "mismatches": log.count("refused a plan") + log.count("differs from the plan"),
+        "each": turns,
+    }
+    if watch.compares:
+        seen = watch.witness
+        found |= {"rows_back": seen.n_returned, "rows_unseen": seen.unseen}
+        found |= {"rows_differ": seen.differ}
+        found["named"] = {kind: _named(turns, kind) for kind in ("edit", "read")}
+    return found
+
+
+def _named(turns: Sequence[Json], kind: str) -> Json:
+    """Count calls on a file that the prompt has already, and the rows of its latest reading.
+
+    `whole` calls had all of these, `there` were resident, and `back` of them had come back.
+    """
+    mine = [turn for turn in turns if turn["kind"] == kind and turn["file_rows"]]
+    total = {key: sum(turn[f"file_{key}"] for turn in mine) for key in ("rows", "there", "back")}
+    whole = sum(turn["file_there"] == turn["file_rows"] for turn in mine)
+    return {"calls": len(mine), "whole": whole} | total
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
+    """What decides, by arm."""
+    by = {row["arm"]: row for row in rows}
+    summary: Json = {}
+    for arm, row in by.items():
+        summary[f"{arm}_decoded_share"] = round(row["decoded_share"], 4)
+        summary |= {f"{arm}_{key}": row[key] for key in ("peak", "omitted")}
+        if row["checks"]:
+            summary[f"{arm}_tools_whole"] = f"{row['tools_whole']} of {row['turns']}"
+            summary[f"{arm}_checks"] = f"{row['checks_hold']} of {row['checks']}"
+        if "evoke" in by and arm != "evoke":
+            ratio = by["evoke"]["decoded"] / row["decoded"]
+            summary[f"decoded_over_{arm}"] = round(ratio, 3)
+        for key in ("rows_back", "rows_unseen", "rows_differ", "named"):
+            summary |= {f"{arm}_{key}": row[key]} if key in row else {}
+    times = [row["prompt"] / row["budget"] for row in rows if row["budget"]]
+    summary["over_budget_times"] = round(max(times, default=0.0), 2)
+    return summary | {key: sum(row[key] for row in rows) for key in ("over", "mismatches")}
+
+
+def missed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the bars that are missed, in words.
+
+    Every recovered row equals the original, no turn of an arm but `below_full` exceeds its budget,
+    token counts add up, no plan was refused, and 98 % of the checks hold where system prompt and
+    tools fit or are served whole.
+    """
+    for row in rows:
+        for key in ("over", "unbalanced", "mismatches", "rows_differ"):
+            if row.get(key):
+                yield f"{row['arm']}: {key} {row[key]}"
+        if row["arm"] in WHOLE_ARMS and row["checks_hold"] < LEAST_CHECKS * row["checks"]:
+            yield f"{row['arm']}: {row['checks_hold']} of {row['checks']} checks"

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import first_bytes, latency, support
-from bench.chat_turns import budget_of, proxied
+from bench.chat_turns import budget_of
 from bench.criteria import paired_difference, percent
 from bench.engines import InProcess, OnServers
 from bench.evidence import __main__ as evidence
 from bench.evidence.conversations import conversations
 from bench.fills import Rankings
-from bench.llama import running
+from bench.llama import proxied, running
 from bench.model.unseen import NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
 from bench.proof.part import Bar, Part, Row
 from bench.random_models import SHAPES, ensure

@@ -24,7 +24,7 @@ from typing import Any
 
 from gguf import GGUFReader
 
-from bench.chat_turns import proxied
+from bench.llama import proxied
 from bench.random_models import SHAPES, ensure
 from bench.scripted import Calling, Relay, calling_in_messages, relayed
 from evoke_proxy.demo.processes import free_port, serving

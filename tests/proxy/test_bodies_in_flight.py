@@ -16,7 +16,7 @@ import pytest
 from fake_upstream import Exchange, FakeUpstream, fake_upstream, response
 from harness import Answer, ask, proxy, until
 
-from bench.chat_turns import proxied
+from bench.llama import proxied
 
 MIB = 1 << 20
 LIMIT_MIB = 256

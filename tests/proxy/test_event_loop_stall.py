@@ -21,7 +21,7 @@ LIMIT_MS = 2 * stall.MOST_MS
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, float]]:
-    args = stall._parser().parse_args(
+    args = stall.BENCH.parse(
         ["--seconds", "1", "--scale", "0.25", "--sessions", "40", "--arms", "idle", *ARMS]
         + ["deletion of 1000 records"]
     )

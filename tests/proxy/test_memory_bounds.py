@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import ask, until
 
-from bench.chat_turns import Proxy, proxied
+from bench.llama import Proxy, proxied
 from evoke_proxy.demo.processes import free_port, healthy
 
 LIMIT_MIB = 64

@@ -1,4 +1,4 @@
-"""Turns of the overhead bench: times from log lines, rows and percentiles."""
+"""Turns of the overhead bench: times from log lines, and rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.chat_turns import budget_of, percentile, turn_record, turn_row
+from bench.chat_turns import budget_of, turn_record, turn_row
 
 LINE = (
     "2026-01-01 INFO evoke_proxy.request id=1 POST /v1/chat/completions 200 decision=evoke:moved"
@@ -41,7 +41,3 @@ def test_a_row_has_the_median_of_its_turns() -> None:
     row = turn_row("bundled", 1024, [turn(1.0), turn(9.0), turn(2.0)])
     assert row["own_ms"] == 2.0 and row["spread"]["own"] == {"median": 2.0, "min": 1.0, "max": 9.0}
     assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([5.0, 1.0, 3.0], 90) == 5.0 and percentile([5.0, 1.0, 3.0], 10) == 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
@@ -33,7 +32,7 @@ def test_the_summary_counts_by_task_and_length() -> None:
     first, second = summary["cells"]
     assert (first["length"], first["n"], first["right"], first["false_unknown"]) == (1000, 2, 1, 1)
     assert first["tokens_max"] == 12
-    assert (second["length"], second["ceiling"]) == (4000, 1.0)
+    assert (second["length"], second["share"]) == (4000, 1.0)
     assert 0 < first["interval_95"][0] < 0.5 < first["interval_95"][1] < 1
 
 
@@ -42,13 +41,12 @@ def test_a_finished_cell_is_not_asked_again(
 ) -> None:
     row = {"right": True, "answer": "a.", "tokens": 10, "expected": "a"}
     monkeypatch.setattr(ruler, "ask", lambda *_: [row])
-    ports: SimpleQueue[int] = SimpleQueue()
-    ports.put(1)
     Journal(tmp_path / "cells", "one").append("needle 1000", {"rows": [row | {"tokens": 11}]})
 
     def tokens(identity: str, task: str, length: int) -> list[int]:
         journal = Journal(tmp_path / "cells", identity)
-        return [row["tokens"] for row in ruler._Runner(ports, journal, 3, 1).cell(task, length)]
+        drawn = sessions(3, task, length, 1)
+        return [row["tokens"] for row in ruler.cell(1, journal, drawn, length, 1)]
 
     assert tokens("one", "needle", 1000) == [11]
     for cell in (("other", "needle", 1000), ("one", "needle", 500), ("one", "codes", 1000)):

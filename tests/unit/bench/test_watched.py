@@ -1,4 +1,4 @@
-"""The watched agent: which message read the file that is edited."""
+"""The watched agent: what its model needs to see, and the bars of its arms."""
 
 from __future__ import annotations
 
@@ -20,13 +20,55 @@ def _tool_call(id: str, name: str, path: str) -> list[dict[str, Any]]:
 
 def test_the_latest_message_that_read_the_edited_file_is_found() -> None:
     messages = [{"role": "user", "content": "begin"}, *_tool_call("1", "read", "a.py")]
-    assert watched.reading_before(messages) is None
+    assert watched.latest_call(messages) == ("read", None)
     messages += _tool_call("2", "read", "b.py")
-    assert watched.reading_before(messages) is None
+    assert watched.latest_call(messages) == ("read", None)
     messages += _tool_call("3", "edit", "a.py")
-    assert watched.reading_before(messages) == 2
+    assert watched.latest_call(messages) == ("edit", 2)
     messages += _tool_call("4", "read", "a.py")
-    assert watched.reading_before(messages) == 2
+    assert watched.latest_call(messages) == ("read", 2)
     messages += _tool_call("5", "edit", "a.py")
-    assert watched.reading_before(messages) == 8
-    assert watched.reading_before([*messages, {"role": "user", "content": "and?"}]) is None
+    assert watched.latest_call(messages) == ("edit", 8)
+    asked = [*messages, {"role": "user", "content": "and?"}]
+    assert watched.latest_call(asked) == ("asked", None)
+
+
+def test_what_the_model_needs_are_tools_rules_and_the_edited_file() -> None:
+    def called(id: str, name: str, path: str) -> list[dict[str, Any]]:
+        call = {"name": name, "arguments": json.dumps({"path": path})}
+        calls = [{"id": id, "type": "function", "function": call}]
+        return [
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": id, "content": "done"},
+        ]
+
+    messages = [
+        {"role": "system", "content": "You are an agent."},
+        {"role": "user", "content": "Begin. From now on, never rename a function."},
+        *called("1", "read", "AGENTS.md"),
+        *called("2", "read", "src/a.py"),
+        *called("3", "edit", "src/a.py"),
+    ]
+    assert watched.needed(messages[:2]) == [("tools", 0), ("rules", 1)]
+    assert watched.needed(messages) == [
+        ("tools", 0),
+        ("rules", 1),
+        ("rules", 3),
+        ("edited file", 5),
+    ]
+    more = [*messages, {"role": "user", "content": "And now?"}]
+    assert watched.needed(more) == [("tools", 0), ("rules", 1), ("rules", 3)]
+
+
+def _row(arm: str, **changed: int) -> dict[str, Any]:
+    row = {"arm": arm, "over": 0, "unbalanced": 0, "mismatches": 0, "rows_differ": 0}
+    return {**row, "checks": 100, "checks_hold": 98, **changed}
+
+
+def test_the_bars_are_rows_budgets_counts_and_checks() -> None:
+    assert list(watched.missed([_row("evoke"), _row("discard", checks_hold=10)])) == []
+    for key in ("over", "unbalanced", "mismatches", "rows_differ"):
+        assert list(watched.missed([_row("discard", **{key: 2})])) == [f"discard: {key} 2"]
+    assert list(watched.missed([_row("below_full", checks_hold=97)])) == [
+        "below_full: 97 of 100 checks"
+    ]

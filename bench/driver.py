@@ -1,0 +1,134 @@
+"""Runs a bench: options, rows as they are measured, a table, bars, the record, the exit status.
+
+A bench declares its options, yields rows and reports what they mean; all benches are then used,
+printed, recorded and judged alike."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench import record
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of the command line: its name, and the arguments of `add_argument`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def option(name: str, default: Any = None, help: str = "", **more: Any) -> Option:
+    """Declare an option; its type is that of the default, which its help ends with.
+
+    A default of False makes a switch. A list or a tuple takes one or more values. `more` are
+    further arguments of `add_argument`, such as `type` where there is no default.
+    """
+    if default is False:
+        return Option(name, {"action": "store_true", "help": help})
+    arguments: dict[str, Any] = {"default": default, "help": help}
+    if isinstance(default, list | tuple):
+        arguments |= {"default": list(default), "nargs": "+", "type": type(default[0])}
+        default = " ".join(map(str, default))
+    elif default is not None:
+        arguments["type"] = type(default)
+    if default not in (None, ""):
+        arguments["help"] = f"{help} ({default})".strip().replace("%", "%%")
+    return Option(name, arguments | more)
+
+
+SERVER = option("--server", help="a patched llama-server (default: our build)", type=Path)
+STOCK = option("--stock", help="a stock llama-server (default: our build)", type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the rows of a bench mean.
+
+    Attributes:
+        summary: The figures to quote.
+        missed: The bars that are missed, in words; any makes the exit status 1.
+        table: Rows to print where they are not those that were measured.
+        rows: Rows to record where they are not those that were measured.
+        picture: SVG that is written beside the record, or "".
+    """
+
+    summary: Row
+    missed: Sequence[str] = ()
+    table: Sequence[Row] | None = None
+    rows: Sequence[Row] | None = None
+    picture: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One bench, which `python -m bench.NAME` runs.
+
+    Attributes:
+        name: Its module and, after a space, its part; the record is `out/bench/MODULE_PART.json`.
+        about: What it answers, against what, and what would make it fail; begins the help.
+        example: Options of an example.
+        measure: Yields the rows; each is printed as soon as it is measured.
+        report: Makes the report from the options and all rows.
+        columns: The columns of the tables; without any, `measure` prints its rows itself.
+        options: The options besides `--out`.
+    """
+
+    name: str
+    about: str | None
+    example: str
+    measure: Callable[[argparse.Namespace], Iterable[Row]]
+    report: Callable[[argparse.Namespace, list[Row]], Report]
+    columns: Sequence[str] = ()
+    options: Sequence[Option] = field(default=())
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Return the parsed options, by default of the command line."""
+        parser = record.parser(self.name, self.about, self.example)
+        for each in self.options:
+            parser.add_argument(each.name, **each.arguments)
+        return parser.parse_args(argv)
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure, print and record; return 1 when a bar is missed, else 0."""
+        args = self.parse(argv)
+        rows: list[Row] = []
+        for row in self.measure(args):
+            rows.append(row)
+            if self.columns:
+                print(record.table([row], self.columns).splitlines()[-1], flush=True)
+        return self.finish(self.report(args, rows), rows, args.out)
+
+    def finish(self, report: Report, rows: Sequence[Row], out: Path | None) -> int:
+        """Print and write what was measured; return the exit status."""
+        listed = rows if report.table is None else report.table
+        if listed and self.columns:
+            print(record.table(listed, self.columns))
+        print(json.dumps(report.summary, indent=1))
+        recorded = rows if report.rows is None else report.rows
+        paths = [record.write(self.name, recorded, report.summary, out)]
+        if report.picture:
+            paths.append(paths[0].with_suffix(".svg"))
+            paths[1].write_text(report.picture, encoding="utf-8")
+        for bar in report.missed:
+            print(f"missed: {bar}")
+        print(f"written: {', '.join(map(str, paths))}")
+        return int(bool(report.missed))
+
+
+def run_parts(
+    parts: Mapping[str, Bench], usual: Sequence[str] = (), argv: Sequence[str] | None = None
+) -> int:
+    """Run the part that the first argument names, or the `usual` ones (all); 1 when one fails."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in parts:
+        return parts[words[0]].main(words[1:])
+    return max(parts[name].main(words) for name in usual or parts)
