@@ -16,8 +16,8 @@ from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
-TIMES = ("own", "after", "render", "block-plan", "cpu", "first_byte")
-_LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
+TIMES = ("own", "beside", "after", "render", "block-plan", "cpu", "first_byte")
+_LOGGED = re.compile(r"(own|beside|after|render|block-plan|first_byte)_ms=([0-9.]+)")
 
 
 class Conversation:
@@ -105,7 +105,7 @@ def turn_record(line: str, cpu_ms: float) -> dict[str, Any]:
     }
     if "own" not in times or "decision=degraded" in line:
         raise RuntimeError(f"the proxy did not plan this turn: {line}")
-    return {**counts, "cpu": cpu_ms, "block-plan": 0.0, **times}
+    return {**counts, "cpu": cpu_ms, "block-plan": 0.0, "beside": 0.0, **times}
 
 
 def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

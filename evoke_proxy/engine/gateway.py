@@ -57,6 +57,8 @@ class RequestTrace:
         self.own_s: float | None = None
         # Seconds of the proxy's own work after the reply.
         self.after_s = 0.0
+        # Seconds of the proxy's own work while llama-server rendered the prompt.
+        self.beside_s = 0.0
         # Facts for the log line of the request; empty until the request is prepared.
         self.facts: Mapping[str, Any] = {}
         # The name of the llama-server in a pool; "" without one.
@@ -73,7 +75,7 @@ class RequestTrace:
     def begin_attempt(self) -> None:
         """Measure from now on, because the request is sent to another server after a failure."""
         self.attempted_at = asyncio.get_running_loop().time()
-        self.stage, self.own_s, self.facts = "render", None, {}
+        self.stage, self.own_s, self.beside_s, self.facts = "render", None, 0.0, {}
         self.waits.clear()
         self.has_failed = False
 
@@ -95,6 +97,16 @@ class RequestTrace:
         """Record a step, if steps are recorded."""
         if self.steps is not None:
             self.steps.append((name, began, ended))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Measure own work in this context that is done while llama-server renders the prompt."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            yield
+        finally:
+            self.beside_s += loop.time() - began
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -193,10 +193,9 @@ class InvertedIndex:
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def add(self, text: str) -> int:
-        """Add a document and return its number."""
+    def add(self, counts: Counter[str]) -> int:
+        """Add a document with these counts of its terms, and return its number."""
         number = len(self._lengths)
-        counts = Counter(terms_of(text))
         self._lengths.append(float(counts.total()))
         stems = set[int]()
         for term, count in counts.items():

@@ -20,18 +20,17 @@ from evoke_proxy.core.model.block_table import (
     Positions,
     shared_labels,
 )
-from evoke_proxy.core.model.blocks import Block, Role
+from evoke_proxy.core.model.blocks import Block
+from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
     Evidence,
     InvertedIndex,
-    phrase_text,
     phrase_weights,
     query_phrases,
     sum_evidence,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import UnitRanker
 from evoke_proxy.core.retrieval.stemming import stem
@@ -85,8 +84,6 @@ _INSTRUCTION_TOKENS, _STATEMENT_TOKENS = 96, 64
 # The text of a block may overlap its neighbours' by this many characters, because the position of a
 # token in the text of its message is an estimate.
 _OVERLAP_CHARS = 80
-_FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
-_SENTENCE_MARKS = ".!?;" + _FULL_WIDTH_MARKS
 _SENTENCE_END = re.compile(r"[.!?;]\s|[\n。！？]")  # noqa: RUF001
 
 
@@ -137,11 +134,15 @@ class Index:
 
     Mutable and owned by its session. A label always refers to the same text. `signals` restricts
     the ranking to some of SIGNALS, to measure the contribution of each.
+
+    Attributes:
+        prepared: Texts that were analysed before their blocks were added; set by `prepare`.
     """
 
     def __init__(self, signals: Collection[str] = SIGNALS) -> None:
         self._signals = frozenset(signals)
         self._vectors = DocumentVectors()
+        self.prepared = NOTHING_PREPARED
         self._clear()
 
     def _clear(self) -> None:
@@ -280,6 +281,22 @@ class Index:
         similarity: FloatArray = (np.where(np.isnan(cosines), 0.0, cosines) + 1) / 2
         return similarity
 
+    def prepare(self, texts: PreparedTexts) -> None:
+        """Use what was prepared of texts when blocks with these texts are added.
+
+        What was prepared before is forgotten.
+        """
+        self.prepared = texts
+
+    def compare(self, query: Query) -> None:
+        """Compare the vectors of a query with the present blocks, before others are added.
+
+        A ranking for the same query then compares only what is added. It has the same result.
+        """
+        clauses = [vector for vector in query.vectors if vector is not None]
+        whole = [query.whole] if query.whole is not None else []
+        self._vectors.compare([clauses, whole])
+
     def expect_vectors(self, query: Query, topic: Vectors | None) -> None:
         """Announce what will be compared with the blocks, so that it is compared in one pass."""
         expected = [*query.vectors, query.whole, topic]
@@ -341,13 +358,13 @@ class Index:
 
     def _add(self, block: Block) -> int:
         """Add a block as a new document and return the document's number."""
-        document = self._inverted.add(block.text)
-        self._phrase_texts.append(phrase_text(block.text))
-        self._ends_inside_sentence.append(not ends_sentence(block.text))
-        is_of_user = block.role is Role.USER
-        self._instruction_points.append(instruction_points(block.text) if is_of_user else 0.0)
-        self._statement_points.append(statement_points(block.text) if is_of_user else 0.0)
-        self._has_question_mark.append("?" in block.text)
+        analysis = self.prepared.analysis(block.text, block.role)
+        document = self._inverted.add(analysis.term_counts)
+        self._phrase_texts.append(analysis.searchable)
+        self._ends_inside_sentence.append(not analysis.ends_sentence)
+        self._instruction_points.append(analysis.instruction_points)
+        self._statement_points.append(analysis.statement_points)
+        self._has_question_mark.append(analysis.has_question_mark)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -691,15 +708,6 @@ def possible_names(text: str) -> set[str]:
     """Return everything in a text that could be a name: words, and their parts after a slash."""
     words = (word.strip("\"'`.,;:!?()[]{}<>*") for word in text.lower().split())
     return {name for word in words for name in (word, word.rsplit("/", 1)[-1]) if name}
-
-
-def ends_sentence(text: str) -> bool:
-    """Return whether a block's text ends where a sentence or a line does."""
-    stripped = text.rstrip()
-    gap, last = text[len(stripped) :], stripped[-1:]
-    if "\n" in gap:
-        return True
-    return bool(stripped) and last in (_SENTENCE_MARKS if gap else _FULL_WIDTH_MARKS)
 
 
 def cut_off(text: str, terms: Collection[str]) -> tuple[bool, bool]:

@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -53,6 +54,19 @@ def chunks_of(text: str) -> tuple[str, ...]:
     return tuple(chunks)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _EarlyProducts:
+    """Vectors with their products with the first documents, computed before others were added.
+
+    Attributes:
+        with_rows: Products with the chunks.
+        with_means: Products with the means of the documents.
+    """
+
+    with_rows: Sequence[tuple[Vectors, Vectors]] = ()
+    with_means: Sequence[tuple[Vectors, Vectors]] = ()
+
+
 class DocumentVectors:
     """The chunk vectors of numbered documents in one float32 matrix, and the mean of each document.
 
@@ -73,6 +87,7 @@ class DocumentVectors:
         self._expected: Sequence[Vectors] = ()
         # Vectors that were compared with the means, and the cosines of each.
         self._compared: list[tuple[Vectors, Vectors]] = []
+        self._early = _EarlyProducts()
 
     def __contains__(self, document: int) -> bool:
         return document in self._index_of
@@ -117,8 +132,8 @@ class DocumentVectors:
         if not self._documents or not vectors or vectors[0].shape[0] != self._rows.shape[1]:
             return None
         first_rows = np.array(self._first_rows)
-        if self._n_rows * len(vectors) <= _MAX_PRODUCTS:
-            products = _products(self._rows[: self._n_rows], vectors)
+        if self._compares_all(vectors):
+            products = _products(self._rows[: self._n_rows], vectors, self._early.with_rows)
             best = [np.maximum.reduceat(row, first_rows) for row in products]
         else:
             best = self._approximate_cosines(vectors, first_rows)
@@ -127,6 +142,25 @@ class DocumentVectors:
         for row, values in zip(found, best, strict=True):
             row[documents] = values
         return found
+
+    def compare(self, groups: Sequence[Sequence[Vectors]]) -> None:
+        """Compute what `cosines` needs of the present documents for each group of unit vectors.
+
+        A later call for the same vectors compares only the documents that were added meanwhile. Its
+        result is the same, to the bit. What was computed before is forgotten.
+        """
+        size = self._rows.shape[1]
+        groups = [group for group in groups if group and group[0].shape[0] == size]
+        with_rows = [one for group in groups if self._compares_all(group) for one in group]
+        with_means = [one for group in groups if not self._compares_all(group) for one in group]
+        self._early = _EarlyProducts(
+            _early_products(self._rows[: self._n_rows], with_rows),
+            _early_products(self._means[: len(self._documents)], with_means),
+        )
+
+    def _compares_all(self, vectors: Sequence[Vectors]) -> bool:
+        """Return whether vectors are compared with all chunks, not only with those of some."""
+        return self._n_rows * len(vectors) <= _MAX_PRODUCTS
 
     def _approximate_cosines(
         self, vectors: Sequence[Vectors], first_rows: Positions
@@ -179,20 +213,39 @@ class DocumentVectors:
         if self._n_rows * len(self._expected) > _MAX_PRODUCTS:
             wanted += [one for one in self._expected if one is not vector]
             wanted = [one for one in wanted if one.shape == vector.shape]
-        found = _products(self._means[: len(self._documents)], wanted)
+        found = _products(self._means[: len(self._documents)], wanted, self._early.with_means)
         first: Vectors = found[0]
         self._compared = [*self._compared, *zip(wanted, found, strict=True)]
         return first
 
 
-def _products(rows: Vectors, vectors: Sequence[Vectors]) -> Vectors:
-    """Return the products [n, k] of n vectors with k rows, reading each row from memory once."""
+def _products(
+    rows: Vectors, vectors: Sequence[Vectors], early: Sequence[tuple[Vectors, Vectors]] = ()
+) -> Vectors:
+    """Return the products [n, k] of n vectors with k rows, reading each row from memory once.
+
+    `early` are vectors with their products [j] with the first j rows, in complete steps: a step
+    with another number of rows may round its products in another way.
+    """
     found = np.empty((len(vectors), len(rows)), np.float32)
-    for at in range(0, len(rows), _ROWS_PER_STEP):
+    starts = [0] * len(vectors)
+    for number, vector in enumerate(vectors):
+        for compared, products in early:
+            if compared is vector:
+                starts[number] = len(products)
+                found[number, : len(products)] = products
+    for at in range(min(starts, default=0), len(rows), _ROWS_PER_STEP):
         part = rows[at : at + _ROWS_PER_STEP]
-        for row, vector in zip(found, vectors, strict=True):
-            np.dot(part, vector, out=row[at : at + _ROWS_PER_STEP])
+        for start, row, vector in zip(starts, found, vectors, strict=True):
+            if at >= start:
+                np.dot(part, vector, out=row[at : at + _ROWS_PER_STEP])
     return found
+
+
+def _early_products(rows: Vectors, vectors: Sequence[Vectors]) -> Sequence[tuple[Vectors, Vectors]]:
+    """Return vectors, each with its products with the rows that fill complete steps."""
+    complete = rows[: len(rows) // _ROWS_PER_STEP * _ROWS_PER_STEP]
+    return list(zip(vectors, _products(complete, vectors), strict=True))
 
 
 def outlier_scores(cosines: FloatArray) -> FloatArray:

@@ -1,19 +1,24 @@
-"""Embeds the questions of requests before planning, and the blocks of sessions after a reply."""
+"""Embeds the questions of requests before planning, and the blocks of sessions after a reply.
+
+What a turn's ranking needs of the texts is prepared while llama-server renders the prompt.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
+from evoke_proxy.adapters.llama.transport import PIECE_BYTES
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.registry import uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query, query_of
@@ -30,8 +35,25 @@ _MAX_SUBMITTED = 1024
 _MAX_IMMEDIATE = 16_384
 # Blocks that one callback of the event loop submits, which takes half a millisecond.
 _STEP_BLOCKS = 16
+# Callbacks of the event loop that send the request to render a small body.
+_STEPS_TO_SEND = 2
+# Of a longer prompt nothing is compared beside the rendering; of the new messages the latest ones
+# are analysed, and only those that may be one block.
+_MOST_TOKENS, _MAX_PREPARED, _MAX_PREPARED_CHARS = 65_536, 8, 512
+# New messages of a turn whose previous body is not cached: an answer and a question.
+_NEW_MESSAGES = 2
 # Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
 LabeledVectors = list[tuple[str, Sequence[Vectors] | Vectors]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedQuery:
+    """What is prepared of a turn while its prompt is rendered."""
+
+    # The query, with the vectors that could be made.
+    query: Query
+    # New texts of the conversation.
+    texts: PreparedTexts = NOTHING_PREPARED
 
 
 class BlockVectors:
@@ -45,16 +67,14 @@ class BlockVectors:
         self._embedding = embedding
         self._conversations = conversations
 
-    async def embed_beside(
+    async def prepare_beside(
         self, render: Callable[[], Awaitable[Rendered]], request: ParsedChat, trace: RequestTrace
-    ) -> tuple[Rendered, Query]:
-        """Call and await `render`, and embed the question at the same time.
+    ) -> tuple[Rendered, PreparedQuery]:
+        """Call and await `render`, and prepare the ranking of the request at the same time.
 
-        Returns the rendering, and the query of the request with the vectors that could be made. The
-        time that embedding takes longer than rendering is counted as a wait.
+        The query gets the vectors that could be made. The time that embedding takes longer than
+        rendering is counted as a wait, and the time of the other work as `trace.beside_s`.
         """
-        if not self._needs_vectors(request.chat):
-            return await render(), query_of(request.chat)
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
@@ -63,11 +83,67 @@ class BlockVectors:
             rendered_at = loop.time()
             return result
 
-        rendered, query = await asyncio.gather(
-            timed(), self._embedded_query(request.chat, request.tenant)
-        )
-        trace.add_wait("embed", loop.time() - rendered_at)
-        return rendered, query
+        config = effective_config(self._conversations.policy, request.chat)
+        own = (k.own_budget and k.session.config.budget for k in self._conversations)
+        is_ranked = uses_query(config) or quotes_past(config) or any(own)
+        preparing = self._prepared(request, is_ranked, trace)
+        rendered, prepared = await asyncio.gather(timed(), preparing)
+        if is_ranked and self._embedding.on:
+            trace.add_wait("embed", loop.time() - rendered_at)
+        return rendered, prepared
+
+    async def _prepared(
+        self, request: ParsedChat, is_ranked: bool, trace: RequestTrace
+    ) -> PreparedQuery:
+        """The query of a request, and what its ranking needs, once the body is sent to render."""
+        for _ in range(_STEPS_TO_SEND + len(request.body) // PIECE_BYTES):
+            await asyncio.sleep(0)
+        with trace.beside():
+            query = query_of(request.chat)
+        if not is_ranked:
+            return PreparedQuery(query=query)
+        if self._embedding.on:
+            query = await self._embedded_query(query, request.tenant, trace)
+        with trace.beside():
+            conversation = self._continued(request)
+            # While it is locked, a thread may change its index.
+            if conversation is not None and not conversation.worker_lock.locked():
+                conversation.session.index.compare(query)
+            return PreparedQuery(query=query, texts=self._prepared_texts(request))
+
+    def _continued(self, request: ParsedChat) -> Conversation | None:
+        """The conversation that a request probably continues, by the body that it extends.
+
+        None also for a prompt that is planned in a thread.
+        """
+        previous = request.previous
+        if previous is None or len(previous.tokens) > _MOST_TOKENS:
+            return None
+        return self._conversations.find(previous, request.hint, request.tenant)
+
+    def _prepared_texts(self, request: ParsedChat) -> PreparedTexts:
+        """Analyse the texts of short messages that were not rendered before.
+
+        The message before them was the latest one of the previous turn: it has no vectors yet.
+        """
+        chat, previous = request.chat, request.previous
+        if chat.transcript or not chat.messages:
+            return NOTHING_PREPARED
+        n_messages = len(chat.messages)
+        n_rendered = n_messages - _NEW_MESSAGES
+        if previous is not None and len(previous.spans):
+            n_rendered = previous.spans[-1].index + 1
+        first = max(0, min(n_rendered, n_messages - 1), n_messages - _MAX_PREPARED)
+        messages = [chat.messages[i] for i in range(first, n_messages)]
+        new = [(one.printed, one.role) for one in messages]
+        texts = [text for text, _ in new[:-1]]
+        if first:
+            texts.append(chat.messages[first - 1].printed)
+        vectors = dict[str, Vectors]()
+        if self._embedding.is_immediate:
+            short = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
+            vectors = dict(zip(short, self._embedded(short), strict=True))
+        return PreparedTexts.of([one for one in new if len(one[0]) <= _MAX_PREPARED_CHARS], vectors)
 
     def take_new(self, conversation: Conversation) -> LabeledVectors:
         """Take the vectors of blocks that were made since the session's previous turn, by label.
@@ -109,19 +185,26 @@ class BlockVectors:
         if not self._embedding.is_immediate:
             return
         index.update(blocks)
-        missing = [
+        lacking = [
             block
             for block in index.without_vectors(_MAX_IMMEDIATE)
             if block.message != last_message
         ]
-        chunks = [chunks_of(block.text) for block in missing]
-        rows = self._embedding.embed_blocks([text for texts in chunks for text in texts])
-        ends = list(accumulate(map(len, chunks)))
-        index.add_vectors(
-            (block.label, rows[end - len(texts) : end])
-            for block, texts, end in zip(missing, chunks, ends, strict=True)
-            if texts
-        )
+        vectors = {block.label: index.prepared.vectors.get(block.text) for block in lacking}
+        missing = [block for block in lacking if vectors[block.label] is None]
+        embedded = self._embedded([block.text for block in missing])
+        vectors |= zip([block.label for block in missing], embedded, strict=True)
+        index.add_vectors((label, found) for label, found in vectors.items() if found is not None)
+
+    def _embedded(self, texts: Sequence[str]) -> list[Vectors]:
+        """The vectors [k, d] of the chunks of each text, by an immediate encoder."""
+        chunks = [chunks_of(text) for text in texts]
+        every = [chunk for of_text in chunks for chunk in of_text]
+        if not every:
+            return [np.zeros((0, 0), np.float32)] * len(texts)
+        rows = self._embedding.embed_blocks(every)
+        ends = accumulate(map(len, chunks))
+        return [rows[end - len(each) : end] for each, end in zip(chunks, ends, strict=True)]
 
     def submit(self, conversation: Conversation) -> None:
         """Embed the blocks of a session that have no vectors yet, the latest first.
@@ -152,17 +235,15 @@ class BlockVectors:
     def _keys(self, texts: tuple[str, ...], tenant: str) -> tuple[bytes, ...]:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
-    def _needs_vectors(self, request: ChatRequest) -> bool:
-        if not self._embedding.on:
-            return False
-        own = (k.own_budget and k.session.config.budget for k in self._conversations)
-        config = effective_config(self._conversations.policy, request)
-        return uses_query(config) or quotes_past(config) or any(own)
-
-    async def _embedded_query(self, request: ChatRequest, tenant: str) -> Query:
-        query = query_of(request)
+    async def _embedded_query(self, query: Query, tenant: str, trace: RequestTrace) -> Query:
+        """A query with the vectors that could be made; an immediate encoder makes all at once."""
         texts = query.texts
-        return query.embedded(await self._embedding.embed_queries(texts, tenant) if texts else [])
+        if not texts:
+            return query
+        if not self._embedding.is_immediate:
+            return query.embedded(await self._embedding.embed_queries(texts, tenant))
+        with trace.beside():
+            return query.embedded(await self._embedding.embed_queries(texts, tenant))
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

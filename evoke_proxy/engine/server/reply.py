@@ -74,6 +74,8 @@ def facts_of(turn: PreparedTurn, outcome: Outcome, trace: RequestTrace) -> Mappi
         facts["peak"] = accounting.n_resident_peak
     if trace.own_s is not None:
         facts |= {"own_ms": _ms(trace.own_s), "after_ms": _ms(trace.after_s)}
+        if trace.beside_s:
+            facts["beside_ms"] = _ms(trace.beside_s)
         facts |= {f"{name}_ms": _ms(seconds) for name, seconds in trace.waits.items()}
     facts["first_byte_ms"] = round(first * 1000) if first is not None else None
     return facts

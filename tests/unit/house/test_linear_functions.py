@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,13 +21,14 @@ from evoke_proxy.core.prompt.segment import TextAlignment, cut
 from evoke_proxy.core.request import normalise
 from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
+from evoke_proxy.core.retrieval.analysis import ends_sentence
 from evoke_proxy.core.retrieval.bm25 import (
     InvertedIndex,
     phrase_text,
     query_phrases,
     terms_of,
 )
-from evoke_proxy.core.retrieval.index import Index, cut_off, ends_sentence, possible_names
+from evoke_proxy.core.retrieval.index import Index, cut_off, possible_names
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.core.session.drift import drift
@@ -74,7 +76,7 @@ def _asked(text: str) -> None:
 
 def _retrieved(text: str) -> None:
     inverted = InvertedIndex()
-    inverted.add(text)
+    inverted.add(Counter(terms_of(text)))
     inverted.set_active(np.zeros(1, np.int64))
     terms = inverted.informative_terms(text)[:50]
     inverted.fuzzy_evidence({term: inverted.exact_evidence(term) for term in terms})

@@ -22,11 +22,11 @@ from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.prompt.transcript import messages_of
-from evoke_proxy.core.retrieval.query import Query, query_of
+from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.drift import drift_from
 from evoke_proxy.core.session.session import Session
-from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery, stacked
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -58,8 +58,10 @@ class Planner:
         self._attention = AttentionReader(server.monitor)
         self._prober = Prober(server, self._attention)
 
-    async def render_first(self, request: ParsedChat, scope: TurnScope) -> tuple[Rendered, Query]:
-        """Render a request and embed its question at the same time; returns tokens and query.
+    async def render_first(
+        self, request: ParsedChat, scope: TurnScope
+    ) -> tuple[Rendered, PreparedQuery]:
+        """Render a request, and prepare its ranking at the same time.
 
         Raises PromptTooLong when the prompt exceeds the context of a slot.
         """
@@ -68,7 +70,7 @@ class Planner:
         async def render() -> Rendered:
             return await divided(await self.render(turn, request.body, previous), request.chat)
 
-        return await self._vectors.embed_beside(render, request, scope.trace)
+        return await self._vectors.prepare_beside(render, request, scope.trace)
 
     async def render(
         self, turn: PreparedTurn | RenderedTurn, body: bytes, previous: Rendered | None = None
@@ -307,6 +309,7 @@ class Planner:
         n_slot_cells = self._server.monitor.server.n_slot_cells
 
         def work() -> tuple[Turn, Plan]:
+            session.index.prepare(turn.texts)
             session.add_vectors(stacked(vectors))
             started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
             if turn.query.vectors:

@@ -102,7 +102,7 @@ class Prefetcher:
         Raises PromptTooLong, and RequestError when llama-server cannot render the draft.
         """
         render = partial(self._render, draft, calls)
-        rendered, query = await self._vectors.embed_beside(render, draft, RequestTrace(_now()))
+        rendered, found = await self._vectors.prepare_beside(render, draft, RequestTrace(_now()))
         conversation = self._server.conversations.find(rendered, draft.hint, draft.tenant)
         if conversation is None or not conversation.is_committed:
             return PrefetchResult(reason="unknown_conversation")
@@ -119,7 +119,8 @@ class Prefetcher:
             body=draft.body,
             conversation=conversation,
             rendered=rendered,
-            query=query,
+            query=found.query,
+            texts=found.texts,
             slot=slot,
         )
         obstacle = _obstacle(conversation, turn.view)

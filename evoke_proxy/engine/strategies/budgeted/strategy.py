@@ -124,7 +124,7 @@ class BudgetedStrategy(CacheStrategy):
         """Find the conversation, wait for its slot, run its plan."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        rendered, query = await self._planner.render_first(request, scope)
+        rendered, prepared = await self._planner.render_first(request, scope)
         scope.trace.stage = "session"
         conversation = await self._conversation_of(request, rendered, scope)
         scope.join(conversation, Arrival(rendered, request.hint, request.cached_body))
@@ -139,7 +139,8 @@ class BudgetedStrategy(CacheStrategy):
                 body=request.body,
                 conversation=conversation,
                 rendered=rendered,
-                query=query,
+                query=prepared.query,
+                texts=prepared.texts,
                 slot=lease.slot,
             )
             with lease.vacating():

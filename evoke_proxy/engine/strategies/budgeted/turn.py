@@ -11,6 +11,7 @@ from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -33,6 +34,8 @@ class RenderedTurn:
     rendered: Rendered
     # The query of `chat`, with the vectors that could be made.
     query: Query = Query()
+    # New texts of the conversation, analysed while the prompt was rendered.
+    texts: PreparedTexts = NOTHING_PREPARED
     slot: int
 
     @property

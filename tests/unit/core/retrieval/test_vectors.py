@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.vectors import DocumentVectors
@@ -37,3 +38,27 @@ def test_a_comparison_is_made_again_after_a_document_was_added() -> None:
     documents.put(9, topic[None])
     found = documents.topic_cosines(topic, 10)
     assert found is not None and abs(found[9] - 1.0) < 1e-6
+
+
+@pytest.mark.parametrize("count", [70, 200, 2100])  # with all chunks, and with means first
+def test_documents_that_were_compared_early_have_the_same_cosines(count: int) -> None:
+    early, other, added = _documents(count), _documents(count), _unit(3, 5)
+    clauses, whole = list(_unit(3, 2)), _unit(1, 3)[0]
+    early.compare([clauses, [whole], []])
+    for documents in (early, other):
+        documents.put(count, added)
+    for vectors in (clauses, [whole], list(_unit(2, 7))):
+        found, expected = (one.cosines(vectors, count + 1) for one in (early, other))
+        assert found is not None and np.array_equal(found, expected)  # type: ignore[arg-type]
+    compared = early._early.with_means if count == 2100 else early._early.with_rows
+    assert len(compared[0][1]) == (count if count == 2100 else 4 * count) // 256 * 256
+
+
+def test_vectors_of_another_encoder_discard_what_was_compared_early() -> None:
+    documents, vector = _documents(100), _unit(1, 2)[0]
+    documents.compare([[vector]])
+    documents.put(100, np.ones((1, 8), np.float32))
+    assert documents.cosines([vector], 101) is None
+    documents.compare([[vector]])
+    found = documents.cosines([np.ones(8, np.float32)], 101)
+    assert found is not None and found[0, 100] == 8

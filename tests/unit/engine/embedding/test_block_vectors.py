@@ -14,14 +14,15 @@ import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.session import Session
-from evoke_proxy.engine.embedding.block_vectors import BlockVectors, stacked
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery, stacked
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
-from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
@@ -87,9 +88,9 @@ async def embed_during_rendering(
 ) -> tuple[Any, RequestTrace]:
     """Embeds during a rendering; returns the query and the trace with the waiting times."""
     trace, vectors = RequestTrace(0.0), vectors_of(fake, policy)
-    rendered, query = await vectors.embed_beside(lambda: rendering(seconds), request(), trace)
+    rendered, prepared = await vectors.prepare_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
-    return query, trace
+    return prepared.query, trace
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
@@ -183,10 +184,10 @@ def test_questions_are_embedded_while_a_session_has_its_own_budget() -> None:
     conversation_ = conversations.start(Rendered(np.arange(9, dtype=np.int32), 9, ()), None, "me")
     conversation_.own_budget, conversation_.session.config = True, POLICY
     vectors = BlockVectors(fake, conversations)  # type: ignore[arg-type]
-    asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
+    asyncio.run(vectors.prepare_beside(rendering, request(), RequestTrace(0.0)))
     assert len(fake.asked) == 3
     conversations.forget(conversation_)
-    asyncio.run(vectors.embed_beside(rendering, request(), RequestTrace(0.0)))
+    asyncio.run(vectors.prepare_beside(rendering, request(), RequestTrace(0.0)))
     assert len(fake.asked) == 3
 
 
@@ -211,7 +212,123 @@ def test_a_failed_rendering_raises_its_error() -> None:
 
     async def run() -> None:
         vectors = vectors_of(FakeEmbedding())
-        await vectors.embed_beside(failing, request(), RequestTrace(0.0))
+        await vectors.prepare_beside(failing, request(), RequestTrace(0.0))
 
     with pytest.raises(ValueError, match="no"):
         asyncio.run(run())
+
+
+class Continued:
+    """A conversation of short messages with a fake encoder, and the request of its next turn."""
+
+    def __init__(self) -> None:
+        self.fake = FakeEmbedding(is_immediate=True)
+        conversations = Conversations(POLICY, 9)
+        self.vectors = BlockVectors(self.fake, conversations)  # type: ignore[arg-type]
+        spans = tuple(
+            MessageSpan(i, Role.USER, Span(100 * i, 100 * i + 100)) for i in range(len(self.TEXTS))
+        )
+        rendered = Rendered(np.arange(300, dtype=np.int32), 300, spans)
+        self.conversation = conversations.start(rendered, None, "me")
+        conversations.commit(self.conversation, Arrival(rendered))
+        self.session = self.conversation.session
+        self.session.index.update(self._blocks(self.TEXTS))
+        roles = ("user", "assistant")
+        texts = enumerate((*self.TEXTS, *self.NEW))
+        messages = [{"role": roles[i % 2], "content": text} for i, text in texts]
+        chat = parse_chat("chat", {"messages": messages})
+        incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+        self.request = ParsedChat(
+            incoming=incoming, tenant="me", body=b"", chat=chat, previous=rendered
+        )
+
+    TEXTS = ("The first one is here.", "It is noted down here.", "Where is the first one?")
+    NEW = ("It is in the old box over there.", "And where is the second one?")
+
+    def _blocks(self, texts: tuple[str, ...]) -> BlockTable:
+        roles = (Role.USER, Role.ASSISTANT)
+        return BlockTable(
+            Block(f"x:{i}#0", f"s/{i}", Span(i * 9, i * 9 + 9), roles[i % 2], 1, i, text)
+            for i, text in enumerate(texts)
+        )
+
+    def prepare(self) -> PreparedQuery:
+        _, prepared = asyncio.run(
+            self.vectors.prepare_beside(rendering, self.request, RequestTrace(0.0))
+        )
+        return prepared
+
+    def embed_next(self, texts: PreparedTexts) -> list[list[list[float]]]:
+        """Embed the blocks of the next turn; the vectors of all of its documents."""
+        self.session.index.prepare(texts)
+        blocks = self._blocks((*self.TEXTS, *self.NEW))
+        self.vectors.embed_missing(self.session, blocks)
+        stored = self.session.index._vectors
+        return [stored.get(i).tolist() for i in range(len(blocks)) if i in stored]
+
+
+def test_new_texts_are_analysed_and_embedded_while_the_prompt_is_rendered() -> None:
+    talk = Continued()
+    prepared = talk.prepare()
+    assert {text for text, _ in prepared.texts.analyses} == set(talk.NEW)
+    assert set(prepared.texts.vectors) == {talk.TEXTS[-1], talk.NEW[0]}, (
+        "the previous question has no vectors yet, and the present one gets none"
+    )
+    talk.fake.asked.clear()
+    talk.embed_next(prepared.texts)
+    assert set(talk.fake.asked) == set(talk.TEXTS[:2]), "prepared texts must not be embedded again"
+    assert [block.text for block in talk.session.index.without_vectors(9)] == [talk.NEW[-1]]
+
+
+def test_other_texts_than_the_prepared_ones_are_embedded_with_the_turn() -> None:
+    talk, other = Continued(), Continued()
+    prepared = talk.prepare()
+    talk.NEW = other.NEW = ("An answer that the client has edited.", talk.NEW[1])
+    for one in (talk, other):
+        one.fake.asked.clear()
+    talk.embed_next(prepared.texts)
+    other.embed_next(PreparedTexts())
+    assert talk.NEW[0] in talk.fake.asked and talk.NEW[0] in other.fake.asked
+    indexes = [one.session.index for one in (talk, other)]
+    assert indexes[0]._inverted._postings == indexes[1]._inverted._postings
+
+
+def test_the_rendering_is_requested_before_anything_is_prepared() -> None:
+    talk, order = Continued(), list[str]()
+
+    async def requested() -> Any:
+        await asyncio.sleep(0)  # the body is sent in a callback of the event loop
+        order.append(f"sent before {len(talk.fake.asked)} texts")
+        await asyncio.sleep(0)
+        return "rendered"
+
+    asyncio.run(talk.vectors.prepare_beside(requested, talk.request, RequestTrace(0.0)))
+    assert order == ["sent before 0 texts"] and talk.fake.asked
+
+
+def test_a_session_that_a_thread_works_on_is_not_compared() -> None:
+    talk, compared = Continued(), list[Query]()
+    talk.session.index.compare = compared.append  # type: ignore[method-assign]
+    talk.prepare()
+    assert len(compared) == 1
+
+    async def locked() -> None:
+        async with talk.conversation.worker_lock:
+            await talk.vectors.prepare_beside(rendering, talk.request, RequestTrace(0.0))
+
+    asyncio.run(locked())
+    assert len(compared) == 1
+
+
+def test_a_failed_rendering_leaves_no_prepared_texts_in_the_session() -> None:
+    talk = Continued()
+
+    async def failing() -> Any:
+        await asyncio.sleep(0.01)
+        raise ValueError("no")
+
+    trace = RequestTrace(0.0)
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(talk.vectors.prepare_beside(failing, talk.request, trace))
+    assert talk.session.index.prepared is NOTHING_PREPARED and trace.beside_s > 0
+    assert len(talk.session.index) == len(talk.TEXTS)

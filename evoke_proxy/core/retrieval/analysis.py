@@ -1,0 +1,96 @@
+"""Analyses the text of a block for an index: terms, and points as instruction and statement.
+
+An analysis depends on the text alone, so it may be made before the block exists: the texts of new
+messages are known before llama-server has rendered them. A short message is one block with exactly
+its text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.retrieval.bm25 import phrase_text, terms_of
+from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
+from evoke_proxy.core.retrieval.stemming import stem
+
+_FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
+_SENTENCE_MARKS = ".!?;" + _FULL_WIDTH_MARKS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextAnalysis:
+    """What an index stores of a block's text.
+
+    Attributes:
+        term_counts: How often the text has each of its terms, in the order of the text.
+        searchable: The text in the form in which phrases are searched, see `phrase_text`.
+        ends_sentence: Whether it ends where a sentence or a line does.
+        instruction_points: Its points as a standing instruction; 0 unless the user wrote it.
+        statement_points: Its points as a statement of the user; 0 unless the user wrote it.
+        has_question_mark: Whether it contains a question mark.
+    """
+
+    term_counts: Counter[str]
+    searchable: str
+    ends_sentence: bool
+    instruction_points: float
+    statement_points: float
+    has_question_mark: bool
+
+    @classmethod
+    def of(cls, text: str, role: Role) -> TextAnalysis:
+        """Analyse the text of a block of this role."""
+        is_of_user = role is Role.USER
+        return cls(
+            term_counts=Counter(terms_of(text)),
+            searchable=phrase_text(text),
+            ends_sentence=ends_sentence(text),
+            instruction_points=instruction_points(text) if is_of_user else 0.0,
+            statement_points=statement_points(text) if is_of_user else 0.0,
+            has_question_mark="?" in text,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedTexts:
+    """Analyses and vectors that were made before the blocks with these texts existed.
+
+    A block whose text is not among them is analysed and embedded when it is indexed.
+
+    Attributes:
+        analyses: Analyses by text and role.
+        vectors: Vectors [k, d] of the chunks of texts, see `chunks_of`.
+    """
+
+    analyses: Mapping[tuple[str, Role], TextAnalysis] = field(default_factory=dict)
+    vectors: Mapping[str, Vectors] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[str, Role]], vectors: Mapping[str, Vectors]) -> PreparedTexts:
+        """Analyse texts, given with the roles of their blocks, and keep these vectors."""
+        analyses = {each: TextAnalysis.of(*each) for each in texts}
+        for analysis in analyses.values():
+            for term in analysis.term_counts:
+                stem(term)  # it keeps the stems that it has computed
+        return cls(analyses, vectors)
+
+    def analysis(self, text: str, role: Role) -> TextAnalysis:
+        """Return the analysis of a block's text, made now when it is not prepared."""
+        prepared = self.analyses.get((text, role))
+        return TextAnalysis.of(text, role) if prepared is None else prepared
+
+
+NOTHING_PREPARED = PreparedTexts()
+
+
+def ends_sentence(text: str) -> bool:
+    """Return whether a block's text ends where a sentence or a line does."""
+    stripped = text.rstrip()
+    gap, last = text[len(stripped) :], stripped[-1:]
+    if "\n" in gap:
+        return True
+    return bool(stripped) and last in (_SENTENCE_MARKS if gap else _FULL_WIDTH_MARKS)
