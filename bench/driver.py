@@ -46,6 +46,7 @@ def option(name: str, default: Any = None, help: str = "", **more: Any) -> Optio
 
 
 SERVER = option("--server", help="a patched llama-server (default: our build)", type=Path)
+MODEL = option("--model", help="a .gguf file (default: the bundled one)", type=Path)
 STOCK = option("--stock", help="a stock llama-server (default: our build)", type=Path)
 
 
@@ -59,6 +60,7 @@ class Report:
         table: Rows to print where they are not those that were measured.
         rows: Rows to record where they are not those that were measured.
         picture: SVG that is written beside the record, or "".
+        said: What is printed instead of the summary.
     """
 
     summary: Row
@@ -66,6 +68,7 @@ class Report:
     table: Sequence[Row] | None = None
     rows: Sequence[Row] | None = None
     picture: str = ""
+    said: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Bench:
         listed = rows if report.table is None else report.table
         if listed and self.columns:
             print(record.table(listed, self.columns))
-        print(json.dumps(report.summary, indent=1))
+        print(report.said or json.dumps(report.summary, indent=1))
         recorded = rows if report.rows is None else report.rows
         paths = [record.write(self.name, recorded, report.summary, out)]
         if report.picture:
@@ -127,8 +130,13 @@ class Bench:
 def run_parts(
     parts: Mapping[str, Bench], usual: Sequence[str] = (), argv: Sequence[str] | None = None
 ) -> int:
-    """Run the part that the first argument names, or the `usual` ones (all); 1 when one fails."""
+    """Run the part that the first argument or a switch names, or the `usual` ones (all).
+
+    Returns 1 when one of them fails, else 0.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in parts:
-        return parts[words[0]].main(words[1:])
+    for name, part in parts.items():
+        if words[:1] == [name] or f"--{name}" in words:
+            words.remove(name if words[0] == name else f"--{name}")
+            return part.main(words)
     return max(parts[name].main(words) for name in usual or parts)

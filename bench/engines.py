@@ -6,6 +6,7 @@ llama-server reports the rows. Both count tokens by the vocabulary of Qwen2."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
+from bench.driver import option
 from bench.llama import Llama, running
 from bench.metrics import samples
 from bench.random_models import SHAPES, ensure
@@ -67,6 +69,32 @@ SETTINGS = (
     Setting("discard", {"recovery": "discard"}),
     Setting("infllm", {"name": "infllm"}),
 )
+
+
+# The options of benches that look at what is in the cache.
+OPTIONS = (
+    option("--shares", "4,8,16", "budgets, as 1/share of a conversation"),
+    option("--arms", "", "separated by commas (all)"),
+    option("--embedder", help="directory of an encoder: more arms", type=Path),
+    option("--misses", 0, "print so many missed questions"),
+    option("--server", False, "real servers instead of this process, without fills"),
+)
+
+
+def shares_of(args: argparse.Namespace) -> list[int]:
+    """Return the budgets that were asked for."""
+    return [int(part) for part in args.shares.split(",")]
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    """Return the settings that were asked for and can be measured in this form."""
+    return [
+        setting
+        for setting in SETTINGS
+        if (setting.on_servers or not args.server)
+        and (setting.embedder != "encoder" or args.embedder)
+        and (not args.arms or setting.arm in args.arms.split(","))
+    ]
 
 
 class CachedEncoder:

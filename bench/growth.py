@@ -40,9 +40,9 @@ import numpy as np
 import orjson
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
+from bench.charts import chart
 from bench.driver import Bench, Report, Row, option
 from bench.growth_server import SilentServer, Talk, cpu_s
-from bench.lines import chart
 from bench.stats import spread as spread_of
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.config import load

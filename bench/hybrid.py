@@ -4,7 +4,9 @@ Rows of attention are evicted; the state of convolutions stays. The model is mad
 bench/model: the attention of the bundled model with short convolutions in between, architecture
 `lfm2`. Sessions, arms and rules are those of `bench.quality`, but shorter. The state of recurrent
 layers is never evicted; rows right before a context checkpoint stay. An interrupted run continues
-where it stopped."""
+where it stopped.
+
+*Against* no eviction and `discard`. *Fails* below 95 %, or when a turn breaks its budget."""
 
 from __future__ import annotations
 
@@ -14,14 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Option, Report, Row
 from bench.llama import running
 from bench.quality.arms import CEILING
-from bench.quality.journal import Journal, Record, chosen, fingerprint
 from bench.quality.plan import Cell, batches
-from bench.quality.sessions import REPORTING, TUNING
 from bench.quality.summary import summarise
-from bench.quality.work import Work
+from bench.quality.work import OPTIONS, first_seed, recorded
 from evoke_proxy.server_build import ensure_server
 
 RATIOS = (3.6, 8.0)
@@ -30,32 +30,13 @@ CELLS = (
     Cell("facts5", "facts5", 1500, 8, core=2, controls=RATIOS),
     Cell("facts12", "facts12", 2500, 3, core=1, controls=RATIOS),
 )
-_COLUMNS = (
-    "cell",
-    "arm",
-    "right",
-    "n",
-    "recall",
-    "visible",
-    "ceiling",
-    "peak_share",
-    "decoded_again",
-)
 _LEAST = 0.95
 
 
-def measure(args: argparse.Namespace) -> tuple[str, Sequence[Record]]:
-    """Return the server's name for the model's memory, and a record for each session and arm."""
-    seed = (TUNING if args.tuning else REPORTING).start
-    cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells]
-    todo = batches(cells, seed, RATIOS)
-    server = args.server or ensure_server()
-    with running(server, args.model, "-c", "512", "--evoke-ram", "16") as llama:
-        memory = str(llama.call("GET", "/props")["evoke"]["memory"])
-    journal = Journal(args.journal, fingerprint(args.model, server))
-    Work(server, args.model, journal, args.journal.parent / "hybrid-logs").run(todo, 1)
-    keys = [unit.key for batch in todo for unit in batch.units]
-    return memory, chosen(journal.records(), keys)
+def measure(args: argparse.Namespace) -> Sequence[Row]:
+    """Return a record for each session and arm."""
+    cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells.split(",")]
+    return recorded(args, "hybrid", batches(cells, first_seed(args), RATIOS))
 
 
 def reached(summary: Mapping[str, Any]) -> bool:
@@ -71,10 +52,12 @@ def reached(summary: Mapping[str, Any]) -> bool:
     return bool(knows and keeps and lost and not summary["violations"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/hybrid.json`; 0 when nothing is missed."""
-    args = _parser().parse_args(argv)
-    memory, records = measure(args)
+def report(args: argparse.Namespace, records: Sequence[Row]) -> Report:
+    """Report recall by cell and arm, and the server's name for the model's memory."""
+    with running(
+        args.server or ensure_server(), args.model, "-c", "512", "--evoke-ram", "16"
+    ) as one:
+        memory = str(one.call("GET", "/props")["evoke"]["memory"])
     found = summarise(records)
     summary = {
         "model": args.model.name,
@@ -83,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "recovered": sum(turn[2] for one in records for turn in one["turns"]),
         **{key: found[key] for key in ("rows", "violations")},
     }
-    print(record.table(found["rows"], _COLUMNS))
     rows = [{**one, "probes": [_short(probe) for probe in one["probes"]]} for one in records]
-    out = record.write("hybrid", rows, summary, args.out)
-    print(f"written: {out}")
-    return 0 if reached(summary) else 1
+    missed = [] if reached(summary) else [f"recall of {_LEAST:.0%}, budgets and token counts"]
+    return Report(summary, missed, table=found["rows"], rows=rows)
 
 
 def _short(probe: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,15 +76,12 @@ def _short(probe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: probe[key] for key in kept} | ({} if probe["right"] else {"said": probe["answer"]})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("hybrid", __doc__, "out/model/hybrid-f16.gguf")
-    parser.add_argument("model", type=Path, help="a .gguf file of a hybrid (bench/model/README.md)")
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS])
-    parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
-    parser.add_argument("--journal", type=Path, default=Path("out/bench/hybrid.jsonl"))
-    return parser
-
+_FILE = Option("model", {"type": Path, "help": "a .gguf file of a hybrid (bench/model/README.md)"})
+BENCH = Bench(
+    "hybrid", __doc__, "out/model/hybrid-f16.gguf", measure, report,
+    ("cell", "arm", "right", "n", "recall", "visible", "ceiling", "peak_share", "decoded_again"),
+    (_FILE, *(each for each in OPTIONS if each.name != "--model")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.charts import chart
 from bench.driver import SERVER, Bench, Report, Row, option
-from bench.lines import chart
 from bench.llama import proxied, running
 from bench.model import text, vocab
 from bench.model.tasks import Message, Probe, draw_facts, exchange, probe_of

@@ -24,13 +24,12 @@ import base64
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bench.driver import SERVER, Bench, Report, Row, option
+from bench.driver import MODEL, SERVER, Bench, Report, Row, option
 from bench.llama import Llama, running
 from bench.quality.sessions import TUNING, Script, scripts
 from bench.quality.stack import Range, Reading, read
@@ -238,7 +237,7 @@ def report(args: argparse.Namespace, found: Sequence[Row]) -> Report:
 BENCH = Bench(
     "recall", __doc__, "--tasks paraphrase --sessions 2", measure, report,
     ("task", "by", "rows", "layers", "n", *(f"first_{k}" for k in DEPTHS), "interval_95"),
-    (SERVER, option("--model", help="a .gguf file (default: the bundled one)", type=Path),
+    (SERVER, MODEL,
      option("--tasks", "paraphrase,facts12,facts20,codes", "of the bench"),
      option("--tokens", 4000, "of a session"), option("--sessions", 4, "of each task"),
      option("--seed", 20, "which sessions for tuning"),

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.driver import Bench, Report, Row, option
+from bench.driver import MODEL, Bench, Report, Row, option
 from bench.llama import served
 from bench.model.facts import abstains
 from bench.model.tasks import TASKS, Probe, Session, exchange, sessions
@@ -141,7 +141,7 @@ BENCH = Bench(
     "ruler", __doc__, "--tasks needle,updates --lengths 1000 --questions 20", measure, report,
     ("task", "length", "session", "tokens", "kind", "right", "expected", "answer"),
     (option("--server", help="a llama-server (default: the stock build)", type=Path),
-     option("--model", help="a .gguf file (default: the bundled one)", type=Path),
+     MODEL,
      option("--tasks", ",".join(TASKS), "separated by commas"),
      option("--lengths", "1000,4000,7000", "tokens"),
      option("--questions", 60, "the least number of questions of a cell"),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.lines import chart
+from bench.charts import chart
 
 Floats = npt.NDArray[np.float64]
 Sample = Mapping[str, Any]

@@ -13,13 +13,14 @@ Arms of the proxy: `default`; `default + encoder`, with the encoder of --embedde
 the question, and `truncate`, which is the fill `newest`.
 
 The decision code runs in this process; with --server the proxy and the patched server run, with
-the settings that a request can ask for. --agree runs the default on both.
+the settings that a request can ask for. Conversations are for tuning or for reporting
+(`bench/evidence/splits.toml`); figures of the two are never mixed. Parts besides `all`: `factorial`
+measures what each signal of the ranking is worth (`bench/evidence/factorial.py`), `agree` runs the
+default in both forms, `quick` takes a minute on servers.
 
-Conversations are for tuning or for reporting (`bench/evidence/splits.toml`); figures of the two
-are never mixed. The bench fails when the default misses a criterion of `bench/criteria.py` in a
-cell: all questions, a data set, a kind of question, or a conversation, at one budget.
-
---factorial measures what each signal of the ranking is worth (`bench/evidence/factorial.py`)."""
+*Against* the fills, and other settings of the proxy. *Fails* when the default misses a criterion of
+`bench/criteria.py` in a cell (all questions, a data set, a kind of question, a conversation, at one
+budget), when both forms differ (`agree`), when less is found than recorded (`quick`)."""
 
 from __future__ import annotations
 
@@ -32,15 +33,19 @@ from typing import Any
 
 from bench import criteria, record
 from bench.criteria import paired_difference, percent
+from bench.driver import Bench, Report, Row, option, run_parts
 from bench.engines import (
     DEFAULT,
+    OPTIONS,
     SETTINGS,
     Engine,
     InProcess,
     Setting,
     engine,
     servers,
+    settings_of,
     share_resident,
+    shares_of,
 )
 from bench.evidence import factorial
 from bench.evidence.conversations import (
@@ -63,13 +68,6 @@ _LEAST_BUDGET, _LONGEST = 256, 30_000
 # Cells of fewer questions say nothing.
 _FEWEST = 10
 _ARMS = (*(setting.arm for setting in SETTINGS), *FILLS)
-_EXAMPLES = """examples:
-  python -m bench.evidence --split tuning
-  python -m bench.evidence --split tuning --conversations bfcl-student --shares 8,16 --misses 5
-  python -m bench.evidence --agree --conversations bfcl-finance --shares 8
-  python -m bench.evidence --factorial --split tuning --shares 8
-  python -m bench.evidence --out bench/results/evidence.json
-"""
 
 
 def found(shares: Sequence[float]) -> dict[str, bool]:
@@ -187,10 +185,13 @@ def grouped(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, An
     }
 
 
-def tables(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one table for each split and share: whole evidence in percent, by arm and cell."""
-    for split, shares in summary.items():
-        for share, said in shares.items():
+def tables(summary: Mapping[str, Any], verdicts: Sequence[Row]) -> Iterator[str]:
+    """Yield one table for each split and share: whole evidence in percent, by arm and cell.
+
+    The last table has the verdicts.
+    """
+    for split in (name for name in SPLITS if name in summary):
+        for share, said in summary[split].items():
             cells_of = said["arms"]
             rows = [
                 {"whole, %": arm, **{cell: arms[arm]["whole"] for cell, arms in cells_of.items()}}
@@ -199,6 +200,7 @@ def tables(summary: Mapping[str, Any]) -> Iterator[str]:
             ]
             rows[0:0] = [{"whole, %": "questions", **said["questions"]}]
             yield f"{split}, {share}\n{record.table(rows, ('whole, %', *cells_of))}"
+    yield record.table(verdicts, criteria.VERDICT_COLUMNS)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -293,119 +295,121 @@ def worse_than_recorded(rows: Sequence[Mapping[str, Any]], recorded: Path = RECO
     ]
 
 
-def differing(talks: Sequence[Conversation], shares: Sequence[int], most: int) -> list[str]:
-    """Return the questions on which the form in this process and that on servers differ."""
-    said, fast = list[str](), InProcess()
-    with servers(_LONGEST) as real:
+def chosen(args: argparse.Namespace) -> list[Conversation]:
+    """Return the conversations that were asked for."""
+    wanted = args.conversations.split(",") if args.conversations else list(split_of())
+    return [
+        talk for talk in conversations()
+        if talk.id in wanted and args.split in (split_of()[talk.id], "both")
+    ]  # fmt: skip
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of all arms; those of the quick form come last, under `quick`."""
+    with engine(args.server, _LONGEST, args.embedder) as made:
+        for talk in chosen(args):
+            yield from measure(made, talk, shares_of(args), settings_of(args))
+            print(f"{talk.id}: measured", file=sys.stderr, flush=True)
+        yield {"quick": quick(made)}
+
+
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report percentages, differences and verdicts; a criterion that is missed is a bar."""
+    *mine, last = rows
+    summary = summarise(mine)
+    verdicts = verdicts_of(summary)
+    summary["quick"] = quick_summary(last["quick"])
+    said = ["\n\n".join(tables(summary, verdicts)), *misses(mine, args.misses)]
+    return Report(summary, criteria.failed(verdicts), rows=cells(mine), said="\n".join(said))
+
+
+def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the default with each combination of signals."""
+    talks, shares = chosen(args), shares_of(args)
+
+    def of(made: InProcess, setting: Setting) -> Iterator[Row]:
         for talk in talks:
             for share in shares:
-                asked = talk.questions[:most]
-                quick_has, real_has = (
-                    Measurement(made, talk, share).by_setting(DEFAULT, asked, "agree")
-                    for made in (fast, real)
+                one = Measurement(made, talk, share)
+                yield from one.rows(
+                    {setting.arm: one.by_setting(setting, talk.questions, "factorial")}
                 )
-                said += [
-                    f"{talk.id} {name} at 1/{share}: {has} in this process, {real_has[name]} on"
-                    " servers"
-                    for name, has in quick_has.items()
-                    if has != real_has[name]
-                ]
-                print(f"{talk.id} at 1/{share}: {len(asked)} questions", file=sys.stderr)
-    return said
+
+    yield from factorial.measured(of)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the JSON; 1 when a criterion is missed."""
-    args = _parser().parse_args(argv)
-    shares = [int(part) for part in args.shares.split(",")]
-    chosen = args.conversations.split(",") if args.conversations else list(split_of())
-    talks = [
-        talk for talk in conversations()
-        if talk.id in chosen and args.split in (split_of()[talk.id], "both")
-    ]  # fmt: skip
-    if args.agree:
-        differences = differing(talks, shares, args.questions)
-        print("\n".join(differences) or "both forms agree")
-        return int(bool(differences))
-    if args.quick:
-        return _quick()
-    if args.factorial:
-        return _factorial(talks, shares, args.out)
-    rows: list[dict[str, Any]] = []
-    with engine(args.server, _LONGEST, args.embedder) as made:
-        settings = [each for each in SETTINGS if each.on_servers or not args.server]
-        settings = [each for each in settings if each.embedder != "encoder" or args.embedder]
-        wanted = args.arms.split(",") if args.arms else _ARMS
-        for talk in talks:
-            rows += measure(made, talk, shares, [each for each in settings if each.arm in wanted])
-            print(f"{talk.id}: measured", file=sys.stderr, flush=True)
-        quick_rows = quick(made)
-    summary = summarise(rows)
-    print("\n\n".join(tables(summary)))
-    print("\n".join(misses(rows, args.misses)))
-    verdicts = verdicts_of(summary)
-    print(record.table(verdicts, criteria.VERDICT_COLUMNS))
-    summary["quick"] = quick_summary(quick_rows)
-    print(f"written: {record.write('evidence', cells(rows), summary, args.out)}")
-    failures = criteria.failed(verdicts)
-    print(f"{len(failures)} of {len(verdicts)} criteria missed")
-    return int(bool(failures))
-
-
-def _factorial(talks: Sequence[Conversation], shares: Sequence[int], out: Path | None) -> int:
-    rows: list[dict[str, Any]] = []
-    for number, signals in enumerate(factorial.combinations(), 1):
-        with factorial.only(signals) as setting:
-            made = InProcess()
-            for talk in talks:
-                for share in shares:
-                    one = Measurement(made, talk, share)
-                    answers = {setting.arm: one.by_setting(setting, talk.questions, "factorial")}
-                    rows += ({**row, "signals": signals} for row in one.rows(answers))
-        factorial.tell_progress(number)
+def of_factorial(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the effect of each signal by split and share."""
     summary = {
         split: {
             f"1/{share}": factorial.effects(
                 [row for row in rows if (row["split"], row["share"]) == (split, share)]
             )
-            for share in shares
+            for share in shares_of(args)
         }
         for split in dict.fromkeys(row["split"] for row in rows)
     }
-    record.tell("evidence", cells(rows), summary, out or Path("out/bench/evidence_factorial.json"))
-    return 0
+    return Report(summary, rows=cells(rows))
 
 
-def _quick() -> int:
+def both_forms(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what the default has for each question, in this process and on servers."""
+    fast = InProcess()
+    with servers(_LONGEST) as real:
+        for talk in chosen(args):
+            for share in shares_of(args):
+                asked = talk.questions[: args.questions]
+                quick_has, real_has = (
+                    Measurement(made, talk, share).by_setting(DEFAULT, asked, "agree")
+                    for made in (fast, real)
+                )
+                for name, has in quick_has.items():
+                    named = {"conversation": talk.id, "question": name, "share": share}
+                    yield {**named, "in_process": has, "on_servers": real_has[name]}
+
+
+def of_both_forms(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the questions on which both forms differ."""
+    differing = [
+        f"{r['conversation']} {r['question']} at 1/{r['share']}: {r['in_process']} in this process,"
+        f" {r['on_servers']} on servers"
+        for r in rows
+        if r["in_process"] != r["on_servers"]
+    ]
+    return Report({"questions": len(rows), "differ": len(differing)}, differing)
+
+
+def quick_rows(_: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the quick form, on servers."""
     with servers(_LONGEST) as made:
-        rows = quick(made)
-    print(json.dumps(quick_summary(rows)))
-    said = worse_than_recorded(rows) if RECORDED.exists() else []
-    for line in said:
-        print(f"worse than recorded: {line}", file=sys.stderr)
-    return int(bool(said))
+        yield from quick(made)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = record.command("evidence", __doc__, _EXAMPLES)
-    parser.add_argument("--split", choices=(*SPLITS, "both"), default="both", help="(both)")
-    parser.add_argument(
-        "--conversations", default="", help="their names, separated by commas (all)"
-    )
-    parser.add_argument("--shares", default="4,8,16", help="budgets, as 1/share of a conversation")
-    parser.add_argument("--arms", default="", help="of the proxy, separated by commas (all)")
-    parser.add_argument("--embedder", type=Path, help="directory of an encoder: two more arms")
-    parser.add_argument("--misses", type=int, default=0, help="print so many missed questions")
-    parser.add_argument("--server", action="store_true", help="real servers, without fills")
-    parser.add_argument("--agree", action="store_true", help="compare both forms of the default")
-    parser.add_argument(
-        "--questions", type=int, default=1000, help="with --agree, of a conversation (1000)"
-    )
-    parser.add_argument("--quick", action="store_true", help="a minute of the default on servers")
-    parser.add_argument("--factorial", action="store_true", help="what each signal is worth")
-    parser.add_argument("--out", type=Path, help="the JSON file (out/bench/evidence.json)")
-    return parser
+def of_quick(_: argparse.Namespace, rows: list[Row]) -> Report:
+    """Report the percentages; less than recorded misses the bar."""
+    return Report(quick_summary(rows), worse_than_recorded(rows) if RECORDED.exists() else [])
 
+
+_OPTIONS = (
+    option("--split", "both", choices=(*SPLITS, "both")),
+    option("--conversations", "", "their names, separated by commas (all)"),
+    *OPTIONS,
+)
+PARTS = {
+    "all": Bench(
+        "evidence", __doc__, "--split tuning --misses 5", rows_of, report, (), _OPTIONS
+    ),
+    "factorial": Bench(
+        "evidence factorial", __doc__, "--split tuning --shares 8", factorial_rows, of_factorial,
+        (), _OPTIONS,
+    ),
+    "agree": Bench(
+        "evidence agree", __doc__, "--conversations bfcl-finance --shares 8", both_forms,
+        of_both_forms, ("conversation", "question", "share", "in_process", "on_servers"),
+        (*_OPTIONS, option("--questions", 1000, "of a conversation")),
+    ),
+    "quick": Bench("evidence quick", __doc__, "", quick_rows, of_quick),
+}  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, ["all"]))

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from bench.engines import Setting
+from bench.engines import InProcess, Setting
 from evoke_proxy.core.policy import standing
 from evoke_proxy.core.retrieval import bm25, index, ranking
 
@@ -101,6 +101,9 @@ def _effect(rows: Sequence[Row], signal: str) -> dict[str, float]:
     return {"points": round(points, 1), "low": round(float(low), 1), "high": round(float(high), 1)}
 
 
-def tell_progress(done: int) -> None:
-    """Print how many of the combinations are measured."""
-    print(f"{done} of {len(combinations())} combinations", file=sys.stderr, flush=True)
+def measured(of: Callable[[InProcess, Setting], Iterable[Row]]) -> Iterator[Row]:
+    """Yield the rows of each combination, which `of` measures under a setting, with `signals`."""
+    for number, signals in enumerate(combinations(), 1):
+        with only(signals) as setting:
+            yield from ({**row, "signals": signals} for row in of(InProcess(), setting))
+        print(f"{number} of {len(combinations())} combinations", file=sys.stderr, flush=True)

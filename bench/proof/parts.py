@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import first_bytes, latency, support
+from bench import charts, first_bytes, latency, support
 from bench.chat_turns import budget_of
 from bench.criteria import paired_difference, percent
 from bench.engines import InProcess, OnServers
@@ -21,7 +21,6 @@ from bench.llama import proxied, running
 from bench.model.unseen import NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
 from bench.proof.part import Bar, Part, Row
 from bench.random_models import SHAPES, ensure
-from bench.tasks import plot
 from bench.tasks.__main__ import measure
 from bench.tasks.cases import Case, cases
 from evoke_proxy.demo.processes import free_port, serving
@@ -128,7 +127,7 @@ def questions(reader: Reader, on_servers: OnServers) -> Part:
             Bar("random blocks, %: the test is not trivial", whole["random"]["all"], most=30),
             Bar("oracle, %: the budget suffices", whole["oracle"]["all"], least=95),
         ],
-        plot.bars("All needed messages in the cache, % of questions", whole, {}, ARMS),
+        charts.bars("All needed messages in the cache, % of questions", whole, {}, ARMS),
         details={"default minus": margins, "rows": rows},
     )  # fmt: skip
 

@@ -6,32 +6,28 @@ attention as a signal of what stays (weight 0.3 or 0). The effect of a factor is
 answers with it minus the share without it, on the same questions, as the mean over the other two
 factors; its interval resamples whole sessions. `with_text` and `without_text` are the effects of
 the others with and without text retrieval. Finished sessions are lines of a journal, as in
-`bench.quality`."""
+`bench.quality`.
+
+*Against* each other, and none. *Fails* when token counts do not add up."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from bench.quality.arms import CEILING, OURS, RATIOS, Arm
-from bench.quality.journal import Journal, chosen, fingerprint
 from bench.quality.plan import Batch, Cell, Unit
-from bench.quality.sessions import REPORTING, TUNING, scripts
-from bench.quality.summary import Record, rows_of, violations
-from bench.quality.tables import table
-from bench.quality.work import Work
-from evoke_proxy.models import bundled_model
-from evoke_proxy.server_build import ensure_server
+from bench.quality.sessions import scripts
+from bench.quality.summary import Record, in_cells, rows_of, violations
+from bench.quality.tables import interval, table
+from bench.quality.work import OPTIONS, first_seed, recorded
 
 CELLS = (
     Cell("paraphrase", "paraphrase", 4000, 5, times=2),
@@ -148,95 +144,39 @@ def _mean(
     return round(float(d.sum() / n.sum()), 4), [round(float(edge), 4) for edge in edges]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not in the journal, write tables and JSON; 0 when all token counts add up."""
-    args = _parser().parse_args(argv)
-    server, model = args.server or ensure_server(), args.model or bundled_model()
-    wanted = args.cells.split(",") if args.cells else [cell.name for cell in CELLS]
-    cells = [cell for cell in CELLS if cell.name in wanted]
-    ratios = [float(part) for part in args.ratios.split(",")]
-    todo = batches(cells, (TUNING if args.tuning else REPORTING).start + args.seed, ratios)
-    journal = Journal(args.journal, fingerprint(model, server))
-    if not args.show:
-        deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-        logs = args.journal.parent / "factorial-logs"
-        Work(server, model, journal, logs, deadline).run(todo, args.lanes)
-    records = chosen(journal.records(), [unit.key for batch in todo for unit in batch.units])
-    if not records:
-        print("nothing has been run with this model, server and proxy", file=sys.stderr)
-        return 1
-    found = report(records, [cell.name for cell in cells], ratios)
-    text = _written(found, len(records), args.tuning)
-    out = args.out or Path("out/bench/factorial.json")
-    record.write("factorial", found["rows"], {k: found[k] for k in ("effects", "violations")}, out)
-    out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
-    return 1 if found["violations"] else 0
+def measure(args: argparse.Namespace) -> Sequence[Row]:
+    """Return the records of all sessions and arms."""
+    cells = [cell for cell in CELLS if args.cells is None or cell.name in args.cells.split(",")]
+    return recorded(args, "factorial", batches(cells, first_seed(args), args.ratios))
 
 
-def report(
-    records: Sequence[Record], cells: Sequence[str], ratios: Sequence[float]
-) -> dict[str, Any]:
-    """`rows` of all arms, `effects`, `violations`."""
-
-    def rows(cell: str) -> list[dict[str, Any]]:
-        return rows_of(records, cell, lambda one, _: bool(one["cell"] == cell))
-
-    return {
-        "rows": [row for cell in cells for row in rows(cell)],
-        "effects": [
-            row for cell in cells for ratio in ratios for row in effects(records, cell, ratio)
-        ],
-        "violations": violations(records),
-    }
+def report(args: argparse.Namespace, records: Sequence[Row]) -> Report:
+    """Report the effects; the record has the recall of all arms."""
+    cells = list(dict.fromkeys(one["cell"] for one in records))
+    rows = [row for cell in cells for row in rows_of(records, cell, in_cells((cell,)))]
+    found = [row for cell in cells for r in args.ratios for row in effects(records, cell, r)]
+    faults = violations(records)
+    lines = [_effect(row) for row in found]
+    said = table(("cell", "", "factor", "effect, points", "with text", "without text"), lines)
+    return Report(
+        {"effects": found, "violations": faults}, faults, table=rows, rows=rows, said=said
+    )
 
 
-def _written(found: Mapping[str, Any], count: int, tuning: bool) -> str:
-    about = f"{count} sessions x arms, {'tuning' if tuning else 'reporting'} seeds"
-    parts = ["# What finds a block", f"{about}; {record.checkout()}; {record.machine()}."]
-    effects = [_effect(row) for row in found["effects"]]
-    columns = ("cell", "", "factor", "effect, points", "with text", "without text")
-    parts += ["## Effects", table(columns, effects), "## Recall"]
-    lines = [
-        (row["cell"], row["arm"], row["n"], f"{100 * row['recall']:.1f}", _edges(row["recall_95"]),
-         f"{100 * row['ceiling']:.1f}", f"{100 * row['visible']:.1f}")
-        for row in found["rows"]
-    ]  # fmt: skip
-    parts.append(table(("cell", "arm", "n", "recall", "95 %", "ceiling", "gold resident"), lines))
-    if found["violations"]:
-        parts += ["## Faults", "\n".join(f"* {line}" for line in found["violations"][:50])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _effect(row: Mapping[str, Any]) -> list[str]:
+def _effect(row: Row) -> list[str]:
     cells = [row["cell"], f"{row['ratio']:g}x", row["factor"]]
     for name in _AMONG:
-        value = row.get(name)
-        said = "-" if value is None else f"{100 * value:+.1f} ({_edges(row[f'{name}_95'])})"
-        cells.append(said)
+        value, edges = row.get(name), row.get(f"{name}_95")
+        points = "-" if value is None else f"{100 * value:+.1f}"
+        cells.append(f"{points} ({interval(edges)})" if edges else points)
     return cells
 
 
-def _edges(edges: Sequence[float]) -> str:
-    return f"{100 * edges[0]:.1f} to {100 * edges[1]:.1f}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = record.parser("quality.factorial", __doc__, "--tuning --cells paraphrase --ratios 8")
-    parser.add_argument("--server", type=Path, help="a patched llama-server (default: our build)")
-    parser.add_argument("--model", type=Path, help="a .gguf file (default: the bundled one)")
-    parser.add_argument("--cells", help="of " + ",".join(cell.name for cell in CELLS))
-    ratios = ",".join(f"{ratio:g}" for ratio in RATIOS)
-    parser.add_argument("--ratios", default=ratios, help=f"compressions ({ratios})")
-    parser.add_argument("--tuning", action="store_true", help="sessions that may be tuned on")
-    parser.add_argument("--seed", type=int, default=0, help="other sessions of the same kind (0)")
-    lanes = max(1, (os.cpu_count() or 2) // 2)
-    parser.add_argument("--lanes", type=int, default=lanes, help="servers at once (half the cores)")
-    parser.add_argument("--minutes", type=float, help="stop after so many, to be resumed")
-    parser.add_argument("--show", action="store_true", help="run nothing, report what is there")
-    parser.add_argument("--journal", type=Path, default=Path("out/bench/factorial.jsonl"))
-    return parser
-
+BENCH = Bench(
+    "quality.factorial", __doc__, "--tuning --cells paraphrase --ratios 8", measure, report,
+    ("cell", "arm", "n", "recall", "recall_95", "ceiling", "visible"),
+    (*OPTIONS, option("--ratios", RATIOS, "compressions")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -33,7 +33,7 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
     rows = [
         row
         for name, within in {**HEADLINES, **cells}.items()
-        for row in rows_of(records, name, _in(within))
+        for row in rows_of(records, name, in_cells(within))
     ]
     depths = sorted({p["depth"] for r in records for p in r["probes"]} - {None})
     by_depth = [
@@ -60,7 +60,8 @@ def rows_of(records: Iterable[Record], name: str, wanted: Which) -> list[Row]:
     return [row for row in rows if row["n"]]
 
 
-def _in(cells: Sequence[str]) -> Which:
+def in_cells(cells: Sequence[str]) -> Which:
+    """Return what chooses the probes of these cells."""
     return lambda record, _: record["cell"] in cells
 
 
@@ -141,7 +142,7 @@ def ablations(records: Sequence[Record]) -> list[Row]:
         units &= {_unit(record) for record in records if record["arm"] == arm}
         mine = [r for r in records if _unit(r) in units and r["arm"] in (arm, plain, CEILING)]
         for cell in dict.fromkeys(cell for cell, _ in sorted(units)):
-            rows = {row["arm"]: row for row in rows_of(mine, cell, _in((cell,)))}
+            rows = {row["arm"]: row for row in rows_of(mine, cell, in_cells((cell,)))}
             if plain is not None and arm in rows and plain in rows:
                 found.append({**rows[arm], "plain": rows[plain], **_beside(mine, cell, plain, arm)})
     return found

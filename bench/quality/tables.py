@@ -62,10 +62,10 @@ def _cells(row: Row) -> list[str]:
         str(row["n"]),
         str(row["sessions"]),
         _percent(row["recall"]),
-        _interval(row["recall_95"]),
+        interval(row["recall_95"]),
         _percent(row["ceiling"]),
         _percent(row["share"]),
-        _interval(row["share_95"]),
+        interval(row["share_95"]),
         f"{row['lost']} / {row['gained']}",
         f"{row['p']:.2g}",
         _percent(row["visible"]),
@@ -78,7 +78,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
-def _interval(edges: Sequence[float] | None) -> str:
+def interval(edges: Sequence[float] | None) -> str:
+    """The edges of a share in percent."""
     return "-" if edges is None else f"{100 * edges[0]:.1f} to {100 * edges[1]:.1f}"
 
 
@@ -111,7 +112,7 @@ def _ablations(rows: Sequence[Row]) -> str:
         (
             *(row["cell"], row["arm"], row["n"], row["sessions"], *_recalled(row)),
             *(*_recalled(row["plain"]), f"{row['lost']} / {row['gained']}", f"{row['p']:.2g}"),
-            f"{100 * row['more']:+.1f} ({_interval(row['more_95'])})",
+            f"{100 * row['more']:+.1f} ({interval(row['more_95'])})",
         )
         for row in rows
     ]
@@ -119,7 +120,7 @@ def _ablations(rows: Sequence[Row]) -> str:
 
 
 def _recalled(row: Row) -> tuple[str, str, str]:
-    return _percent(row["recall"]), _interval(row["recall_95"]), _percent(row["visible"])
+    return _percent(row["recall"]), interval(row["recall_95"]), _percent(row["visible"])
 
 
 def _depths(rows: Sequence[Row]) -> str:

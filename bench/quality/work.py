@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 import threading
 import time
@@ -11,10 +13,54 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bench.driver import MODEL, SERVER, option
 from bench.quality import drive
-from bench.quality.journal import Journal
+from bench.quality.journal import Journal, Record, chosen, fingerprint
 from bench.quality.plan import Batch, Unit
+from bench.quality.sessions import REPORTING, TUNING
 from bench.quality.stack import read, stack
+from evoke_proxy.models import bundled_model
+from evoke_proxy.server_build import ensure_server
+
+# The options of every bench that runs sessions under arms.
+OPTIONS = (
+    SERVER,
+    MODEL,
+    option("--tuning", False, "sessions that may be tuned on"),
+    option("--seed", 0, "other sessions of the same kind"),
+    option("--cells", help="only these, separated by commas"),
+    option("--lanes", max(1, (os.cpu_count() or 2) // 2), "servers at once"),
+    option("--minutes", help="stop after so many, to be resumed", type=float),
+    option("--show", False, "run nothing, report what is there"),
+    option("--journal", help="the file of finished sessions (out/bench/NAME.jsonl)", type=Path),
+)
+
+
+def first_seed(args: argparse.Namespace) -> int:
+    """Return the seed of the sessions for tuning, or of those for reporting."""
+    return (TUNING if args.tuning else REPORTING).start + int(args.seed)
+
+
+def recorded(
+    args: argparse.Namespace, name: str, todo: Sequence[Batch], run: Sequence[Batch] | None = None
+) -> Sequence[Record]:
+    """Run what the journal lacks, and return the records of all that is to do.
+
+    `run` are the batches to run now, where they are not all. RuntimeError when there is no record.
+    """
+    server, model = args.server or ensure_server(), args.model or bundled_model()
+    path = args.journal or Path(f"out/bench/{name}.jsonl")
+    journal = Journal(path, fingerprint(model, server))
+    if not args.show:
+        deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+        work = Work(server, model, journal, path.parent / f"{name}-logs", deadline)
+        work.run(todo if run is None else run, args.lanes)
+    keys = [unit.key for batch in todo for unit in batch.units]
+    found = chosen(journal.records(), keys)
+    if not found:
+        raise RuntimeError("nothing has been run with this model, server and proxy")
+    print(f"{len(found)} of {len(keys)} sessions x arms", file=sys.stderr)
+    return found
 
 
 class Progress:

@@ -19,30 +19,41 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`.
 The conversation is a turn of its own before the question. The decision code runs in this process;
 with `--server` the proxy and the patched server run, with the settings that a request can ask for.
-`--agree` runs the default in both forms on the same cases.
+Parts besides `all`: `factorial` measures what each signal of the ranking is worth
+(`bench/evidence/factorial.py`), `agree` runs the default in both forms.
 
-The bench fails when the default misses a bar (`bench/tasks/score.py`) or a criterion of
-`bench/criteria.py` in a cell: a kind of task, or all, at one length and budget. Intervals draw
-whole templates.
-
-`--factorial` measures what each signal of the ranking is worth (`bench/evidence/factorial.py`).
+*Against* the fills, other settings of the proxy, no eviction. *Fails* when the default misses a bar
+(`bench/tasks/score.py`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at
+one length and budget; intervals draw whole templates; or when both forms differ (`agree`).
 
 The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
 are of `reporting`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from bench import criteria, record
-from bench.engines import SETTINGS, Engine, InProcess, Setting, Spans, engine, history_of
+from bench import charts, criteria, record
+from bench.driver import Bench, Report, Row, option, run_parts
+from bench.engines import (
+    OPTIONS,
+    SETTINGS,
+    Engine,
+    InProcess,
+    Setting,
+    Spans,
+    engine,
+    history_of,
+    settings_of,
+    shares_of,
+)
 from bench.evidence import factorial
-from bench.fills import Rankings
-from bench.tasks import plot, score
+from bench.fills import FILLS, Rankings
+from bench.tasks import score
 from bench.tasks.cases import Case, cases, kinds
 from bench.tasks.templates import TEMPLATES
 
@@ -51,13 +62,6 @@ _COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messa
 _COUNTS = {4000: 40, 32000: 16}
 _FEWEST = 6
 NO_EVICTION = Setting(score.CEILING)
-_EXAMPLES = """examples:
-  python -m bench.tasks --split tuning --lengths 4000 --shares 8
-  python -m bench.tasks --split tuning --kinds multi-value --lengths 4000 --shares 8 --misses 3
-  python -m bench.tasks --server --count 2 --lengths 4000 --shares 8 --arms default
-  python -m bench.tasks --split tuning --agree --count 1 --lengths 4000 --shares 8
-  python -m bench.tasks --out bench/results/tasks.json
-"""
 
 
 def measure(made: Engine, case: Case, shares: Sequence[int], arms: Sequence[str]) -> Iterator[Any]:
@@ -121,129 +125,119 @@ def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
             yield from (f"  {message['role']:<9}{message['content']}" for message in case.asked)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write JSON and SVG; 1 when a bar or a criterion is missed."""
-    args = _parser().parse_args(argv)
-    lengths, shares = (
-        [int(part) for part in text.split(",")] for text in (args.lengths, args.shares)
-    )
-    chosen = [kind for kind in kinds(args.split) if not args.kinds or kind in args.kinds.split(",")]
-    arms = [arm for arm in score.ARMS if arm in args.arms.split(",")]
-    left_out = {
-        setting.arm
-        for setting in SETTINGS
-        if (setting.embedder == "encoder" and not args.embedder)
-        or (args.server and not setting.on_servers)
-    }
-    arms = [arm for arm in arms if arm not in left_out]
-    if args.agree:
-        differences = differing(args.split, lengths[0], shares, args.count or 1)
-        print("\n".join(differences) or "both forms agree")
-        return int(bool(differences))
-    if args.factorial:
-        return _factorial(args, chosen, shares)
-    rows: list[dict[str, Any]] = []
-    for length in lengths:
-        count = args.count or _COUNTS.get(length, _FEWEST)
+def chosen(args: argparse.Namespace, length: int) -> Iterator[Case]:
+    """Yield the cases of a length that were asked for."""
+    count = args.count or _COUNTS.get(length, _FEWEST)
+    for kind in kinds(args.split):
+        if not args.kinds or kind in args.kinds.split(","):
+            yield from cases(args.split, kind, length, count)
+
+
+def lengths_of(args: argparse.Namespace) -> list[int]:
+    """Return the lengths of conversations that were asked for."""
+    return [int(part) for part in args.lengths.split(",")]
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of all arms."""
+    measured = [score.CEILING, *FILLS, *(setting.arm for setting in settings_of(args))]
+    asked = args.arms.split(",") if args.arms else score.ARMS
+    arms = [arm for arm in score.ARMS if arm in measured and arm in asked]
+    for length in lengths_of(args):
         with engine(args.server, length, args.embedder) as made:
-            for kind in chosen:
-                began = time.monotonic()
-                for case in cases(args.split, kind, length, count):
-                    rows += measure(made, case, shares, arms)
-                took = time.monotonic() - began
-                print(f"{kind}, {length} tokens: {took:.0f} s", file=sys.stderr, flush=True)
-    found = score.cells(rows)
-    print(record.table([cell for cell in found if cell["arm"] == "default"], _COLUMNS))
-    for line in misses(rows, args.misses):
-        print(line)
-    summary = {"split": args.split, **score.summarise(rows)}
-    print(record.table(summary["verdicts"], criteria.VERDICT_COLUMNS))
-    picture = _picture(summary, args.split)
-    record.tell("tasks", found, summary, args.out, picture)
-    print(f"missed: {len(summary['missed'])}")
-    return int(bool(summary["missed"]))
+            for case in chosen(args, length):
+                yield from measure(made, case, shares_of(args), arms)
+                print(case.id, file=sys.stderr, flush=True)
 
 
-def _factorial(args: Any, kinds_chosen: Sequence[str], shares: Sequence[int]) -> int:
-    length = int(args.lengths.split(",")[0])
-    count = args.count or _FEWEST
-    rows: list[dict[str, Any]] = []
-    for number, signals in enumerate(factorial.combinations(), 1):
-        with factorial.only(signals) as setting:
-            made = InProcess()
-            for kind in kinds_chosen:
-                for case in cases(args.split, kind, length, count):
-                    rows += (
-                        {**row, "signals": signals, "conversation": f"{kind} {case.scene}"}
-                        for row in measure_settings(made, case, shares, (setting,))
-                    )
-        factorial.tell_progress(number)
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report percentages, differences and verdicts; bars and criteria are missed alike."""
+    summary, found = {"split": args.split, **score.summarise(rows)}, score.cells(rows)
+    default = [cell for cell in found if cell["arm"] == "default"]
+    said = [record.table(default, _COLUMNS), *misses(rows, args.misses)]
+    said.append(record.table(summary["verdicts"], criteria.VERDICT_COLUMNS))
+    whole = summary["whole"].get("4000", {}).get("1/8", {})
+    title = f"All needed messages in the cache, % of cases: 4,000 tokens, 1/8, split {args.split}"
+    picture = charts.bars(title, whole, score.BARS, score.COLOURS)
+    return Report(summary, summary["missed"], rows=found, picture=picture, said="\n".join(said))
+
+
+def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of the default with each combination of signals, of the first length."""
+    drawn = list(chosen(args, lengths_of(args)[0]))
+
+    def of(made: InProcess, setting: Setting) -> Iterator[Row]:
+        for case in drawn:
+            for row in measure_settings(made, case, shares_of(args), (setting,)):
+                yield {**row, "conversation": f"{case.kind} {case.scene}"}
+
+    yield from factorial.measured(of)
+
+
+def of_factorial(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the effect of each signal by share and kind."""
+    names = [*dict.fromkeys(row["kind"] for row in rows), "all kinds"]
     summary = {
         f"1/{share}": {
             kind: factorial.effects(
                 [r for r in rows if r["share"] == share and kind in (r["kind"], "all kinds")]
             )
-            for kind in (*kinds_chosen, "all kinds")
+            for kind in names
         }
-        for share in shares
+        for share in shares_of(args)
     }
-    found = score.cells(rows)
-    out = args.out or Path("out/bench/tasks_factorial.json")
-    record.tell("tasks", found, {"split": args.split, **summary}, out)
-    return 0
+    return Report({"split": args.split, **summary}, rows=score.cells(rows))
 
 
-def differing(split: str, length: int, shares: Sequence[int], count: int) -> list[str]:
-    """Return the cases on which the form in this process and that on servers differ."""
+def both_forms(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield each case of the first length under the default, in this process and on servers."""
+    length = lengths_of(args)[0]
+    yield from compared(list(chosen(args, length)), length, shares_of(args))
+
+
+def compared(drawn: Sequence[Case], length: int, shares: Sequence[int]) -> Iterator[Row]:
+    """Yield the share of the needed messages of cases, in this process and on servers."""
     fast = InProcess()
-    said = []
     with engine(True, length) as real:
-        for kind in kinds(split):
-            for case in cases(split, kind, length, count):
-                pairs = zip(
-                    measure(fast, case, shares, ("default",)),
-                    measure(real, case, shares, ("default",)),
-                    strict=True,
-                )
-                for quick, slow in pairs:
-                    if (quick["tokens"], quick["messages"]) != (slow["tokens"], slow["messages"]):
-                        said.append(
-                            f"{case.id} at 1/{quick['share']}: {quick['messages']} of the messages"
-                            f" in this process, {slow['messages']} on servers"
-                        )
-    return said
+        for case in drawn:
+            forms = (measure(made, case, shares, ("default",)) for made in (fast, real))
+            for quick, slow in zip(*forms, strict=True):
+                pair = [(row["tokens"], row["messages"]) for row in (quick, slow)]
+                named = {"case": case.id, "share": quick["share"]}
+                yield {**named, "in_process": pair[0], "on_servers": pair[1]}
 
 
-def _picture(summary: dict[str, Any], split: str) -> str:
-    whole = summary["whole"].get("4000", {}).get("1/8", {})
-    title = f"All needed messages in the cache, % of cases: 4,000 tokens, 1/8, split {split}"
-    return plot.bars(title, whole, score.BARS)
+def differing(rows: Sequence[Row]) -> list[str]:
+    """Return the cases on which both forms differ, in words."""
+    return [
+        f"{r['case']} at 1/{r['share']}: {r['in_process']} in this process, {r['on_servers']} on"
+        " servers"
+        for r in rows
+        if r["in_process"] != r["on_servers"]
+    ]
 
 
-def _parser() -> Any:
-    parser = record.command("tasks", __doc__, _EXAMPLES)
-    parser.add_argument("--split", choices=TEMPLATES, default="reporting", help="(reporting)")
-    parser.add_argument("--kinds", default="", help="separated by commas (all)")
-    parser.add_argument(
-        "--lengths", default="4000,32000,128000", help="of conversations, in tokens"
-    )
-    parser.add_argument("--shares", default="4,8,16", help="budgets, as 1/share of a conversation")
-    parser.add_argument("--arms", default=",".join(score.ARMS), help="separated by commas (all)")
-    parser.add_argument("--embedder", type=Path, help="directory of an encoder: more arms")
-    parser.add_argument("--count", type=int, default=0, help="cases of a kind (40, 16, 6)")
-    parser.add_argument(
-        "--misses", type=int, default=0, help="print so many missed cases of a kind"
-    )
-    parser.add_argument(
-        "--server", action="store_true", help="real servers instead of this process"
-    )
-    parser.add_argument(
-        "--factorial", action="store_true", help="what each signal is worth, first length"
-    )
-    parser.add_argument("--agree", action="store_true", help="compare both forms, first length")
-    parser.add_argument("--out", type=Path, help="the JSON file (out/bench/tasks.json)")
-    return parser
-
+_OPTIONS = (
+    option("--split", "reporting", choices=TEMPLATES),
+    option("--kinds", "", "separated by commas (all)"),
+    option("--lengths", "4000,32000,128000", "of conversations, in tokens"),
+    option("--count", 0, "cases of a kind (40, 16, 6 by length)"),
+    *OPTIONS,
+)
+PARTS = {
+    "all": Bench(
+        "tasks", __doc__, "--split tuning --lengths 4000 --shares 8", rows_of, report, (), _OPTIONS
+    ),
+    "factorial": Bench(
+        "tasks factorial", __doc__, "--split tuning --lengths 4000 --shares 8 --count 6",
+        factorial_rows, of_factorial, (), _OPTIONS,
+    ),
+    "agree": Bench(
+        "tasks agree", __doc__, "--split tuning --count 1 --lengths 4000 --shares 8", both_forms,
+        lambda _, rows: Report({"cases": len(rows)}, differing(rows)),
+        ("case", "share", "in_process", "on_servers"), _OPTIONS,
+    ),
+}  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, ["all"]))

@@ -29,6 +29,13 @@ BARS: Mapping[str, float] = {
     "one-fact inference": 60,
     "standing instructions": 98,
 }
+# The arms that the picture has, with their colours.
+COLOURS: Mapping[str, str] = {
+    "default": "#1b6e3c",
+    "bm25": "#0b6aa8",
+    "newest": "#b35900",
+    "oracle": "#7a7a7a",
+}
 _BAR_SHARE, _SHORT = 8, ("multi-value", "multi-query 4", "multi-query 12")
 _BAR_LENGTHS = (4000, 32000)
 Row = Mapping[str, Any]

@@ -10,7 +10,7 @@ import pytest
 
 from bench.engines import DEFAULT, SETTINGS, InProcess, Message, Ranges, Session, history_of
 from bench.fills import Rankings
-from bench.tasks import plot, score
+from bench.tasks import score
 from bench.tasks.__main__ import measure
 from bench.tasks.cases import SYSTEM, Case, cases, kinds, tokens_of
 from bench.tasks.templates import QUERIES, SPLITS, Templates, pools_in, read
@@ -179,14 +179,6 @@ def test_the_summary_has_percentages_differences_and_missed_bars() -> None:
     assert ("4000 1/8 all kinds", "best single fill") in cells
     cell = next(c for c in score.cells(rows) if c["arm"] == "default")
     assert (cell["cases"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
-
-
-def test_the_plot_has_a_bar_for_each_kind_and_arm() -> None:
-    whole = {"default": {"a": 40.0, "b": 100.0}, "bm25": {"a": 10.0, "b": 0.0}}
-    svg = plot.bars("title", whole, {"a": 60})
-    assert svg.count('height="8"') == 4
-    assert svg.count('stroke="#b3261e"') == 1
-    assert plot.bars("title", {}, {}) == ""
 
 
 def test_every_arm_of_a_case_is_measured_in_one_process() -> None:

@@ -1,0 +1,167 @@
+"""Draws charts as plain SVG: lines over two axes, and groups of horizontal bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _HEIGHT = 760, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50
+_COLOURS = ("#1b6e3c", "#b35900", "#0b6aa8", "#b3261e", "#5b3fa0", "#7a7a7a",
+            "#9a7d0a", "#c2185b", "#00838f", "#6d4c41", "#3949ab", "#000000")  # fmt: skip
+_GREY, _WANTED = "#dddddd", "#b3261e"
+_TICKS = 5
+# Sizes of bars, and the margins of their chart.
+_BAR, _GAP, _BARS_LEFT, _BARS_RIGHT, _BARS_TOP = 9, 10, 190, 60, 60
+
+# (x, y), or (x, y, least, most) with an interval of y.
+Points = Sequence[tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Where on [first, last] pixels a value between least and most is."""
+
+    least: float
+    most: float
+    first: float
+    last: float
+    log: bool
+
+    def at(self, value: float) -> float:
+        share = (self._flat(value) - self._flat(self.least)) / (
+            self._flat(self.most) - self._flat(self.least)
+        )
+        return self.first + share * (self.last - self.first)
+
+    def ticks(self) -> list[float]:
+        if not self.log:
+            return [self.least + (self.most - self.least) * i / _TICKS for i in range(_TICKS + 1)]
+        powers = range(round(math.log10(self.least)), round(math.log10(self.most)) + 1)
+        return [10.0**power for power in powers]
+
+    def _flat(self, value: float) -> float:
+        return math.log10(value) if self.log else value
+
+
+def chart(
+    title: str, x_name: str, y_name: str, lines: Mapping[str, Points], *, log: bool = False
+) -> str:
+    """One line a name; "" without points. With `log` both axes are, and all values above 0.
+
+    Lines with intervals are drawn a little beside each other, so that none hides another.
+    """
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        return ""
+    xs, ys = ([point[i] for point in points] for i in (0, 1))
+    across = _Axis(*_edges(xs, log), _LEFT, _WIDTH - _RIGHT, log)
+    up = _Axis(*_edges(ys, log), _HEIGHT - _BOTTOM, _TOP, log)
+    below = _HEIGHT - _BOTTOM
+    parts = [_grid(up.at(tick), _named(tick)) for tick in up.ticks()]
+    parts += [
+        _text(across.at(tick), below + 18, _named(tick), "middle", 11) for tick in across.ticks()
+    ]
+    parts += [_text((_LEFT + _WIDTH - _RIGHT) / 2, below + 38, x_name, "middle", 12)]
+    parts += [_text(_LEFT, _TOP - 6, y_name, "end", 11)]
+    for number, (name, line) in enumerate(lines.items()):
+        aside = 5 * (number - len(lines) // 2) if len(line[0]) > 2 else 0
+        spots = [(across.at(x) + aside, *(up.at(y) for y in ys)) for x, *ys in line]
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts.append(_line(spots, colour))
+        parts.append(_key(_WIDTH - _RIGHT + 16, _TOP + 18 * number + 1, name, colour))
+    return _svg(title, _HEIGHT, _LEFT, parts)
+
+
+def bars(
+    title: str,
+    whole: Mapping[str, Mapping[str, float]],
+    wanted: Mapping[str, float],
+    colours: Mapping[str, str],
+) -> str:
+    """Return one group of bars for each kind: `whole` has percentages by arm and kind.
+
+    A vertical stroke marks the percentage that is `wanted` of a kind. `colours` are those of the
+    arms that are drawn, in order. "" when nothing was measured.
+    """
+    arms = [arm for arm in colours if arm in whole]
+    if not arms:
+        return ""
+    kinds = list(dict.fromkeys(kind for arm in arms for kind in whole[arm]))
+    group = len(arms) * _BAR + _GAP
+    height = _BARS_TOP + group * len(kinds) + 30
+    across = _Axis(0.0, 100.0, _BARS_LEFT, _WIDTH - _BARS_RIGHT, False)
+    names = {arm: colours[arm] for arm in arms} | ({"wanted": _WANTED} if wanted else {})
+    step = min(100, (_WIDTH - _BARS_LEFT) // len(names))
+    parts = [
+        _key(_BARS_LEFT + step * at, 34, arm, colour)
+        for at, (arm, colour) in enumerate(names.items())
+    ]
+    for percent in range(0, 101, 25):
+        x = across.at(percent)
+        parts.append(f'<path d="M{x:.1f} {_BARS_TOP - 6}V{height - 28}" stroke="{_GREY}"/>')
+        parts.append(_text(x, height - 12, f"{percent} %", "middle", 11))
+    for at, kind in enumerate(kinds):
+        top = _BARS_TOP + group * at
+        parts.append(_text(_BARS_LEFT - 8, top + (group - _GAP) / 2 + 4, kind, "end", 12))
+        for number, arm in enumerate(arms):
+            if kind in whole[arm]:
+                y, x = top + number * _BAR, across.at(whole[arm][kind])
+                size = f'width="{x - _BARS_LEFT:.1f}" height="{_BAR - 1}"'
+                parts.append(f'<rect x="{_BARS_LEFT}" y="{y}" {size} fill="{colours[arm]}"/>')
+                parts.append(_text(x + 4, y + _BAR - 1, f"{whole[arm][kind]:.0f}", "start", 8))
+        if kind in wanted:
+            x, below = across.at(wanted[kind]), top + group - _GAP
+            parts.append(f'<path d="M{x:.1f} {top - 2}V{below + 2}" stroke="{_WANTED}"/>')
+    return _svg(title, height, _BARS_LEFT, parts)
+
+
+def _edges(values: Sequence[float], log: bool) -> tuple[float, float]:
+    if log:
+        least, most = (math.log10(value) for value in (min(values), max(values)))
+        return 10.0 ** math.floor(least), 10.0 ** max(math.ceil(most), math.floor(least) + 1)
+    return 0.0, max(*values, 1e-9) if len(values) > 1 else max(values[0], 1e-9)
+
+
+def _named(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:g}"
+
+
+def _grid(y: float, name: str) -> str:
+    line = f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GREY}"/>'
+    return line + _text(_LEFT - 8, y + 4, name, "end", 11)
+
+
+def _line(spots: Points, colour: str) -> str:
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in spots)
+    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    for x, y, *interval in spots if len(spots) <= 12 else ():
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
+        if interval:
+            parts.append(
+                f'<path d="M{x:.1f} {interval[0]:.1f}V{interval[1]:.1f}" stroke="{colour}"/>'
+            )
+    return "".join(parts)
+
+
+def _key(x: float, y: float, name: str, colour: str) -> str:
+    box = f'<rect x="{x}" y="{y}" width="10" height="10" fill="{colour}"/>'
+    return box + _text(x + 15, y + 9, name, "start", 11)
+
+
+def _svg(title: str, height: float, left: float, parts: Sequence[str]) -> str:
+    inside = "\n".join([_text(left, 22, title, "start", 14), *parts])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}"'
+        f' font-family="sans-serif"><title>{escape(title)}</title>\n'
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>\n{inside}\n</svg>\n'
+    )
+
+
+def _text(x: float, y: float, said: str, anchor: str, size: int) -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">'
+        f"{escape(said)}</text>"
+    )
