@@ -11,8 +11,9 @@ import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 
 from evoke_proxy.core.model.block_table import BlockTable
@@ -39,6 +40,93 @@ _BLOCK_FIELDS = (
     "preferred",
     "priority",
 )
+
+
+# Numbers of tokens, turns, messages and slots: numpy computes with 64 bits.
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_Pair = tuple[_Count, _Count]
+
+
+class _BlockValue(TypedDict):
+    """The types of a block's values; see _BLOCK_FIELDS."""
+
+    display_name: str
+    label: str
+    start: _Count
+    end: _Count
+    role: str
+    turn: _Count
+    message: _Count
+    text: str
+    aliases: list[str]
+    pinned: bool
+    preferred: bool
+    priority: float
+
+
+class _HintValue(TypedDict):
+    text: str
+    source: str
+    weak: bool
+
+
+class _EdgesValue(TypedDict):
+    head: _Count
+    last_user_end: _Count
+    n_users: _Count
+
+
+class _SlotValue(TypedDict):
+    id: _Count
+    epoch: _Count
+    server: str
+
+
+class _RangeValue(TypedDict):
+    label: str
+    span: _Pair
+
+
+class _TaskValue(TypedDict):
+    focus: str | None
+    begins: _Count
+
+
+class _MarkValue(TypedDict):
+    turn: _Count
+    pinned: bool
+    priority: float
+
+
+class _OverridesValue(TypedDict):
+    pinned: bool
+    own_budget: bool
+    budget: _Count | None
+    pins: list[_Pair]
+
+
+class _RecordValue(TypedDict):
+    """The types of the values of a record: it may come from another machine."""
+
+    id: str
+    tenant: str
+    turns: _Count
+    hint: _HintValue | None
+    edges: _EdgesValue
+    slot: _SlotValue
+    tokens: str
+    generation: _Count
+    copied: list[bool]
+    ranges: list[_RangeValue]
+    stale: list[str]
+    resident: list[_Pair]
+    task: _TaskValue
+    marks: list[_MarkValue]
+    recovered: dict[str, _Count]
+    overrides: _OverridesValue
+    block_fields: list[str]
+    blocks: list[list[Any]]
+    past: NotRequired[list[list[Any]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,7 +245,14 @@ def decode(data: bytes) -> SessionRecord:
         elif version != _VERSION:
             raise ValueError(f"records of version {version} are not supported")
         return _record_of(value)
-    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        msgspec.ValidationError,
+    ) as error:
         raise ValueError(f"a record does not have the expected form: {error!r}") from error
 
 
@@ -180,12 +275,18 @@ def _value_of(data: bytes) -> Any:
 
 
 def _record_of(value: Mapping[str, Any]) -> SessionRecord:
-    """Return the record of a value of version 2; raises KeyError, TypeError or ValueError."""
+    """Return the record of a value of version 2.
+
+    Raises KeyError, TypeError, ValueError or ValidationError.
+    """
+    value = msgspec.convert(value, _RecordValue)
     fields = value["block_fields"]
     blocks, past = (
         BlockTable(_block_of(dict(zip(fields, row, strict=True))) for row in rows)
         for rows in (value["blocks"], value.get("past", ()))
     )
+    if len(value["copied"]) != len(blocks) or (blocks.starts[1:] < blocks.ends[:-1]).any():
+        raise ValueError("the blocks contradict each other")
     layout = Layout(
         session=value["id"],
         tokens=np.frombuffer(base64.b64decode(value["tokens"]), "<i4").astype(np.int32),
@@ -286,7 +387,8 @@ def _block_row(block: Block) -> list[Any]:
     ]
 
 
-def _block_of(row: Mapping[str, Any]) -> Block:
+def _block_of(values: Mapping[str, Any]) -> Block:
+    row = msgspec.convert(values, _BlockValue)
     return Block(
         display_name=row["display_name"],
         label=row["label"],

@@ -112,6 +112,38 @@ def test_a_malformed_record_is_refused(change: dict[str, object]) -> None:
         decode(b"no record")
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("id",), []),
+        (("tenant",), {}),
+        (("turns",), "x"),
+        (("hint", "text"), []),
+        (("edges", "head"), None),
+        (("slot", "id"), []),
+        (("ranges", 0, "label"), {}),
+        (("recovered",), None),
+        (("overrides", "budget"), "x"),
+        (("blocks",), []),
+        (("blocks", 0, 1), []),
+        (("blocks", 1, 2), 3),
+        (("blocks", 0, 6), -1),
+        (("marks", 0, "turn"), 2**70),
+    ],
+)
+def test_a_record_with_a_value_of_another_type_is_refused(
+    place: tuple[str | int, ...], value: object
+) -> None:
+    """A record may come from another machine: its values must not fail in a later turn."""
+    record = json.loads(encode(session_record(Hint("chat", "evoke_session"))))
+    inside = record
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    with pytest.raises(ValueError, match="record"):
+        decode(json.dumps(record).encode())
+
+
 _VALUES = st.sampled_from(
     [None, True, -1, 0, 2**63, 2**70, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], [None]]
 )
