@@ -4,7 +4,7 @@ make release                  the proxy
 make release ARGS=--server    the wheel with llama-server as well, which takes 10 minutes and more
 
 The wheel is installed in empty environments, by `uv tool install` and by `pipx install`, and run
-there. A release needs a version with a dated section in CHANGELOG.md.
+there. A release needs a version with a dated section in CHANGELOG.md, and an empty [Unreleased].
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import urllib.request
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +94,14 @@ def main() -> int:
 
 
 def check_version() -> str:
-    """Return the version; raises ReleaseError without a dated section in the changelog."""
+    """Return the version; raises ReleaseError unless the changelog is complete.
+
+    It needs a dated section of the version, and nothing may be left in [Unreleased].
+    """
     text = (ROOT / "evoke_proxy/__init__.py").read_text("utf-8")
     version = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)[0]
-    problem = changelog_problem((ROOT / "CHANGELOG.md").read_text("utf-8"), version)
+    changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    problem = changelog_problem(changelog, version) or unreleased_problem(changelog)
     if problem:
         raise ReleaseError(problem)
     return str(version)
@@ -116,6 +121,15 @@ def changelog_problem(text: str, version: str) -> str:
         return f"CHANGELOG.md: the section [{version}] has no date"
     if [name for name, _ in sections][1] != version:
         return f"CHANGELOG.md: [{version}] is not the latest version in it"
+    return ""
+
+
+def unreleased_problem(text: str) -> str:
+    """Say that a changelog lists changes that no version has; "" if it does not."""
+    _, _, rest = text.partition("\n## [Unreleased]\n")
+    listed, _, _ = rest.partition("\n## [")
+    if listed.strip():
+        return "CHANGELOG.md: move what [Unreleased] lists to the section of the version"
     return ""
 
 
@@ -142,10 +156,10 @@ def check_wheel(wheel: Path) -> None:
 
 def build_server_wheel(version: str) -> Path:
     """Compile llama-server for every x86-64 CPU, and return the wheel with it."""
-    _run(sys.executable, str(ROOT / "release/build_server.py"))
     text = (ROOT / "release/server/pyproject.toml").read_text("utf-8")
     if f'version = "{version}"' not in text:
         raise ReleaseError(f"release/server/pyproject.toml: its version is not {version}")
+    _run(sys.executable, str(ROOT / "release/build_server.py"))
     return build(ROOT / "release/server", "wheel")
 
 
@@ -188,12 +202,26 @@ def run_installed(program: Path, version: str, has_server: bool) -> None:
             words = ["up", "-m", str(model), "--state", f"{empty}/state"]
         words += ["--listen", f"127.0.0.1:{port}", "--admin-listen", f"127.0.0.1:{admin}"]
         process = subprocess.Popen([program, *words], env=env, cwd=empty)
-        try:
+        with _ending(process):
             _await_answers(process, port, admin, has_server)
-        finally:
-            process.terminate()
-            if process.wait(60) != 0:
-                raise ReleaseError("the installed program does not end with exit code 0")
+
+
+@contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Terminate a process at the end; raises ReleaseError when it does not end with 0 then.
+
+    An error of the block is passed on, and the process is killed.
+    """
+    try:
+        yield
+        process.terminate()
+        if process.wait(60) != 0:
+            raise ReleaseError("the installed program does not end with exit code 0")
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseError("the installed program does not end within 60 s") from error
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _await_answers(process: subprocess.Popen[bytes], port: int, admin: int, chats: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -52,6 +53,26 @@ def test_what_a_changelog_lacks_is_named(old: str, new: str, problem: str) -> No
     found = make.changelog_problem(GOOD.replace(old, new) if old else GOOD, "1.2.3")
     assert problem in found and bool(problem) is bool(found)
     assert "no version of the form" in make.changelog_problem(GOOD, "1.2.3rc1")
+
+
+def test_changes_that_no_version_has_are_not_released() -> None:
+    assert make.unreleased_problem(GOOD) == ""
+    listed = GOOD.replace("[Unreleased]\n", "[Unreleased]\n\n### Fixed\n\n- A fault.\n")
+    assert "what [Unreleased] lists" in make.unreleased_problem(listed)
+
+
+def test_a_program_that_does_not_serve_is_named_and_none_is_left() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(make.ReleaseError, match="does not serve"), make._ending(dead):
+        dead.wait()
+        make._await_answers(dead, make._free_port(), 0, False)
+    deaf = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(ValueError, match="wrong"), make._ending(deaf):
+        raise ValueError("wrong")
+    assert deaf.poll() is not None
+    failing = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(make.ReleaseError, match="exit code 0"), make._ending(failing):
+        pass  # Python ends with -15
 
 
 @pytest.mark.parametrize(
