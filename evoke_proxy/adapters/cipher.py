@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,21 +63,10 @@ class EncryptedFormat(DiskFormat):
         return data
 
     def encode_file(self, source: str, target: str, aad: bytes) -> bool:
-        """Encrypt a file to `target`, readable only by its owner, and flush that to disk.
-
-        Returns True: `target` was written. Raises SnapshotUnusable or OSError when it cannot be
-        written, for example to a full disk.
-        """
-        with open(source, "rb") as plain, _created(target) as out:
-            try:
-                with self._files.new_encrypting_stream(out, aad) as stream:
-                    while piece := plain.read(_SEGMENT_BYTES):
-                        stream.write(piece)
-            except self._error as error:  # Tink turns an OSError of `out` into an error of its own
-                reason = str(error).partition("\n")[0]
-                raise SnapshotUnusable("disk", f"{Path(source).name}: {reason}") from error
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())
+        """Encrypt a file to `target`, see `encrypting`; returns True: `target` was written."""
+        with open(source, "rb") as plain, self.encrypting(target, aad) as stream:
+            while piece := plain.read(_SEGMENT_BYTES):
+                stream.write(piece)
         return True
 
     def decode_file(self, source: str, target: str, aad: bytes) -> bool:
@@ -84,15 +75,43 @@ class EncryptedFormat(DiskFormat):
         Raises SnapshotUnusable (`key`) when the file is incomplete or has changed, or was written
         with another key or `aad`.
         """
-        with open(source, "rb") as stored, _created(target) as out:
+        with self.decrypting(source, aad) as stream, _created(target) as out:
+            while piece := stream.read(_SEGMENT_BYTES):
+                out.write(piece)
+        return True
+
+    @contextmanager
+    def encrypting(self, target: str, aad: bytes) -> Iterator[BinaryIO]:
+        """Yield a stream to write: `target` gets its content encrypted, and is flushed to disk.
+
+        Only its owner can read `target`. The stream has no position. Raises SnapshotUnusable or
+        OSError when it cannot be written, for example to a full disk.
+        """
+        with _created(target) as out:
+            try:
+                with self._files.new_encrypting_stream(out, aad) as stream:
+                    yield stream
+            except self._error as error:  # Tink turns an OSError of `out` into an error of its own
+                reason = str(error).partition("\n")[0]
+                raise SnapshotUnusable("disk", f"{Path(target).name}: {reason}") from error
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def decrypting(self, source: str, aad: bytes) -> Iterator[BinaryIO]:
+        """Yield a stream to read the content of an encrypted file from.
+
+        What is read is what was written, and its end is the end: reading raises SnapshotUnusable
+        (`key`) when the file is incomplete or has changed, or was written with another key or
+        `aad`. The stream has no position.
+        """
+        with open(source, "rb") as stored:
             try:
                 with self._files.new_decrypting_stream(stored, aad) as stream:
-                    while piece := stream.read(_SEGMENT_BYTES):
-                        out.write(piece)
+                    yield stream
             except self._error as error:
                 reason = "it was written with another key, or has changed since"
                 raise SnapshotUnusable("key", f"{Path(source).name}: {reason}") from error
-        return True
 
 
 def _derived(key: bytes, purpose: bytes) -> bytes:

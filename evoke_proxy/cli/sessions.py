@@ -29,7 +29,7 @@ from evoke_proxy.core.snapshots.snapshots import (
 )
 from evoke_proxy.engine.storage.export import archive
 from evoke_proxy.engine.storage.session_archive import Imported, Origin, SessionArchives, unpacked
-from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository, disk_format
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository, encrypted_format
 from evoke_proxy.errors import ConfigError, EvokeError, SnapshotUnusable
 
 DESCRIPTION = """\
@@ -286,7 +286,7 @@ def _export_sealed(
             f"session {id} has no record: only sessions of a patched llama-server move to another"
             " machine, because snapshots belong to one model file"
         )
-    archives = _archives(repository, arguments)
+    archives = _archives(arguments)
     blocks = [
         block
         for block in block_files(archives.blocks)
@@ -304,7 +304,7 @@ def _export_sealed(
 
 def _import(repository: SnapshotRepository, config: Config, arguments: argparse.Namespace) -> int:
     """Add the session of an encrypted file."""
-    source, archives = Path(arguments.id), _archives(repository, arguments)
+    source, archives = Path(arguments.id), _archives(arguments)
     # Parts without their record are what an import has left that did not end.
     present = {record.session for record in repository.records() if not record.is_part}
     found = archives.read(source, asyncio.run(_model(config)), present)
@@ -323,9 +323,9 @@ def _import(repository: SnapshotRepository, config: Config, arguments: argparse.
     return 0
 
 
-def _archives(repository: SnapshotRepository, arguments: argparse.Namespace) -> SessionArchives:
-    encrypted = disk_format(arguments.key_file, "--key-file")
-    return SessionArchives(repository.files.directory, arguments.blocks, encrypted)
+def _archives(arguments: argparse.Namespace) -> SessionArchives:
+    encrypted = encrypted_format(arguments.key_file, "--key-file")
+    return SessionArchives(arguments.blocks, encrypted)
 
 
 async def _search_folder(config: Config, found: Imported, folder: Path) -> None:

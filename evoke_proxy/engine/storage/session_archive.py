@@ -14,9 +14,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-import uuid
 import zlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress
@@ -24,24 +22,25 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from evoke_proxy.adapters.block_files import BLOCK_FILE, BlockFile, read_head
+from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.snapshot_files import PART
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.session.codec import SessionRecord, decode
-from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 from evoke_proxy.regular_files import open_regular, sync_directory
 
 _AAD = b"evoke-proxy session 1"
 _VERSION = 1
 _MANIFEST = "manifest.json"
-# Limits of an archive: entries, bytes of a record or of a part, and of a record when unpacked.
+# Limits of an archive: entries, bytes of a record or of a part, and of a record when unpacked: that
+# of a conversation with several million tokens.
 _MAX_ENTRIES = 100_000
 _MAX_RECORD_BYTES = 64 << 20
-_MAX_UNPACKED_BYTES = 1 << 30
+_MAX_UNPACKED_BYTES = 128 << 20
 _MAX_MANIFEST_BYTES = 32 << 20
 # Most bytes of all entries that are no blocks, and of one read of the archive: headers of tar files
 # can have any size.
-_MAX_TEXT_BYTES = 1 << 30
+_MAX_TEXT_BYTES = 256 << 20
 _MAX_READ_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
 # The folder in the block folder where files are written before they are verified. A later import
@@ -85,18 +84,15 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class SessionArchives:
-    """Writes and reads archives.
+    """Writes and reads archives, which never exist unencrypted.
 
     Attributes:
-        directory: Where unencrypted archives exist meanwhile: the directory of snapshots, whose
-            leftovers are deleted at the next start of the proxy.
         blocks: The folder of llama-server's disk tier.
         format: Encrypts the archive.
     """
 
-    directory: Path
     blocks: Path
-    format: DiskFormat
+    format: EncryptedFormat
 
     def write(
         self, target: Path, origin: Origin, records: Sequence[Record], blocks: Sequence[BlockFile]
@@ -106,16 +102,13 @@ class SessionArchives:
         Raises OSError or SnapshotUnusable when a file cannot be read or written, and then leaves
         `target` as it was.
         """
-        plain, sealed = self._temporary(), target.with_name(f"{target.name}{PART}")
+        sealed = target.with_name(f"{target.name}{PART}")
         try:
-            with open_regular(plain, "wb") as out:
+            with self.format.encrypting(str(sealed), _AAD) as out:
                 _pack(out, origin, records, blocks)
-            if not self.format.encode_file(str(plain), str(sealed), _AAD):
-                raise ConfigError("a session is only moved encrypted: name a key with --key-file")
             sealed.replace(target)
             sync_directory(target.parent)
         finally:
-            plain.unlink(missing_ok=True)
             sealed.unlink(missing_ok=True)
 
     def read(self, source: Path, model: str, present: Collection[str]) -> Imported:
@@ -123,18 +116,18 @@ class SessionArchives:
 
         `model` is the digest of the model here, `present` are the sessions that exist here. Raises
         ConfigError when the archive is damaged, too large, of another key or model, or of a session
-        that exists, and then changes nothing.
+        that exists, and then adds nothing.
         """
-        plain = self._temporary()
         self._check_space(source)
+        for left in self.blocks.glob(f"{_INCOMING}*"):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
         try:
-            self.format.decode_file(str(source), str(plain), _AAD)
-            for left in self.blocks.glob(f"{_INCOMING}*"):
-                if left.is_dir() and not left.is_symlink():
-                    shutil.rmtree(left)
             with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self.blocks) as name:
-                with open_regular(plain) as file:
-                    origin, records = _unpack(file, Path(name), model)
+                with self.format.decrypting(str(source), _AAD) as plain:
+                    origin, records = _unpack(plain, Path(name), model)
+                    while plain.read(_COPY_BYTES):  # its end is authenticated, too
+                        pass
                 if origin.session in present:
                     raise ValueError(f"session {origin.session} exists here; delete it first")
                 incoming = sorted(Path(name).iterdir())
@@ -147,20 +140,15 @@ class SessionArchives:
             raise ConfigError(f"{source} cannot be decrypted: {error}") from error
         except (ValueError, tarfile.TarError) as error:
             raise ConfigError(f"{source} is not imported: {error}") from error
-        finally:
-            plain.unlink(missing_ok=True)
 
     def _check_space(self, source: Path) -> None:
-        """Raise ConfigError when the decrypted archive and its block files do not fit the disks."""
-        folders = (self.directory, self.blocks)
-        on_disk = Counter(folder.stat().st_dev for folder in folders)
-        for folder in folders:
-            needed = source.stat().st_size * on_disk[folder.stat().st_dev]
-            if needed > (free := shutil.disk_usage(folder).free):
-                raise ConfigError(
-                    f"{folder} has not enough free space for {source}: the import needs {needed}"
-                    f" bytes there, {free} are free"
-                )
+        """Raise ConfigError when the block files of an archive do not fit the disk."""
+        needed, free = source.stat().st_size, shutil.disk_usage(self.blocks).free
+        if needed > free:
+            raise ConfigError(
+                f"{self.blocks} has not enough free space for {source}: the import needs {needed}"
+                f" bytes there, {free} are free"
+            )
 
     def _publish(self, path: Path) -> bool:
         """Give a verified file its name; False when another file has it."""
@@ -169,9 +157,6 @@ class SessionArchives:
         except FileExistsError:
             return False
         return True
-
-    def _temporary(self) -> Path:
-        return self.directory / f"session-{uuid.uuid4().hex[:20]}{PART}"
 
 
 def _pack(
@@ -189,7 +174,7 @@ def _pack(
             {"name": name, "n_bytes": info.size, "sha256": hashed.sum.hexdigest()} | about
         )
 
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
         if len(records) + len(blocks) >= _MAX_ENTRIES:
             raise ConfigError(f"the session has {_MAX_ENTRIES} records and blocks or more")
         if any(len(record.packed) > _MAX_RECORD_BYTES for record in records):
@@ -211,7 +196,7 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
     found: dict[str, tuple[int, str]] = {}
     texts: dict[str, bytes] = {}
     n_text = 0
-    with tarfile.open(fileobj=cast(BinaryIO, _Limited(file)), mode="r:") as archive:
+    with tarfile.open(fileobj=cast(BinaryIO, _Forward(file)), mode="r:") as archive:
         for entry in archive:
             # A sparse entry has more bytes than the archive.
             is_plain = entry.type == tarfile.REGTYPE and not entry.issparse()
@@ -279,7 +264,7 @@ def _checked_names(path: Path, origin: Origin) -> Sequence[str]:
 
 
 def unpacked(record: Record) -> SessionRecord:
-    """Decode a record of at most 1 GiB; ValueError for other data."""
+    """Decode a record of at most 128 MiB when unpacked; ValueError for other data."""
     reader = zlib.decompressobj()
     try:
         data = reader.decompress(record.packed, _MAX_UNPACKED_BYTES)
@@ -290,22 +275,28 @@ def unpacked(record: Record) -> SessionRecord:
     return decode(data)
 
 
-class _Limited(io.RawIOBase):
-    """A file of which one read returns a limited number of bytes; ValueError for larger reads."""
+class _Forward(io.RawIOBase):
+    """A stream that is only read forwards; ValueError for a read of too many bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self._at = file, 0
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= _MAX_READ_BYTES:
             raise ValueError(f"a header has more than {_MAX_READ_BYTES} bytes")
-        return self._file.read(size)
+        data = self._file.read(size)
+        self._at += len(data)
+        return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
+        if whence != io.SEEK_SET or offset < self._at:
+            raise ValueError("an entry refers to an earlier one")
+        while self.read(min(offset - self._at, _COPY_BYTES)):
+            pass
+        return self._at
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._at
 
 
 class _Hashed(io.RawIOBase):

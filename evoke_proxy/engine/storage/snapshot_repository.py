@@ -36,14 +36,19 @@ _log = logging.getLogger(__name__)
 _KEY_SETTING = "snapshots.key_file"
 
 
-def disk_format(key_file: str, setting: str = _KEY_SETTING) -> DiskFormat:
+def disk_format(key_file: str) -> DiskFormat:
     """The format of files and rows: encrypted with the key in `key_file`, or plain when it is "".
 
-    `setting` is the setting or option that names the file, for errors. Raises ConfigError
-    when the file contains no key.
+    Raises ConfigError when the file contains no key.
     """
-    if not key_file:
-        return DiskFormat()
+    return encrypted_format(key_file, _KEY_SETTING) if key_file else DiskFormat()
+
+
+def encrypted_format(key_file: str, setting: str) -> EncryptedFormat:
+    """The format that encrypts with the key in a file; ConfigError when that contains no key.
+
+    `setting` is the setting or option that names the file, for errors.
+    """
     try:
         key = bytes.fromhex(read_token(Path(key_file), setting))
     except ValueError:

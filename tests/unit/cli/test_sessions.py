@@ -224,7 +224,7 @@ def test_an_import_that_was_ended_after_a_part_of_the_record_can_be_repeated(
     packed = zlib.compress(encode(SessionRecord(state, None, (0, 0, 0), 0, 1)))
     part = Record("cccc3333#7", "me", time.time(), b"vectors")
     records = [Record("cccc3333", "me", time.time(), packed), part]
-    archives = SessionArchives(tmp_path, blocks, EncryptedFormat(bytes.fromhex("1f" * 32)))
+    archives = SessionArchives(blocks, EncryptedFormat(bytes.fromhex("1f" * 32)))
     archives.write(source, Origin("cccc3333", "me", "model"), records, [])
     with open_repository(folder) as repository:
         repository.put_record(part)

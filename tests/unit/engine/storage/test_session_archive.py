@@ -41,9 +41,8 @@ def record(session: str = "s1", tenant: str = "team") -> Record:
 
 
 def machine(folder: Path, key: bytes = KEY) -> SessionArchives:
-    for name in ("index", "blocks"):
-        (folder / name).mkdir(parents=True)
-    return SessionArchives(folder / "index", folder / "blocks", EncryptedFormat(key))
+    (folder / "blocks").mkdir(parents=True)
+    return SessionArchives(folder / "blocks", EncryptedFormat(key))
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def archive(tmp_path: Path) -> Path:
         write_block_file(one.blocks, number, "team", {f"s1/{number}": "s1"})
     records = [record(), Record("s1#7", "team", 5.0, b"vectors")]
     one.write(target, ORIGIN, records, list(block_files(one.blocks)))
-    assert not list(one.directory.iterdir())
+    assert not list(tmp_path.glob("*.evoke-part"))
     return target
 
 
@@ -68,7 +67,7 @@ def test_everything_arrives_as_it_was(archive: Path, tmp_path: Path) -> None:
     ]
     for path in (tmp_path / "one" / "blocks").iterdir():
         assert (other.blocks / path.name).read_bytes() == path.read_bytes()
-    assert len(list(other.blocks.iterdir())) == 3 and not list(other.directory.iterdir())
+    assert len(list(other.blocks.iterdir())) == 3
 
 
 def test_a_block_that_exists_is_left_as_it_is(archive: Path, tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_another_model_a_session_that_exists_and_another_key_are_refused(
         other.read(archive, "model", {"s1"})
     with pytest.raises(ConfigError, match="cannot be decrypted"):
         machine(tmp_path / "three", bytes(32)).read(archive, "model", set())
-    assert not list(other.blocks.iterdir()) and not list(other.directory.iterdir())
+    assert not list(other.blocks.iterdir())
 
 
 def changed(source: Path, target: Path, change: Callable[[Entries], None]) -> Path:
@@ -179,7 +178,36 @@ def test_an_archive_that_is_not_as_it_was_written_is_refused(
     other = machine(tmp_path / "two")
     with pytest.raises(ConfigError, match=expected):
         other.read(changed(archive, tmp_path / "changed", change), "model", set())
-    assert not list(other.blocks.iterdir()) and not list(other.directory.iterdir())
+    assert not list(other.blocks.iterdir())
+
+
+@pytest.mark.parametrize("function", ["asdict", "_verified"])
+def test_the_text_of_a_record_is_never_in_a_file_unencrypted(
+    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Near the end of an export and of an import; a kill there leaves no such file."""
+    original, files = getattr(session_archive, function), list[bytes]()
+
+    def spied(*arguments: Any) -> Any:
+        files.extend(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        return original(*arguments)
+
+    monkeypatch.setattr(session_archive, function, spied)
+    one, other = SessionArchives(tmp_path / "one/blocks", EncryptedFormat(KEY)), tmp_path / "two"
+    part = Record("s1#7", "team", 5.0, b"vectors" * 100_000)
+    one.write(tmp_path / "again", ORIGIN, [record(), part], list(block_files(one.blocks)))
+    machine(other).read(tmp_path / "again", "model", set())
+    assert len(files) > 3 and not any(b"vectors" * 1000 in content for content in files)
+
+
+def test_an_archive_without_its_end_is_refused(archive: Path, tmp_path: Path) -> None:
+    other, cut = machine(tmp_path / "two"), tmp_path / "cut"
+    data = archive.read_bytes()
+    for n_bytes in (len(data) - 1, len(data) // 2, 100, 0):
+        cut.write_bytes(data[:n_bytes])
+        with pytest.raises(ConfigError, match="cannot be decrypted"):
+            other.read(cut, "model", set())
+    assert not list(other.blocks.iterdir())
 
 
 def test_sizes_are_limited(archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,14 +252,14 @@ def test_a_small_archive_cannot_fill_the_disk_or_the_memory(
     EncryptedFormat(KEY).encode_file(str(plain), str(target), session_archive._AAD)
     with pytest.raises(ConfigError, match=expected):
         other.read(target, "model", set())
-    assert not list(other.blocks.iterdir()) and not list(other.directory.iterdir())
+    assert not list(other.blocks.iterdir())
 
 
-def test_the_disk_must_have_room_for_the_decrypted_archive_and_its_blocks(
+def test_the_disk_must_have_room_for_the_blocks(
     archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, size = machine(tmp_path / "two"), archive.stat().st_size
-    for free, fits in ((2 * size - 1, False), (2 * size, True)):
+    for free, fits in ((size - 1, False), (size, True)):
         usage = SimpleNamespace(free=free)
         monkeypatch.setattr("shutil.disk_usage", lambda _, found=usage: found)
         if fits:
@@ -252,7 +280,7 @@ def test_a_session_that_could_not_be_imported_is_not_exported(
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=expected):
             patch.setattr(session_archive, name, value)
             one.write(target, ORIGIN, [record()], [])
-    assert not target.exists() and not list(one.directory.iterdir())
+    assert not target.exists() and not list(tmp_path.glob("*.evoke-part"))
 
 
 def test_a_record_that_unpacks_to_too_much_or_is_cut_is_refused() -> None:
@@ -267,10 +295,10 @@ def test_a_record_that_unpacks_to_too_much_or_is_cut_is_refused() -> None:
 
 def test_a_failed_export_leaves_the_earlier_file(archive: Path, tmp_path: Path) -> None:
     before = archive.read_bytes()
-    one = SessionArchives(tmp_path / "one/index", tmp_path / "one/blocks", EncryptedFormat(KEY))
+    one = SessionArchives(tmp_path / "one/blocks", EncryptedFormat(KEY))
     blocks = list(block_files(one.blocks))
     blocks[1].path.unlink()
     with pytest.raises(OSError):
         one.write(archive, ORIGIN, [record()], blocks)
     assert archive.read_bytes() == before
-    assert not list(one.directory.iterdir())
+    assert not list(tmp_path.glob("*.evoke-part"))
