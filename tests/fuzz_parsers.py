@@ -245,6 +245,10 @@ def _block_file(data: bytes) -> None:
         _get("adapters.block_files:parse_head")(data)
     except ValueError:
         pass
+    try:
+        _get("adapters.block_files:read_own_head")(io.BytesIO(data), "other")
+    except ValueError:
+        pass
 
 
 def _session_archive(data: bytes) -> None:
@@ -338,7 +342,11 @@ def _dump(value: object, first: bytes = b"") -> bytes:
 TARGETS: Mapping[str, Target] = {
     "block-file": Target(
         _block_file,
-        ["adapters.block_files:parse_head", "adapters.block_files:read_head"],
+        [
+            "adapters.block_files:parse_head",
+            "adapters.block_files:read_head",
+            "adapters.block_files:read_own_head",
+        ],
         [_block_head()],
     ),
     "session-archive": Target(

@@ -16,7 +16,11 @@ from harness import RunningProxy, llama_server, proxy, server_binary
 from restartable import BUDGET, KINDS, TURNS, turn
 
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.block_files import block_files
 from evoke_proxy.cli.main import main
+from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.storage.session_archive import unpacked
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 KEY = "1f" * 32
 QUESTION = "What is my favorite number?"
@@ -76,7 +80,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
         with machine.proxy(port) as running:
             for text in TURNS:
                 turn(client, running.port, text)
-        id = _only_session(machine, port)
+        (id,) = _sessions(machine)
         assert machine.sessions(port, "export", id, str(file), "--key-file", str(key)) == 0
     before = copy.deepcopy(client)
     with machine.server() as port, machine.proxy(port) as running:
@@ -84,15 +88,14 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Moved:
     return Moved(id, before, file, key, expected)
 
 
-def _only_session(machine: Machine, port: int) -> str:
-    from evoke_proxy.config.schema import SnapshotsConfig
-    from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
-
+def _sessions(machine: Machine) -> dict[str, str]:
+    """The names that clients gave to the recorded sessions, by session."""
     repository = SnapshotRepository(SnapshotsConfig(directory=str(machine.folder / "index")))
     repository.open(claim=False)
     try:
-        (id,) = {record.session for record in repository.records()}
-        return id
+        records = [record for record in repository.records() if not record.is_part]
+        hints = {record.id: unpacked(record).hint for record in records}
+        return {id: hint.text if hint is not None else "" for id, hint in hints.items()}
     finally:
         repository.close()
 
@@ -127,6 +130,32 @@ def test_blocks_that_another_session_has_here_serve_the_moved_one(
             result = turn(client, running.port, QUESTION)
     assert {kind: result[kind] for kind in KINDS} == {kind: moved.expected[kind] for kind in KINDS}
     assert result["text"] == moved.expected["text"]
+
+
+def test_a_block_of_two_sessions_moves_with_the_names_of_one(tmp_path: Path) -> None:
+    one, two = Machine(tmp_path / "one"), Machine(tmp_path / "two")
+    file, key = tmp_path / "chat.evoke", tmp_path / "key"
+    key.write_text(KEY)
+    key.chmod(0o600)
+    clients = [ChatClient(0, "moves"), ChatClient(0, "stays")]
+    with one.server() as port:
+        with one.proxy(port) as running:
+            for client in clients:
+                for text in TURNS:
+                    turn(client, running.port, text)
+                running.wait_for_background()
+        (id,) = (id for id, name in _sessions(one).items() if name == "moves")
+        assert one.sessions(port, "export", id, str(file), "--key-file", str(key)) == 0
+    assert any(len(set(block.names.values())) > 1 for block in block_files(one.folder / "blocks"))
+    with two.server() as port:
+        assert two.sessions(port, "import", str(file), "--key-file", str(key)) == 0
+        blocks = list(block_files(two.folder / "blocks"))
+        assert blocks and all(set(block.names.values()) == {id} for block in blocks)
+        with two.proxy(port) as running:
+            result = turn(clients[0], running.port, QUESTION)
+            assert running.metric("evoke_plan_failures_total") == 0
+    assert result["recovered"] > 0 and result["decoded"] < 100
+    assert not list((two.folder / "blocks").glob("*.bad"))
 
 
 def test_an_import_into_another_folder_than_the_servers_says_so(

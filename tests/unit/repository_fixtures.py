@@ -63,6 +63,7 @@ def write_block_file(folder: Path, number: int, tenant: str, names: dict[str, st
     packed = [struct.pack("<Q", len(text.encode())) + text.encode() for text in texts]
     head = struct.pack("<4Q2i", 1, 2, 3, 4, 0, 64)
     head += packed[0] + struct.pack("<Q", len(names)) + b"".join(packed[1:])
+    head += bytes(-(48 + len(head)) % 64)
     fixed = struct.pack("<8sII4Q", b"evokeKVB", 3, 0x01020304, 48 + len(head), 4, 0, 0)
     path = folder / f"evoke-{number:032x}.kvb"
     path.write_bytes(fixed + head + b"rows")

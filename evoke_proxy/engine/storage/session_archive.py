@@ -21,7 +21,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from evoke_proxy.adapters.block_files import BLOCK_FILE, BlockFile, read_head
+from evoke_proxy.adapters.block_files import (
+    BLOCK_FILE,
+    BlockFile,
+    parse_head,
+    read_head,
+    read_own_head,
+)
 from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.snapshot_files import PART
 from evoke_proxy.adapters.snapshot_index import Record
@@ -131,7 +137,7 @@ class SessionArchives:
                 if origin.session in present:
                     raise ValueError(f"session {origin.session} exists here; delete it first")
                 incoming = sorted(Path(name).iterdir())
-                names = [_checked_names(path, origin)[0] for path in incoming]
+                names = [_own_name(path, origin) for path in incoming]
                 new = [self._publish(path) for path in incoming]
                 sync_directory(self.blocks)
             name = next(compress(names, new), "")
@@ -164,14 +170,12 @@ def _pack(
 ) -> None:
     entries: list[dict[str, Any]] = []
 
-    def add(name: str, content: BinaryIO, **about: Any) -> None:
+    def add(name: str, content: _Hashed, **about: Any) -> None:
         info = tarfile.TarInfo(name)
-        info.size, info.mode = content.seek(0, io.SEEK_END), 0o600
-        content.seek(0)
-        hashed = _Hashed(content)
-        archive.addfile(info, hashed)
+        info.size, info.mode = content.n_bytes, 0o600
+        archive.addfile(info, content)
         entries.append(
-            {"name": name, "n_bytes": info.size, "sha256": hashed.sum.hexdigest()} | about
+            {"name": name, "n_bytes": info.size, "sha256": content.sum.hexdigest()} | about
         )
 
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
@@ -180,12 +184,18 @@ def _pack(
         if any(len(record.packed) > _MAX_RECORD_BYTES for record in records):
             raise ConfigError(f"a record of the session has more than {_MAX_RECORD_BYTES} bytes")
         for number, record in enumerate(records):
-            add(f"record-{number}", io.BytesIO(record.packed), id=record.id)
+            add(f"record-{number}", _Hashed(record.packed), id=record.id)
         for block in blocks:
             with open_regular(block.path) as file:
-                add(block.path.name, file)
+                try:
+                    head, start = read_own_head(file, origin.session)
+                except ValueError as error:
+                    raise ConfigError(f"{block.path} is damaged, delete it: {error}") from error
+                n_bytes = len(head) + os.fstat(file.fileno()).st_size - start
+                file.seek(start)
+                add(block.path.name, _Hashed(head, file, n_bytes))
         manifest = {"version": _VERSION, **asdict(origin), "entries": entries}
-        add(_MANIFEST, io.BytesIO(json.dumps(manifest).encode()))
+        add(_MANIFEST, _Hashed(json.dumps(manifest).encode()))
 
 
 def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[Record]]:
@@ -255,12 +265,26 @@ def _verified(
     return origin, records
 
 
-def _checked_names(path: Path, origin: Origin) -> Sequence[str]:
-    """Return the names of a block; ValueError for one of another tenant or of other sessions."""
-    block = read_head(path)
-    if block.tenant != origin.tenant or origin.session not in block.names.values():
-        raise ValueError(f"{path.name} is a block of another tenant or session")
-    return list(block.names)
+def _own_name(path: Path, origin: Origin) -> str:
+    """Leave only the names of a session in a verified block file, and return one of them.
+
+    ValueError for a block of another tenant or without a name of the session.
+    """
+    with open_regular(path) as file:
+        head, start = read_own_head(file, origin.session)
+        tenant, names = parse_head(head)
+        if tenant != origin.tenant or not names:
+            raise ValueError(f"{path.name} is a block of another tenant or session")
+        file.seek(0)
+        if file.read(start) != head:
+            changed = path.with_suffix(".new")
+            with open_regular(changed, "wb") as out:
+                out.write(head)
+                shutil.copyfileobj(file, out, _COPY_BYTES)
+                out.flush()
+                os.fsync(out.fileno())
+            changed.replace(path)
+    return next(iter(names))
 
 
 def unpacked(record: Record) -> SessionRecord:
@@ -300,13 +324,24 @@ class _Forward(io.RawIOBase):
 
 
 class _Hashed(io.RawIOBase):
-    """A file whose content is hashed while it is read."""
+    """Bytes and what follows in a file, hashed while they are read.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sum = file, hashlib.sha256()
+    Attributes:
+        n_bytes: Size of both.
+        sum: SHA-256 of what was read.
+    """
+
+    def __init__(
+        self, data: bytes, file: BinaryIO | None = None, n_bytes: int | None = None
+    ) -> None:
+        self._parts = [io.BytesIO(data), *([file] if file is not None else [])]
+        self.n_bytes = len(data) if n_bytes is None else n_bytes
+        self.sum = hashlib.sha256()
 
     def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
+        data = b""
+        for part in self._parts:
+            data += part.read(size - len(data) if size >= 0 else -1)
         self.sum.update(data)
         return data
 

@@ -80,6 +80,21 @@ def test_a_block_that_exists_is_left_as_it_is(archive: Path, tmp_path: Path) -> 
     assert other.read(archive, "model", {"t"}).name == ""  # no file is new
 
 
+def test_names_of_other_sessions_neither_leave_nor_arrive(archive: Path, tmp_path: Path) -> None:
+    one, other = SessionArchives(tmp_path / "one/blocks", EncryptedFormat(KEY)), tmp_path / "two"
+    shared = {"t/0": "t", "s1/0": "s1", "t/1": "s1"}
+    write_block_file(one.blocks, 0, "team", shared)
+    one.write(archive, ORIGIN, [record()], list(block_files(one.blocks)))
+    machine(other).read(archive, "model", set())
+    hostile = changed(archive, tmp_path / "hostile", block("team", shared))
+    third = machine(tmp_path / "three")
+    assert third.read(hostile, "model", set()).name in {f"s1/{number}" for number in range(3)}
+    for folder in (other / "blocks", third.blocks):
+        names = [found.names for found in block_files(folder)]
+        assert names == [{f"s1/{number}": "s1"} for number in range(3)]
+        assert {path.suffix for path in folder.iterdir()} == {".kvb"}
+
+
 def test_only_what_an_import_left_is_deleted(archive: Path, tmp_path: Path) -> None:
     other = machine(tmp_path / "two")
     left, own = other.blocks / ".evoke-import-x", other.blocks / "import-photos"
