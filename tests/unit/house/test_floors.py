@@ -43,7 +43,7 @@ OUTSIDE_WORLD = {
     "os", "pathlib", "queue", "random", "secrets", "selectors", "shutil", "signal", "socket",
     "sqlite3", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid",
 }  # fmt: skip
-COMPUTING = {"numpy", "pybase64"}  # third-party packages that only compute
+COMPUTING = {"msgspec", "numpy", "pybase64"}  # third-party packages that only compute
 OUTSIDE_CALLS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "types", "base"}
 
