@@ -14,7 +14,7 @@ from bench.stats import percentile, spread
 from evoke_proxy.demo.client import chat
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
-_TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
+TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
 TIMES = ("own", "beside", "after", "render", "block-plan", "cpu", "first_byte")
 _LOGGED = re.compile(r"(own|beside|after|render|block-plan|first_byte)_ms=([0-9.]+)")
@@ -40,12 +40,16 @@ class Conversation:
             answer = next(texts) if texts else sentence(self._random)
             self.messages.append({"role": "assistant", "content": answer})
 
-    def turn(self) -> int:
-        """One request; how many tokens its prompt had."""
+    def ask(self) -> None:
+        """Add a question about an earlier message."""
         words = self._random.choice(self._said).split()
         start = self._random.randrange(max(1, len(words) - 6))
         asked = f"What was that about {' '.join(words[start : start + 6])}"
         self.messages.append({"role": "user", "content": asked})
+
+    def turn(self) -> int:
+        """One request; how many tokens its prompt had."""
+        self.ask()
         body = {"messages": self.messages, "max_tokens": 4, "temperature": 0}
         reply = chat(self._port, body, {})
         self.messages.append({"role": "assistant", "content": reply.text or "Yes."})
@@ -59,17 +63,21 @@ def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[di
     found: list[dict[str, Any]] = []
     while len(found) < turns:
         talk = Conversation(proxy.port, seed + len(found))
-        _grow(talk, size)
-        start, tokens = None, 0
-        while len(found) < turns and tokens < size + size // _TURN_GROWTH:
-            cpu = proxy.cpu_ms()
-            tokens = talk.turn()
-            time.sleep(0.02)  # its last line is written when our end of the answer has closed
-            spent = proxy.cpu_ms() - cpu
-            start = start or tokens
-            size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
-            found.append(size_of | turn_record(proxy.last_turn(), spent))
+        grow(talk, size)
+        tokens = 0
+        while len(found) < turns and tokens < size + size // TURN_GROWTH:
+            found.append(_timed_turn(proxy, talk))
+            tokens = found[-1]["tokens"]
     return found
+
+
+def _timed_turn(proxy: Proxy, talk: Conversation) -> dict[str, Any]:
+    cpu = proxy.cpu_ms()
+    tokens = talk.turn()
+    time.sleep(0.02)  # its last line is written when our end of the answer has closed
+    spent = proxy.cpu_ms() - cpu
+    size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
+    return size_of | turn_record(proxy.last_turn(), spent)
 
 
 def measure_dialog(proxy: Proxy, texts: Sequence[str], turns: int) -> list[dict[str, Any]]:
@@ -80,15 +88,11 @@ def measure_dialog(proxy: Proxy, texts: Sequence[str], turns: int) -> list[dict[
     found = []
     for _ in range(turns):
         talk.lengthen(1)
-        cpu = proxy.cpu_ms()
-        tokens = talk.turn()
-        time.sleep(0.02)  # its last line is written when our end of the answer has closed
-        size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
-        found.append(size_of | turn_record(proxy.last_turn(), proxy.cpu_ms() - cpu))
+        found.append(_timed_turn(proxy, talk))
     return found
 
 
-def _grow(talk: Conversation, size: int) -> None:
+def grow(talk: Conversation, size: int) -> None:
     """Lengthen a conversation to about `size` tokens; the first three exchanges give the scale."""
     talk.lengthen(3)
     first = talk.turn()

@@ -9,50 +9,32 @@ from __future__ import annotations
 
 import http.client
 import json
-import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.chat_turns import budget_of
+from bench.chat_turns import TURN_GROWTH, Conversation, budget_of, grow
 from bench.stats import percentile, spread
 from evoke_proxy.demo.client import events
-from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
 _PATH = "/v1/chat/completions"
-_WARM_UP = 2
-# Measured turns lengthen a conversation by at most this fraction (the divisor).
-_GROWTH = 8
-Message = dict[str, str]
 
 
-class PairedChat:
+class PairedChat(Conversation):
     """One conversation that two servers hold; its answers are fixed, so that both have the same."""
 
     def __init__(self, direct: int, through: int, seed: int) -> None:
+        super().__init__(through, seed)
         self._ports = {"direct": direct, "through": through}
-        self._random = random.Random(seed)
-        self._said: list[str] = []
         self._turns = 0
         self._session = f"pair-{seed}"
-        self.messages: list[Message] = [
-            {"role": "system", "content": "You are a small assistant. Be brief."}
-        ]
+        # The milliseconds on each route of the latest turn, and the tokens of its prompt.
+        self.latest: dict[str, float] = {}
 
-    def lengthen(self, n: int) -> None:
-        """Add n exchanges that the servers have not processed yet."""
-        for _ in range(n):
-            self._said.append(paragraph(self._random, SENTENCES))
-            self.messages.append({"role": "user", "content": self._said[-1]})
-            self.messages.append({"role": "assistant", "content": sentence(self._random)})
-
-    def turn(self) -> dict[str, float]:
-        """Ask both about an earlier message; return the ms of each and the prompt's tokens."""
-        words = self._random.choice(self._said).split()
-        start = self._random.randrange(len(words) - 6)
-        asked = f"What was that about {' '.join(words[start : start + 6])}"
-        self.messages.append({"role": "user", "content": asked})
+    def turn(self) -> int:
+        """Ask both about an earlier message; return the tokens of the prompt."""
+        self.ask()
         body = json.dumps(
             {
                 "messages": self.messages,
@@ -62,13 +44,12 @@ class PairedChat:
                 "stream_options": {"include_usage": True},
             }
         ).encode()
-        found: dict[str, float] = {}
         for route in sorted(self._ports, reverse=bool(self._turns % 2)):
             ms, tokens = _first_byte(self._ports[route], body, self._session)
-            found |= {route: ms, "tokens": tokens}
+            self.latest = {**self.latest, route: ms, "tokens": tokens}
         self.messages.append({"role": "assistant", "content": "Yes."})
         self._turns += 1
-        return found
+        return tokens
 
 
 def _first_byte(port: int, body: bytes, session: str) -> tuple[float, int]:
@@ -97,14 +78,11 @@ def measure(direct: int, through: int, size: int, pairs: int) -> list[dict[str, 
     seed = 1
     while len(found) < pairs:
         talk = PairedChat(direct, through, seed + len(found))
-        talk.lengthen(3)
-        first = talk.turn()["tokens"]
-        talk.lengthen(max(0, round((size - first) / (first / 3.2))))
-        for _ in range(_WARM_UP):
-            tokens = talk.turn()["tokens"]
-        while len(found) < pairs and tokens < size + size // _GROWTH:
-            found.append(talk.turn())
-            tokens = found[-1]["tokens"]
+        grow(talk, size)
+        tokens = talk.turn()  # the second that is not counted
+        while len(found) < pairs and tokens < size + size // TURN_GROWTH:
+            tokens = talk.turn()
+            found.append(talk.latest)
     return found
 
 

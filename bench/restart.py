@@ -23,7 +23,10 @@ O_DIRECT. Files of the model `wide` have at least 200 MiB. Sizes of 28,672 token
 with few, narrow layers; the others would take hours on a CPU.
 
 Every measurement is written at once: an interrupted run continues where it stopped while the
-sources and the server are the same."""
+sources and the server are the same.
+
+*Against* a cold start, the usual recipe of slot files, and no restart. *Fails* when something is
+left to be measured."""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
 from bench.llama import proxied
 from bench.metrics import samples
 from bench.overhead import qwen_template
@@ -131,7 +134,7 @@ class Chat:
         return first
 
 
-class Bench:
+class Setup:
     """One model on one server binary; everything is saved below a folder of its own."""
 
     def __init__(self, model: str, binary: Path, folder: Path, args: argparse.Namespace) -> None:
@@ -293,7 +296,7 @@ def measure(units: Sequence[Unit], journal: Journal, args: argparse.Namespace) -
             return False
         load = round(os.getloadavg()[0], 2)
         with tempfile.TemporaryDirectory() as folder:
-            found = Bench(unit.model, binary, Path(folder), args).measure(unit)
+            found = Setup(unit.model, binary, Path(folder), args).measure(unit)
         journal.append(unit.key, found | {"load": load})
         print(unit.key, json.dumps(found), flush=True)
     return True
@@ -337,38 +340,34 @@ def _journal(args: argparse.Namespace) -> Journal:
     return Journal(args.journal, digest)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, write `out/bench/restart.json`; 3 when something is left to be measured."""
-    parser = record.parser("restart", __doc__, "--models hybrid --repeats 5")
-    parser.add_argument("--server", type=Path, help="a stock llama-server (default: the cache)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--sizes", type=int, nargs="+", help="tokens (each model's own)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--threads", default="1", help="of the server, while it decodes (1)")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        help="chats of each length; half as many of the longest (3)",
-    )
-    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer (128)")
-    parser.add_argument(
-        "--minutes", type=float, default=600, help="start no new chat after this many minutes"
-    )
-    parser.add_argument("--journal", type=Path, default=Path("out/bench/restart.jsonl"))
-    args = parser.parse_args(argv)
+def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure what the journal lacks, and return the rows of all."""
     units, journal = plan(args), _journal(args)
-    over = measure(units, journal, args)
-    done = journal.records()
-    found = rows(units, done)
-    print(record.table(found, _COLUMNS))
-    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in found}
-    lacking = sum(unit.key not in done for unit in units)
-    print(f"written: {record.write('restart', found, {'decoded': summary}, args.out)}")
-    if not over:
-        print(f"{lacking} of {len(units)} are left: run it again")
-    return 0 if over else 3
+    measure(units, journal, args)
+    return rows(units, journal.records())
 
+
+def report(args: argparse.Namespace, found: Sequence[Row]) -> Report:
+    """Report the tokens decoded; it is a miss when something is left to be measured."""
+    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in found}
+    units, done = plan(args), _journal(args).records()
+    left = sum(unit.key not in done for unit in units)
+    missed = [f"{left} of {len(units)} are left: run it again"] if left else []
+    return Report({"decoded": summary}, missed)
+
+
+BENCH = Bench(
+    "restart", __doc__, "--models hybrid --repeats 5", rows_of, report, _COLUMNS,
+    (option("--server", help="a stock llama-server (default: our build)", type=Path),
+     option("--models", tuple(MODELS), choices=list(MODELS)),
+     option("--sizes", help="tokens (each model's own)", type=int, nargs="+"),
+     option("--arms", ARMS, choices=ARMS),
+     option("--threads", "1", "of the server, while it decodes"),
+     option("--repeats", 3, "chats of each length; half as many of the longest"),
+     option("--answer", 128, "tokens of an answer"),
+     option("--minutes", 600.0, "start no new chat after this many minutes"),
+     option("--journal", Path("out/bench/restart.jsonl"))),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -13,15 +13,16 @@ import random
 import statistics
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import record
-from bench import retrieval_texts as texts
 from bench.driver import Bench, Report, Row, option
 from bench.export_minilm import ensure
 from bench.stats import wilson
@@ -56,6 +57,19 @@ DEPTHS = (1, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
+class FactTexts:
+    """A statement, a question in its words, and one that means the same in others."""
+
+    fact: str
+    lexical: str
+    paraphrase: str
+
+
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+FACTS = tuple(FactTexts(*line) for line in TEXTS["facts"])
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """A question, and the indexes of the blocks that answer it."""
 
@@ -75,8 +89,8 @@ class Haystack:
 def haystack(seed: int, n_blocks: int) -> Haystack:
     """Facts, each in its own block among sentences about nothing; equal for equal arguments."""
     rng = random.Random(f"retrieval-{seed}-{n_blocks}")
-    stated = [(fact, _filled(rng, fact.fact)) for fact in texts.FACTS]
-    bent = [(question, _filled(rng, fact)) for fact, question in texts.BENT]
+    stated = [(fact, _filled(rng, fact.fact)) for fact in FACTS]
+    bent = [(question, _filled(rng, fact)) for fact, question in TEXTS["bent"]]
     coded = list(_coded(rng))
     said = [*(s for _, s in stated), *(s for _, s in bent), *(s for _, s in coded)]
     positions = rng.sample(range(n_blocks), len(said))
@@ -137,7 +151,7 @@ def _coded(rng: random.Random) -> Iterator[tuple[str, str]]:
     for _ in range(12):
         code = f"{_code(rng, 4)}-{_code(rng, 4)}"
         yield f"Where is order {code}?", f"Order {code} is stored in hall {_name(rng)}."
-    for path, name in rng.sample([(f, s) for f in texts.FILES for s in texts.SETTINGS], 24):
+    for path, name in rng.sample([(f, s) for f in TEXTS["files"] for s in TEXTS["settings"]], 24):
         yield f"What is {name} in {path}?", f"{path}: {name} = {_code(rng)}"
 
 
@@ -152,7 +166,7 @@ def _blocks(rng: random.Random, count: int, said: Mapping[int, str]) -> Iterator
 
 
 def _sentence(rng: random.Random) -> str:
-    parts = rng.choice(texts.SUBJECTS), rng.choice(texts.VERBS), rng.choice(texts.OBJECTS)
+    parts = (rng.choice(TEXTS[name]) for name in ("subjects", "verbs", "objects"))
     return f"{' '.join(parts)}."
 
 

@@ -10,8 +10,11 @@ stock server with snapshots.
 With --faults something breaks every so many seconds (`bench/soak_faults.py`): llama-server is
 killed, ended or stands still, stored files are damaged or deleted, clients stay silent. What fails
 until 15 s after a fault counts as `during_faults`. With --clock snapshots, records and normalised
-dates age faster (`bench/fast_clock.py`). --samples computes the slopes of memory, descriptors and
-times with their intervals from the samples of a run, also while it runs."""
+dates age faster (`bench/fast_clock.py`). The part `slopes` computes the slopes of memory,
+descriptors and times with their intervals from the samples of a run.
+
+*Against* fixed limits. *Fails* on an error of the proxy, counts that do not add up, a turn over the
+budget, or growing memory."""
 
 from __future__ import annotations
 
@@ -28,12 +31,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import record, soak_slopes
+from bench import soak_slopes
+from bench.driver import Bench, Report, Row, option, run_parts
 from bench.llama import process
 from bench.soak_faults import Faults, Upstream
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
@@ -327,51 +331,55 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     return found
 
 
-def _slopes(arguments: argparse.Namespace) -> int:
-    """Write the slopes and the picture of a run from its samples."""
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the row of each arm."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for arm in [arguments.arm] if arguments.arm else ["patched", "stock"]:
+        row, failures = soak(arm, arguments)
+        yield {**row, "failures": failures}
+
+
+def report(arguments: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report failures and missed bars."""
+    found = [bar for row in rows for bar in missed(row, arguments.seconds >= 300)]
+    failures = [failure for row in rows for failure in row["failures"]]
+    bound = {"slope_most_mib_a_minute": SLOPE_MOST}
+    return Report({"missed": found, "failures": failures, **bound}, found)
+
+
+def of_samples(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the slope of each figure of a run."""
     samples = soak_slopes.read(arguments.samples)
-    found = soak_slopes.slopes(samples, arguments.warm_up)
-    rows = [{"figure": name, **line} for name, line in found.items()]
-    print(record.table(rows, ("figure", "median", "per_hour", "low", "high")))
+    for name, line in soak_slopes.slopes(samples, arguments.warm_up).items():
+        yield {"figure": name, **line}
+
+
+def of_slopes(arguments: argparse.Namespace, _: Sequence[Row]) -> Report:
+    """Report what the run was, with its picture."""
+    samples = soak_slopes.read(arguments.samples)
     summary = {"seconds": samples[-1]["at"], "warm_up_s": arguments.warm_up}
     summary |= {"faults": samples[-1]["faults"], "counts": samples[-1]["counts"]}
-    record.tell("soak_hours", rows, summary, arguments.out, soak_slopes.picture(samples))
-    return 0
+    return Report(summary, picture=soak_slopes.picture(samples))
 
 
-def main() -> int:
-    """Run the arms, print and write the results; 0 when no bar is missed."""
-    parser = record.parser("soak", __doc__, "--seconds 600")
-    parser.add_argument("--seconds", type=float, default=600.0, help="of each arm (600)")
-    parser.add_argument("--agents", type=int, default=6, help="at once (6)")
-    parser.add_argument("--pause", type=float, default=0.1, help="mean seconds between acts (0.1)")
-    parser.add_argument("--arm", choices=("patched", "stock"), help="only one of them")
-    parser.add_argument("--faults", type=float, default=0, help="seconds between two (0: none)")
-    parser.add_argument("--clock", type=float, default=1, help="how fast stored things age (1)")
-    parser.add_argument("--every", type=float, default=1, help="seconds between samples (1)")
-    parser.add_argument("--samples", type=Path, help="only compute slopes of these samples")
-    parser.add_argument("--warm-up", type=float, default=1800, help="seconds to leave out (1800)")
-    parser.add_argument("--work", type=Path, help="the folder of logs and samples")
-    arguments = parser.parse_args()
-    if arguments.samples is not None:
-        return _slopes(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    arms = [arguments.arm] if arguments.arm else ["patched", "stock"]
-    rows, failures, found = [], [], []
-    for arm in arms:
-        row, said = soak(arm, arguments)
-        rows.append(row)
-        failures += said
-        found += missed(row, arguments.seconds >= 300)
-    print(record.table(rows, _COLUMNS))
-    for failure in failures:
-        print(f"  {failure}", file=sys.stderr)
-    summary = {"missed": found, "failures": failures, "slope_most_mib_a_minute": SLOPE_MOST}
-    record.write("soak", rows, summary, arguments.out)
-    for one in found:
-        print(f"missed: {one}", file=sys.stderr)
-    return 1 if found else 0
-
+_OPTIONS = (
+    option("--seconds", 600.0, "of each arm"), option("--agents", 6, "at once"),
+    option("--pause", 0.1, "mean seconds between acts"),
+    option("--arm", help="only one of them", choices=("patched", "stock")),
+    option("--faults", 0.0, "seconds between two, 0: none"),
+    option("--clock", 1.0, "how fast stored things age"),
+    option("--every", 1.0, "seconds between samples"),
+    option("--work", help="the folder of logs and samples", type=Path),
+)  # fmt: skip
+PARTS = {
+    "run": Bench("soak", __doc__, "--seconds 600", measure, report, _COLUMNS, _OPTIONS),
+    "slopes": Bench(
+        "soak slopes", __doc__, "--samples FOLDER/patched-samples.jsonl", of_samples, of_slopes,
+        ("figure", "median", "per_hour", "low", "high"),
+        (option("--samples", help="of a run, also while it runs", type=Path, required=True),
+         option("--warm-up", 1800.0, "seconds to leave out")),
+    ),
+}  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, ["run"]))

@@ -2,23 +2,26 @@
 
 Every row of patches/SUPPORT.md is a run of this bench. Each case starts the server with a model
 with random weights, runs a conversation, saves, evicts and loads one of its blocks, and compares
-all logprobs with those of the same conversation without that."""
+all logprobs with those of the same conversation without that.
+
+*Against* the same rows without eviction, bit by bit. *Fails* never; an answer that differs is an
+error."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import record
+from bench.driver import Bench, Report, Row, option
+from bench.llama import Llama, running
+from bench.random_models import SHAPES, ensure, ensure_projector
 from evoke_proxy.demo.client import DemoError
 from evoke_proxy.server_build.build import ensure_server
-
-from .llama import Llama, running
-from .random_models import SHAPES, ensure, ensure_projector
 
 TABLE = Path(__file__).parents[1] / "patches/SUPPORT.md"
 EXACT = "bit-identical"
@@ -255,27 +258,28 @@ def row(case: Case, memory: str, outcome: str) -> str:
     return f"| {case.kind} | `{case.settings}` | {memory or '-'} | {outcome} |\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases and write the table."""
-    parser = record.command(
-        "support", __doc__, "example:\n  python -m bench.support --out /tmp/SUPPORT.md"
-    )
-    parser.add_argument("--out", type=Path, default=TABLE, help="where the table is written")
-    args = parser.parse_args(argv)
-    server = ensure_server(patched=True)
-    rows = []
+def measure(_: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each case."""
+    server = ensure_server()
     for case in CASES:
-        rows.append((case, *probe(case, server)))
-        print(row(*rows[-1]), end="", flush=True)
-    args.out.write_text(document(rows), encoding="utf-8")
-    found = [
-        {"shape": case.shape, "options": case.settings, "memory": memory, "outcome": outcome}
-        for case, memory, outcome in rows
-    ]
-    exact = sum(outcome in (EXACT, SAME_TOKENS) for _, _, outcome in rows)
-    print(f"written: {record.write('support', found, {'cases': len(rows), 'exact': exact})}")
-    return 0
+        memory, outcome = probe(case, server)
+        named = {"shape": case.shape, "kind": case.kind, "options": case.settings}
+        yield {**named, "memory": memory, "outcome": outcome}
 
+
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Write the table, and report how many cases are exact."""
+    cells = [(case, row["memory"], row["outcome"]) for case, row in zip(CASES, rows, strict=True)]
+    args.table.write_text(document(cells), encoding="utf-8")
+    exact = sum(row["outcome"] in (EXACT, SAME_TOKENS) for row in rows)
+    return Report({"cases": len(rows), "exact": exact})
+
+
+BENCH = Bench(
+    "support", __doc__, "--table /tmp/SUPPORT.md", measure, report,
+    ("shape", "options", "memory", "outcome"),
+    (option("--table", TABLE, "where the table is written", type=Path),),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -5,4 +5,4 @@
 * `stack`: a patched llama-server and the proxy in front of it
 * `drive`: one session under one arm, turn by turn, with the token counts of every turn
 * `plan`, `journal`, `work`: what to run, what has run, and the runner
-* `stats`, `summary`, `tables`, `misses`, `plots`, `published`: the evaluation"""
+* `stats`, `summary`, `tables`, `misses`, `plots`: the evaluation"""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.quality import published
 from bench.quality.summary import Row
 
+PUBLISHED = Path(__file__).with_name("published.md")
 _COLUMNS = (
     *("arm", "facts", "sessions", "recall", "95 %", "ceiling", "share of ceiling", "95 %"),
     *("lost / gained", "p", "gold resident", "decoded again", "peak / budget"),
@@ -31,7 +32,7 @@ def report(found: Mapping[str, Any], about: Sequence[str]) -> str:
     if found["violations"]:
         lines = [f"* {line}" for line in found["violations"][:50]]
         parts += ["## Faults", "\n".join(lines)]
-    return "\n\n".join([*parts, _published()]) + "\n"
+    return "\n\n".join([*parts, PUBLISHED.read_text("utf-8")])
 
 
 _HOW = """`multi-fact` is facts5, facts12, facts20 and codes together. Recall: the answer ends with
@@ -132,32 +133,3 @@ def _depths(rows: Sequence[Row]) -> str:
     columns = ("arm", *(f"{depth:.0%}" for depth in depths))
     lines = [(arm, *(found.get(depth, "-") for depth in depths)) for arm, found in by_arm.items()]
     return table(columns, lines)
-
-
-def _published() -> str:
-    needle = table(
-        ("policy", *map(str, published.NEEDLE_BUDGETS)),
-        [(name, *values) for name, values in published.NEEDLE.items()],
-    )
-    multi = table(
-        ("policy", *map(str, published.NEEDLE_BUDGETS)),
-        [(name, *values) for name, values in published.MULTIFACT.items()],
-    )
-    blocks = table(
-        [str(size) for size in published.BLOCK_SIZES], [list(published.BLOCK_SIZES.values())]
-    )
-    factors = table(("factor", "points"), list(published.ABLATIONS.items()))
-    return "\n\n".join(
-        (
-            "## Published by EVOKE (their model and text, not ours)",
-            published.SOURCE,
-            "Needle, percent by budget; sessions of about 3,700 tokens:",
-            needle,
-            "Five facts a session, percent by budget; sessions of about 6,500 tokens:",
-            multi,
-            "Needle at budget 1024 by block size:",
-            blocks,
-            "Needle at budget 512, what each part adds:",
-            factors,
-        )
-    )

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     sys.argv += ["--out", str(folder / "soak.json")]
     code = 1
     try:
-        code = soak.main()
+        code = soak.PARTS["run"].main()
     finally:
         (folder / "code.part").write_text(str(code))
         (folder / "code.part").rename(folder / "code")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from bench.retrieval import find, haystack, mistyped, recall
-from bench.retrieval_texts import FACTS
+from bench.retrieval import FACTS, find, haystack, mistyped, recall
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, terms_of
 
 
