@@ -568,7 +568,7 @@ class AuditConfig:
         0.0,
         "Share of the turns with a budget that are repeated without eviction, such as 0.01, while"
         " no request uses the server and a slot without a conversation has enough free cells (-np 2"
-        " or more). 0: no audits.",
+        " or more). Answers with tool calls or thoughts are left out. 0: no audits.",
         reloadable=True,
     )
 

@@ -164,6 +164,49 @@ def _reply_with_accounting(**accounting: object) -> bytes:
     return json.dumps(json.loads(REPLY) | {"timings": {"evoke": evoke}}).encode()
 
 
+@pytest.mark.parametrize("n_refusals", [0, 1, 2])
+def test_a_changed_prompt_is_counted_whichever_plan_runs(n_refusals: int) -> None:
+    """The first plan, the second one, or the one that only holds the budget."""
+    accounting = response(_reply_with_accounting(n_prompt=64, decoded=64), b"application/json")
+
+    def server(last: int) -> Behaviour:
+        """A server that renders a history with another last answer."""
+        spans = enumerate(
+            zip(("user", "assistant", "user"), (0, 20, 60), (20, 60, 63), strict=True)
+        )
+        rendered = {
+            "tokens": [*range(1, 50), *[last] * 10, *range(60, 65)],
+            "generation": 63,
+            "spans": [
+                {"index": i, "role": role, "p0": p0, "p1": p1} for i, (role, p0, p1) in spans
+            ],
+            "slots": [json.loads(SLOT)],
+        }
+        render = response(json.dumps(rendered).encode(), b"application/json")
+        return _server(chat=accounting, render=render)
+
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": "some text"} for role in roles]
+    body = json.dumps({"messages": messages, "evoke_budget": 300}).encode()
+    behaviour, refusals = server(100), list[bytes]()
+
+    async def behave(exchange: Exchange) -> None:
+        if b"block-plan" in exchange.head and refusals:
+            await exchange.send(refusals.pop())
+        else:
+            await behaviour(exchange)
+
+    with fake_upstream(behave, patched=True) as fake, proxy(fake.port) as running:
+        assert ask(running.port, "POST", "/v1/chat/completions", body, JSON).status == 200
+        behaviour, refusals = server(101), [_refusal(b"stale_epoch")] * n_refusals
+        assert ask(running.port, "POST", "/v1/chat/completions", body, JSON).status == 200
+        assert running.metric("evoke_plan_failures_total", reason="stale_epoch") == n_refusals
+        families = running.gateway.metrics.registry.collect()
+        samples = [sample for family in families for sample in family.samples]
+        name = "evoke_prefix_divergence_total"
+        assert sum(sample.value for sample in samples if sample.name == name) == 1
+
+
 @pytest.mark.parametrize(
     ("accounting", "metric", "labels"),
     [

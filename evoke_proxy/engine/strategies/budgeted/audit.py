@@ -107,8 +107,8 @@ class ShadowAudit:
     def _is_auditable(self, turn: BudgetedTurn) -> bool:
         chat = getattr(turn.request, "chat", None)
         is_planned = turn.is_planned and turn.budget is not None and turn.writes_back
-        has_text = chat is not None and chat.n == 1 and chat.dialect != "completion"
-        return is_planned and has_text and self._server.monitor.server.can_adopt
+        has_one_answer = chat is not None and chat.n == 1
+        return is_planned and has_one_answer and self._server.monitor.server.can_adopt
 
     def add(self, turn: PreparedTurn, outcome: Outcome) -> None:
         """Queue a turn that was drawn, when its answer is complete and blocks were missing."""

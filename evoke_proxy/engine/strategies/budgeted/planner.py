@@ -196,11 +196,12 @@ class Planner:
             view = await self._without_foreign_holes(turn)
         before = session.layout
         started, plan = await self._begin(turn, view)
-        changed = None
         # The client does not send what was quoted in the previous prompt, and has changed nothing.
+        # A second attempt finds no difference: the first one has begun the turn.
         if started.divergence not in (None, conversation.budgeted_history.quoted_at):
             messages = messages_of(turn.rendered, turn.chat)
             changed = drift_from(before, turn.rendered, messages)
+            scope.turn = BudgetedTurn.of(scope.turn, drift=changed)
         with_attention = await self._attention.read(turn, started)
         if with_attention is not started:
             started, plan = (
@@ -247,7 +248,6 @@ class Planner:
             writes_back=(started.config.writeback or started.is_full)
             and saves_evicted(started.config),
             is_full=started.is_full,
-            drift=changed,
         )
 
     def _past(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
