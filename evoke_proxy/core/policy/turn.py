@@ -25,9 +25,9 @@ class Turn:
         divergence: Position where the prompt leaves the previous one; None when it continues it.
         query: The query of the request.
         task: The task that the turn belongs to.
-        needed_budget: The budget that system prompt, tools and running task would need when they
-            exceed that of the turn; 0 otherwise. With `policy.within_turn: full` such a turn has
-            no budget.
+        needed_budget: The budget that system prompt, tools, rules and the running task with its
+            files would need when they exceed that of the turn; 0 otherwise. With
+            `policy.within_turn: full` such a turn has no budget.
         kept_budget: The budget that holds after the turn; None without one.
     """
 

@@ -257,7 +257,7 @@ class BudgetedHistory:
     drifts: dict[str, tuple[int, int]] = field(default_factory=dict)
     # Position of the text that was quoted in its latest prompt; None without such text.
     quoted_at: int | None = None
-    # The largest budget that was logged as needed for system prompt, tools and running task.
+    # The largest budget that was logged as needed, see `Turn.needed_budget`.
     needed_budget: int = 0
 
     def for_other_server(self) -> BudgetedHistory:

@@ -1,4 +1,4 @@
-"""docs/requests.md lists every field, header, error code, decision and stage of the code."""
+"""Reference pages list every field, header, error code, decision, stage and log key of the code."""
 
 from __future__ import annotations
 
@@ -40,3 +40,11 @@ def test_every_stage_and_decision_is_documented() -> None:
     decisions = set(re.findall(r'"?decision"?(?:=|: )"([a-z]+)"', SOURCE))
     assert len(stages) >= 12 and {"relay", "refused", "restored"} <= decisions
     assert _missing(stages | decisions) == []
+
+
+def test_every_key_of_a_log_line_is_documented() -> None:
+    golden = (ROOT / "tests/golden/data/log.txt").read_text("utf-8")
+    keys = set(re.findall(r"^ +([a-z_-]+): ", golden, re.MULTILINE))
+    text = (ROOT / "docs/admin-api.md").read_text("utf-8")
+    assert {"own_ms", "decision", "omitted"} <= keys
+    assert sorted(key for key in keys if f"`{key}`" not in text) == []

@@ -368,7 +368,8 @@ class Planner:
         conversation.budgeted_history.text_quoted(quoted_at)
         if conversation.budgeted_history.budget_needed(started.needed_budget, started.is_full):
             _log.warning(
-                "session %s: system prompt, tools and running task need a budget of %d tokens: %s",
+                "session %s: system prompt, tools, rules and the task with its files need a budget"
+                " of %d tokens: %s",
                 conversation.id,
                 started.needed_budget,
                 _effect(started),
