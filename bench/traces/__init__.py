@@ -1,0 +1,1 @@
+"""Replays recorded coding-agent conversations on llama-servers that compute nothing."""

@@ -1,0 +1,181 @@
+"""The servers that the conversations are replayed on, and what each of them did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.traces.patched import FEATURES, Limits, PatchedServer
+from bench.traces.proxied import proxied
+from bench.traces.replay import DEFAULT_COSTS, Costs, Record, Replay, Served, misses
+from bench.traces.sample import Agent
+from bench.traces.stock import PromptCache, StockServer, Unlimited
+from bench.traces.texts import Scale
+from bench.traces.virtual_loop import run
+from evoke_proxy.core.servers.memory_plan import (
+    LayerKv,
+    Machine,
+    MemoryPlan,
+    ModelShape,
+    PlanOptions,
+    make_plan,
+)
+
+_GIB = 1 << 30
+# Layers, values of K and V, and bytes of the weights (Q4_K_M) of Qwen3-30B-A3B; 1M tokens by YaRN.
+MODEL = ModelShape(
+    "qwen3moe", (LayerKv(512, 512),) * 48, n_trained=1 << 20, weight_bytes=18 * 10**9
+)
+# A workstation with one GPU, free memory in bytes.
+MACHINE = Machine(device=32 * _GIB, ram=64 * _GIB, disk=10**12)
+DEFAULT_RAM_GIB = 8.0
+SLOTS, USERS = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One arm.
+
+    Attributes:
+        name: What tables call it.
+        kind: `bound`, `stock` or `evoke`.
+        slots: Slots of the server.
+        users: Conversations at the same time.
+        ram_gib: Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up`
+            plans. 0: no RAM cache. Infinite: no limit.
+        has_disk: Whether saved blocks may be on disk, as `up` plans.
+        all_cells: Whether a slot has cells for the longest prompt; stock servers always have.
+        features: Features of the patched server.
+        settings: Settings of the proxy that differ from the default.
+        names: Whether clients send a header with an id of the conversation, as Claude Code does.
+    """
+
+    name: str
+    kind: str = "evoke"
+    slots: int = SLOTS
+    users: int = USERS
+    ram_gib: float | None = None
+    has_disk: bool = True
+    all_cells: bool = False
+    features: Sequence[str] = FEATURES
+    settings: Mapping[str, object] = field(default_factory=dict)
+    names: bool = False
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether the peak may not exceed the budget."""
+        return self.kind == "evoke" and "policy.within_turn" not in self.settings
+
+
+_NO_SHARE = tuple(name for name in FEATURES if name != "share")
+_NO_ADOPT = tuple(name for name in _NO_SHARE if name != "adopt")
+BOUND, SAME_RAM, OURS = "bound", "ram cache", "evoke"
+SPECS: tuple[Spec, ...] = (
+    Spec(BOUND, "bound"),
+    Spec("1 slot", "stock", slots=1, ram_gib=0),
+    Spec("2 slots", "stock", ram_gib=0),
+    Spec("4 slots", "stock", slots=4, ram_gib=0),
+    Spec("ram cache, default", "stock", ram_gib=DEFAULT_RAM_GIB),
+    Spec(SAME_RAM, "stock"),
+    Spec("ram cache, no limit", "stock", ram_gib=float("inf")),
+    Spec(OURS),
+    Spec("evoke, no disk", has_disk=False),
+    Spec("evoke, no disk, all cells", has_disk=False, all_cells=True),
+    Spec("evoke, nothing shared", features=_NO_SHARE),
+    Spec("evoke, nothing adopted", features=_NO_ADOPT),
+    Spec("evoke, discard", settings={"policy.recovery": "discard"}),
+    Spec("evoke, within_turn full", settings={"policy.within_turn": "full"}),
+    Spec("evoke, named", names=True),
+    Spec("ram cache, 2 users", "stock", users=2),
+    Spec("evoke, 2 users", users=2),
+    Spec("ram cache, 8 users", "stock", users=8),
+    Spec("evoke, 8 users", users=8),
+)
+# The arms of `--quick`.
+QUICK = (BOUND, "2 slots", "ram cache, default", SAME_RAM, OURS, "evoke, nothing shared")
+
+
+def plan_of(longest: int, slots: int) -> MemoryPlan:
+    """Return what `evoke-proxy up` chooses for conversations of `longest` recorded tokens."""
+    return make_plan(MODEL, MACHINE, PlanOptions(sessions=slots, context=min(longest, 1 << 20)))
+
+
+def replayed(
+    spec: Spec, conversations: Sequence[Agent], scale: Scale, costs: Costs = DEFAULT_COSTS
+) -> dict[str, Any]:
+    """Replay conversations on an arm; return its row."""
+    longest = max(len(r.ids) for c in conversations for a in c.walk() for r in a.requests) * 64
+    plan = plan_of(longest * 11 // 10, spec.slots)
+    replay = Replay(conversations, scale)
+    if spec.kind == "bound":
+        record = run(replay.run(Unlimited(scale, costs), spec.users))
+        return _row(spec, record, scale, {})
+    ram = _tokens_of(plan.ram_mib / 1024 if spec.ram_gib is None else spec.ram_gib, scale, costs)
+    if spec.kind == "stock":
+        cache = PromptCache(ram) if spec.ram_gib != 0 else None
+        server = StockServer(spec.slots, cache, scale, costs)
+        record = run(replay.run(server, spec.users))
+        return _row(spec, record, scale, {"peak": server.peak})
+    cells = scale.tokens(longest * 1.1 if spec.all_cells else plan.cells)
+    disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
+    n_ctx = scale.tokens(longest * 1.1)
+    limits = Limits(spec.slots, cells, n_ctx, ram or 1 << 40, disk or 0, spec.features)
+    patched = PatchedServer(limits, scale, costs)
+
+    async def work() -> dict[str, Any]:
+        async with proxied(patched, spec.settings, costs, spec.names) as arm:
+            record = await replay.run(arm, spec.users)
+            budget = arm.engine.server.monitor.budget.tokens or cells
+        found = {"peak": patched.peak, "budget": budget, "busy": arm.n_busy}
+        found |= {"refused_plans": sum(patched.refusals.values()), "lost": patched.pool.n_lost}
+        return _row(spec, record, scale, found)
+
+    return run(work())
+
+
+def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
+    """Replayed tokens whose rows fit; None without a limit."""
+    return None if gib == float("inf") else int(gib * _GIB / costs.row_bytes * scale.factor)
+
+
+def _row(spec: Spec, record: Record, scale: Scale, found: Mapping[str, int]) -> dict[str, Any]:
+    served = record.served
+    missed = misses(record, scale)
+    first = [each.counts.first_token_s for each in served]
+    prompt = sum(each.n_prompt for each in served)
+    row: dict[str, Any] = {"arm": spec.name, "slots": spec.slots, "users": spec.users}
+    row |= {"requests": len(served), "prompt": _recorded(prompt, scale)}
+    row |= {
+        key: _recorded(sum(getattr(each.counts, key) for each in served), scale)
+        for key in ("decoded", "loaded", "omitted")
+    }
+    row |= {"fresh": _recorded(sum(each.fresh for each in served), scale)}
+    row |= {"misses": len(missed), "miss_share": len(missed) / max(1, len(served))}
+    row |= {"miss_tokens": _recorded(sum(each.repeated for each in missed), scale)}
+    row |= {"causes": dict(Counter(cause_of(each, scale) for each in missed).most_common())}
+    row |= {
+        f"first_token_{name}_s": float(np.percentile(first, q))
+        for name, q in (("p50", 50), ("p95", 95))
+    }
+    row |= {"first_token_mean_s": float(np.mean(first))}
+    sizes = ("peak", "budget", "lost")
+    return row | {k: _recorded(v, scale) if k in sizes else v for k, v in found.items()}
+
+
+def _recorded(tokens: int, scale: Scale) -> int:
+    return round(tokens / scale.factor)
+
+
+def cause_of(served: Served, scale: Scale) -> str:
+    """Why a request decoded tokens again, as far as its prompt and its session show."""
+    if served.position is None:
+        return "beginning of another conversation"
+    if served.is_new_session:
+        return "edited first message: new session"
+    if served.position < served.before - 2 * scale.block:
+        return "history changed"
+    return "rows lost or in another slot"

@@ -1,0 +1,602 @@
+"""The patched llama-server without its arithmetic: slots, cells, copies and their rules.
+
+Answers the calls of the proxy as patches/API.md describes them, for a dense memory whose slots do
+not share cells. A call is checked first and then run, so that a refused call changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from bench.traces.block_pool import BlockPool, Copy, Key, PoolFull
+from bench.traces.replay import DEFAULT_COSTS, Costs
+from bench.traces.stock import shared
+from bench.traces.texts import ANSWER, Scale, Tokens, tokenized
+from evoke_proxy.adapters.llama.client import CallOptions
+from evoke_proxy.errors import UpstreamRejected
+
+Rows = npt.NDArray[np.bool_]
+Sums = npt.NDArray[np.uint64]
+
+FEATURES = ("blocks", "plan", "render", "reuse", "stream", "find", "adopt", "share")
+_EDGES = 8
+_N_BATCH = 2048  # recorded tokens
+_OPTIONS = CallOptions()
+_MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, 1 << 21, dtype=np.uint64) | np.uint64(
+    1
+)
+
+
+def sums_of(tokens: Tokens) -> Sums:
+    """Return a hash of each prefix [n + 1]: equal hashes mean equal prefixes."""
+    products = (tokens.astype(np.uint64) + np.uint64(1)) * _MULTIPLIERS[: len(tokens)]
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(products, dtype=np.uint64)])
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes of a server, in its own (scaled) tokens.
+
+    Attributes:
+        n_slots: Slots.
+        n_cells: Cells of each.
+        n_ctx: Longest prompt with its answer (--ctx-logical).
+        ram: Tokens of the copies that fit host memory.
+        disk: The same on disk.
+        features: What `GET /props` names.
+    """
+
+    n_slots: int
+    n_cells: int
+    n_ctx: int
+    ram: int
+    disk: int = 0
+    features: Sequence[str] = FEATURES
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot.
+
+    Attributes:
+        tokens: Its text, resident or not.
+        sums: Hashes of the prefixes of the text.
+        rows: Which positions have rows.
+        origin: For each position 0 if its row was decoded with every earlier row resident, else a
+            number for what was.
+        loaded: Rows that were loaded since the latest reply.
+        stream: The budget as the latest `stream` set it; {} for none.
+        evicted: Ranges that the engine evicted since the latest reply, with names.
+        reuse: Most tokens that the next request continues; None without a limit.
+    """
+
+    id: int
+    tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    sums: Sums = field(default_factory=lambda: np.zeros(1, np.uint64))
+    rows: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))
+    origin: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    loaded: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))
+    stream: Mapping[str, Any] = field(default_factory=dict)
+    evicted: list[tuple[int, int, str | None]] = field(default_factory=list)
+    epoch: int = 1
+    tenant: str = ""
+    session: str = ""
+    is_busy: bool = False
+    peak: int = 0
+    reuse: int | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Resident rows."""
+        return int(self.rows.sum())
+
+    @property
+    def n_whole(self) -> int:
+        """Leading tokens whose rows were all decoded with every earlier row resident."""
+        bad = ~self.rows | (self.origin != 0)
+        return int(bad.argmax()) if bad.any() else len(self.rows)
+
+    def replace(self, tokens: Tokens, rows: Rows, origin: npt.NDArray[np.int64]) -> None:
+        """Set the text and its rows."""
+        self.tokens, self.sums, self.rows, self.origin = tokens, sums_of(tokens), rows, origin
+        self.loaded = np.zeros(len(tokens), np.bool_)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Tokens that were moved in all: copied into cells, out of cells, and read from disk."""
+
+    loaded: int = 0
+    saved: int = 0
+    read: int = 0
+
+
+class Refusal(Exception):
+    """The server refuses a call."""
+
+    def __init__(self, status: int, type: str, name: str | None = None) -> None:
+        super().__init__(f"{type} {name or ''}")
+        self.status, self.type, self.name = status, type, name
+
+    def as_error(self) -> UpstreamRejected:
+        """The error of the client that made the call."""
+        error = {"code": self.status, "type": self.type, "message": str(self), "name": self.name}
+        return UpstreamRejected(self.status, orjson.dumps({"error": error}))
+
+
+class PatchedServer:
+    """A patched llama-server.
+
+    Attributes:
+        pool: Its copies.
+        slots: Its slots.
+        peak: The most resident rows of one slot.
+        totals: What was copied.
+    """
+
+    def __init__(self, limits: Limits, scale: Scale, costs: Costs = DEFAULT_COSTS) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.ram, limits.disk)
+        self.slots = [Slot(number) for number in range(limits.n_slots)]
+        self.peak = 0
+        self.totals = Totals()
+        self.refusals: dict[str, int] = {}
+        self._scale = scale
+        self._costs = costs
+        self._n_origins = 0
+        self._messages: dict[tuple[str, bool], Tokens] = {}
+
+    # Calls of the proxy.
+
+    async def call(
+        self, method: str, target: str, body: object = None, options: CallOptions = _OPTIONS
+    ) -> dict[str, Any]:
+        """Replaces `LlamaClient.call`."""
+        parts = body if isinstance(body, tuple) else (body,)
+        data = b"".join(it if isinstance(it, bytes) else orjson.dumps(it) for it in parts)
+        before = Totals(self.totals.loaded, self.totals.saved, self.totals.read)
+        try:
+            answer = self._answer(target, data)
+        except Refusal as refused:
+            self.refusals[refused.type] = self.refusals.get(refused.type, 0) + 1
+            raise refused.as_error() from refused
+        if options.check is not None:
+            options.check(orjson.dumps(answer))
+        moved = self.totals.loaded + self.totals.saved - before.loaded - before.saved
+        await asyncio.sleep(self._seconds(moved, self.totals.read - before.read))
+        return answer
+
+    def _seconds(self, moved: int, read: int) -> float:
+        costs, row = self._costs, self._costs.row_bytes / self._scale.factor
+        return costs.call_s + moved * row / costs.copy + read * row / costs.disk
+
+    def _answer(self, target: str, data: bytes) -> dict[str, Any]:
+        if target == "/props":
+            return self._props()
+        if target == "/evoke/render":
+            return self._rendered(orjson.loads(data))
+        path, _, query = target.partition("?")
+        slot = self.slots[int(path.split("/")[2])]
+        if path.endswith("/blocks"):
+            return self._state(slot, query.partition("since=")[2])
+        return self._run(slot, query.removeprefix("action="), orjson.loads(data))
+
+    def _run(self, slot: Slot, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        if action == "block-plan":
+            return self._plan(slot, body)
+        if action == "block-adopt":
+            return self._adopt(slot, body)
+        if action == "block-share":
+            return self._share(body)
+        if action == "block-find":
+            return self._find(body)
+        if action == "block-drop":
+            return {"n_dropped": sum(map(self.pool.drop, body.get("names", ())))}
+        raise Refusal(501, "not_supported_error")
+
+    def _props(self) -> dict[str, Any]:
+        limits = self.limits
+        sizes = {"ram_bytes": limits.ram, "n_cells": limits.n_cells, "row_bytes": 1}
+        sizes |= {"n_slot_cells": limits.n_cells, "n_ctx_logical": limits.n_ctx}
+        evoke = {"version": 1, "instance": "1" * 16, "features": list(limits.features)}
+        evoke |= {"memory": "dense", "limits": sizes}
+        return {"evoke": evoke, "total_slots": limits.n_slots}
+
+    def tokens_of(self, body: Mapping[str, Any]) -> tuple[Tokens, list[int], list[str]]:
+        """The tokens of a chat request, and the ends and the authors of its messages."""
+        parts, ends, roles = [], [], []
+        n = 0
+        for message in body["messages"]:
+            role = str(message["role"])
+            key = (message["content"], role == "assistant")
+            made = self._messages.get(key)
+            if made is None:
+                made = self._messages[key] = tokenized(*key)
+            parts.append(made)
+            n += len(made)
+            ends.append(n)
+            roles.append(role)
+        return np.concatenate([*parts, np.array([ANSWER], np.int32)]), ends, roles
+
+    def _rendered(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        tokens, ends, roles = self.tokens_of(call["body"])
+        sums = sums_of(tokens)
+        last = ends[-_EDGES:]
+        same = [end for end, text in call["known"] if end in ends and text == str(int(sums[end]))]
+        since = max(same, default=0)
+        first = ends.index(since) + 1 if since else 0
+        # A sentence ends at each block.
+        stops = np.arange(len(tokens)) % self._scale.block == 0
+        bits = np.packbits(stops[since:], bitorder="little")
+        return {
+            "from": since,
+            "edges": [[end, str(int(sums[end]))] for end in last],
+            "tokens_b64": base64.b64encode(tokens[since:].tobytes()).decode(),
+            "stops_b64": base64.b64encode(bits.tobytes()).decode(),
+            "generation": len(tokens) - 1,
+            "spans": {
+                "index": list(range(first, len(ends))),
+                "role": roles[first:],
+                "end": ends[first:],
+            },
+            "slots": [self._view(slot, tokens) for slot in self.slots],
+            "instance": "1" * 16,
+        }
+
+    def _view(self, slot: Slot, prompt: Tokens | None = None) -> dict[str, Any]:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], slot.rows, [0]]).astype(np.int8)))
+        view: dict[str, Any] = {
+            "id": slot.id,
+            "epoch": slot.epoch,
+            "n_tokens": len(slot.tokens),
+            "n_free": self.limits.n_cells - slot.n_rows,
+            "resident": edges.reshape(-1, 2).tolist(),
+            "is_processing": slot.is_busy,
+            "n_reusable": slot.n_whole,
+            "tenant": slot.tenant,
+            "session": slot.session,
+        }
+        if prompt is not None:
+            n_common = shared(slot.tokens, prompt)
+            view["n_common"] = n_common if slot.reuse is None else min(n_common, slot.reuse)
+        return view
+
+    def _state(self, slot: Slot, since: str) -> dict[str, Any]:
+        pool = self.pool
+        state = self._view(slot) | {"tokens_hash": str(int(slot.sums[-1])), "row_bytes": 1}
+        state |= {"ram": {"used": pool.ram_used, "budget": pool.ram, "n_dropped": 0}}
+        state |= {"version": pool.version, "disk": None}
+        listed: Iterable[Copy] = ()
+        if since != "latest":
+            after = int(since or 0)
+            listed = (copy for copy in pool.copies.values() if copy.version > after)
+        state["blocks"] = [
+            {"name": name, "p0": copy.key[0], "p1": copy.key[1], "n_tokens": copy.size}
+            | {"n_bytes": copy.size, "tier": "disk" if copy.on_disk else "ram"}
+            | {"whole": copy.key[3] == 0, "session": session}
+            for copy in listed
+            for name, session in copy.names.items()
+        ]
+        return state
+
+    # Block calls.
+
+    def _copy(self, name: str, sums: Sums, session: str) -> Copy:
+        """The copy of a name that fits a text with these hashes."""
+        copy = self.pool.names.get(name)
+        if copy is None:
+            raise Refusal(404, "unknown_block", name)
+        _, end, hashed, origin = copy.key
+        if end >= len(sums) or int(sums[end]) != hashed:
+            raise Refusal(409, "stale_block", name)
+        if origin and copy.names[name] != session:
+            raise Refusal(409, "not_whole", name)
+        return copy
+
+    def _check_epoch(self, slot: Slot, body: Mapping[str, Any]) -> None:
+        if slot.is_busy:
+            raise Refusal(503, "unavailable_error")
+        if "epoch" in body and body["epoch"] != slot.epoch:
+            raise Refusal(409, "stale_epoch")
+
+    def _plan(self, slot: Slot, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_epoch(slot, body)
+        expected = body.get("expect")
+        if expected and (
+            expected["n_tokens"] != len(slot.tokens)
+            or expected["tokens_hash"] != str(int(slot.sums[-1]))
+        ):
+            raise Refusal(409, "stale_epoch")
+        session = str(body.get("session", ""))
+        rows, origin, stream, loads = self._checked(slot, body["ops"], session)
+        keys = [(self._key(slot, op["p0"], op["p1"]), op["name"]) for op in _of(body, "save")]
+        n_new = sum(key[1] - key[0] for key, _ in keys if key not in self.pool.copies)
+        if n_new > self.pool.ram:
+            raise Refusal(413, "ram_budget")
+        for key, name in keys:
+            if self.pool.add(key, name, session):
+                self.totals.saved += key[1] - key[0]
+        before, limit = slot.n_rows, stream.get("budget") or self.limits.n_cells
+        self.totals.read += self._read([copy for copy in loads if copy.key in self.pool.copies])
+        self.totals.loaded += sum(copy.size for copy in loads)
+        if any(copy.key not in self.pool.copies for copy in loads):
+            raise Refusal(404, "unknown_block")
+        for copy in loads:
+            slot.loaded[copy.key[0] : copy.key[1]] = True
+        slot.loaded &= rows
+        if stream is not slot.stream:
+            slot.peak = 0
+        slot.rows, slot.origin, slot.stream = rows, origin, stream
+        slot.tenant, slot.session = str(body.get("tenant", "")), session
+        slot.reuse = next((op["n_tokens"] for op in _of(body, "reuse")), slot.reuse)
+        self._note(slot, min(before, limit))
+        for op in _of(body, "drop"):
+            for name in op["names"]:
+                self.pool.drop(name)
+        return {"epoch": slot.epoch, "results": [], "n_resident": slot.n_rows}
+
+    def _checked(
+        self, slot: Slot, ops: Sequence[Mapping[str, Any]], session: str
+    ) -> tuple[Rows, npt.NDArray[np.int64], Mapping[str, Any], list[Copy]]:
+        """Run the ops that change rows on copies of them; raises Refusal."""
+        rows, origin, stream = slot.rows.copy(), slot.origin.copy(), slot.stream
+        loads: list[Copy] = []
+        for op in ops:
+            if op["op"] == "save":
+                if not op["p0"] < op["p1"] <= len(rows) or not rows[op["p0"] : op["p1"]].all():
+                    raise Refusal(400, "invalid_request_error", op["name"])
+            elif op["op"] == "evict":
+                if rows[op["p1"] :].sum() == 0 and rows[op["p0"] : op["p1"]].any():
+                    raise Refusal(400, "invalid_request_error")
+                rows[op["p0"] : op["p1"]] = False
+            elif op["op"] == "stream":
+                stream = op
+            elif op["op"] == "load":
+                for name in op["names"]:
+                    copy = self._copy(name, slot.sums, session)
+                    start, end = copy.key[:2]
+                    if rows[start:end].any():
+                        raise Refusal(409, "already_resident", name)
+                    rows[start:end], origin[start:end] = True, copy.key[3]
+                    loads.append(copy)
+                limit = min(self.limits.n_cells, stream.get("budget") or self.limits.n_cells)
+                if rows.sum() > limit:
+                    raise Refusal(503, "no_free_cells")
+            elif op["op"] not in ("drop", "reuse"):
+                raise Refusal(400, "invalid_request_error")
+        return rows, origin, stream, loads
+
+    def _read(self, copies: Sequence[Copy]) -> int:
+        try:
+            return self.pool.read(copies)
+        except PoolFull:
+            raise Refusal(413, "ram_budget") from None
+
+    def _key(self, slot: Slot, start: int, end: int) -> Key:
+        return start, end, int(slot.sums[end]), int(slot.origin[start:end].max())
+
+    def _adopt(self, slot: Slot, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_epoch(slot, body)
+        tokens = np.array(body["tokens"], np.int32)
+        sums = sums_of(tokens)
+        session = str(body.get("session", ""))
+        copies = [self._copy(name, sums, session) for name in body["names"]]
+        rows, origin = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.int64)
+        for copy in copies:
+            start, end, _, seen = copy.key
+            if rows[start:end].any():
+                raise Refusal(409, "already_resident")
+            rows[start:end], origin[start:end] = True, seen
+        if not len(rows) or not rows[-1]:
+            raise Refusal(400, "invalid_request_error")
+        if rows.sum() > self.limits.n_cells:
+            raise Refusal(503, "no_free_cells")
+        self.totals.read += self._read(copies)
+        self.totals.loaded += int(rows.sum())
+        slot.replace(tokens, rows, origin)
+        slot.loaded = rows.copy()
+        slot.epoch += 1
+        slot.stream, slot.evicted, slot.reuse, slot.peak = {}, [], None, 0
+        slot.tenant, slot.session = str(body.get("tenant", "")), session
+        self._note(slot, 0)
+        return {"epoch": slot.epoch, "n_tokens": len(tokens), "n_loaded": int(rows.sum())}
+
+    def _share(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Give a session names for the whole rows that its tenant has of a text."""
+        sums, session = sums_of(np.array(body["tokens"], np.int32)), str(body.get("session", ""))
+        most = body.get("max_copied", self._scale.tokens(2048))
+        found: list[dict[str, Any]] = []
+        n_copied, more = 0, False
+        for block in body["blocks"]:
+            start, end, name = block["p0"], block["p1"], block["name"]
+            key = (start, end, int(sums[end]), 0)
+            copy = self.pool.copies.get(key)
+            if copy is not None:
+                self.pool.rename(copy, name, session)
+                self.pool.use(copy)
+                found.append({"name": name, "p0": start, "p1": end, "from": "copy"})
+                continue
+            if not any(_has_whole(slot, key) for slot in self.slots):
+                continue
+            if n_copied + end - start > most and n_copied:
+                more = True
+                break
+            self.pool.add(key, name, session)
+            n_copied += end - start
+            found.append({"name": name, "p0": start, "p1": end, "from": "slot"})
+        self.totals.saved += n_copied
+        return {"blocks": found, "n_copied": n_copied, "more": more}
+
+    def _find(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        sums, session = sums_of(np.array(body["tokens"], np.int32)), body.get("session", "")
+        return {
+            "blocks": [
+                {"name": name, "p0": copy.key[0], "p1": copy.key[1]}
+                for name, copy in self.pool.names.items()
+                if copy.names[name] == session
+                and copy.key[1] < len(sums)
+                and int(sums[copy.key[1]]) == copy.key[2]
+            ]
+        }
+
+    def _note(self, slot: Slot, n_rows: int) -> None:
+        slot.peak = max(slot.peak, slot.n_rows, n_rows)
+        self.peak = max(self.peak, slot.n_rows)
+
+    # Decoding.
+
+    async def decode(self, body: Mapping[str, Any]) -> DecodedPrompt:
+        """Decode the prompt of a forwarded request, batch by batch; its slot is busy after it."""
+        prompt, _, _ = self.tokens_of(body)
+        marker = body.get("evoke") or {}
+        slot = self.slots[body["id_slot"]] if "id_slot" in body else self._idle_slot()
+        while slot.is_busy:
+            await asyncio.sleep(0.01)
+        has_marker = marker.get("epoch") == slot.epoch
+        n_past = self._n_past(slot, prompt, has_marker)
+        if not has_marker:
+            slot.epoch += 1
+            slot.stream, slot.session, slot.tenant = {}, "", ""
+        slot.is_busy, slot.reuse = True, None
+        before = int(slot.rows[:n_past].sum())
+        recovered = int((slot.loaded & slot.rows)[:n_past].sum())
+        rows, origin = np.zeros(len(prompt), np.bool_), np.zeros(len(prompt), np.int64)
+        rows[:n_past], origin[:n_past] = slot.rows[:n_past], slot.origin[:n_past]
+        slot.replace(prompt, rows, origin)
+        at = n_past
+        while at < len(prompt):
+            n = self._decode_batch(slot, at, len(prompt) - at)
+            await asyncio.sleep(n / self._scale.factor / self._costs.prefill)
+            at += n
+        n_hidden = sum(
+            max(0, end - max(start, n_past)) for start, end, _ in slot.evicted if end > n_past
+        )
+        marker_text = "ok" if has_marker else "stale" if marker else "none"
+        counts = {"n_prompt": len(prompt), "decoded": len(prompt) - n_past, "recovered": recovered}
+        counts |= {"resident_before": before - recovered, "omitted": n_past - before}
+        counts |= {"decoded_hidden": n_hidden}
+        return DecodedPrompt(slot, counts, marker_text)
+
+    async def answer(self, decoded: DecodedPrompt, answer: Tokens) -> dict[str, Any]:
+        """Generate an answer; return the `timings` of the reply, and set the slot free."""
+        slot = decoded.slot
+        await asyncio.sleep(len(answer) / self._scale.factor / self._costs.decode)
+        new = answer[:-1]  # the row of the last token is not decoded
+        at = len(slot.tokens)
+        rows, origin = np.zeros(len(new), np.bool_), np.zeros(len(new), np.int64)
+        evicted_rows = np.concatenate([slot.rows, rows])
+        slot.replace(
+            np.concatenate([slot.tokens, new]), evicted_rows, np.concatenate([slot.origin, origin])
+        )
+        while at < len(slot.tokens):
+            at += self._decode_batch(slot, at, min(self._scale.block, len(slot.tokens) - at))
+        slot.is_busy = False
+        usage = decoded.counts | {"n_resident": slot.n_rows, "n_resident_peak": slot.peak}
+        usage |= {"budget": slot.stream.get("budget", 0), "epoch": slot.epoch}
+        evicted, slot.evicted = slot.evicted, []
+        slot.peak = slot.n_rows
+        return {"evoke": usage | {"marker": decoded.marker, "auto_evicted": evicted}}
+
+    def _idle_slot(self) -> Slot:
+        return next((slot for slot in self.slots if not slot.is_busy), self.slots[0])
+
+    def _n_past(self, slot: Slot, prompt: Tokens, has_marker: bool) -> int:
+        """How many tokens of a prompt are not decoded."""
+        limit = min(shared(slot.tokens, prompt), len(prompt) - 1)
+        if slot.reuse is not None:
+            limit = min(limit, slot.reuse)
+        if not has_marker:
+            return min(limit, slot.n_whole)
+        resident = np.flatnonzero(slot.rows[:limit])
+        return int(resident[-1]) + 1 if len(resident) else 0
+
+    def _decode_batch(self, slot: Slot, at: int, n_left: int) -> int:
+        """Decode the next tokens of a slot, and evict what must go; return their number."""
+        stream, cells = slot.stream, self.limits.n_cells
+        limit = min(stream.get("budget") or cells, cells)
+        wanted = min(n_left, self._scale.tokens(_N_BATCH))
+        used = slot.n_rows
+        if used + wanted > limit:
+            used = self._evict(slot, at, wanted, limit)
+        n = max(1, min(wanted, limit - used))
+        visible = slot.rows[:at].all() and not slot.origin[:at].any()
+        if not visible:
+            self._n_origins += 1
+            slot.origin[at : at + n] = self._n_origins
+        slot.rows[at : at + n] = True
+        self._note(slot, 0)
+        return n
+
+    def _evict(self, slot: Slot, at: int, wanted: int, limit: int) -> int:
+        """Evict rows for the next batch, in the order of the budget; return the rows left."""
+        stream = slot.stream
+        sink, recent = stream.get("sink", 4), stream.get("recent", max(32, slot.n_rows // 4))
+        end = max(0, at - max(1, recent))
+        spared = np.zeros(at, np.bool_)
+        spared[:sink] = True
+        for start, stop in stream.get("protect", ()):
+            spared[start:stop] = True
+        used = slot.n_rows
+        order = [(it["p0"], it["p1"], it["name"]) for it in stream.get("order", ())]
+        for start, stop, name in order:
+            if used + wanted <= limit:
+                return used
+            span = slot.rows[start:stop]
+            if stop <= end and span.any() and span.all() and not spared[start:stop].any():
+                self._auto_evict(slot, start, stop, name)
+                used -= stop - start
+        block = stream.get("block", 64)
+        while used + wanted > limit:
+            free = np.flatnonzero(slot.rows[:end] & ~spared[:end])
+            if not len(free):
+                break
+            start = int(free[0])
+            run = free[: block - start % block] - np.arange(len(free[: block - start % block]))
+            stop = start + int((run == start).sum())
+            self._auto_evict(slot, start, stop, f"auto/{slot.id}.{slot.epoch}/{start}-{stop}")
+            used -= stop - start
+        return used
+
+    def _auto_evict(self, slot: Slot, start: int, end: int, name: str) -> None:
+        saved: str | None = name
+        try:
+            if self.pool.add(self._key(slot, start, end), name, slot.session):
+                self.totals.saved += end - start
+        except PoolFull:
+            saved = None
+        slot.rows[start:end] = False
+        slot.evicted.append((start, end, saved))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedPrompt:
+    """A decoded prompt whose answer is not generated yet.
+
+    Attributes:
+        slot: Its slot.
+        counts: Its tokens, as `timings.evoke` counts them.
+        marker: What became of the request's marker.
+    """
+
+    slot: Slot
+    counts: dict[str, int]
+    marker: str
+
+
+def _of(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    return [op for op in body["ops"] if op["op"] == name]
+
+
+def _has_whole(slot: Slot, key: Key) -> bool:
+    """Whether a slot has all rows of a range, decoded with every earlier row resident."""
+    start, end, hashed, _ = key
+    if end >= len(slot.sums) or int(slot.sums[end]) != hashed:
+        return False
+    return bool(slot.rows[start:end].all()) and not slot.origin[start:end].any()

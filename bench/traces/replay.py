@@ -1,0 +1,185 @@
+"""Replays conversations: who sends what when, and what each request cost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from bench.traces.sample import MISS_TOKENS, Agent
+from bench.traces.texts import Prompt, Scale, Writer
+
+# Longer pauses between a reply and the next request are shortened to this.
+MAX_WAIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The cost model, in seconds for recorded tokens.
+
+    Attributes:
+        prefill: Tokens decoded each second of a prompt.
+        decode: Tokens generated each second.
+        row_bytes: Bytes of K and V of one token.
+        copy: Bytes copied each second between the cache and host memory.
+        disk: Bytes each second from and to a disk.
+        call_s: Seconds of one call of the proxy to the server.
+        proxy_s: Seconds that the proxy itself takes before it forwards a request.
+    """
+
+    prefill: float = 2000.0
+    decode: float = 50.0
+    row_bytes: int = 98_304
+    copy: float = 11e9
+    disk: float = 2e9
+    call_s: float = 0.001
+    proxy_s: float = 0.010
+
+
+DEFAULT_COSTS = Costs()
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a server did for one prompt, in its own (scaled) tokens.
+
+    Attributes:
+        decoded: Tokens of the prompt that it decoded.
+        loaded: Tokens that it copied into the cache from elsewhere.
+        omitted: Tokens of the prompt without rows.
+        first_token_s: Seconds from the request to the first token of the answer.
+        session: The session of the proxy that served it; empty without one.
+    """
+
+    decoded: int
+    loaded: int = 0
+    omitted: int = 0
+    first_token_s: float = 0.0
+    session: str = ""
+
+
+class Arm(Protocol):
+    """What requests are sent to."""
+
+    async def ask(self, prompt: Prompt, label: str) -> Counts:
+        """Serve one request whole, in virtual time."""
+        ...
+
+    @property
+    def peak(self) -> int:
+        """The most tokens that had cells in one slot at the same time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: what it cost, and what was unavoidable.
+
+    Attributes:
+        label: Conversation, agent and number of the request.
+        n_prompt: Tokens of the prompt.
+        fresh: Tokens of it that no request or answer before it had.
+        position: Of the prompt before it of the same agent: tokens they share; None for the first.
+        before: Tokens of that prompt.
+        counts: What the server did.
+        is_new_session: Whether the proxy served that prompt in another session.
+    """
+
+    label: str
+    n_prompt: int
+    fresh: int
+    position: int | None
+    before: int
+    counts: Counts
+    is_new_session: bool = False
+
+    @property
+    def repeated(self) -> int:
+        """Tokens that were decoded although an earlier request or answer had them."""
+        return max(0, self.counts.decoded - self.fresh)
+
+
+@dataclass(slots=True)
+class Record:
+    """All requests of a replay.
+
+    Attributes:
+        served: One entry for each request.
+    """
+
+    served: list[Served] = field(default_factory=list)
+
+
+class Replay:
+    """Replays conversations, a number of them at the same time."""
+
+    def __init__(self, conversations: Sequence[Agent], scale: Scale) -> None:
+        self._conversations = conversations
+        self._scale = scale
+        self._contents: set[int] = set()
+        self.record = Record()
+
+    async def run(self, arm: Arm, n_users: int) -> Record:
+        """Let this many users each take the next conversation until none is left."""
+        waiting = list(enumerate(self._conversations))[::-1]
+
+        async def user(number: int) -> None:
+            await asyncio.sleep(number)  # they do not begin at the same moment
+            while waiting:
+                at, conversation = waiting.pop()
+                await self._converse(arm, conversation, at, conversation.id)
+
+        await asyncio.gather(*(user(number) for number in range(n_users)))
+        return self.record
+
+    async def _converse(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
+        writer = Writer(agent, number, self._scale)
+        before: tuple[Prompt, Counts] | None = None
+        for at, prompt in enumerate(writer.prompts()):
+            request = agent.requests[at]
+            if request.agents:
+                await asyncio.gather(
+                    *(
+                        self._sub_agent(arm, each, number, f"{label}/{at}.{i}")
+                        for i, each in enumerate(request.agents)
+                    )
+                )
+            await asyncio.sleep(min(request.wait_s, MAX_WAIT_S))
+            counts = await self._ask(arm, prompt, before, f"{label}#{at}")
+            before = prompt, counts
+
+    async def _sub_agent(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
+        await asyncio.sleep(min(agent.start_s, MAX_WAIT_S))
+        await self._converse(arm, agent, number, label)
+
+    async def _ask(
+        self, arm: Arm, prompt: Prompt, before: tuple[Prompt, Counts] | None, label: str
+    ) -> Counts:
+        contents = self._contents
+        unseen = [each for each in prompt.content.tolist() if each not in contents]
+        fresh = len(unseen) * self._scale.block + 1
+        contents.update(unseen)
+        counts = await arm.ask(prompt, label)
+        shared, n_before, is_new = None, 0, False
+        if before is not None:
+            shared = _shared(before[0], prompt) * self._scale.block
+            n_before = len(before[0].tokens)
+            is_new = before[1].session != counts.session
+        self.record.served.append(
+            Served(label, len(prompt.tokens), fresh, shared, n_before, counts, is_new)
+        )
+        contents.update(prompt.answer_content)
+        return counts
+
+
+def _shared(before: Prompt, prompt: Prompt) -> int:
+    n = min(len(before.content), len(prompt.content))
+    differs = before.content[:n] != prompt.content[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def misses(record: Record, scale: Scale) -> list[Served]:
+    """Return the requests that decoded more than 1,000 recorded tokens again."""
+    most = MISS_TOKENS * scale.factor
+    return [each for each in record.served if each.repeated > most]

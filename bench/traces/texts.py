@@ -1,0 +1,200 @@
+"""Text and tokens for the blocks of a trace, which has only their hashes.
+
+Equal blocks get equal text. A word is one token; the last word of a block has a full stop and is
+another token. All numbers of tokens are those of the trace times `Scale.factor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.traces.sample import BLOCK, Agent, Ids, Request, common
+
+Tokens = npt.NDArray[np.int32]
+
+_WORDS = 8000
+# The token with which an answer begins, and each message of the assistant.
+ANSWER = 2 * _WORDS
+_CONSONANTS, _VOWELS = "bdfghjklmnprstvwxyzc", "aeiou"
+# Agents send tools; the text of their schemas is in the system message here.
+_TOOL = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+# Earlier prompts of an agent that a prompt is compared with.
+_REMEMBERED = 16
+_BY_CONVERSATION = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much smaller the replayed prompts are than the recorded ones.
+
+    Attributes:
+        block: Tokens for each block of 64; a power of two up to 64.
+    """
+
+    block: int = 8
+
+    @property
+    def factor(self) -> float:
+        """Replayed tokens for each recorded one."""
+        return self.block / BLOCK
+
+    def tokens(self, recorded: float) -> int:
+        """Return the number of replayed tokens for a number of recorded ones, at least 1."""
+        return max(1, round(recorded * self.factor))
+
+
+@cache
+def _vocabulary() -> list[str]:
+    first = [a + b for a in _CONSONANTS for b in _VOWELS]
+    words = [a + b for a in first for b in first][:_WORDS]
+    return [*words, *(f"{word}." for word in words)]
+
+
+def _block_tokens(content: Ids, n: int) -> npt.NDArray[np.int32]:
+    """The tokens [blocks, n] of blocks with these content numbers: a hash (splitmix64)."""
+    offsets = np.arange(n, dtype=np.uint64) + np.uint64(1)
+    state: npt.NDArray[np.uint64] = content.astype(np.uint64)[:, None] * np.uint64(n) + offsets
+    state = state * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ np.right_shift(state, np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ np.right_shift(state, np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = (state ^ np.right_shift(state, np.uint64(31))) % np.uint64(_WORDS)
+    made: npt.NDArray[np.int32] = state.astype(np.int32)
+    made[:, -1] += _WORDS
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: the author, its text, and its range of blocks in the prompt."""
+
+    role: str
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One request as a client sends it.
+
+    Attributes:
+        content: A number for the content of each block; equal up to a block means equal text.
+        messages: The messages, which tile the blocks.
+        tokens: What the server decodes: the messages, and the token that begins an answer.
+        answer: The tokens that the model generates after it.
+        answer_content: Numbers of the blocks of the next prompt that are this answer.
+    """
+
+    content: Ids
+    messages: Sequence[Message]
+    tokens: Tokens
+    answer: Tokens
+    answer_content: Sequence[int] = ()
+
+    def body(self) -> dict[str, object]:
+        """Return the body of the chat request."""
+        messages = [{"role": m.role, "content": m.text} for m in self.messages]
+        return {"messages": messages, "tools": [_TOOL], "stream": True}
+
+
+class Writer:
+    """Writes the prompts of one agent.
+
+    Tool schemas with equally many tokens are the same text in all conversations; everything else
+    belongs to one conversation.
+    """
+
+    def __init__(self, agent: Agent, number: int, scale: Scale) -> None:
+        """`number` identifies the conversation; sub-agents have that of theirs."""
+        self._agent = agent
+        self._number = number
+        self._scale = scale
+        self._first: Ids | None = None
+        # Earlier prompts: their content, and where each message ends, with its author.
+        self._earlier: list[tuple[Ids, dict[int, str]]] = []
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Yield the prompts of all requests, in order."""
+        contents = [self._content(request) for request in self._agent.requests]
+        for at, request in enumerate(self._agent.requests):
+            following = contents[at + 1] if at + 1 < len(contents) else None
+            yield self._prompt(request, contents[at], following)
+
+    def _content(self, request: Request) -> Ids:
+        """Numbers of content, unique over all conversations."""
+        content = request.ids + (self._number + 1) * _BY_CONVERSATION
+        if self._first is None:
+            self._first = request.ids
+        n_tools = min(self._agent.n_tools // BLOCK, common(self._first, request.ids))
+        content[:n_tools] = self._agent.n_tools * 4096 + np.arange(n_tools)
+        return content
+
+    def _prompt(self, request: Request, content: Ids, following: Ids | None) -> Prompt:
+        ends = self._ends(content)
+        self._earlier = [*self._earlier[-_REMEMBERED + 1 :], (content, ends)]
+        n_answer = self._scale.tokens(request.n_out)
+        n_blocks = 0
+        said = content[:0]
+        if following is not None and common(content, following) == len(content):
+            n_blocks = _answer_blocks(request.n_out, len(following) - len(content))
+        if n_blocks and following is not None:  # the next prompt continues with this answer
+            ends_next = {**ends, len(content) + n_blocks: "assistant"}
+            self._earlier[-1] = (following[: len(content) + n_blocks], ends_next)
+            said = following[len(content) : len(content) + n_blocks]
+            answer = _block_tokens(said, self._scale.block).reshape(-1)[1:]
+        else:
+            own = np.array([-len(self._earlier) - 2 * self._number * _BY_CONVERSATION - 1])
+            answer = _block_tokens(own + content[-1:], n_answer)[0]
+        messages, tokens = self._messages(content, ends)
+        return Prompt(content, messages, tokens, answer.astype(np.int32), said.tolist())
+
+    def _ends(self, content: Ids) -> dict[int, str]:
+        """Where each message ends, and its author: as in the earlier prompt that shares most."""
+        shared, ends = 0, self._first_ends(len(content))
+        for earlier, old in reversed(self._earlier):
+            n = common(earlier, content)
+            if n > shared:
+                shared, ends = n, {end: role for end, role in old.items() if end < len(content)}
+        last = max((role for role in ends.items()), default=(0, "system"))
+        if last[0] < len(content):
+            ends = {**ends, len(content): "user"}
+        return ends
+
+    def _first_ends(self, n_blocks: int) -> dict[int, str]:
+        system = (self._agent.n_tools + self._agent.n_system) // BLOCK
+        return {system: "system"} if 0 < system < n_blocks else {}
+
+    def _messages(self, content: Ids, ends: Mapping[int, str]) -> tuple[list[Message], Tokens]:
+        made = _block_tokens(content, self._scale.block)
+        words = _vocabulary()
+        messages, start = [], 0
+        for end in sorted(ends):
+            text = " ".join([words[token] for token in made[start:end].reshape(-1).tolist()])
+            messages.append(Message(ends[end], text, start, end))
+            if ends[end] == "assistant":
+                made[start, 0] = ANSWER
+            start = end
+        return messages, np.append(made.reshape(-1), np.int32(ANSWER))
+
+
+def _answer_blocks(n_out: int, n_new: int) -> int:
+    """How many of the new blocks of the next prompt are the answer; at least one is not."""
+    return min(max(1, round(n_out / BLOCK)), n_new - 1) if n_new > 1 else 0
+
+
+def tokenized(text: str, is_answer: bool) -> Tokens:
+    """Return the tokens of a message; the first one of the assistant's begins an answer."""
+    numbers = _numbers()
+    tokens = np.array([numbers[word] for word in text.split(" ")], np.int32)
+    if is_answer:
+        tokens[0] = ANSWER
+    return tokens
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    return {word: number for number, word in enumerate(_vocabulary())}
