@@ -31,6 +31,7 @@ from evoke_proxy.adapters.block_files import (
 from evoke_proxy.adapters.cipher import EncryptedFormat
 from evoke_proxy.adapters.snapshot_files import PART
 from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.session.codec import SessionRecord, decode
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 from evoke_proxy.regular_files import open_regular, sync_directory
@@ -262,6 +263,11 @@ def _verified(
         raise ValueError("the record of its session is missing")
     if state.tenant != origin.tenant:
         raise ValueError("the record is of another tenant")
+    labels = state.layout.usable_copies.union(
+        state.layout.unused_copies, state.layout.blocks.labels
+    )
+    if not all(label.startswith(f"{wire_name(state.id)}/") for label in labels):
+        raise ValueError("the record names blocks of another session")
     return origin, records
 
 

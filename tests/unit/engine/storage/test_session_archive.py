@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from repository_fixtures import write_block_file
+from session_fixtures import session_record
 
 from evoke_proxy.adapters.block_files import block_files
 from evoke_proxy.adapters.cipher import EncryptedFormat
@@ -238,6 +239,24 @@ def test_sizes_are_limited(archive: Path, tmp_path: Path, monkeypatch: pytest.Mo
             patch.setattr(session_archive, name, value)
             other.read(archive, "model", set())
     assert not list(other.blocks.iterdir())
+
+
+@pytest.mark.parametrize("own", ["s/0-4-a", "s/4-9-b", "s/9-12-t2/gen", "s/1-2-c"])
+def test_a_record_with_names_of_another_session_is_refused(tmp_path: Path, own: str) -> None:
+    """Its session would take the copies of these names, and delete them with its own."""
+    one, origin = machine(tmp_path / "one"), Origin("s", "t", "model")
+    path = write_block_file(one.blocks, 0, "t", {"s/0-4-a": "s"})
+    for label, is_refused in ((own, False), (f"other{own[1:]}", True)):
+        packed = zlib.compress(encode(session_record()).replace(own.encode(), label.encode()))
+        file, other = tmp_path / label.replace("/", "-"), machine(tmp_path / f"{is_refused}")
+        one.write(file, origin, [Record("s", "t", 5.0, packed)], list(block_files(one.blocks)))
+        if is_refused:
+            with pytest.raises(ConfigError, match="names blocks of another session"):
+                other.read(file, "model", set())
+            assert not list(other.blocks.iterdir())
+        else:
+            other.read(file, "model", set())
+            assert (other.blocks / path.name).exists()
 
 
 def _sparse() -> bytes:
