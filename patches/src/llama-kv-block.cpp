@@ -265,7 +265,7 @@ struct llama_kv_block_access {
     // Returns the host memory type for the first layer that is not in host memory, nullptr when there is none.
     static ggml_backend_buffer_type_t host_buft(const llama_kv_cache & kv) {
         for (const auto & layer : kv.layers) {
-            const auto buft = ggml_backend_buffer_get_type(layer.k->view_src ? layer.k->view_src->buffer : layer.k->buffer);
+            const auto buft = ggml_backend_buffer_get_type(buffer_of(layer.k));
             const auto dev  = ggml_backend_buft_get_device(buft);
             if (!is_host(layer.k) && dev) {
                 return ggml_backend_dev_host_buffer_type(dev);
@@ -292,17 +292,20 @@ struct llama_kv_block_access {
         bool                 in_host = true;    // the tensor is in host memory
     };
 
-    // Rows of one tensor, contiguous or transposed, and their place in host memory.
+    // Rows of some layers, or transposed rows of one, and their place in host memory.
     struct copy_part {
-        ggml_tensor *      tensor;
-        size_t             row;       // bytes
+        llama_kv_band      band;
         uint32_t           n_columns; // transposed: channels of a row; 0: contiguous
         uint8_t *          data;
-        llama_kv_staging * staging;   // nullptr: each run is copied by itself
+        llama_kv_staging * staging = nullptr; // nullptr: each run is copied by itself
     };
 
+    static ggml_backend_buffer_t buffer_of(const ggml_tensor * t) {
+        return t->view_src ? t->view_src->buffer : t->buffer;
+    }
+
     static bool is_host(const ggml_tensor * t) {
-        return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
+        return ggml_backend_buffer_is_host(buffer_of(t));
     }
 
     // Waits for the graph where the host copies the rows of some layer itself.
@@ -317,7 +320,7 @@ struct llama_kv_block_access {
 
     // Finds the backend whose queue has the graph's work on this tensor: copies in that queue need no fence.
     static void set_tensor(copy_params & params, const ggml_tensor * t) {
-        const auto buft = ggml_backend_buffer_get_type(t->view_src ? t->view_src->buffer : t->buffer);
+        const auto buft = ggml_backend_buffer_get_type(buffer_of(t));
         params.in_host = is_host(t);
         params.backend = nullptr;
         for (int i = 0; !params.in_host && params.sched && i < ggml_backend_sched_get_n_backends(params.sched); ++i) {
@@ -337,18 +340,18 @@ struct llama_kv_block_access {
         std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
         auto * state = kv.block_state.get();
         copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED, state ? &state->traffic : nullptr };
-        auto parts = parts_of(n_rows, data);
+        auto parts = joined(params, parts_of(n_rows, data), n_rows);
         for (auto & part : parts) {
-            set_tensor(params, part.tensor);
+            set_tensor(params, part.band.tensor);
             if (state && params.backend && runs.size() > KV_BLOCK_FEW_RUNS) {
                 auto & staging = state->staging_of(params.backend);
-                const bool exact = part.n_columns > 0 ? staging.copies_columns(n_rows, part.tensor->type) : staging.copies_rows(n_rows, part.row);
+                const bool exact = part.n_columns > 0 ? staging.copies_columns(n_rows, part.band.tensor->type) : staging.copies_rows(n_rows*part.band.n, part.band.row);
                 part.staging = exact ? &staging : nullptr;
             }
         }
         llama_kv_staging * current = nullptr; // a device's layers follow each other
         for (const auto & part : parts) {
-            set_tensor(params, part.tensor);
+            set_tensor(params, part.band.tensor);
             if (current && current != part.staging) {
                 current->end();
             }
@@ -357,14 +360,14 @@ struct llama_kv_block_access {
             }
             current = part.staging;
             if (current && part.n_columns > 0) {
-                current->columns(part.tensor, part.n_columns, cells().size(), part.data);
+                current->columns(part.band.tensor, part.n_columns, cells().size(), part.data);
             } else if (current) {
-                current->rows(part.tensor, part.row, part.data);
+                current->rows(part.band, part.data);
             } else if (part.n_columns > 0) {
-                const size_t el = ggml_type_size(part.tensor->type);
-                copy_columns(params, part.tensor, runs, { part.n_columns, el, cells().size()*el, n_rows*el }, part.data);
+                const size_t el = ggml_type_size(part.band.tensor->type);
+                copy_columns(params, part.band.tensor, runs, { part.n_columns, el, cells().size()*el, n_rows*el }, part.data);
             } else {
-                copy_rows(params, part.tensor, runs, part.row, part.data);
+                copy_rows(params, part.band, runs, n_rows, part.data);
             }
         }
         if (current) {
@@ -377,24 +380,57 @@ struct llama_kv_block_access {
     std::vector<copy_part> parts_of(uint32_t n_rows, uint8_t * data) const {
         std::vector<copy_part> parts;
         for (const auto & layer : kv.layers) {
-            parts.push_back({ layer.k_stream[strm], k_row(kv, layer), 0, data, nullptr });
-            data += parts.back().row*n_rows;
+            parts.push_back({ { layer.k_stream[strm], k_row(kv, layer) }, 0, data });
+            data += parts.back().band.row*n_rows;
         }
         for (const auto & layer : kv.layers) {
             if (layer.v) {
                 const uint32_t n_columns = kv.v_trans ? kv.hparams.n_embd_v_gqa(layer.il) : 0;
-                parts.push_back({ layer.v_stream[strm], v_row(kv, layer), n_columns, data, nullptr });
-                data += parts.back().row*n_rows;
+                parts.push_back({ { layer.v_stream[strm], v_row(kv, layer) }, n_columns, data });
+                data += parts.back().band.row*n_rows;
             }
         }
         return parts;
     }
 
-    static void copy_rows(const copy_params & params, ggml_tensor * t, const std::vector<kv_block_run> & runs, size_t row, uint8_t * data) {
+    // Joins layers whose rows are at equal distances in one buffer of a device: one strided copy has the rows of all of them.
+    static std::vector<copy_part> joined(copy_params & params, const std::vector<copy_part> & parts, uint32_t n_rows) {
+        std::vector<copy_part> res;
+        for (const auto & part : parts) {
+            set_tensor(params, part.band.tensor);
+            if (res.empty() || part.n_columns > 0 || !params.backend || !extend(res.back(), part, llama_kv_staging::max_extent(params.backend), n_rows)) {
+                res.push_back(part);
+            }
+        }
+        return res;
+    }
+
+    // Adds one more layer to a band if it is where the next one has to be.
+    static bool extend(copy_part & part, const copy_part & next, size_t max_extent, uint32_t n_rows) {
+        auto & band = part.band;
+        const auto * last = (const uint8_t *) band.tensor->data + (band.n - 1)*band.distance;
+        const auto * data = (const uint8_t *) next.band.tensor->data;
+        if (part.n_columns > 0 || next.band.row != band.row || buffer_of(next.band.tensor) != buffer_of(band.tensor) || data <= last) {
+            return false;
+        }
+        const size_t distance = data - last, extent = band.n*distance + ggml_nbytes(next.band.tensor);
+        const bool   in_place = band.n == 1 ? distance % band.row == 0 && distance >= ggml_nbytes(band.tensor) : distance == band.distance;
+        if (!in_place || extent > max_extent || (band.n + 1)*(size_t) n_rows > llama_kv_staging::MAX_IDS) {
+            return false;
+        }
+        band.n++;
+        band.distance = distance;
+        return true;
+    }
+
+    static void copy_rows(const copy_params & params, const llama_kv_band & band, const std::vector<kv_block_run> & runs, uint32_t n_rows, uint8_t * data) {
+        const size_t row = band.row;
+        ggml_context * ctx = band.n > 1 ? ggml_init({ ggml_tensor_overhead(), nullptr, true }) : nullptr;
+        ggml_tensor  * t   = whole(ctx, band);
         for (const auto & r : runs) {
             const size_t offset = r.cell*row, size = r.n*row;
             uint8_t * host = data + r.row*row;
-            GGML_ASSERT(offset + size <= ggml_nbytes(t));
+            GGML_ASSERT(offset + size + (band.n - 1)*band.distance <= ggml_nbytes(t));
             if (params.in_host) {
                 uint8_t * cell = (uint8_t *) t->data + offset;
                 uint8_t * dst  = params.to_host ? host : cell;
@@ -402,13 +438,27 @@ struct llama_kv_block_access {
                 params.streamed ? kv_block_stream(dst, src, size) : (void) memcpy(dst, src, size);
                 continue;
             }
-            count(params, size);
-            if (params.backend) {
-                params.to_host ? ggml_backend_tensor_get_async(params.backend, t, host, offset, size) : ggml_backend_tensor_set_async(params.backend, t, host, offset, size);
+            count(params, size*band.n);
+            if (params.backend && params.to_host) {
+                ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, band.n, band.distance, n_rows*row);
+            } else if (params.backend) {
+                ggml_backend_tensor_set_2d_async(params.backend, t, host, offset, size, band.n, band.distance, n_rows*row);
             } else {
                 params.to_host ? ggml_backend_tensor_get(t, host, offset, size) : ggml_backend_tensor_set(t, host, offset, size);
             }
         }
+        ggml_free(ctx);
+    }
+
+    // Returns a tensor with the memory from the first tensor of a band to its last one.
+    static ggml_tensor * whole(ggml_context * ctx, const llama_kv_band & band) {
+        if (band.n == 1) {
+            return band.tensor;
+        }
+        ggml_tensor * res = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (band.n - 1)*band.distance + ggml_nbytes(band.tensor));
+        const auto status = ggml_backend_tensor_alloc(buffer_of(band.tensor), res, band.tensor->data);
+        GGML_ASSERT(status == GGML_STATUS_SUCCESS);
+        return res;
     }
 
     static void count(const copy_params & params, size_t size) {

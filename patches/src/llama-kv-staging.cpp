@@ -9,11 +9,10 @@
 
 // The buffer: ids of rows, then elements that were widened to F32, then the area.
 constexpr size_t KV_STAGING_MIB     = size_t(1) << 20;
-constexpr size_t KV_STAGING_IDS     = 4*KV_STAGING_MIB;
+constexpr size_t KV_STAGING_IDS     = llama_kv_staging::MAX_IDS*sizeof(int32_t);
 constexpr size_t KV_STAGING_WIDENED = 8*KV_STAGING_MIB;
 constexpr size_t KV_STAGING_AREA    = 8*KV_STAGING_MIB;
 
-constexpr size_t KV_STAGING_N_IDS   = KV_STAGING_IDS/sizeof(int32_t);
 constexpr int    KV_STAGING_N_NODES = 256;
 constexpr size_t KV_STAGING_ROWS    = 64; // rows are divided at multiples of this, so that their ids are aligned
 
@@ -33,11 +32,18 @@ bool llama_kv_staging::is_usable() {
 }
 
 bool llama_kv_staging::copies_rows(size_t n_rows, size_t row) {
-    return row % sizeof(int32_t) == 0 && row*KV_STAGING_ROWS <= KV_STAGING_AREA && n_rows <= KV_STAGING_N_IDS && copies_exactly(GGML_TYPE_F32, false);
+    return row % sizeof(int32_t) == 0 && row*KV_STAGING_ROWS <= KV_STAGING_AREA && n_rows <= MAX_IDS && copies_exactly(GGML_TYPE_F32, false);
+}
+
+// Nothing says how much of a buffer an operation can address. CUDA and HIP use 64 bits; a Vulkan driver may end at 128 MiB.
+size_t llama_kv_staging::max_extent(ggml_backend_t backend) {
+    const char * name = ggml_backend_name(backend);
+    const bool is_cuda = std::strncmp(name, "CUDA", 4) == 0 || std::strncmp(name, "ROCm", 4) == 0;
+    return is_cuda ? std::numeric_limits<size_t>::max() : 128*KV_STAGING_MIB;
 }
 
 bool llama_kv_staging::copies_columns(size_t n_rows, ggml_type type) {
-    return n_rows <= KV_STAGING_N_IDS && copies_exactly(type, true);
+    return n_rows <= MAX_IDS && copies_exactly(type, true);
 }
 
 // Returns whether the device has the operations for rows of words, or for transposed elements of a type.
@@ -99,7 +105,7 @@ bool llama_kv_staging::copies_exactly(ggml_type type, bool transposed) {
     ggml_tensor * tensor = placed(ggml_new_tensor_2d(meta, type, transposed ? n_cells : width, transposed ? width : n_cells), KV_STAGING_IDS + KV_STAGING_WIDENED/2);
     const auto copy = [&](bool to_host, std::vector<uint8_t> & host) {
         begin(shuffled, to_host);
-        transposed ? columns(tensor, width, n_cells, host.data()) : rows(tensor, width*el, host.data());
+        transposed ? columns(tensor, width, n_cells, host.data()) : rows({ tensor, width*el }, host.data());
         end();
         wait();
     };
@@ -129,17 +135,18 @@ void llama_kv_staging::end() {
     flush();
 }
 
-void llama_kv_staging::rows(const ggml_tensor * tensor, size_t row, uint8_t * data) {
-    if (ids.empty() || ids_columns.first > 0) {
-        upload_ids({ cells.begin(), cells.end() }, { 0, 0 });
+void llama_kv_staging::rows(const llama_kv_band & band, uint8_t * data) {
+    const id_kind kind = { false, band.n, band.distance/band.row };
+    if (!has_ids(kind)) {
+        upload_ids(kind);
     }
     const auto type = GGML_TYPE_F32; // words: Vulkan gathers only the first half of a wide row of I32
-    const int64_t n_words = row/sizeof(int32_t), n_cells = ggml_nbytes(tensor)/row;
-    const size_t n_most = KV_STAGING_AREA/row/KV_STAGING_ROWS*KV_STAGING_ROWS;
-    for (size_t first = 0; first < cells.size(); first += n_most) {
-        const int64_t n = std::min(n_most, cells.size() - first);
-        const size_t offset = reserve(data + first*row, n*row);
-        ggml_tensor * cache  = alias(tensor, ggml_new_tensor_2d(ctx, type, n_words, n_cells), 0);
+    const int64_t n_words = band.row/sizeof(int32_t), n_cells = ((band.n - 1)*band.distance + ggml_nbytes(band.tensor))/band.row;
+    const size_t n_all = cells.size()*band.n, n_most = KV_STAGING_AREA/band.row/KV_STAGING_ROWS*KV_STAGING_ROWS;
+    for (size_t first = 0; first < n_all; first += n_most) {
+        const int64_t n = std::min(n_most, n_all - first);
+        const size_t offset = reserve(data + first*band.row, n*band.row);
+        ggml_tensor * cache  = alias(band.tensor, ggml_new_tensor_2d(ctx, type, n_words, n_cells), 0);
         ggml_tensor * chosen = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n), first*sizeof(int32_t));
         if (to_host) {
             add(placed(ggml_get_rows(ctx, cache, chosen), offset));
@@ -152,13 +159,9 @@ void llama_kv_staging::rows(const ggml_tensor * tensor, size_t row, uint8_t * da
 void llama_kv_staging::columns(const ggml_tensor * tensor, uint32_t n_columns, uint32_t n_cells, uint8_t * data) {
     const size_t el = ggml_type_size(tensor->type), n_rows = cells.size();
     const size_t n_ids = std::max<size_t>(1, std::numeric_limits<int32_t>::max()/n_cells); // columns whose elements have an id
-    const uint32_t n_most = (uint32_t) std::min({ (size_t) n_columns, KV_STAGING_N_IDS/n_rows, n_ids });
-    if (ids.empty() || ids_columns.first < n_most || ids_columns.second != n_cells) {
-        std::vector<int32_t> elements(n_most*n_rows);
-        for (size_t i = 0; i < elements.size(); ++i) {
-            elements[i] = (int32_t) (i/n_rows*n_cells + cells[i % n_rows]);
-        }
-        upload_ids(std::move(elements), { n_most, n_cells });
+    const uint32_t n_most = (uint32_t) std::min({ (size_t) n_columns, MAX_IDS/n_rows, n_ids });
+    if (!has_ids({ true, n_most, n_cells })) {
+        upload_ids({ true, n_most, n_cells });
     }
     const bool widened = to_host && tensor->type != GGML_TYPE_F32;
     for (uint32_t first = 0; first < n_columns; first += n_most) {
@@ -182,13 +185,22 @@ void llama_kv_staging::columns(const ggml_tensor * tensor, uint32_t n_columns, u
     }
 }
 
-// Writes ids of rows for the nodes that follow.
-void llama_kv_staging::upload_ids(std::vector<int32_t> values, std::pair<uint32_t, uint32_t> columns) {
+// The ids of fewer tensors or columns are the first ones of those of more.
+bool llama_kv_staging::has_ids(const id_kind & kind) const {
+    return !ids.empty() && ids_kind.columns == kind.columns && ids_kind.n >= kind.n && (kind.n == 1 || ids_kind.distance == kind.distance);
+}
+
+// Writes ids for the nodes that follow.
+void llama_kv_staging::upload_ids(const id_kind & kind) {
     flush();
     wait();
     start_graph();
-    ids         = std::move(values);
-    ids_columns = columns;
+    const size_t n_rows = cells.size();
+    ids.resize(kind.n*n_rows);
+    for (size_t i = 0; i < ids.size(); ++i) {
+        ids[i] = (int32_t) (i/n_rows*kind.distance + cells[i % n_rows]);
+    }
+    ids_kind = kind;
     ggml_tensor * tensor = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, ids.size()), 0);
     ggml_backend_tensor_set_async(backend, tensor, ids.data(), 0, ggml_nbytes(tensor));
     traffic.add(ggml_nbytes(tensor));

@@ -25,8 +25,18 @@ struct llama_kv_traffic {
     }
 };
 
+// Tensors at equal distances in one buffer, each with a row for each cell: K of some layers, or V.
+struct llama_kv_band {
+    ggml_tensor * tensor;       // the first
+    size_t              row;          // bytes of a row of a tensor
+    uint32_t            n        = 1; // tensors
+    size_t              distance = 0; // bytes from a tensor to the next, a multiple of `row`
+};
+
 class llama_kv_staging {
 public:
+    static constexpr size_t MAX_IDS = size_t(1) << 20; // rows of all tensors of a band, or elements of transposed rows
+
     // `backend` executes the copies in the order of its other work. `traffic` must live longer.
     llama_kv_staging(ggml_backend_t backend, llama_kv_traffic & traffic);
     ~llama_kv_staging();
@@ -36,11 +46,15 @@ public:
     bool copies_rows(size_t n_rows, size_t row);
     bool copies_columns(size_t n_rows, ggml_type type);
 
+    // Returns how many bytes from the first of its bytes to the last one the tensors of a band may extend.
+    static size_t max_extent(ggml_backend_t backend);
+
     // Starts to copy a block: its row i is in cell cells[i].
     void begin(const std::vector<uint32_t> & cells, bool to_host);
 
-    // Copies each row between a tensor, which has a row of `row` bytes for each cell, and `data`, where they are contiguous.
-    void rows(const ggml_tensor * tensor, size_t row, uint8_t * data);
+    // Copies the rows between the tensors of a band and `data`, where they are contiguous: those of the first tensor, then
+    // those of the next. copies_rows() says whether it can, for the rows of all tensors together.
+    void rows(const llama_kv_band & band, uint8_t * data);
 
     // Copies transposed rows: the tensor has columns of `n_cells` elements, `data` has as many columns with one element
     // for each row.
@@ -63,7 +77,15 @@ private:
     void add(ggml_tensor * node);
     void flush();
     void wait();
-    void upload_ids(std::vector<int32_t> values, std::pair<uint32_t, uint32_t> columns);
+    // What the ids select: of each of `n` tensors, or of each of `n` columns, what belongs to the cells.
+    struct id_kind {
+        bool     columns;
+        uint32_t n;
+        size_t   distance; // rows from a tensor to the next, elements from a column to the next
+    };
+
+    bool has_ids(const id_kind & kind) const;
+    void upload_ids(const id_kind & kind);
     size_t reserve(uint8_t * data, size_t size);
     ggml_tensor * placed(ggml_tensor * tensor, size_t offset);
     ggml_tensor * alias(const ggml_tensor * tensor, ggml_tensor * shape, size_t offset);
@@ -74,10 +96,10 @@ private:
     bool                  refused = false; // the device has no memory for the buffer
     std::vector<std::pair<std::pair<ggml_type, bool>, bool>> tested; // types, transposed or not: whether they are copied exactly
 
-    bool                          to_host = true;
-    std::vector<uint32_t>         cells;
-    std::vector<int32_t>          ids;         // on the device, too
-    std::pair<uint32_t, uint32_t> ids_columns; // how many columns of how many cells they are for; no columns: rows
+    bool                  to_host = true;
+    std::vector<uint32_t> cells;
+    std::vector<int32_t>  ids;          // on the device, too
+    id_kind               ids_kind = { false, 0, 0 };
 
     ggml_context *        ctx   = nullptr;
     ggml_cgraph *         graph = nullptr; // that is being built

@@ -33,11 +33,9 @@ size_t bytes_of(const json & value) {
         for (const auto & item : value.items()) {
             n += item.key().size() + 48 + bytes_of(item.value());
         }
-    } else if (value.is_array() && !value.empty() && value.at(0).is_number()) {
-        n *= value.size(); // tokens
     } else if (value.is_array()) {
         for (const auto & item : value) {
-            n += bytes_of(item);
+            n += item.is_number() ? sizeof(json) + 16 : bytes_of(item); // tokens are many
         }
     }
     return n;

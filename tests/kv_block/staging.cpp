@@ -58,6 +58,7 @@ struct cache_shape {
     int64_t   n_channels, n_cells;
     size_t    n_layers;
     bool      transposed;
+    bool      together = false; // all layers in one call
 };
 
 // Tensors of one cache, as many as layers.
@@ -85,11 +86,17 @@ struct cache : cache_shape {
 
     size_t row() const { return ggml_row_size(type, n_channels); }
 
+    // Bytes from a layer to the next one.
+    size_t distance() const { return (const uint8_t *) layers[1]->data - (const uint8_t *) layers[0]->data; }
+
     void copy(llama_kv_staging & staging, const std::vector<uint32_t> & cells, bool to_host, std::vector<uint8_t> & host) const {
         staging.begin(cells, to_host);
-        for (size_t i = 0; i < layers.size(); ++i) {
+        if (together) {
+            staging.rows({ layers[0], row(), (uint32_t) layers.size(), distance() }, host.data());
+        }
+        for (size_t i = 0; !together && i < layers.size(); ++i) {
             uint8_t * data = host.data() + i*cells.size()*row();
-            transposed ? staging.columns(layers[i], n_channels, n_cells, data) : staging.rows(layers[i], row(), data);
+            transposed ? staging.columns(layers[i], n_channels, n_cells, data) : staging.rows({ layers[i], row() }, data);
         }
         staging.end();
     }
@@ -217,6 +224,10 @@ int main() {
     round_trip(backend, "rows of bf16",         { backend, { GGML_TYPE_BF16, 256, 300, 3, false } }, 1);
     round_trip(backend, "many rows",            { backend, { GGML_TYPE_F32, 1024, 5000, 2, false } }, 4999);
     round_trip(backend, "many layers",          { backend, { GGML_TYPE_F16, 128, 128, 300, false } }, 33);
+    round_trip(backend, "layers together",      { backend, { GGML_TYPE_F16, 1024, 512, 4, false, true } }, 64);
+    round_trip(backend, "layers of q8_0 together",     { backend, { GGML_TYPE_Q8_0, 1024, 512, 7, false, true } }, 77);
+    round_trip(backend, "layers of many rows together", { backend, { GGML_TYPE_F32, 1024, 2000, 3, false, true } }, 1999);
+    round_trip(backend, "many layers together", { backend, { GGML_TYPE_F16, 128, 128, 300, false, true } }, 33);
     round_trip(backend, "columns of f16",       { backend, { GGML_TYPE_F16, 1024, 512, 4, true } }, 64);
     round_trip(backend, "columns of f32",       { backend, { GGML_TYPE_F32, 256, 512, 4, true } }, 100);
     round_trip(backend, "columns of many rows", { backend, { GGML_TYPE_F16, 1024, 4096, 2, true } }, 4000);
