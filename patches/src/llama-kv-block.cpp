@@ -426,7 +426,7 @@ struct llama_kv_block_access {
     static void copy_rows(const copy_params & params, const llama_kv_band & band, const std::vector<kv_block_run> & runs, uint32_t n_rows, uint8_t * data) {
         const size_t row = band.row;
         ggml_context * ctx = band.n > 1 ? ggml_init({ ggml_tensor_overhead(), nullptr, true }) : nullptr;
-        ggml_tensor  * t   = whole(ctx, band);
+        ggml_tensor  * t   = tensor_of(ctx, band);
         for (const auto & r : runs) {
             const size_t offset = r.cell*row, size = r.n*row;
             uint8_t * host = data + r.row*row;
@@ -451,7 +451,7 @@ struct llama_kv_block_access {
     }
 
     // Returns a tensor with the memory from the first tensor of a band to its last one.
-    static ggml_tensor * whole(ggml_context * ctx, const llama_kv_band & band) {
+    static ggml_tensor * tensor_of(ggml_context * ctx, const llama_kv_band & band) {
         if (band.n == 1) {
             return band.tensor;
         }
