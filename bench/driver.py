@@ -116,14 +116,10 @@ class Bench:
         if listed and self.columns:
             print(record.table(listed, self.columns))
         print(report.said or json.dumps(report.summary, indent=1))
-        recorded = rows if report.rows is None else report.rows
-        paths = [record.write(self.name, recorded, report.summary, out)]
-        if report.picture:
-            paths.append(paths[0].with_suffix(".svg"))
-            paths[1].write_text(report.picture, encoding="utf-8")
         for bar in report.missed:
             print(f"missed: {bar}")
-        print(f"written: {', '.join(map(str, paths))}")
+        recorded = rows if report.rows is None else report.rows
+        record.keep(self.name, recorded, report.summary, (out, report.picture))
         return int(bool(report.missed))
 
 

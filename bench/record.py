@@ -29,11 +29,12 @@ def command(name: str, about: str | None, examples: str | None = None) -> argpar
 def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
     """Return such a parser with the option `--out`, and one example."""
     made = command(name, about, f"example:\n  python -m bench.{name} {example}")
-    made.add_argument("--out", type=Path, help=f"the JSON file ({_path(name)})")
+    made.add_argument("--out", type=Path, help=f"the JSON file ({path_of(name)})")
     return made
 
 
-def _path(name: str) -> Path:
+def path_of(name: str) -> Path:
+    """Return where the record of a bench, or of its part, is written."""
     return Path("out/bench") / f"{name.replace(' ', '_')}.json"
 
 
@@ -68,7 +69,7 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
 
     A part of a bench is named after a space: `latency memcpy` is `latency_memcpy.json`.
     """
-    path = out or _path(name)
+    path = out or path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": shlex.join(["python", "-m", f"bench.{name.split()[0]}", *sys.argv[1:]]),
@@ -85,8 +86,14 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
 def tell(
     name: str, rows: Sequence[Row], summary: Row, out: Path | None = None, picture: str = ""
 ) -> None:
-    """Print the summary, write the report and, if given, `picture` as SVG beside it."""
+    """Print the summary, write the report and, if there is one, `picture` as SVG beside it."""
     print(json.dumps(summary, indent=1))
+    keep(name, rows, summary, (out, picture))
+
+
+def keep(name: str, rows: Sequence[Row], summary: Row, files: tuple[Path | None, str]) -> None:
+    """Write the report to the first of `files`, or its usual place, and a picture beside it."""
+    out, picture = files
     paths = [write(name, rows, summary, out)]
     if picture:
         paths.append(paths[0].with_suffix(".svg"))

@@ -15,13 +15,13 @@ from bench.chat_turns import budget_of
 from bench.criteria import paired_difference, percent
 from bench.engines import InProcess, OnServers
 from bench.evidence import __main__ as evidence
-from bench.evidence.conversations import conversations
-from bench.fills import Rankings
+from bench.fills import FILLS
 from bench.llama import proxied, running
 from bench.model.unseen import NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
+from bench.presence import measure
 from bench.proof.part import Bar, Part, Row
 from bench.random_models import SHAPES, ensure
-from bench.tasks.__main__ import measure
+from bench.tasks.__main__ import talk_of
 from bench.tasks.cases import Case, cases
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.models import bundled_model
@@ -92,8 +92,9 @@ def questions(reader: Reader, on_servers: OnServers) -> Part:
     fast, rows = InProcess(), list[dict[str, Any]]()
     others = [arm for arm in ARMS if arm not in _ON_SERVERS]
     for case in fresh_cases(reader.seed):
-        found = [*measure(on_servers, case, (SHARE,), _ON_SERVERS)]
-        found += measure(fast, case, (SHARE,), others)
+        talk = talk_of(case)
+        found = [*measure(on_servers, talk, [SHARE], _ON_SERVERS)]
+        found += measure(fast, talk, [SHARE], others)
         rows += ({**row, "conversation": case.id} for row in found)
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     whole = {
@@ -166,13 +167,8 @@ _VALUES = ("amber falcon", "silver maple", "quiet harbor", "crimson lantern", "v
 def dialogs(on_servers: OnServers) -> Part:
     """Run the quick form of `bench.evidence`, and fill the same budgets with BM25 and at random."""
     rows = evidence.quick(on_servers)
-    fast, fills = InProcess(), list[dict[str, Any]]()
-    for talk in conversations():
-        if talk.id in evidence.QUICK_CONVERSATIONS:
-            one = evidence.Measurement(fast, talk, evidence.QUICK_SHARE)
-            rankings = Rankings(talk.texts, fast.encoders["built-in"])
-            asked = talk.questions[: evidence.QUICK_QUESTIONS]
-            fills += one.rows(one.by_fills(rankings, asked))
+    fast, share = InProcess(), evidence.QUICK_SHARE
+    fills = [row for talk in evidence.quick_talks() for row in measure(fast, talk, [share], FILLS)]
     table: list[Row] = [
         {"arm": arm, "questions": len(mine), "all evidence, %": percent(r["whole"] for r in mine),
          "half of each, %": percent(r["half"] for r in mine)}

@@ -23,7 +23,7 @@ Parts besides `all`: `factorial` measures what each signal of the ranking is wor
 (`bench/evidence/factorial.py`), `agree` runs the default in both forms.
 
 *Against* the fills, other settings of the proxy, no eviction. *Fails* when the default misses a bar
-(`bench/tasks/score.py`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at
+(`BARS`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at
 one length and budget; intervals draw whole templates; or when both forms differ (`agree`).
 
 The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
@@ -33,104 +33,87 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import charts, criteria, record
+from bench import charts, criteria
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.engines import (
     OPTIONS,
-    SETTINGS,
-    Engine,
     InProcess,
     Setting,
-    Spans,
     engine,
     history_of,
     settings_of,
     shares_of,
 )
 from bench.evidence import factorial
-from bench.fills import FILLS, Rankings
-from bench.tasks import score
+from bench.fills import FILLS
+from bench.presence import (
+    ARMS,
+    NO_EVICTION,
+    Asked,
+    Talk,
+    cells,
+    compared,
+    differing,
+    measure,
+    misses,
+    summarise,
+    tables,
+    under,
+    verdicts_of,
+)
 from bench.tasks.cases import Case, cases, kinds
 from bench.tasks.templates import TEMPLATES
 
-_COLUMNS = ("kind", "length", "share", "arm", "tokens", "cases", "whole", "messages")
 # Cases of a kind by the length of conversations, and for all other lengths.
 _COUNTS = {4000: 40, 32000: 16}
 _FEWEST = 6
-NO_EVICTION = Setting(score.CEILING)
+# Wanted of the default at 1/8, in percent of the cases; the first three at 4,000 tokens only.
+BARS: Mapping[str, float] = {
+    "multi-value": 95,
+    "multi-query 4": 95,
+    "multi-query 12": 85,
+    "variable tracking": 60,
+    "two hops, same words": 85,
+    "two hops, other words": 60,
+    "pronoun follow-ups": 90,
+    "one-fact inference": 60,
+    "standing instructions": 98,
+}
+_BAR_SHARE, _SHORT = "1/8", ("multi-value", "multi-query 4", "multi-query 12")
+_BAR_LENGTHS = ("4000", "32000")
+# The arms that the picture has, with their colours.
+COLOURS: Mapping[str, str] = {
+    "default": "#1b6e3c",
+    "bm25": "#0b6aa8",
+    "newest": "#b35900",
+    "oracle": "#7a7a7a",
+}
+_MEAN, _ALL = "mean of kinds", "all kinds"
+_CELL = ("kind", "length")
 
 
-def measure(made: Engine, case: Case, shares: Sequence[int], arms: Sequence[str]) -> Iterator[Any]:
-    """Yield one row for each share of the conversation and each arm."""
-    settings = [setting for setting in SETTINGS if setting.arm in arms]
-    if score.CEILING in arms:
-        settings.append(NO_EVICTION)
-    of_arm = {(r["share"], r["arm"]): r for r in measure_settings(made, case, shares, settings)}
-    rankings = None
-    if isinstance(made, InProcess) and set(arms) - set(score.ENGINE_ARMS):
-        encoders = made.encoders
-        rankings = Rankings(score.texts_of(case), encoders["built-in"], encoders.get("encoder"))
-    spans = made.spans([*case.messages, *case.asked])
-    for share in shares:
-        if rankings is not None:
-            budget = score.budget_of(_tokens(case, spans), share)
-            for arm, found in score.fills(case, spans, budget, rankings).items():
-                of_arm[share, arm] = _row(case, spans, share, (arm, found))
-        yield from (of_arm[share, arm] for arm in arms if (share, arm) in of_arm)
+def talk_of(case: Case) -> Talk:
+    """Return a case with its one turn; the cases of one template are alike for intervals.
 
-
-def measure_settings(
-    made: Engine, case: Case, shares: Sequence[int], settings: Sequence[Setting]
-) -> Iterator[Any]:
-    """Yield one row for each share of the conversation and each setting of the proxy."""
-    messages = [*case.messages, *case.asked]
-    spans = made.spans(messages)
-    for share in shares:
-        for setting in settings:
-            budget = score.budget_of(_tokens(case, spans), share)
-            name = f"{case.id} {share} {setting.arm} {time.monotonic_ns()}"
-            session = made.begin(setting, None if setting is NO_EVICTION else budget, name)
-            session.resident(history_of(messages))
-            found = score.whole_share(case, spans, session.resident(messages))
-            yield _row(case, spans, share, (setting.arm, found))
-
-
-def _tokens(case: Case, spans: Spans) -> int:
-    return spans[len(case.messages) - 1][1]
-
-
-def _row(case: Case, spans: Spans, share: int, result: tuple[str, float]) -> dict[str, Any]:
-    arm, found = result
-    tokens = _tokens(case, spans)
+    Fills take any message before the turn but the system prompt.
+    """
     split, length = case.id.split()[0], int(case.id.split()[-2])
-    return {"kind": case.kind, "scene": case.scene, "case": case.id, "split": split,
-            "length": length, "tokens": tokens, "share": share, "question": case.id,
-            "budget": score.budget_of(tokens, share), "arm": arm,
-            "whole": found >= 1.0, "messages": round(found, 3)}  # fmt: skip
+    about = {"split": split, "length": length, "kind": case.kind}
+    about |= {"scene": case.scene, "conversation": f"{case.kind} {case.scene}"}
+    asked = Asked(case.id, case.asked, case.needed, (case.kind,))
+    history, ranked = history_of([*case.messages, *case.asked]), range(1, len(case.messages))
+    return Talk(case.messages, [asked], history, ranked, about, (0,))
 
 
-def misses(rows: Sequence[score.Row], most: int) -> Iterator[str]:
-    """Yield the first cases of each kind that the default misses, in words."""
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        missed = [r for r in rows if r["kind"] == kind and r["arm"] == "default" and not r["whole"]]
-        for row in missed[:most]:
-            number = int(row["case"].split()[-1])
-            case = cases(row["split"], kind, row["length"], number + 1)[number]
-            yield f"\n{row['case']} at 1/{row['share']}: {row['messages']:.0%} of the messages"
-            yield from (f"  needed   {case.messages[at]['content']}" for at in case.needed)
-            yield from (f"  {message['role']:<9}{message['content']}" for message in case.asked)
-
-
-def chosen(args: argparse.Namespace, length: int) -> Iterator[Case]:
+def chosen(args: argparse.Namespace, length: int) -> Iterator[Talk]:
     """Yield the cases of a length that were asked for."""
     count = args.count or _COUNTS.get(length, _FEWEST)
     for kind in kinds(args.split):
         if not args.kinds or kind in args.kinds.split(","):
-            yield from cases(args.split, kind, length, count)
+            yield from map(talk_of, cases(args.split, kind, length, count))
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
@@ -140,26 +123,73 @@ def lengths_of(args: argparse.Namespace) -> list[int]:
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of all arms."""
-    measured = [score.CEILING, *FILLS, *(setting.arm for setting in settings_of(args))]
-    asked = args.arms.split(",") if args.arms else score.ARMS
-    arms = [arm for arm in score.ARMS if arm in measured and arm in asked]
+    measured = [NO_EVICTION.arm, *FILLS, *(setting.arm for setting in settings_of(args))]
+    asked = args.arms.split(",") if args.arms else ARMS
+    arms = [arm for arm in measured if arm in asked]
     for length in lengths_of(args):
         with engine(args.server, length, args.embedder) as made:
-            for case in chosen(args, length):
-                yield from measure(made, case, shares_of(args), arms)
-                print(case.id, file=sys.stderr, flush=True)
+            for talk in chosen(args, length):
+                yield from measure(made, talk, shares_of(args), arms)
+                print(talk.asked[0].id, file=sys.stderr, flush=True)
+
+
+def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of one length and share by kind, and those of all kinds."""
+    of_kind = {
+        kind: [row for row in rows if row["kind"] == kind]
+        for kind in dict.fromkeys(row["kind"] for row in rows)
+    }
+    return {**of_kind, _ALL: list(rows)}
+
+
+def summary_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the summary by length and share, with the means of kinds."""
+    summary = summarise(rows, "length", grouped)
+    for shares in summary.values():
+        for said in shares.values():
+            of_kind = [arms for cell, arms in said["arms"].items() if cell != _ALL]
+            said["arms"][_MEAN] = {
+                arm: {"whole": round(sum(arms[arm]["whole"] for arms in of_kind) / len(of_kind), 1)}
+                for arm in said["arms"][_ALL]
+                if all(arm in arms for arms in of_kind)
+            }
+    return summary
+
+
+def bars_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what is wanted of the default, and what it has, by kind and length."""
+    found = []
+    for kind, wanted in BARS.items():
+        for length in _BAR_LENGTHS[: 1 if kind in _SHORT else None]:
+            arms = summary.get(length, {}).get(_BAR_SHARE, {"arms": {}})["arms"]
+            has = arms.get(kind, {}).get("default", {}).get("whole")
+            if has is not None:
+                found.append({"kind": kind, "length": length, "wanted": wanted, "found": has})
+    return found
+
+
+def picture(summary: Mapping[str, Any], split: str) -> str:
+    """Draw the kinds at 4,000 tokens and an eighth; "" without them."""
+    whole: dict[str, dict[str, float]] = {}
+    by_kind = summary.get("4000", {}).get(_BAR_SHARE, {"arms": {}})["arms"]
+    for kind, arms in by_kind.items():
+        for arm, found in arms.items() if kind != _ALL else ():
+            whole.setdefault(arm, {})[kind] = found["whole"]
+    title = f"All needed messages in the cache, % of cases: 4,000 tokens, 1/8, split {split}"
+    return charts.bars(title, whole, BARS, COLOURS)
 
 
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report percentages, differences and verdicts; bars and criteria are missed alike."""
-    summary, found = {"split": args.split, **score.summarise(rows)}, score.cells(rows)
-    default = [cell for cell in found if cell["arm"] == "default"]
-    said = [record.table(default, _COLUMNS), *misses(rows, args.misses)]
-    said.append(record.table(summary["verdicts"], criteria.VERDICT_COLUMNS))
-    whole = summary["whole"].get("4000", {}).get("1/8", {})
-    title = f"All needed messages in the cache, % of cases: 4,000 tokens, 1/8, split {args.split}"
-    picture = charts.bars(title, whole, score.BARS, score.COLOURS)
-    return Report(summary, summary["missed"], rows=found, picture=picture, said="\n".join(said))
+    summary = summary_of(rows)
+    bars = bars_of(summary)
+    missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
+    missed += criteria.failed(verdicts_of(summary))
+    talks = [talk for length in lengths_of(args) for talk in chosen(args, length)]
+    said = ["\n\n".join(tables(summary)), *misses(rows, talks, args.misses)]
+    found = {"split": args.split, "lengths": summary, "bars": bars, "missed": missed}
+    drawn = picture(summary, args.split)
+    return Report(found, missed, rows=cells(rows, _CELL), picture=drawn, said="\n".join(said))
 
 
 def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
@@ -167,54 +197,30 @@ def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
     drawn = list(chosen(args, lengths_of(args)[0]))
 
     def of(made: InProcess, setting: Setting) -> Iterator[Row]:
-        for case in drawn:
-            for row in measure_settings(made, case, shares_of(args), (setting,)):
-                yield {**row, "conversation": f"{case.kind} {case.scene}"}
+        for talk in drawn:
+            for share in shares_of(args):
+                yield from under(made, talk, share, setting)
 
     yield from factorial.measured(of)
 
 
 def of_factorial(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report the effect of each signal by share and kind."""
-    names = [*dict.fromkeys(row["kind"] for row in rows), "all kinds"]
     summary = {
         f"1/{share}": {
-            kind: factorial.effects(
-                [r for r in rows if r["share"] == share and kind in (r["kind"], "all kinds")]
-            )
-            for kind in names
+            kind: factorial.effects(mine)
+            for kind, mine in grouped([row for row in rows if row["share"] == share]).items()
         }
         for share in shares_of(args)
     }
-    return Report({"split": args.split, **summary}, rows=score.cells(rows))
+    return Report({"split": args.split, **summary}, rows=cells(rows, _CELL))
 
 
 def both_forms(args: argparse.Namespace) -> Iterator[Row]:
     """Yield each case of the first length under the default, in this process and on servers."""
     length = lengths_of(args)[0]
-    yield from compared(list(chosen(args, length)), length, shares_of(args))
-
-
-def compared(drawn: Sequence[Case], length: int, shares: Sequence[int]) -> Iterator[Row]:
-    """Yield the share of the needed messages of cases, in this process and on servers."""
-    fast = InProcess()
     with engine(True, length) as real:
-        for case in drawn:
-            forms = (measure(made, case, shares, ("default",)) for made in (fast, real))
-            for quick, slow in zip(*forms, strict=True):
-                pair = [(row["tokens"], row["messages"]) for row in (quick, slow)]
-                named = {"case": case.id, "share": quick["share"]}
-                yield {**named, "in_process": pair[0], "on_servers": pair[1]}
-
-
-def differing(rows: Sequence[Row]) -> list[str]:
-    """Return the cases on which both forms differ, in words."""
-    return [
-        f"{r['case']} at 1/{r['share']}: {r['in_process']} in this process, {r['on_servers']} on"
-        " servers"
-        for r in rows
-        if r["in_process"] != r["on_servers"]
-    ]
+        yield from compared(InProcess(), real, chosen(args, length), shares_of(args))
 
 
 _OPTIONS = (
@@ -235,7 +241,7 @@ PARTS = {
     "agree": Bench(
         "tasks agree", __doc__, "--split tuning --count 1 --lengths 4000 --shares 8", both_forms,
         lambda _, rows: Report({"cases": len(rows)}, differing(rows)),
-        ("case", "share", "in_process", "on_servers"), _OPTIONS,
+        ("conversation", "question", "share", "in_process", "on_servers"), _OPTIONS,
     ),
 }  # fmt: skip
 

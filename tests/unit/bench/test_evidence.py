@@ -11,7 +11,7 @@ import pytest
 from bench import criteria, fills
 from bench.engines import DEFAULT, SETTINGS, InProcess, share_resident
 from bench.evidence import factorial
-from bench.evidence.__main__ import Measurement, found, grouped, measure, summarise
+from bench.evidence.__main__ import grouped, talk_of
 from bench.evidence.conversations import (
     DATA,
     SPLITS,
@@ -21,7 +21,8 @@ from bench.evidence.conversations import (
     kinds_of,
     split_of,
 )
-from bench.fills import Rankings, bm25, fill, fused, passages, random_blocks
+from bench.fills import FILLS, Rankings, bm25, fill, fused, passages, random_blocks
+from bench.presence import measure, summarise, under
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.core.retrieval import ranking
 
@@ -76,8 +77,6 @@ def test_rows_of_a_span_are_counted_over_ranges_with_holes() -> None:
     assert share_resident((0, 10), resident) == 1.0
     assert share_resident((5, 25), resident) == 0.5
     assert share_resident((30, 40), resident) == 0.0
-    assert found([1.0, 0.5]) == {"whole": False, "half": True}
-    assert found([1.0, 0.4]) == {"whole": False, "half": False}
 
 
 def test_a_fill_takes_whole_messages_while_they_fit() -> None:
@@ -214,14 +213,15 @@ def _talk() -> Conversation:
 
 def test_every_arm_of_a_conversation_is_measured() -> None:
     settings = [setting for setting in SETTINGS if setting.embedder != "encoder"]
-    rows = list(measure(InProcess(), _talk(), (8,), settings))
+    wanted = [*(setting.arm for setting in settings), *FILLS]
+    rows = list(measure(InProcess(), talk_of(_talk()), (8,), wanted))
     arms = {row["arm"] for row in rows}
     assert arms == {s.arm for s in settings} | set(fills.FILLS) - set(fills.WITH_ENCODER)
     by = {(row["arm"], row["question"]): row["whole"] for row in rows}
     assert by["default", "q0"] and by["bm25", "q0"] and by["oracle", "q0"]
     assert not by["newest", "q0"]
     assert all(row["budget"] == row["tokens"] // 8 for row in rows)
-    summary = summarise(rows)
+    summary = summarise(rows, "split", grouped)
     of_share = summary["tuning"]["1/8"]
     assert of_share["questions"]["all"] == 10
     assert of_share["arms"]["same words"]["default"]["whole"] == 100.0
@@ -278,6 +278,6 @@ def test_a_combination_without_signals_finds_less() -> None:
     other = Question("other", "Which codes were accessed for vaults?", (4,))
     talk = Conversation(talk.id, talk.texts, (other,))
     with factorial.only(()) as setting:
-        without = Measurement(InProcess(), talk, 8).by_setting(setting, talk.questions, "t")
-    with_all = Measurement(InProcess(), talk, 8).by_setting(DEFAULT, talk.questions, "t")
-    assert with_all["other"]["whole"] and not without["other"]["whole"]
+        (without,) = under(InProcess(), talk_of(talk), 8, setting)
+    (with_all,) = under(InProcess(), talk_of(talk), 8, DEFAULT)
+    assert with_all["whole"] and not without["whole"]

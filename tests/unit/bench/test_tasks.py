@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,8 +11,8 @@ import pytest
 
 from bench.engines import DEFAULT, SETTINGS, InProcess, Message, Ranges, Session, history_of
 from bench.fills import Rankings
-from bench.tasks import score
-from bench.tasks.__main__ import measure
+from bench.presence import ARMS, Asked, Talk, cells, fills, measure, shares_of_needed
+from bench.tasks.__main__ import bars_of, report, summary_of, talk_of
 from bench.tasks.cases import SYSTEM, Case, cases, kinds, tokens_of
 from bench.tasks.templates import QUERIES, SPLITS, Templates, pools_in, read
 
@@ -124,7 +125,7 @@ def test_standing_instructions_are_in_the_first_messages() -> None:
 def _case(n: int, needed: tuple[int, ...], texts: dict[int, str]) -> Case:
     messages = [{"role": "user", "content": texts.get(at, "straw")} for at in range(n)]
     asked = [{"role": "user", "content": "Where is the geranium?"}]
-    return Case("id", "kind", 0, messages, asked, needed)
+    return Case("tuning kind 4000 0", "kind", 0, messages, asked, needed)
 
 
 def _spans(n: int, size: int = 50) -> dict[int, tuple[int, int]]:
@@ -132,32 +133,35 @@ def _spans(n: int, size: int = 50) -> dict[int, tuple[int, int]]:
 
 
 def test_a_message_counts_only_if_all_its_positions_are_resident() -> None:
-    case, spans = _case(4, (1, 2), {}), _spans(4)
-    assert score.whole_share(case, spans, [(50, 150)]) == 1.0
-    assert score.whole_share(case, spans, [(50, 149)]) == 0.5
-    assert score.whole_share(case, spans, [(51, 149)]) == 0.0
+    asked, spans = Asked("id", [], (1, 2)), _spans(4)
+    assert shares_of_needed(asked, spans, [(50, 150)]) == [1.0, 1.0]
+    assert shares_of_needed(asked, spans, [(50, 149)]) == [1.0, 0.98]
+    assert shares_of_needed(asked, spans, [(51, 149)]) == [0.98, 0.98]
 
 
 def test_fills_spend_the_budget_left_by_the_turn_and_the_system_prompt() -> None:
     case = _case(10, (3,), {3: "the geranium is on the sill"})
     # 200 tokens: 50 for the system prompt, 50 for the turn, two messages of 50.
     found = _filled(case, 200)
-    assert found["oracle"] == found["bm25"] == 1.0
-    assert found["newest"] == 0.0
-    assert _filled(case, 149)["oracle"] == 0.0
-    assert _filled(_case(10, (9,), {}), 200)["newest"] == 1.0
-    assert _filled(case, 100_000)["random"] == 1.0
+    assert found["oracle"] == found["bm25"] == [1.0]
+    assert found["newest"] == [0.0]
+    assert _filled(case, 149)["oracle"] == [0.0]
+    assert _filled(_case(10, (9,), {}), 200)["newest"] == [1.0]
+    assert _filled(case, 100_000)["random"] == [1.0]
 
 
-def _filled(case: Case, budget: int) -> dict[str, float]:
-    rankings = Rankings(score.texts_of(case))
-    return score.fills(case, _spans(len(case.messages)), budget, rankings)
+def _filled(case: Case, budget: int) -> dict[str, list[float]]:
+    messages = [message["content"] for message in case.messages[1:]]
+    asked = Asked(case.id, case.asked, case.needed)
+    talk = Talk(case.messages, [asked], [], range(1, len(case.messages)), {}, (0,))
+    return fills(talk, asked, _spans(len(case.messages)), (Rankings(messages), budget))
 
 
 def _row(kind: str, arm: str, case: int, whole: float) -> dict[str, object]:
     return {
-        "kind": kind, "scene": case % 2, "case": f"{kind} {case}", "length": 4000, "share": 8,
-        "tokens": 4000, "arm": arm, "whole": whole >= 1, "messages": whole,
+        "kind": kind, "kinds": (kind,), "conversation": f"{kind} {case % 2}", "length": 4000,
+        "question": f"{kind} {case}", "share": 8, "tokens": 4000, "budget": 500, "arm": arm,
+        "whole": whole >= 1, "half": whole >= 0.5, "messages": whole,
     }  # fmt: skip
 
 
@@ -168,25 +172,30 @@ def test_the_summary_has_percentages_differences_and_missed_bars() -> None:
         *(_row("multi-query 4", "default", at, 1.0) for at in range(10)),
         *(_row("multi-query 4", "bm25", at, 1.0) for at in range(10)),
     ]
-    summary = score.summarise(rows)
-    assert summary["whole"]["4000"]["1/8"]["default"] == {
-        "multi-value": 50.0, "multi-query 4": 100.0, "mean of kinds": 75.0,
+    summary = summary_of(rows)
+    said = summary["4000"]["1/8"]
+    assert {cell: arms["default"]["whole"] for cell, arms in said["arms"].items()} == {
+        "multi-value": 50.0, "multi-query 4": 100.0, "all kinds": 75.0, "mean of kinds": 75.0,
     }  # fmt: skip
-    assert summary["default_minus"]["bm25"]["4000 1/8"]["points"] == 15.0
-    assert summary["missed"] == ["multi-value at 4000"]
-    cells = {(v["cell"], v["criterion"]): v["verdict"] for v in summary["verdicts"]}
-    assert cells["4000 1/8 multi-value", "best single fill"] == "pass"
-    assert ("4000 1/8 all kinds", "best single fill") in cells
-    cell = next(c for c in score.cells(rows) if c["arm"] == "default")
-    assert (cell["cases"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
+    assert said["default minus"]["bm25"]["points"] == 15.0
+    missed = [bar["kind"] for bar in bars_of(summary) if bar["found"] < bar["wanted"]]
+    assert missed == ["multi-value"]
+    verdicts = {(v["cell"], v["criterion"]): v["verdict"] for v in said["verdicts"]}
+    assert verdicts["4000 1/8 multi-value", "best single fill"] == "pass"
+    assert ("4000 1/8 all kinds", "best single fill") in verdicts
+    cell = next(c for c in cells(rows, ("kind", "length")) if c["arm"] == "default")
+    assert (cell["questions"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
+    args = argparse.Namespace(split="tuning", lengths="4000", misses=0, count=1, kinds="needle")
+    made = report(args, rows)
+    assert made.missed == ["multi-value at 4000"] and made.picture.startswith("<svg")
 
 
 def test_every_arm_of_a_case_is_measured_in_one_process() -> None:
     """Without a budget every message is present."""
     case = cases("tuning", "multi-key", 4000, 1)[0]
-    arms = [arm for arm in score.ARMS if "encoder" not in arm]
-    rows = {row["arm"]: row for row in measure(InProcess(), case, (8,), arms)}
-    assert list(rows) == arms
+    arms = [arm for arm in ARMS if "encoder" not in arm]
+    rows = {row["arm"]: row for row in measure(InProcess(), talk_of(case), (8,), arms)}
+    assert set(rows) == set(arms)
     assert rows["no eviction"]["messages"] == rows["oracle"]["messages"] == 1.0
     assert 3600 < rows["default"]["tokens"] < 4400
     assert rows["default"]["budget"] == rows["default"]["tokens"] // 8
@@ -206,7 +215,7 @@ def test_quoted_text_counts_as_present() -> None:
         _asked(made.begin(setting, 512, setting.arm), messages) for setting in (DEFAULT, by_text)
     )
     assert sum(end - start for start, end in copied) <= 512
-    assert score.whole_share(case, spans, quoted) == 1.0
+    assert set(shares_of_needed(talk_of(case).asked[0], spans, quoted)) == {1.0}
 
 
 def test_the_history_before_the_question_ends_with_a_message_of_the_user() -> None:

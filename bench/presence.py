@@ -1,0 +1,283 @@
+"""Is what an answer needs in the cache when it begins? What `evidence` and `tasks` share.
+
+A talk is a conversation with turns that ask about it. A turn counts as `whole` when every row of
+every message that its answer needs is in the cache when the answer begins, and as `half` when half
+of the rows of each is; `messages` is the share of the needed messages that are whole. All turns
+follow the same conversation, as when a user edits the last message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench import criteria, record
+from bench.criteria import paired_difference, percent
+from bench.engines import (
+    DEFAULT,
+    SETTINGS,
+    Engine,
+    InProcess,
+    Message,
+    Ranges,
+    Setting,
+    Spans,
+    share_resident,
+)
+from bench.fills import FILLS, Rankings, fill, random_blocks
+
+NO_EVICTION = Setting("no eviction")
+ARMS = (*(setting.arm for setting in SETTINGS), NO_EVICTION.arm, *FILLS)
+LEAST_BUDGET = 256
+_COUNTED = ("whole", "half", "messages")
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A turn that asks about a conversation.
+
+    Attributes:
+        id: Unique in its conversation.
+        turn: The messages that are sent after the conversation; the last one is the question.
+        needed: Indexes of the messages that the answer needs.
+        kinds: What tables group it by.
+    """
+
+    id: str
+    turn: Sequence[Message]
+    needed: Sequence[int]
+    kinds: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """A conversation, and the turns that ask about it.
+
+    Attributes:
+        messages: The conversation.
+        asked: The turns, each of which follows it.
+        history: The messages that are sent before the first turn.
+        ranked: Indexes of the messages that a fill may take.
+        about: What every row says, among it `conversation`: what intervals draw.
+        fixed: Indexes of the messages that take their part of a fill's budget first.
+    """
+
+    messages: Sequence[Message]
+    asked: Sequence[Asked]
+    history: Sequence[Message]
+    ranked: Sequence[int]
+    about: Mapping[str, Any]
+    fixed: Sequence[int] = ()
+
+
+def budget_of(tokens: int, share: int) -> int:
+    """Return the budget of a conversation of this many tokens."""
+    return max(LEAST_BUDGET, tokens // share)
+
+
+def measure(
+    made: Engine, talk: Talk, shares: Sequence[int], arms: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each share, arm and turn: settings of the proxy, and fills in process."""
+    wanted, rankings = set(arms), None
+    if isinstance(made, InProcess) and wanted & set(FILLS):
+        texts = [talk.messages[index]["content"] for index in talk.ranked]
+        rankings = Rankings(texts, made.encoders.get("built-in"), made.encoders.get("encoder"))
+    for share in shares:
+        for setting in (*SETTINGS, NO_EVICTION):
+            if setting.arm in wanted:
+                yield from under(made, talk, share, setting)
+        if rankings is None:
+            continue
+        for asked in talk.asked:
+            spans = made.spans([*talk.messages, *asked.turn])
+            budget = budget_of(_tokens(talk, spans), share)
+            for arm, present in fills(talk, asked, spans, (rankings, budget)).items():
+                if arm in wanted:
+                    yield _row(talk, asked, spans, (share, arm, present))
+
+
+def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[dict[str, Any]]:
+    """Yield the row of each turn under a setting of the proxy, asked one after the other."""
+    first = made.spans([*talk.messages, *talk.asked[0].turn])
+    budget = budget_of(_tokens(talk, first), share)
+    name = f"{talk.about['conversation']} {share} {setting.arm} {time.monotonic_ns()}"
+    session = made.begin(setting, None if setting is NO_EVICTION else budget, name)
+    session.resident(talk.history)
+    for asked in talk.asked:
+        messages = [*talk.messages, *asked.turn]
+        spans, resident = made.spans(messages), session.resident(messages)
+        yield _row(
+            talk, asked, spans, (share, setting.arm, shares_of_needed(asked, spans, resident))
+        )
+
+
+def shares_of_needed(asked: Asked, spans: Spans, resident: Ranges) -> list[float]:
+    """Return which share of the rows of each needed message is there."""
+    return [share_resident(spans[index], resident) for index in asked.needed]
+
+
+def fills(
+    talk: Talk, asked: Asked, spans: Spans, by: tuple[Rankings, int]
+) -> dict[str, list[float]]:
+    """Return what each fill has of the needed messages, by rankings and with a budget.
+
+    The turn takes its part of the budget first, and so do fixed messages.
+    """
+    rankings, budget = by
+    sizes = {at: spans[index][1] - spans[index][0] for at, index in enumerate(talk.ranked)}
+    first = [*talk.fixed, *range(len(talk.messages), len(talk.messages) + len(asked.turn))]
+    room = budget - sum(spans[index][1] - spans[index][0] for index in first)
+    needed = [talk.ranked.index(index) for index in asked.needed]
+    orders = rankings.orders(asked.turn[-1]["content"])
+    orders["oracle"] = list(dict.fromkeys([*needed, *orders["newest"]]))
+    found = {}
+    for arm, order in orders.items():
+        taken = fill(order, sizes, room)
+        found[arm] = [float(at in taken) for at in needed]
+    drawn = random_blocks(spans[talk.ranked[-1]][1], room, f"{asked.id} {budget}")
+    return {**found, "random": shares_of_needed(asked, spans, drawn)}
+
+
+def _tokens(talk: Talk, spans: Spans) -> int:
+    return spans[len(talk.messages) - 1][1]
+
+
+def _row(
+    talk: Talk, asked: Asked, spans: Spans, result: tuple[int, str, Sequence[float]]
+) -> dict[str, Any]:
+    share, arm, present = result
+    tokens = _tokens(talk, spans)
+    return {
+        **talk.about,
+        "share": share,
+        "budget": budget_of(tokens, share),
+        "tokens": tokens,
+        "question": asked.id,
+        "kinds": asked.kinds,
+        "arm": arm,
+        "whole": min(present) >= 1.0,
+        "half": min(present) >= 0.5,
+        "messages": round(sum(each >= 1.0 for each in present) / len(present), 3),
+    }
+
+
+def cells(rows: Sequence[Row], keys: Sequence[str]) -> list[dict[str, Any]]:
+    """Return percentages by these keys, share and arm."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in (*keys, "share", "arm")), []).append(row)
+    return [
+        {
+            **dict(zip((*keys, "share", "arm"), found, strict=True)),
+            "budget": mine[0]["budget"],
+            "tokens": round(sum(row["tokens"] for row in mine) / len(mine)),
+            "questions": len(mine),
+            **{kind: percent(row[kind] for row in mine) for kind in _COUNTED},
+        }
+        for found, mine in groups.items()
+    ]
+
+
+def summarise(
+    rows: Sequence[Row], by: str, grouped: Callable[[Sequence[Row]], Mapping[str, Sequence[Row]]]
+) -> dict[str, Any]:
+    """Return, for each value of the key `by` and each share, what the groups of its rows say.
+
+    `questions` and `arms` (percentages) are by cell, `default minus` are paired differences over
+    all rows, `verdicts` are those of the criteria in each cell.
+    """
+    summary: dict[str, Any] = {}
+    for value, share in dict.fromkeys((row[by], row["share"]) for row in rows):
+        mine = [row for row in rows if (row[by], row["share"]) == (value, share)]
+        groups = grouped(mine)
+        arms = [arm for arm in ARMS if any(row["arm"] == arm for row in mine)]
+        others = [arm for arm in arms if arm != DEFAULT.arm] if DEFAULT.arm in arms else []
+        summary.setdefault(str(value), {})[f"1/{share}"] = {
+            "questions": {
+                name: len({(row["conversation"], row["question"]) for row in group})
+                for name, group in groups.items()
+            },
+            "arms": {name: _percentages(group, arms) for name, group in groups.items()},
+            "default minus": {arm: paired_difference(mine, DEFAULT.arm, arm) for arm in others},
+            "verdicts": [
+                verdict
+                for name, group in groups.items()
+                for verdict in criteria.verdicts(f"{value} 1/{share} {name}", group)
+            ],
+        }
+    return summary
+
+
+def _percentages(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[str, float]]:
+    of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
+    return {
+        arm: {kind: percent(row[kind] for row in mine) for kind in _COUNTED}
+        for arm, mine in of.items()
+        if mine
+    }
+
+
+def verdicts_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return all verdicts of a summary."""
+    return [v for shares in summary.values() for each in shares.values() for v in each["verdicts"]]
+
+
+def tables(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one table for each part of a summary, whole evidence in percent, and the verdicts."""
+    for value, shares in summary.items():
+        for share, said in shares.items():
+            by_cell = said["arms"]
+            arms = [arm for arm in ARMS if any(arm in found for found in by_cell.values())]
+            rows = [{"whole, %": "questions", **said["questions"]}]
+            rows += [
+                {"whole, %": arm}
+                | {cell: found[arm]["whole"] for cell, found in by_cell.items() if arm in found}
+                for arm in arms
+            ]
+            yield f"{value}, {share}\n{record.table(rows, ('whole, %', *by_cell))}"
+    yield record.table(verdicts_of(summary), criteria.VERDICT_COLUMNS)
+
+
+def misses(rows: Sequence[Row], talks: Iterable[Talk], most: int) -> Iterator[str]:
+    """Yield the first turns of each talk that the default misses, in words."""
+    for talk in talks if most else ():
+        asked = {each.id: each for each in talk.asked}
+        about = talk.about.items()
+        mine = [row for row in rows if about <= row.items() and row["question"] in asked]
+        missed = [row for row in mine if row["arm"] == DEFAULT.arm and not row["whole"]]
+        for row in missed[:most]:
+            named = f"{row['question']} at 1/{row['share']}"
+            others = [r["arm"] for r in mine if r["whole"] and _turn(r) == _turn(row)]
+            yield f"\n{row['conversation']} {named}; found by {', '.join(others)}"
+            each = asked[row["question"]]
+            yield from (f"  needed   {talk.messages[at]['content']}" for at in each.needed)
+            yield from (f"  {message['role']:<9}{message['content']}" for message in each.turn)
+
+
+def _turn(row: Row) -> tuple[object, object]:
+    return row["question"], row["share"]
+
+
+def compared(
+    fast: Engine, real: Engine, talks: Iterable[Talk], shares: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield what the default has in both forms for each turn."""
+    for talk in talks:
+        forms = (measure(made, talk, shares, [DEFAULT.arm]) for made in (fast, real))
+        for quick, slow in zip(*forms, strict=True):
+            named = {key: quick[key] for key in ("conversation", "question", "share")}
+            pair = ([row[key] for key in ("tokens", *_COUNTED)] for row in (quick, slow))
+            yield named | dict(zip(("in_process", "on_servers"), pair, strict=True))
+
+
+def differing(rows: Iterable[Row]) -> list[str]:
+    """Return the turns on which both forms differ, in words."""
+    return [
+        f"{row['conversation']} {row['question']} at 1/{row['share']}: {row['in_process']} in this"
+        f" process, {row['on_servers']} on servers"
+        for row in rows
+        if row["in_process"] != row["on_servers"]
+    ]
