@@ -99,6 +99,14 @@ def essential_blocks(view: PolicyView, files: Sequence[str], room: int) -> Mask:
     return essential | file_blocks(view, files, room, room)
 
 
+def most_essential_tokens(blocks: BlockTable, files: Sequence[str], room: int) -> int:
+    """Return a limit that the tokens of `essential_blocks` never exceed; it reads no text."""
+    always = system_blocks(blocks) | running_task(blocks)
+    n_rules = int(_INSTRUCTION_SHARE * room) + len(_RULE_FILES) * int(_RULES_SHARE * room)
+    n_files = int(_MAX_FILE_SHARE * room) if files else 0
+    return int(blocks.lengths[always].sum()) + n_rules + n_files
+
+
 def _task_start(blocks: BlockTable) -> int:
     """Return the index of the first block of the user's last message; `len(blocks)` without one."""
     users = np.flatnonzero(blocks.roles == _USER)

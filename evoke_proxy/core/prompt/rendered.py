@@ -111,8 +111,9 @@ class SlotView:
         llama-server always decodes the last token, and continues only after a resident row.
         """
         limit = min(self.n_common, n_prompt - 1)
-        ends = [min(limit, span.end) for span in self.resident if span.start < limit]
-        return max(ends, default=0)
+        # `resident` ascends, so the last range that begins before the limit reaches the furthest.
+        at = bisect_left(self.resident, limit, key=_start)
+        return min(limit, self.resident[at - 1].end) if at else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -339,6 +340,10 @@ class _SpanColumns(Sequence[MessageSpan]):
         at = range(len(self))[at]
         start, end = int(self._ends.rows[at - 1]) if at else 0, int(self._ends.rows[at])
         return MessageSpan(int(self._index.rows[at]), ROLES[self._role.rows[at]], Span(start, end))
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def _span_end(item: MessageSpan) -> int:

@@ -1,4 +1,4 @@
-"""Analyses the text of a block for an index: terms, and points as instruction and statement.
+"""Analyses the text of a block for an index: terms, names, points as instruction and statement.
 
 An analysis depends on the text alone, so it may be made before the block exists: the texts of new
 messages are known before llama-server has rendered them. A short message is one block with exactly
@@ -7,18 +7,29 @@ its text.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evoke_proxy.core.model.blocks import Role
-from evoke_proxy.core.retrieval.bm25 import phrase_text, terms_of
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, phrase_text, terms_of
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
 from evoke_proxy.core.retrieval.stemming import stem
 
 _FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
 _SENTENCE_MARKS = ".!?;" + _FULL_WIDTH_MARKS
+_WORD = re.compile(r"\w+")
+# The words of an ASCII text that may be names: those with a capital, a digit or an underscore.
+_ASCII_NAME = re.compile(r"(?<!\w)[a-z]*+[A-Z0-9_]\w*")
+# Names are searched in this many characters of a text.
+_MAX_NAMED_CHARS = 2048
+# Certainty that a capitalized word at the start of a sentence is a name.
+_SENTENCE_START_CERTAINTY = 0.6
+
+# Stems of names, each with its certainty in [0, 1].
+Names = Sequence[tuple[str, float]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +43,7 @@ class TextAnalysis:
         instruction_points: Its points as a standing instruction; 0 unless the user wrote it.
         statement_points: Its points as a statement of the user; 0 unless the user wrote it.
         has_question_mark: Whether it contains a question mark.
+        names: The names in it, see `name_stems`.
     """
 
     term_counts: Counter[str]
@@ -40,6 +52,7 @@ class TextAnalysis:
     instruction_points: float
     statement_points: float
     has_question_mark: bool
+    names: Names
 
     @classmethod
     def of(cls, text: str, role: Role) -> TextAnalysis:
@@ -52,6 +65,7 @@ class TextAnalysis:
             instruction_points=instruction_points(text) if is_of_user else 0.0,
             statement_points=statement_points(text) if is_of_user else 0.0,
             has_question_mark="?" in text,
+            names=name_stems(text),
         )
 
 
@@ -94,3 +108,30 @@ def ends_sentence(text: str) -> bool:
     if "\n" in gap:
         return True
     return bool(stripped) and last in (_SENTENCE_MARKS if gap else _FULL_WIDTH_MARKS)
+
+
+def name_stems(text: str) -> Names:
+    """Return the stems of the names in the beginning of a text, in the order of `names_in`."""
+    names = names_in(text[:_MAX_NAMED_CHARS])
+    return tuple((stem(name), certainty) for name, certainty in names.items())
+
+
+def names_in(text: str) -> dict[str, float]:
+    """Return the names and values in a text, in lower case, each with its certainty in [0, 1].
+
+    These are words with a digit, an underscore or an inner capital, and capitalized words. At the
+    start of a sentence a capitalized word is less certain.
+    """
+    names = dict[str, float]()
+    pattern = _ASCII_NAME if text.isascii() else _WORD
+    for match in pattern.finditer(text):
+        word, start = match[0], match.start()
+        is_value = not word.isalpha() or not (word.islower() or word[1:].islower())
+        if len(word) < 2 or not (is_value or word[0].isupper()):
+            continue
+        lowered = word.lower()
+        if lowered not in FUNCTION_WORDS:
+            follows_word = start > 1 and text[start - 1] == " " and text[start - 2] not in ".!?\n"
+            certainty = 1.0 if is_value or follows_word else _SENTENCE_START_CERTAINTY
+            names[lowered] = max(certainty, names.get(lowered, 0.0))
+    return names

@@ -21,7 +21,7 @@ from evoke_proxy.core.model.block_table import (
     shared_labels,
 )
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
+from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, Names, PreparedTexts
 from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
     Evidence,
@@ -158,6 +158,7 @@ class Index:
         self._instruction_points = array("d")
         self._statement_points = array("d")
         self._has_question_mark = array("d")
+        self._names: list[Names] = []
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -216,6 +217,7 @@ class Index:
         source = _BlockSource(
             blocks=blocks,
             inverted=self._inverted,
+            names=self._names,
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
@@ -328,6 +330,12 @@ class Index:
             if document not in self._vectors:
                 self._vectors.put(document, new[self._blocks[i].label])
 
+    def n_missing(self, blocks: BlockTable) -> int:
+        """Return how many of these blocks are not indexed, or were before other blocks."""
+        if self._blocks.same_blocks(blocks):
+            return 0
+        return len(blocks) - shared_labels(self._blocks, blocks)
+
     def update(self, blocks: BlockTable) -> None:
         """Make the index contain exactly these blocks; indexed blocks keep their vectors."""
         if self._blocks.same_blocks(blocks):
@@ -365,6 +373,7 @@ class Index:
         self._instruction_points.append(analysis.instruction_points)
         self._statement_points.append(analysis.statement_points)
         self._has_question_mark.append(analysis.has_question_mark)
+        self._names.append(analysis.names)
         for name in {name.lower() for name in block.aliases}:
             self._named_documents.setdefault(name, array("l")).append(document)
         return document
@@ -530,6 +539,7 @@ class _BlockSource:
     Attributes:
         blocks: The blocks of the session.
         inverted: Their terms.
+        names: The names in the text of each document.
         documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
@@ -541,6 +551,7 @@ class _BlockSource:
 
     blocks: BlockTable
     inverted: InvertedIndex
+    names: Sequence[Names]
     documents: Positions
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]
@@ -582,6 +593,10 @@ class _BlockSource:
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
         return self.blocks[block].text
+
+    def block_names(self, block: int) -> Names:
+        """Return the names in the beginning of the text of a block."""
+        return self.names[int(self.documents[block])]
 
     def stem_number(self, word_stem: str) -> int | None:
         """Return the number of a stem; None when no block has contained it."""

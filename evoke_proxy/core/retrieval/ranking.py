@@ -9,7 +9,6 @@ of the question, the statements are ranked too. The rankings are interleaved.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,7 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, FUNCTION_WORDS, function_stems, terms_of
+from evoke_proxy.core.retrieval.analysis import Names, name_stems
+from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
     interleaved,
@@ -71,10 +71,8 @@ _WORD_CERTAINTY, _NOT_STATED = 0.5, 0.5
 # It also reads at most this many of the units that it has found. The weight of a found unit is
 # multiplied by _HOP_WEIGHT for each name in its chain.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
-# Certainty that a capitalized word at the start of a sentence is a name.
-_SENTENCE_START_CERTAINTY = 0.6
-# Of a unit, at most this many characters of at most this many of its first blocks are read.
-_MAX_READ_CHARS, _MAX_READ_BLOCKS = 2048, 8
+# Of a unit, at most this many of its first blocks are read.
+_MAX_READ_BLOCKS = 8
 # Among this many of the best units of a ranking, a later version of a unit comes before the earlier
 # one. See `_is_version`, which requires this share of common words.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
@@ -83,10 +81,6 @@ _MAX_TERMS = 256
 # The texts of a query are scored together while they have at most this many scores of stems and
 # units, which take 16 MiB.
 _MAX_SCORES = 1 << 20
-
-_WORD = re.compile(r"\w+")
-# The words of an ASCII text that may be names: those with a capital, a digit or an underscore.
-_ASCII_NAME = re.compile(r"(?<!\w)[a-z]*+[A-Z0-9_]\w*")
 
 
 class UnitSource(Protocol):
@@ -126,6 +120,10 @@ class UnitSource(Protocol):
 
     def block_text(self, block: int) -> str:
         """Return the text of a block."""
+        ...
+
+    def block_names(self, block: int) -> Names:
+        """Return the names in the beginning of the text of a block, see `name_stems`."""
         ...
 
     def stem_number(self, word_stem: str) -> int | None:
@@ -285,10 +283,11 @@ class UnitRanker:
         texts += clauses[n_own:n_asked]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
-        first = self._latest_first(query, first)
+        asked = self._asked(query)
+        first = self._latest_first(asked, first)
         points = self._units.maxima(self._source.statements)[: self._n]
         found = self._second_look_up(query, _strong(texts, first), points)
-        second = self._latest_first(query, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
+        second = self._latest_first(asked, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
         after, is_unsure = 0, False
         if first and len(first[0].order):
             coverage = self._coverage(query)
@@ -304,11 +303,17 @@ class UnitRanker:
             self._units.lengths,
         )
 
-    def _latest_first(self, query: Query, rankings: Iterable[Ranking]) -> list[Ranking]:
-        """Return the rankings, with a later version of a unit before the earlier one."""
+    def _asked(self, query: Query) -> set[int]:
+        """Return the numbers of the stems of a query, without function words."""
         words = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
         numbers = map(self._source.stem_number, words - self._function_stems)
-        asked = {number for number in numbers if number is not None}
+        return {number for number in numbers if number is not None}
+
+    def _latest_first(self, asked: set[int], rankings: Iterable[Ranking]) -> list[Ranking]:
+        """Return the rankings, with a later version of a unit before the earlier one.
+
+        `asked` are the stems of the query, see `_is_version`.
+        """
         stems = dict[int, set[int]]()
         found = list[Ranking]()
         for ranking in rankings:
@@ -335,12 +340,12 @@ class UnitRanker:
             return set(self._source.content_stems(blocks.start))
         return set(chain.from_iterable(map(self._source.content_stems, blocks[:_MAX_READ_BLOCKS])))
 
-    def _read(self, unit: int) -> str:
-        """Return the beginning of the text of a unit."""
+    def _names(self, unit: int) -> Names:
+        """Return the names in the beginning of the text of a unit."""
         blocks = self._units.blocks_of(unit)
         if len(blocks) == 1:
-            return self._source.block_text(blocks.start)[:_MAX_READ_CHARS]
-        return " ".join(map(self._source.block_text, blocks[:_MAX_READ_BLOCKS]))[:_MAX_READ_CHARS]
+            return self._source.block_names(blocks.start)
+        return name_stems(" ".join(map(self._source.block_text, blocks[:_MAX_READ_BLOCKS])))
 
     def _room_of_best(self, order: Positions) -> int:
         """Return the tokens of the best unit and of the other good units of its message."""
@@ -544,8 +549,8 @@ class UnitRanker:
         `ignored` are not followed; those of this unit are added to it.
         """
         names, number_of = dict[int, float](), self._source.stem_number
-        for name, certainty in names_in(self._read(unit)).items():
-            number = number_of(stem(name))
+        for name_stem, certainty in self._names(unit):
+            number = number_of(name_stem)
             if number is not None:
                 names[number] = certainty
         linking = names
@@ -614,27 +619,6 @@ def _is_version(words: set[int], other: set[int], asked: set[int]) -> bool:
     n_shared = len(words & other)
     n_all = len(words) + len(other) - n_shared
     return n_shared >= _MIN_SHARED_WORDS * n_all > 0 and other & asked <= words
-
-
-def names_in(text: str) -> dict[str, float]:
-    """Return the names and values in a text, in lower case, each with its certainty in [0, 1].
-
-    These are words with a digit, an underscore or an inner capital, and capitalized words. At the
-    start of a sentence a capitalized word is less certain.
-    """
-    names = dict[str, float]()
-    pattern = _ASCII_NAME if text.isascii() else _WORD
-    for match in pattern.finditer(text):
-        word, start = match[0], match.start()
-        is_value = not word.isalpha() or not (word.islower() or word[1:].islower())
-        if len(word) < 2 or not (is_value or word[0].isupper()):
-            continue
-        lowered = word.lower()
-        if lowered not in FUNCTION_WORDS:
-            follows_word = start > 1 and text[start - 1] == " " and text[start - 2] not in ".!?\n"
-            certainty = 1.0 if is_value or follows_word else _SENTENCE_START_CERTAINTY
-            names[lowered] = max(certainty, names.get(lowered, 0.0))
-    return names
 
 
 def _length_norms(lengths: FloatArray) -> FloatArray:

@@ -62,8 +62,13 @@ class Units:
         return np.add.reduceat(np.asarray(values, np.int64), self.first_blocks)
 
     def maxima(self, values: FloatArray) -> FloatArray:
-        """Return the maximum [..., u] over each unit of values [..., n] of the blocks."""
+        """Return the maximum [..., u] over each unit of values [..., n] of the blocks.
+
+        The result may be `values` itself.
+        """
         if not len(self):
             return np.zeros((*values.shape[:-1], 0))
+        if len(self) == len(self.of_block):  # each unit is one block
+            return values
         found: FloatArray = np.maximum.reduceat(values, self.first_blocks, axis=-1)
         return found

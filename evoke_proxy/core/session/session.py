@@ -26,6 +26,7 @@ from evoke_proxy.core.policy.planner import budget_for
 from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.standing import (
     essential_blocks,
+    most_essential_tokens,
     question_start,
     running_task,
     system_blocks,
@@ -48,6 +49,9 @@ _RESIDENCY_TURNS = 1
 # Whether the client has pinned a turn, and the priority of the turn.
 _Mark = tuple[bool, float]
 _NO_MARK: _Mark = (False, 1.0)
+# At most this many blocks are indexed when the turn has ended, in milliseconds, if its plan did not
+# need the index.
+_FEW_BLOCKS = 32
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -231,6 +235,8 @@ class Session:
         elif len(self.past):  # the setting was changed
             self.past, self.past_index = Past(), Index()
         self.layout = layout
+        if self.index.n_missing(layout.blocks) > _FEW_BLOCKS:
+            self.index.update(layout.blocks)
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins
         return turn
@@ -293,6 +299,8 @@ class Session:
         n_shared = common_prefix(self._decoded, self.layout.tokens[:-1])
         self.redecoded = max(0, n_shared - (accounting.n_prompt - accounting.decoded))
         self._decoded = self.layout.tokens
+        if self.index.n_missing(self.layout.blocks) <= _FEW_BLOCKS:
+            self.index.update(self.layout.blocks)
         return planned is None or agrees(forecast(*planned), accounting, self._can_adopt)
 
     def add_copies(self, copies: Iterable[tuple[str, Span]]) -> None:
@@ -547,9 +555,16 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     blocks = view.blocks
     first = question_start(blocks)
     n_asked = view.n_tokens - (int(blocks.starts[first]) if first < len(blocks) else 0)
+
+    def needed_for(n_essential: int) -> int:
+        n_tokens = n_asked + n_essential + config.block_tokens
+        return budget_for(n_tokens, view.max_tokens, config)
+
+    most = most_essential_tokens(blocks, query.files, config.budget)
+    if needed_for(most) <= config.budget:  # the usual case, which reads no text
+        return 0
     essential = essential_blocks(view, query.files, config.budget)
-    n_essential = int(blocks.lengths[essential].sum())
-    needed = budget_for(n_asked + n_essential + config.block_tokens, view.max_tokens, config)
+    needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
 
 

@@ -14,7 +14,7 @@ from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
-from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import is_large
 from evoke_proxy.engine.parsing.request import ParsedRequest
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
@@ -67,9 +67,11 @@ class PreparedTurn:
         is not copied, or it is edited in a thread.
         """
         body = self.forwarded.body if body is None else body
-        if is_large(body) and members.keys().isdisjoint(keys):
+        if not is_large(body):
+            return ForwardedBody(_edited(body, members, keys))
+        if members.keys().isdisjoint(keys):
             return ForwardedBody(body, members)
-        return ForwardedBody(await run_off_loop(body, _edited, body, members, keys))
+        return ForwardedBody(await asyncio.to_thread(_edited, body, members, keys))
 
 
 def _edited(body: bytes, members: Mapping[str, bytes], keys: Collection[str]) -> bytes:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
@@ -15,6 +18,7 @@ from evoke_proxy.core.policy.standing import (
     essential_blocks,
     file_blocks,
     live_blocks,
+    most_essential_tokens,
     question_start,
     rule_blocks,
     task_blocks,
@@ -124,3 +128,15 @@ def test_a_file_of_the_turn_has_what_is_left_beside_the_rules() -> None:
     assert np.flatnonzero(file_blocks(view, ("src/a.py",), length, 640)).tolist() == [1]
     assert not file_blocks(view, ("src/a.py",), length - 1, 640).any()
     assert not file_blocks(view, ("src/a.py",), length, 2 * length - 1).any()
+
+
+@given(st.integers(0, 5000), st.randoms(use_true_random=False))
+def test_essential_blocks_have_at_most_the_tokens_of_the_limit(room: int, random: Random) -> None:
+    texts = [random.choice(["Always answer in French.", "Read `CLAUDE.md` now.", FILLER[0]])
+             for _ in range(12)]  # fmt: skip
+    roles = {i: random.choice(list(Role)) for i in range(12)}
+    names = {i: (random.choice(["CLAUDE.md", "agents.md", "a.py"]),) for i in range(12)}
+    view, files = view_of(texts, roles, names), random.choice([(), ("a.py",)])
+    essential = essential_blocks(view, files, room)
+    most = most_essential_tokens(view.blocks, files, room)
+    assert int(view.blocks.lengths[essential].sum()) <= most

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval import index as index_module
-from evoke_proxy.core.retrieval.analysis import PreparedTexts, TextAnalysis
+from evoke_proxy.core.retrieval.analysis import PreparedTexts, TextAnalysis, name_stems, names_in
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.units import Units
@@ -60,3 +62,21 @@ def test_a_text_is_analysed_for_the_role_of_its_block() -> None:
     prepared = PreparedTexts.of([(text, Role.ASSISTANT)], {})
     assert prepared.analysis(text, Role.ASSISTANT).instruction_points == 0
     assert prepared.analysis(text, Role.USER).instruction_points > 0
+
+
+def test_names_are_capitalised_within_a_sentence_or_have_unusual_characters() -> None:
+    text = "The boat of Mira Kolt costs 48213. It is api_port or maxRetry, not NASA."
+    certain = {"mira", "kolt", "48213", "api_port", "maxretry", "nasa"}
+    assert {name for name, certainty in names_in(text).items() if certainty == 1.0} == certain
+    assert 0.0 < names_in("Greta left. Paul stayed.")["paul"] < 1.0
+
+
+@given(st.text(st.sampled_from("abzAZ09_ .,!?-\n'"), max_size=40))
+def test_names_of_ascii_texts_are_those_of_all_texts(text: str) -> None:
+    assert names_in(text) == names_in(f"{text} \N{MIDDLE DOT}")
+
+
+def test_names_are_searched_in_the_beginning_of_a_text() -> None:
+    text = "He met Mira Kolt and Ann " + "x" * 2048 + " and Paul."
+    assert [name for name, _ in name_stems(text)] == ["mira", "kolt", "ann"]
+    assert TextAnalysis.of(text, Role.USER).names == name_stems(text)

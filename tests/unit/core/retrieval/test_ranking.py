@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.retrieval.ranking import names_in
 from evoke_proxy.core.retrieval.units import Units
 
 FILLER = [f"The weather of day {n} was calm and the market opened late." for n in range(20)]
@@ -182,15 +179,3 @@ def test_without_a_match_nothing_is_ranked() -> None:
     assert order(Query.of("zebra"), FILLER) == []
     assert order(Query(), FILLER) == []
     assert order(Query.of("weather"), []) == []
-
-
-def test_names_are_capitalised_within_a_sentence_or_have_unusual_characters() -> None:
-    text = "The boat of Mira Kolt costs 48213. It is api_port or maxRetry, not NASA."
-    certain = {"mira", "kolt", "48213", "api_port", "maxretry", "nasa"}
-    assert {name for name, certainty in names_in(text).items() if certainty == 1.0} == certain
-    assert 0.0 < names_in("Greta left. Paul stayed.")["paul"] < 1.0
-
-
-@given(st.text(st.sampled_from("abzAZ09_ .,!?-\n'"), max_size=40))
-def test_names_of_ascii_texts_are_those_of_all_texts(text: str) -> None:
-    assert names_in(text) == names_in(f"{text} \N{MIDDLE DOT}")

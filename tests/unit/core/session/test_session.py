@@ -794,3 +794,19 @@ def test_an_agent_with_more_than_its_budget_is_served_whole_and_evicted_afterwar
     again = engine.turn(conversation, words(11, 20))
     assert again.omitted == 0 and again.decoded < (CONFIG.budget or 0) + 100
     assert again.recovered == sum(len(evict.span) for evict in surplus.evicts)
+
+
+def test_few_blocks_are_indexed_after_the_answer_if_the_plan_does_not_rank_them() -> None:
+    config = replace(CONFIG, name="streaming", budget=2048)
+    engine, conversation = Engine(config), conversation_of(*[70] * 60, 20)
+    engine.begin(conversation)
+    index = engine.session.index
+    assert len(index) == len(engine.session.layout.blocks) > 32, "a long history is not deferred"
+    engine.turn(conversation, words(1, 20))
+    conversation.say(Role.USER, words(2, 20))
+    n_before = len(index)
+    turn, _ = engine.planned(conversation)
+    assert len(index) == n_before < len(turn.view.blocks)
+    timings = engine.slot.answer(turn.rendered.tokens.tolist(), words(3, 9))
+    engine.session.finish(TokenAccounting.parse(timings))
+    assert len(index) == len(turn.view.blocks)
