@@ -99,7 +99,7 @@ class BlockTable(Sequence[Block]):
         copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
-    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "_prefix", "copied")
+    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "_lengths", "_prefix", "copied")
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
         own = tuple(blocks)
@@ -119,6 +119,7 @@ class BlockTable(Sequence[Block]):
     ) -> None:
         self._blocks, self._labels, self._columns, self.copied = blocks, labels, columns, copied
         self._indexes: _LabelIndex | None = None
+        self._lengths: Positions | None = None
         # The blocks that this table was extended from, if it was.
         self._prefix: tuple[Block, ...] | None = None
 
@@ -213,6 +214,7 @@ class BlockTable(Sequence[Block]):
         """Replace the mask `copied` [n] of blocks that have a copy in the host pool."""
         table = self._from_parts(self._blocks, self._labels, self._columns, copied)
         table._indexes, table._prefix = self._indexes, self._prefix
+        table._lengths = self._lengths
         return table
 
     def relabelled(self, labels: Mapping[int, str]) -> BlockTable:
@@ -225,7 +227,9 @@ class BlockTable(Sequence[Block]):
     @property
     def lengths(self) -> Positions:
         """Number of tokens of each block [n]."""
-        return self.ends - self.starts
+        if self._lengths is None:
+            self._lengths = self.ends - self.starts
+        return self._lengths
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

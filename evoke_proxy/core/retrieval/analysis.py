@@ -11,11 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, phrase_text, terms_of
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
 
 _FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
@@ -78,19 +80,27 @@ class PreparedTexts:
     Attributes:
         analyses: Analyses by text and role.
         vectors: Vectors [k, d] of the chunks of texts, see `chunks_of`.
+        query_terms: The terms of the texts of a query, see `terms_of`.
     """
 
     analyses: Mapping[tuple[str, Role], TextAnalysis] = field(default_factory=dict)
     vectors: Mapping[str, Vectors] = field(default_factory=dict)
+    query_terms: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[str, Role]], vectors: Mapping[str, Vectors]) -> PreparedTexts:
-        """Analyse texts, given with the roles of their blocks, and keep these vectors."""
+    def of(
+        cls,
+        texts: Sequence[tuple[str, Role]],
+        vectors: Mapping[str, Vectors],
+        query: Query,
+    ) -> PreparedTexts:
+        """Analyse texts, given with the roles of their blocks, and a query; keep these vectors."""
         analyses = {each: TextAnalysis.of(*each) for each in texts}
-        for analysis in analyses.values():
-            for term in analysis.term_counts:
-                stem(term)  # it keeps the stems that it has computed
-        return cls(analyses, vectors)
+        query_terms = {text: terms_of(text) for text in (query.text, *query.clauses)}
+        found = [analysis.term_counts for analysis in analyses.values()]
+        for term in chain(*found, *query_terms.values()):
+            stem(term)  # it keeps the stems that it has computed
+        return cls(analyses, vectors, query_terms)
 
     def analysis(self, text: str, role: Role) -> TextAnalysis:
         """Return the analysis of a block's text, made now when it is not prepared."""

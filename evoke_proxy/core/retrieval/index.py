@@ -218,6 +218,7 @@ class Index:
             blocks=blocks,
             inverted=self._inverted,
             names=self._names,
+            query_terms=self.prepared.query_terms,
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
@@ -540,6 +541,7 @@ class _BlockSource:
         blocks: The blocks of the session.
         inverted: Their terms.
         names: The names in the text of each document.
+        query_terms: Terms of texts of the query that were computed before.
         documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
@@ -552,6 +554,7 @@ class _BlockSource:
     blocks: BlockTable
     inverted: InvertedIndex
     names: Sequence[Names]
+    query_terms: Mapping[str, Sequence[str]]
     documents: Positions
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]

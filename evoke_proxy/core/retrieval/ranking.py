@@ -94,6 +94,11 @@ class UnitSource(Protocol):
         """
         ...
 
+    @property
+    def query_terms(self) -> Mapping[str, Sequence[str]]:
+        """Terms of texts of queries that were computed before, see `terms_of`."""
+        ...
+
     def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
         """Return the most similar indexed term of each term that no block contains.
 
@@ -162,13 +167,13 @@ class _SparseRows:
         sums = np.asarray(np.bincount(cells, values, n_rows * n_columns), np.float64)
         filled = (sums > 0).nonzero()[0]  # of booleans: many times as fast
         starts = filled.searchsorted(np.arange(n_rows + 1) * n_columns)
-        columns = filled - np.repeat(np.arange(n_rows) * n_columns, starts[1:] - starts[:-1])
+        columns = filled - (np.arange(n_rows) * n_columns).repeat(starts[1:] - starts[:-1])
         return cls(starts, columns, sums[filled], n_columns)
 
     @property
     def rows(self) -> Positions:
         """The row of each value [p]."""
-        return np.repeat(np.arange(len(self.starts) - 1), self.counts)
+        return np.arange(len(self.starts) - 1).repeat(self.counts)
 
     @property
     def counts(self) -> Positions:
@@ -191,9 +196,10 @@ class _SparseRows:
         rows = np.array(list(chain.from_iterable(groups)), np.int64)
         counts = self.counts[rows]
         ends = counts.cumsum()
-        at = np.arange(int(counts.sum())) + np.repeat(self.starts[rows] - ends + counts, counts)
-        first_cells = np.repeat(np.arange(len(groups)) * self.n_columns, list(map(len, groups)))
-        cells = np.repeat(first_cells, counts) + self.columns[at]
+        at = (self.starts[rows] - ends + counts).repeat(counts)
+        at += np.arange(len(at))
+        first_cells = (np.arange(len(groups)) * self.n_columns).repeat(list(map(len, groups)))
+        cells = first_cells.repeat(counts) + self.columns[at]
         total = np.bincount(cells, self.values[at], len(groups) * self.n_columns)
         return np.asarray(total, np.float64).reshape(len(groups), self.n_columns)
 
@@ -239,7 +245,7 @@ class UnitRanker:
         asks = units.maxima(source.asks)[:n_ranked] > 0
         self._is_short_reply[1:] &= ~asks[:-1]
         self._function_stems = FUNCTION_STEMS
-        self._terms_of: dict[str, Sequence[str]] = {}
+        self._terms_of = dict(source.query_terms)
         self._stems_of: dict[str, Sequence[str]] = {}
         self._unit_of_block: Callable[[int], int] = units.of_block.item
         # The stems that were counted last, with their rows, and their counts.
@@ -389,12 +395,15 @@ class UnitRanker:
         if rows:
             of_units = self._unit_cosines([one for one in cosines if one is not None])
             signals += [of_units, with_neighbours(of_units, _NEIGHBOUR_SCORES)]
-        ends = np.cumsum([len(signal) for signal in signals])
-        own, neighbours, near, *by_meaning = np.split(
-            standardized(np.concatenate(signals)), ends[:-1]
-        )
+        n, scaled = len(texts), standardized(np.concatenate(signals))
+        own, neighbours, near = scaled[:n], scaled[n : 2 * n], scaled[2 * n : 3 * n]
         near += neighbours
-        if rows:
+        by_meaning = scaled[3 * n : 3 * n + len(rows)], scaled[3 * n + len(rows) :]
+        if len(rows) == n:  # the usual case; indexing with rows makes copies
+            own += by_meaning[0]
+            near += by_meaning[1]
+            np.maximum(evidence, by_meaning[0], out=evidence)
+        elif rows:
             own[rows] += by_meaning[0]
             near[rows] += by_meaning[1]
             evidence[rows] = np.maximum(evidence[rows], by_meaning[0])
@@ -427,32 +436,30 @@ class UnitRanker:
 
     def _bm25(self, texts: Sequence[str]) -> tuple[FloatArray, FloatArray]:
         """Return the BM25 scores [t, u] for each text: of the units, and with their neighbours."""
-        by_words = np.zeros((len(texts), self._n))
-        by_neighbours = np.zeros((len(texts), self._n))
-        for rows, stems in self._batches([self._stems(text) for text in texts]):
+        by_words, by_neighbours = list[FloatArray](), list[FloatArray]()
+        for stems in self._batches([self._stems(text) for text in texts]):
             row_of = {one: i for i, one in enumerate(dict.fromkeys(chain.from_iterable(stems)))}
             counts = self._counts(list(row_of))
             self._counted = row_of, counts
             of_words, of_neighbours = self._stem_scores(list(row_of), counts)
             of_texts = [[row_of[one] for one in of_text] for of_text in stems]
-            by_words[rows] = of_words.sums(of_texts)
-            by_neighbours[rows] = of_neighbours.sums(of_texts)
-        return by_words, by_neighbours
+            by_words.append(of_words.sums(of_texts))
+            by_neighbours.append(of_neighbours.sums(of_texts))
+        if len(by_words) == 1:
+            return by_words[0], by_neighbours[0]
+        return np.concatenate(by_words), np.concatenate(by_neighbours)
 
     def _batches(
         self, stems_of_texts: Sequence[Sequence[str]]
-    ) -> Iterator[tuple[range, Sequence[Sequence[str]]]]:
-        """Divide texts, given by their stems, so that the arrays of a batch are not too large.
-
-        Yields the indexes of the texts in each batch, and their stems.
-        """
+    ) -> Iterator[Sequence[Sequence[str]]]:
+        """Divide texts, given by their stems, so that the arrays of a batch are not too large."""
         start = n_stems = 0
         for i, stems in enumerate(stems_of_texts):
             if i > start and (n_stems + len(stems)) * self._n > _MAX_SCORES:
-                yield range(start, i), stems_of_texts[start:i]
+                yield stems_of_texts[start:i]
                 start, n_stems = i, 0
             n_stems += len(stems)
-        yield range(start, len(stems_of_texts)), stems_of_texts[start:]
+        yield stems_of_texts[start:]
 
     def _stem_scores(
         self, stems: Sequence[str], counts: _SparseRows

@@ -109,7 +109,7 @@ class BlockVectors:
             # While it is locked, a thread may change its index.
             if conversation is not None and not conversation.worker_lock.locked():
                 conversation.session.index.compare(query)
-            return PreparedQuery(query=query, texts=self._prepared_texts(request))
+            return PreparedQuery(query=query, texts=self._prepared_texts(request, query))
 
     def _continued(self, request: ParsedChat) -> Conversation | None:
         """The conversation that a request probably continues, by the body that it extends.
@@ -121,14 +121,14 @@ class BlockVectors:
             return None
         return self._conversations.find(previous, request.hint, request.tenant)
 
-    def _prepared_texts(self, request: ParsedChat) -> PreparedTexts:
-        """Analyse the texts of short messages that were not rendered before.
+    def _prepared_texts(self, request: ParsedChat, query: Query) -> PreparedTexts:
+        """Analyse the query, and the texts of short messages that were not rendered before.
 
         The message before them was the latest one of the previous turn: it has no vectors yet.
         """
         chat, previous = request.chat, request.previous
         if chat.transcript or not chat.messages:
-            return NOTHING_PREPARED
+            return PreparedTexts.of((), {}, query)
         n_messages = len(chat.messages)
         n_rendered = n_messages - _NEW_MESSAGES
         if previous is not None and len(previous.spans):
@@ -141,9 +141,10 @@ class BlockVectors:
             texts.append(chat.messages[first - 1].printed)
         vectors = dict[str, Vectors]()
         if self._embedding.is_immediate:
-            short = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
-            vectors = dict(zip(short, self._embedded(short), strict=True))
-        return PreparedTexts.of([one for one in new if len(one[0]) <= _MAX_PREPARED_CHARS], vectors)
+            texts = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
+            vectors = dict(zip(texts, self._embedded(texts), strict=True))
+        short = [one for one in new if len(one[0]) <= _MAX_PREPARED_CHARS]
+        return PreparedTexts.of(short, vectors, query)
 
     def take_new(self, conversation: Conversation) -> LabeledVectors:
         """Take the vectors of blocks that were made since the session's previous turn, by label.

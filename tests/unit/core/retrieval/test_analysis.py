@@ -35,11 +35,13 @@ def test_an_index_of_prepared_texts_ranks_as_one_that_analyses_them_itself(
 ) -> None:
     blocks, query = table(), Query.of("Which pets does the landlord forbid, and where is Leeds-7?")
     expected, prepared = Index(), Index()
-    prepared.prepare(PreparedTexts.of(TEXTS, {}))
+    prepared.prepare(PreparedTexts.of(TEXTS, {}, query))
     expected.update(blocks)
     monkeypatch.setattr(index_module.PreparedTexts, "analysis", _prepared_only)
     prepared.update(blocks)
     monkeypatch.undo()
+    terms = prepared.prepared.query_terms
+    assert set(terms) == {query.text, *query.clauses} and all(map(len, terms.values()))
     units = Units.of(blocks, 64)
     for ranked in ("unit_order", "relevance"):
         found = [
@@ -59,7 +61,7 @@ def _prepared_only(texts: PreparedTexts, text: str, role: Role) -> TextAnalysis:
 
 def test_a_text_is_analysed_for_the_role_of_its_block() -> None:
     text = "Always answer in French."
-    prepared = PreparedTexts.of([(text, Role.ASSISTANT)], {})
+    prepared = PreparedTexts.of([(text, Role.ASSISTANT)], {}, Query.of("Why?"))
     assert prepared.analysis(text, Role.ASSISTANT).instruction_points == 0
     assert prepared.analysis(text, Role.USER).instruction_points > 0
 
