@@ -186,8 +186,12 @@ def _headers(data: bytes) -> None:
 
 
 def _record(data: bytes) -> None:
+    """Decode a record, and register its session, as a proxy does when it starts."""
+    from evoke_proxy.config import PolicyConfig
+
     try:
-        _get("core.session.codec:decode")(data)
+        record = _get("core.session.codec:decode")(data)
+        _get("engine.server.conversations:Conversations")(PolicyConfig(), 2).recall(record)
     except ValueError:
         pass
 
@@ -324,6 +328,21 @@ _PROPS = {
     "evoke": {"version": 1, "features": ["blocks", "plan", "adopt"], "memory": "dense",
               "limits": {"n_cells": 4096, "attention": {"layers": [0, 1]}}, "instance": "i"},
 }  # fmt: skip
+_RECORD: Mapping[str, Any] = {
+    "version": 2, "id": "s", "tenant": "t", "turns": 1,
+    "hint": {"text": "chat", "source": "user", "weak": True},
+    "edges": {"head": 3, "last_user_end": 3, "n_users": 1},
+    "slot": {"id": 0, "epoch": 1, "server": ""},
+    "tokens": "AQAAAAIAAAADAAAABAAAAA==", "generation": 3,
+    "copied": [True], "ranges": [{"label": "s/3-4-b", "span": [3, 4]}], "stale": ["s/0-1-c"],
+    "resident": [[0, 3]], "task": {"focus": "AACAPw==", "begins": 0},
+    "marks": [{"turn": 1, "pinned": True, "priority": 1.0}], "recovered": {"s/0-3-a": 1},
+    "overrides": {"pinned": False, "own_budget": True, "budget": 64, "pins": [[0, 3]]},
+    "block_fields": ["display_name", "label", "start", "end", "role", "turn", "message", "text",
+                     "aliases", "pinned", "preferred", "priority"],
+    "blocks": [["user#0", "s/0-3-a", 0, 3, "user", 1, 0, "Hello", ["a.py"], False, False, 1.0]],
+    "past": [["user#0", "s/0-3-d", 0, 3, "user", 1, 0, "Before", [], False, False, 1.0]],
+}  # fmt: skip
 _TIMINGS = {
     "prompt_n": 4, "cache_n": 2,
     "evoke": {"decoded": 1, "recovered": 0, "omitted": 2, "auto_evicted": [[0, 4, "a"]]},
@@ -428,7 +447,7 @@ TARGETS: Mapping[str, Target] = {
         ],
         [_dump({"pos": [1], "n_head": 1, "data": "AACAPw=="}), b"AACAPw=="],
     ),
-    "record": Target(_record, ["core.session.codec:decode"], [b"\x81\xa7version\x02", b"{}"]),
+    "record": Target(_record, ["core.session.codec:decode"], [_dump(_RECORD), b"{}"]),
     "vectors": Target(
         _vectors,
         ["core.retrieval.vectors:decode_vectors"],
