@@ -144,7 +144,7 @@ TARGETS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Builds one target, runs its tests, writes the result; returns their exit status."""
-    args, options = _parser().parse_known_args(arguments)
+    args, options = _parser().parse_known_intermixed_args(arguments)
     target = TARGETS[args.target]
     missing = {
         name: packages for name, packages in target.programs.items() if not shutil.which(name)

@@ -24,8 +24,9 @@ from .ui import built_ui, has_ui, should_build_ui, ui_files
 
 # Hexadecimal digits of a key in the cache.
 _KEY_LENGTH = 20
-# Measured minutes of processor time for one build; see `first_build_notice`.
+# Minutes of processor time for one build; see `first_build_notice`.
 _BUILD_CORE_MINUTES = (8, 20)
+_CUDA_CORE_MINUTES = (45, 110)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def _build(spec: BuildSpec, options: BuildOptions, jobs: int, progress: Progress
         for note in spec.tools.notes:
             progress.say(note)
         if not tree.build.exists():
-            progress.say(first_build_notice(jobs, n_cores()))
+            progress.say(first_build_notice(jobs, n_cores(), options.backend))
         prepare(spec, source, tree, ui)
         progress.begin(f"building llama-server ({spec.variant}, -j{jobs})")
         built = build_server(tree, spec.tools, jobs, progress)
@@ -238,16 +239,18 @@ def _wants_ui(spec: BuildSpec, options: BuildOptions) -> bool:
     return options.retry_ui or should_build_ui(options.cache or cache_dir())
 
 
-def first_build_notice(jobs: int, cores: int) -> str:
+def first_build_notice(jobs: int, cores: int, backend: str = "") -> str:
     """Return a message with the expected duration of the first build on this machine.
 
     It is derived from the measured processor time of one build with g++ 12: 8 minutes on a recent
-    server core, 20 minutes on a slow or shared one.
+    server core, 20 minutes on a slow or shared one. With CUDA 13 the kernels for one architecture
+    took 36 minutes more on a recent core; for a slow one the same ratio is assumed.
     """
     parallel = min(jobs, cores)
-    low, high = (max(1, round(minutes / parallel)) for minutes in _BUILD_CORE_MINUTES)
+    least, most = _CUDA_CORE_MINUTES if backend == "cuda" else _BUILD_CORE_MINUTES
+    low, high = (max(1, round(minutes / parallel)) for minutes in (least, most))
     return (
-        f"compiling llama.cpp takes {_BUILD_CORE_MINUTES[0]} to {_BUILD_CORE_MINUTES[1]} minutes of"
+        f"compiling llama.cpp takes {least} to {most} minutes of"
         f" processor time, once: {low} to {high} minutes with {_count(parallel, 'core')} of this"
         f" machine, longer while other programs use them"
     )

@@ -24,6 +24,13 @@ def test_the_command_has_the_chosen_tests_and_options(chosen: list[str], command
     assert MATRIX["make_command"]("pins", chosen) == command
 
 
+def test_files_of_tests_may_follow_an_option() -> None:
+    parse = MATRIX["_parser"]().parse_known_intermixed_args
+    args, options = parse(["cuda", "--jobs", "3", "a.py", "b.py", "-k", "one"])
+    assert (args.target, args.jobs, args.rest) == ("cuda", 3, ["a.py", "b.py"])
+    assert options == ["-k", "one"]
+
+
 def test_the_closing_line_is_the_last_that_is_not_empty() -> None:
     run = MATRIX["FinishedRun"]("tests", 0, ("first", "2 passed, 0 failed", " ", ""))
     assert run.closing == "2 passed, 0 failed"

@@ -199,6 +199,12 @@ def test_the_first_build_estimates_its_minutes_from_the_cores_of_the_machine(
     assert expected in notice
 
 
+def test_a_build_with_cuda_is_expected_to_take_longer() -> None:
+    notice = build_module.first_build_notice(2, 16, "cuda")
+    assert "45 to 110 minutes of processor time" in notice
+    assert "22 to 55 minutes with 2 cores " in notice
+
+
 def test_a_directory_without_llama_cpp_is_refused(build: Build, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="is not a llama.cpp checkout"):
         build(source=tmp_path)
