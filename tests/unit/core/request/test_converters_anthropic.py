@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.converters import anthropic_to_chat
 
 
@@ -77,27 +75,3 @@ def test_tools_and_options_are_converted_and_metadata_is_dropped() -> None:
 @pytest.mark.parametrize("body", [{}, {"messages": 3}, {"messages": [1, {}]}, {"system": 3}])
 def test_a_malformed_anthropic_body_raises_no_exception(body: dict[str, Any]) -> None:
     assert isinstance(anthropic_to_chat(body)["messages"], list)
-
-
-def _events(*events: dict[str, Any]) -> bytes:
-    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
-
-
-def test_anthropic_answers_are_read_from_a_body_or_a_stream() -> None:
-    blocks = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Yes"}]
-    whole, streamed = AnswerReader(), AnswerReader()
-    whole.feed(json.dumps({"type": "message", "content": blocks}).encode())
-    streamed.feed(
-        _events(
-            {"type": "message_start", "message": {"content": []}},
-            {"type": "content_block_start", "content_block": {"type": "text", "text": ""}},
-            {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "hm"}},
-            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Yes"}},
-            {"type": "message_delta", "delta": {"stop_reason": "end_turn"}},
-        )
-    )
-    expected = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
-    assert whole.message(True) == streamed.message(True) == expected
-    with_call = AnswerReader()
-    with_call.feed(_events({"content_block": {"type": "tool_use", "name": "f"}}))
-    assert with_call.message(False) is None

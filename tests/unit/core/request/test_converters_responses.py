@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.converters import responses_to_chat
-from evoke_proxy.core.snapshots.costs import cost_of
 
 
 def test_consecutive_assistant_items_become_one_message() -> None:
@@ -64,43 +61,3 @@ def test_a_malformed_responses_body_raises_no_exception(
     body: dict[str, Any], messages: list[dict[str, Any]]
 ) -> None:
     assert responses_to_chat(body)["messages"] == messages
-
-
-def test_responses_answers_are_read_from_a_body_or_the_last_event() -> None:
-    output = [
-        {"type": "reasoning", "summary": [], "content": [{"type": "text", "text": "hm"}]},
-        {"type": "message", "content": [{"type": "output_text", "text": "Yes"}]},
-    ]
-    delta = {"type": "response.output_text.delta", "delta": "Yes"}
-    last = {"type": "response.completed", "response": {"output": output}}
-    whole, streamed = AnswerReader(), AnswerReader()
-    whole.feed(json.dumps({"object": "response", "output": output}).encode())
-    for event in (delta, last):
-        streamed.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
-    expected = {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
-    assert whole.message(True) == streamed.message(True) == expected
-    with_call = AnswerReader()
-    with_call.feed(json.dumps({"output": [{"type": "function_call", "name": "f"}]}).encode())
-    assert with_call.message(False) is None
-
-
-@pytest.mark.parametrize(
-    ("timings", "usage"),
-    [
-        ({"cache_n": 5, "prompt_n": 3, "predicted_n": 2}, {"prompt_tokens": 8}),
-        ({}, {"cache_read_input_tokens": 5, "input_tokens": 3, "output_tokens": 2}),
-        (
-            {},
-            {
-                "input_tokens": 8,
-                "output_tokens": 2,
-                "input_tokens_details": {"cached_tokens": 5},
-            },
-        ),
-    ],
-)
-def test_the_cost_of_a_turn_is_read_in_every_dialect(
-    timings: dict[str, int], usage: dict[str, Any]
-) -> None:
-    assert cost_of(timings, usage) == (5, 3, 2)
-    assert cost_of({}, {}) == (0, 0, 0)

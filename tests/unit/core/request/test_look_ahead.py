@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.request.look_ahead import (
     PLACEHOLDERS,
@@ -112,50 +111,3 @@ def test_the_stability_of_a_template_is_measured_from_its_renderings(
 ) -> None:
     found = stability([_rendered(body, strips, tools_last) for body in probe_bodies(tools)])
     assert (found.boundary, found.ahead) == expected
-
-
-def _read(*parts: bytes) -> AnswerReader:
-    reader = AnswerReader()
-    for part in parts:
-        reader.feed(part)
-    return reader
-
-
-def _whole(**message: Any) -> bytes:
-    return json.dumps({"choices": [{"message": {"role": "assistant"} | message}]}).encode()
-
-
-def _events(*deltas: dict[str, Any]) -> bytes:
-    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
-    return "".join(f"data: {text}\n\n" for text in [*chunks, "[DONE]"]).encode()
-
-
-def test_an_answer_is_read_from_a_body_or_a_stream_in_any_pieces() -> None:
-    expected = {"role": "assistant", "content": "Hi \u2603"}
-    assert _read(_whole(content="Hi \u2603")).message(False) == expected
-    stream = _events(
-        {"role": "assistant", "content": None}, {"content": "Hi"}, {"content": " \u2603"}
-    )
-    for cut in range(0, len(stream), 7):
-        assert _read(b": waiting\n\n", stream[:cut], stream[cut:]).message(True) == expected
-
-
-def test_the_thoughts_of_an_answer_are_in_the_message_only_on_request() -> None:
-    reader = _read(_events({"reasoning_content": "hm"}, {"content": "Yes"}))
-    assert reader.message(False) == {"role": "assistant", "content": "Yes"}
-    assert reader.message(True) == {
-        "role": "assistant", "content": "Yes", "reasoning_content": "hm"
-    }  # fmt: skip
-
-
-def test_an_answer_with_tool_calls_or_without_text_gives_no_message() -> None:
-    call = {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}
-    assert _read(_events({"content": "so"}, call)).message(False) is None
-    assert _read(_whole(content="", tool_calls=[{"id": "1"}])).message(False) is None
-    for data in (b"", b"{", b'{"error":{}}', b"data: {\n\n", b"<html>", _events({})):
-        assert _read(data).message(False) is None
-
-
-def test_an_answer_that_is_too_long_gives_no_message() -> None:
-    reader = _read(b'{"choices":[{"message":{"content":"', b"x" * (5 << 20), b'"}}]}')
-    assert reader.message(False) is None

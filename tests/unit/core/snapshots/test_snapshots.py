@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_fixtures import NOW, snapshot, tokens
 
-from evoke_proxy.core.model.counts import Rate
 from evoke_proxy.core.request.look_ahead import STEP
-from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker
-from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     best,
@@ -182,101 +179,3 @@ def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None
         assert all(item.tenant == "loud" and why == reason for item, why in gone)
         kept = [item for item in kept if item not in [item for item, _ in gone]]
     assert len(kept) == 6
-
-
-def test_unmeasured_costs_allow_a_restore_and_measured_ones_decide() -> None:
-    costs = Costs(stall_share=0.1)
-    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9)
-    costs.prefilled(1000, 1.0)
-    costs.restore.note(1_000_000, 1.0)
-    assert costs.worth_restoring(5000, 1_000_000)  # 5 s of decoding for 1 s of reading
-    assert not costs.worth_restoring(1500, 1_000_000)
-    costs.saved(1000, 1_000_000, 1.0, now=100.0)
-    assert costs.next_save_at == pytest.approx(109.0)  # a tenth of the time
-    assert costs.worth_saving(gain=101, n_tokens=1000)  # 0.1 s of decoding for a second's stall
-    assert not costs.worth_saving(gain=99, n_tokens=1000)
-    # a save that a request waits for must pay off with its first restore
-    assert costs.worth_saving(gain=1001, n_tokens=1000, waited_for=True)
-    assert not costs.worth_saving(gain=999, n_tokens=1000, waited_for=True)
-    costs.min_gain = 0.0  # whatever it costs
-    assert costs.worth_restoring(1, 10**12) and costs.worth_saving(1, 10**9, waited_for=True)
-
-
-def test_a_request_does_not_wait_for_a_first_save_with_little_gain() -> None:
-    costs = Costs(stall_share=0.1)
-    assert costs.worth_saving(500, 1000, waited_for=True)
-    assert not costs.worth_saving(499, 1000, waited_for=True)
-
-
-def test_a_rate_follows_measurements_and_ignores_invalid_ones() -> None:
-    rate = Rate()
-    rate.note(0, 1.0)
-    rate.note(10, 0.0)
-    assert rate.value == 0
-    rate.note(100, 1.0)
-    rate.note(200, 1.0)
-    assert rate.value == pytest.approx(130)
-    costs = Costs(0.1)
-    costs.prefilled(10, 1.0)
-    assert costs.prefill.value == 0
-
-
-def test_trust_ends_after_three_failures_unless_as_many_succeeded() -> None:
-    tracker = SuccessTracker()
-    assert [tracker.record(100, kept) for kept in (0, 49)] == [False, False]
-    assert tracker.is_trusted
-    tracker.record(100, 10)
-    assert not tracker.is_trusted
-    for _ in range(3):
-        assert tracker.record(100, 50)
-    assert tracker.is_trusted
-
-
-PROPS = {
-    "build_info": "b1",
-    "model_path": "/m",
-    "total_slots": 1,
-    "chat_template": "x",
-    "media_marker": "changes with every start",
-    "default_generation_settings": {"n_ctx": 4096},
-}
-MODELS = {"data": [{"created": 12, "meta": {"n_params": 7, "size": 9}}]}
-
-
-def test_a_fingerprint_survives_a_restart_and_differs_for_other_servers() -> None:
-    file = ModelFile(9, 5, "abc")
-    base = fingerprint(PROPS, MODELS, [], file)
-    restarted = PROPS | {"media_marker": "another", "is_sleeping": True}
-    later = {"data": [MODELS["data"][0] | {"created": 13}]}
-    assert fingerprint(restarted, later, [], file) == base
-    others = [
-        fingerprint(PROPS | {"build_info": "b2"}, MODELS, [], file),
-        fingerprint(PROPS | {"chat_template": "y"}, MODELS, [], file),
-        fingerprint(PROPS | {"default_generation_settings": {"n_ctx": 1}}, MODELS, [], file),
-        fingerprint(PROPS, {"data": [{"meta": {"n_params": 8, "size": 9}}]}, [], file),
-        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 1.0}], file),
-        fingerprint(PROPS, MODELS, [{"id": 0, "path": "/l", "scale": 0.5}], file),
-        fingerprint(PROPS, MODELS, [], replace(file, sample="abd")),
-        fingerprint(PROPS, MODELS, [], replace(file, mtime_ns=6)),
-        fingerprint(PROPS, MODELS, [], None),
-    ]
-    assert len({base, *others}) == 1 + len(others)
-    assert fingerprint({}, {}, [], None)
-
-
-def test_a_fingerprint_includes_the_cache_layout_where_it_is_stated() -> None:
-    def of_router(*args: str, port: str = "1") -> str:
-        status = {"args": [*args, "--port", port]}
-        return fingerprint(PROPS, {"data": [{"status": status}]}, [], None)
-
-    fingerprints = [
-        fingerprint(PROPS | {"cache_type_k": "q8_0"}, {}, [], None),
-        fingerprint(PROPS | {"flash_attn": True}, {}, [], None),
-        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 2048}}}, {}, [], None),
-        fingerprint(PROPS | {"evoke": {"limits": {"row_bytes": 1088}}}, {}, [], None),
-        of_router("llama-server", "--cache-type-k", "q8_0"),
-        of_router("llama-server", "--cache-type-k", "f16"),
-        of_router("llama-server", "-fa", "off"),
-    ]
-    assert len({*fingerprints, fingerprint(PROPS, {}, [], None)}) == 1 + len(fingerprints)
-    assert of_router("x", "-ctk", "f16", port="1") == of_router("x", "-ctk", "f16", port="2")
