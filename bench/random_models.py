@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,11 +114,16 @@ _THOUGHT = ("<think>", "</think>")
 
 def ensure(shape: Shape, seed: int = 0) -> Path:
     """The GGUF of this shape, written first if the cache has none."""
-    path = cache_dir() / "models" / f"{shape.name}-{seed}.gguf"
+    return _cached(f"{shape.name}-{seed}", seed, lambda path, random: _write(path, shape, random))
+
+
+def _cached(name: str, seed: int, write: Callable[[Path, np.random.Generator], None]) -> Path:
+    """Return a file of the cache, written first if there is none."""
+    path = cache_dir() / "models" / f"{name}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        _write(part, shape, np.random.default_rng(seed))
+        write(part, np.random.default_rng(seed))
         part.rename(path)
     return path
 
@@ -131,13 +136,11 @@ IMAGE_ROWS = (_IMAGE // _PATCH) ** 2
 
 def ensure_projector(width: int, seed: int = 0) -> Path:
     """The GGUF of a projector for models of this width, written first if the cache has none."""
-    path = cache_dir() / "models" / f"projector-{width}-{seed}.gguf"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        _write_projector(part, width, np.random.default_rng(seed))
-        part.rename(path)
-    return path
+    return _cached(
+        f"projector-{width}-{seed}",
+        seed,
+        lambda path, random: _write_projector(path, width, random),
+    )
 
 
 def _write_projector(path: Path, width: int, random: np.random.Generator) -> None:
@@ -161,6 +164,10 @@ def _write_projector(path: Path, width: int, random: np.random.Generator) -> Non
         ones = name.endswith(("ln1.weight", "ln2.weight"))
         weights = random.standard_normal(size, dtype=np.float32) / np.float32(np.sqrt(size[-1]))
         writer.add_tensor(name, np.ones(size, np.float32) if ones else weights)
+    _finish(writer)
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -208,10 +215,7 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
             writer.add_tensor(tensor.name, packed, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
         else:
             writer.add_tensor(tensor.name, _weights(tensor, random))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer)
 
 
 def _weights(tensor: Tensor, random: np.random.Generator) -> np.ndarray[Any, Any]:

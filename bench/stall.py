@@ -7,7 +7,9 @@ when the 99.9th percentile of the loop's lag is more than 20 ms above that of th
 The proxy runs in a process of its own (`bench.stall_processes`) in front of a server that computes
 nothing; a client sends a small relayed request every 5 ms. `lag` is how late a timer of the loop
 fires, `client` the delay of the small request, both in ms, as percentiles over time. `callback_cpu`
-is the processor time of the longest callback of the loop, which other load does not change."""
+is the processor time of the longest callback of the loop, which other load does not change.
+
+*Against* the idle arm. *Fails* on an arm above the bar."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,3 +54,27 @@ def test_one_part_runs_by_its_name_and_the_usual_ones_without(
     assert [path.name for path in Path("out/bench").iterdir()] == ["example_two.json"]
     assert run_parts(parts, ["one", "three"], []) == 0
     assert len(list(Path("out/bench").iterdir())) == 3
+
+
+BENCHES = tuple(
+    f"bench.{name}"
+    for name in (
+        *("latency", "capture", "decode", "limit", "overhead", "stall", "embedding", "session"),
+        *("growth", "restart", "soak", "support", "evidence.__main__", "tasks.__main__"),
+        *("retrieval", "recall", "demo_recall", "ruler", "unseen", "placement", "shapes"),
+        *("quality.__main__", "quality.factorial", "model_recall_cost", "hybrid", "long"),
+        *("agent", "opencode"),
+    )
+)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_each_bench_says_what_it_compares_with_and_when_it_fails(name: str) -> None:
+    module = importlib.import_module(name)
+    parts = [module.BENCH] if hasattr(module, "BENCH") else list(module.PARTS.values())
+    for part in parts:
+        assert part.about and part.about.partition("\n")[0].endswith("?")
+        assert "*Against*" in part.about and "*Fails*" in part.about
+        if name != "bench.soak" or part.name == "soak":  # the slopes need samples
+            positional = [each.name for each in part.options if not each.name.startswith("--")]
+            assert part.parse(["x" for _ in positional]).out is None
