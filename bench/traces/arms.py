@@ -13,9 +13,11 @@ from bench.traces.patched import FEATURES, Limits, PatchedServer
 from bench.traces.proxied import proxied
 from bench.traces.replay import DEFAULT_COSTS, Costs, Record, Replay, Served, misses
 from bench.traces.sample import Agent
+from bench.traces.snapshots import with_snapshots
 from bench.traces.stock import PromptCache, StockServer, Unlimited
 from bench.traces.texts import Scale
 from bench.traces.virtual_loop import run
+from evoke_proxy.config import Config
 from evoke_proxy.core.servers.memory_plan import (
     LayerKv,
     Machine,
@@ -42,15 +44,17 @@ class Spec:
 
     Attributes:
         name: What tables call it.
-        kind: `bound`, `stock` or `evoke`.
+        kind: `bound`, `stock`, `snapshots` (the proxy in front of a stock server) or `evoke`.
         slots: Slots of the server.
         users: Conversations at the same time.
         ram_gib: Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up`
             plans. 0: no RAM cache. Infinite: no limit.
-        has_disk: Whether saved blocks may be on disk, as `up` plans.
+        has_disk: Whether saved blocks may be on disk, as `up` plans; of `snapshots`: whether they
+            may take as much disk, instead of 32 GiB.
         all_cells: Whether a slot has cells for the longest prompt; stock servers always have.
         features: Features of the patched server.
         settings: Settings of the proxy that differ from the default.
+        budget_share: Share of the cells that is the budget; None: the automatic one.
         names: Whether clients send a header with an id of the conversation, as Claude Code does.
     """
 
@@ -63,6 +67,7 @@ class Spec:
     all_cells: bool = False
     features: Sequence[str] = FEATURES
     settings: Mapping[str, object] = field(default_factory=dict)
+    budget_share: float | None = None
     names: bool = False
 
     @property
@@ -71,6 +76,7 @@ class Spec:
         return self.kind == "evoke" and "policy.within_turn" not in self.settings
 
 
+_FULL = {"policy.within_turn": "full"}
 _NO_SHARE = tuple(name for name in FEATURES if name != "share")
 _NO_ADOPT = tuple(name for name in _NO_SHARE if name != "adopt")
 BOUND, SAME_RAM, OURS = "bound", "ram cache", "evoke"
@@ -82,13 +88,16 @@ SPECS: tuple[Spec, ...] = (
     Spec("ram cache, default", "stock", ram_gib=DEFAULT_RAM_GIB),
     Spec(SAME_RAM, "stock"),
     Spec("ram cache, no limit", "stock", ram_gib=float("inf")),
+    Spec("snapshots, default", "snapshots", ram_gib=DEFAULT_RAM_GIB, has_disk=False),
+    Spec("snapshots", "snapshots", ram_gib=DEFAULT_RAM_GIB),
     Spec(OURS),
     Spec("evoke, no disk", has_disk=False),
+    Spec("evoke, all cells", all_cells=True),
     Spec("evoke, no disk, all cells", has_disk=False, all_cells=True),
     Spec("evoke, nothing shared", features=_NO_SHARE),
     Spec("evoke, nothing adopted", features=_NO_ADOPT),
-    Spec("evoke, discard", settings={"policy.recovery": "discard"}),
-    Spec("evoke, within_turn full", settings={"policy.within_turn": "full"}),
+    Spec("evoke, half budget", budget_share=0.5),
+    Spec("evoke, half, within_turn full", budget_share=0.5, settings=_FULL),
     Spec("evoke, named", names=True),
     Spec("ram cache, 2 users", "stock", users=2),
     Spec("evoke, 2 users", users=2),
@@ -120,19 +129,40 @@ def replayed(
         server = StockServer(spec.slots, cache, scale, costs)
         record = run(replay.run(server, spec.users))
         return _row(spec, record, scale, {"peak": server.peak})
+    if spec.kind == "snapshots":
+        mib = plan.disk_mib if spec.has_disk else Config().snapshots.max_mib
+        files = _tokens_of(mib / 1024, scale, DEFAULT_COSTS) or 0
+        server = StockServer(spec.slots, PromptCache(ram), scale)
+        return _with_snapshots(spec, replay, server, files)
     cells = scale.tokens(longest * 1.1 if spec.all_cells else plan.cells)
     disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
     n_ctx = scale.tokens(longest * 1.1)
     limits = Limits(spec.slots, cells, n_ctx, ram or 1 << 40, disk or 0, spec.features)
     patched = PatchedServer(limits, scale, costs)
+    settings = dict(spec.settings)
+    if spec.budget_share is not None:
+        settings["policy.budget"] = int(cells * spec.budget_share)
 
     async def work() -> dict[str, Any]:
-        async with proxied(patched, spec.settings, costs, spec.names) as arm:
+        async with proxied(patched, settings, costs, spec.names) as arm:
             record = await replay.run(arm, spec.users)
             budget = arm.engine.server.monitor.budget.tokens or cells
         found = {"peak": patched.peak, "budget": budget, "busy": arm.n_busy}
         found |= {"refused_plans": sum(patched.refusals.values()), "lost": patched.pool.n_lost}
         return _row(spec, record, scale, found)
+
+    return run(work())
+
+
+def _with_snapshots(
+    spec: Spec, replay: Replay, server: StockServer, max_tokens: int
+) -> dict[str, Any]:
+    async def work() -> dict[str, Any]:
+        async with with_snapshots(server, max_tokens, replay.scale) as arm:
+            record = await replay.run(arm, spec.users)
+        row = _row(spec, record, replay.scale, {"peak": arm.peak, "busy": arm.n_busy})
+        ahead = _recorded(arm.n_decoded, replay.scale) - row["decoded"]
+        return row | {"decoded": row["decoded"] + ahead, "ahead": ahead}
 
     return run(work())
 

@@ -112,11 +112,16 @@ class Record:
 
 
 class Replay:
-    """Replays conversations, a number of them at the same time."""
+    """Replays conversations, a number of them at the same time.
+
+    Attributes:
+        scale: How much smaller the prompts are than the recorded ones.
+        record: All requests so far.
+    """
 
     def __init__(self, conversations: Sequence[Agent], scale: Scale) -> None:
         self._conversations = conversations
-        self._scale = scale
+        self.scale = scale
         self._contents: set[int] = set()
         self.record = Record()
 
@@ -134,7 +139,7 @@ class Replay:
         return self.record
 
     async def _converse(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
-        writer = Writer(agent, number, self._scale)
+        writer = Writer(agent, number, self.scale)
         before: tuple[Prompt, Counts] | None = None
         for at, prompt in enumerate(writer.prompts()):
             request = agent.requests[at]
@@ -158,12 +163,12 @@ class Replay:
     ) -> Counts:
         contents = self._contents
         unseen = [each for each in prompt.content.tolist() if each not in contents]
-        fresh = len(unseen) * self._scale.block + 1
+        fresh = len(unseen) * self.scale.block + 1
         contents.update(unseen)
         counts = await arm.ask(prompt, label)
         shared, n_before, is_new = None, 0, False
         if before is not None:
-            shared = _shared(before[0], prompt) * self._scale.block
+            shared = _shared(before[0], prompt) * self.scale.block
             n_before = len(before[0].tokens)
             is_new = before[1].session != counts.session
         self.record.served.append(

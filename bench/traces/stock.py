@@ -27,11 +27,23 @@ def shared(one: Tokens, other: Tokens) -> int:
     return int(differs.argmax()) if differs.any() else n
 
 
-@dataclass(slots=True)
-class _Slot:
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot: its text, whether a request runs in it, and when the latest one ended."""
+
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     is_busy: bool = False
     last_used: float = -1.0
+    task: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A prompt that was decoded: its slot, tokens decoded, tokens copied to and from the cache."""
+
+    slot: Slot
+    decoded: int
+    copied: int
 
 
 class PromptCache:
@@ -83,53 +95,83 @@ class StockServer:
 
     Attributes:
         cache: Its cache of prompts; None with `--cache-ram 0`.
+        slots: Its slots.
         peak: The most tokens in one slot.
+        n_decoded: Tokens of prompts that were decoded in all.
     """
 
     def __init__(
         self, n_slots: int, cache: PromptCache | None, scale: Scale, costs: Costs = DEFAULT_COSTS
     ) -> None:
         self.cache = cache
-        self.peak = 0
-        self._slots = [_Slot() for _ in range(n_slots)]
+        self.peak = self.n_decoded = 0
+        self.slots = [Slot() for _ in range(n_slots)]
         self._scale = scale
         self._costs = costs
         self._waiting: deque[asyncio.Event] = deque()
+        self._n_tasks = 0
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm."""
         began = _now()
-        while self._chosen(prompt.tokens) is None:
+        started = await self.start(prompt.tokens)
+        first = _now() - began
+        await self.finish(started.slot, prompt.answer)
+        return Counts(started.decoded, started.copied, 0, first)
+
+    async def start(self, prompt: Tokens, number: int | None = None) -> Started:
+        """Decode a prompt in the slot with this number, or in one that the server chooses."""
+        while self._chosen(prompt, number) is None:
             free = asyncio.Event()
             self._waiting.append(free)
             await free.wait()
-        slot, updates = self._chosen(prompt.tokens) or (self._slots[0], False)
+        slot, updates = self._chosen(prompt, number) or (self.slots[0], False)
         copied = 0
         if updates and self.cache is not None:
-            copied = _update(self.cache, slot, prompt.tokens)
-        slot.is_busy = True
+            copied = _update(self.cache, slot, prompt)
+        self._n_tasks += 1
+        slot.is_busy, slot.task = True, self._n_tasks
         copied += self._save_idle()
-        n_past = min(shared(slot.tokens, prompt.tokens), len(prompt.tokens) - 1)
-        n_decoded = len(prompt.tokens) - n_past
-        slot.tokens = prompt.tokens
-        await asyncio.sleep(self._seconds(copied, n_decoded))
-        first = _now() - began
-        await asyncio.sleep(len(prompt.answer) / self._scale.factor / self._costs.decode)
-        slot.tokens = np.concatenate([prompt.tokens, prompt.answer[:-1]])
+        n_past = min(shared(slot.tokens, prompt), len(prompt) - 1)
+        n_decoded = len(prompt) - n_past
+        slot.tokens = prompt
+        self.n_decoded += n_decoded
+        began, seconds = _now(), self._seconds(copied, n_decoded)
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:  # the client has gone: the rest is not decoded
+            n_left = n_decoded - int(n_decoded * (_now() - began) / seconds)
+            self.n_decoded -= n_left
+            slot.tokens = prompt[: len(prompt) - n_left]
+            self._free(slot)
+            raise
+        return Started(slot, n_decoded, copied)
+
+    async def finish(self, slot: Slot, answer: Tokens) -> None:
+        """Generate an answer in a slot, and set the slot free."""
+        await asyncio.sleep(len(answer) / self._scale.factor / self._costs.decode)
+        slot.tokens = np.concatenate([slot.tokens, answer[:-1]])
         self.peak = max(self.peak, len(slot.tokens))
+        self._free(slot)
+
+    def _free(self, slot: Slot) -> None:
         slot.is_busy, slot.last_used = False, _now()
-        if self._waiting:
-            self._waiting.popleft().set()
-        return Counts(n_decoded, copied, 0, first)
+        waiting, self._waiting = self._waiting, deque()
+        for free in waiting:
+            free.set()
 
     def _seconds(self, copied: int, decoded: int) -> float:
         costs, factor = self._costs, self._scale.factor
         return (copied * costs.row_bytes / costs.copy + decoded / costs.prefill) / factor
 
-    def _chosen(self, prompt: Tokens) -> tuple[_Slot, bool] | None:
-        """The slot for a prompt, and whether the cache is updated; None while all are busy."""
+    def _chosen(self, prompt: Tokens, number: int | None = None) -> tuple[Slot, bool] | None:
+        """The slot for a prompt, and whether the cache is updated; None while all are busy.
+
+        `number` is the slot that the request names, if it names one.
+        """
+        slots = self.slots if number is None else self.slots[number : number + 1]
         best, best_similarity = None, 0.0
-        for slot in self._slots:
+        for slot in slots:
             if slot.is_busy or not len(slot.tokens):
                 continue
             similarity = shared(slot.tokens, prompt) / len(prompt)
@@ -137,7 +179,7 @@ class StockServer:
                 best, best_similarity = slot, similarity
         if best is not None:
             return best, best_similarity * len(prompt) / len(best.tokens) < _KEEP_SLOT
-        idle = [slot for slot in self._slots if not slot.is_busy]
+        idle = [slot for slot in slots if not slot.is_busy]
         if not idle:
             return None
         oldest = min(slot.last_used for slot in idle)
@@ -147,7 +189,7 @@ class StockServer:
         """Save the idle slots, as `--cache-idle-slots` does by default; return tokens copied."""
         if self.cache is None:
             return 0
-        return sum(self.cache.save(slot.tokens) for slot in self._slots if not slot.is_busy)
+        return sum(self.cache.save(slot.tokens) for slot in self.slots if not slot.is_busy)
 
 
 class Unlimited:
@@ -171,7 +213,7 @@ class Unlimited:
         return Counts(n_decoded, 0, 0, first)
 
 
-def _update(cache: PromptCache, slot: _Slot, prompt: Tokens) -> int:
+def _update(cache: PromptCache, slot: Slot, prompt: Tokens) -> int:
     """Save what a slot has, load what is better; return the number of tokens copied."""
     copied = cache.save(slot.tokens)
     loaded = cache.load(slot.tokens, prompt)

@@ -186,15 +186,22 @@ def _answer_blocks(n_out: int, n_new: int) -> int:
     return min(max(1, round(n_out / BLOCK)), n_new - 1) if n_new > 1 else 0
 
 
+def words_of(tokens: Tokens) -> str:
+    """Return the text of tokens that are no `ANSWER`."""
+    words = _vocabulary()
+    return " ".join([words[token] for token in tokens.tolist()])
+
+
 def tokenized(text: str, is_answer: bool) -> Tokens:
     """Return the tokens of a message; the first one of the assistant's begins an answer."""
-    numbers = _numbers()
-    tokens = np.array([numbers[word] for word in text.split(" ")], np.int32)
+    table = numbers()
+    tokens = np.array([table[word] for word in text.split(" ")], np.int32)
     if is_answer:
         tokens[0] = ANSWER
     return tokens
 
 
 @cache
-def _numbers() -> dict[str, int]:
+def numbers() -> dict[str, int]:
+    """Return the token of each word."""
     return {word: number for number, word in enumerate(_vocabulary())}

@@ -1,0 +1,276 @@
+"""An unpatched llama-server behind the proxy, which saves slots to files and restores them.
+
+The files have the format of llama-server, with few bytes for each token. The engine runs in this
+process; its clocks run in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import orjson
+from multidict import CIMultiDict
+
+from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
+from bench.traces.stock import Started, StockServer
+from bench.traces.texts import ANSWER, Prompt, Scale, Tokens, numbers, words_of
+from evoke_proxy.adapters import clock
+from evoke_proxy.adapters.llama.client import CallOptions
+from evoke_proxy.adapters.llama.transport import Reply
+from evoke_proxy.config import load
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest
+from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.errors import CapacityError, UpstreamRejected
+
+# Bytes of K and of V of a token in the files.
+_ROW = 24
+_ANSWER_WORD = "<answer>"
+_OPTIONS = CallOptions()
+# Tokens that were decoded for the request of the current task.
+_DECODED: ContextVar[list[int]] = ContextVar("_DECODED")
+
+
+def file_bytes_of(tokens: int) -> int:
+    """Return the bytes of a file with this many tokens, without its head."""
+    return tokens * (4 + 12 + 2 * _ROW)
+
+
+class _Opened(Reply):
+    """A reply that is not read from a connection."""
+
+    started: Started
+    content: bytes
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self.content
+
+
+class FileServer(StockServer):
+    """The calls of an unpatched server, with `--slot-save-path`."""
+
+    def __init__(
+        self, base: StockServer, folder: Path, scale: Scale, costs: Costs = DEFAULT_COSTS
+    ) -> None:
+        super().__init__(len(base.slots), base.cache, scale, costs)
+        self._folder = folder
+
+    async def start(self, prompt: Tokens, number: int | None = None) -> Started:
+        """See StockServer; counts the tokens for the request of the task, if it has one."""
+        started = await super().start(prompt, number)
+        counted = _DECODED.get(None)
+        if counted is not None:
+            counted[0] += started.decoded
+        return started
+
+    async def call(
+        self, method: str, target: str, body: object = None, options: CallOptions = _OPTIONS
+    ) -> dict[str, Any]:
+        """Replaces `LlamaClient.call`."""
+        parts = body if isinstance(body, tuple) else (body,)
+        data = b"".join(it if isinstance(it, bytes) else orjson.dumps(it) for it in parts)
+        await asyncio.sleep(self._costs.call_s)
+        if target == "/props":
+            return {"total_slots": len(self.slots), "build_info": "replay"}
+        if target == "/v1/models":
+            return {"data": [{"id": "replay", "meta": {}}]}
+        request = orjson.loads(data)
+        if target == "/apply-template":
+            return {"prompt": text_of(request)}
+        if target == "/tokenize":
+            return {"tokens": _tokens(request["content"]).tolist()}
+        if target == "/completion":
+            return await self._prefill(request)
+        slot = int(target.split("/")[2].partition("?")[0])
+        return await self._file(slot, target.partition("action=")[2], request)
+
+    async def _prefill(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = np.array(request["prompt"], np.int32)
+        began = asyncio.get_running_loop().time()
+        started = await self.start(prompt, request.get("id_slot"))
+        seconds = asyncio.get_running_loop().time() - began
+        self._free(started.slot)
+        timings: dict[str, float] = {"prompt_n": started.decoded, "prompt_ms": seconds * 1000}
+        timings |= {"cache_n": len(prompt) - started.decoded}
+        return {"id_slot": self.slots.index(started.slot), "timings": timings}
+
+    async def _file(self, number: int, action: str, request: Mapping[str, Any]) -> dict[str, Any]:
+        slot = self.slots[number]
+        while slot.is_busy:
+            await asyncio.sleep(0.01)
+        if action == "erase":
+            slot.tokens = slot.tokens[:0]
+            return {"n_erased": 0}
+        path = self._folder / Path(str(request["filename"])).name
+        if action == "save":
+            content = _file_of(slot.tokens)
+            path.write_bytes(content)
+        elif not path.exists():
+            raise UpstreamRejected(400, b"{}")
+        else:
+            content = path.read_bytes()
+            slot.tokens = np.frombuffer(content, "<i4", int.from_bytes(content[8:12], "little"), 12)
+        n_bytes = len(slot.tokens) / self._scale.factor * self._costs.row_bytes
+        seconds = n_bytes / self._costs.disk
+        await asyncio.sleep(seconds)
+        counts = {"n_saved": len(slot.tokens), "n_written": len(content)}
+        counts |= {"n_restored": len(slot.tokens), "n_read": len(content)}
+        return counts | {"timings": {f"{action}_ms": seconds * 1000}}
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, target: str, headers: Mapping[str, str], body: Any = None
+    ) -> AsyncIterator[Reply]:
+        """Replaces `LlamaClient.open`."""
+        reply = _Opened.__new__(_Opened)
+        members: dict[str, Any] = {"status": 200, "reason": "OK", "headers": CIMultiDict()}
+        if method == "GET":
+            members["content"] = orjson.dumps(self._listed() if target == "/slots" else [])
+        else:
+            data = b"".join(body) if isinstance(body, tuple) else body
+            request = orjson.loads(data)
+            prompt = _tokens(text_of(request))
+            members["started"] = await self.start(prompt, request.get("id_slot"))
+        for name, value in members.items():
+            object.__setattr__(reply, name, value)
+        yield reply
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [
+            {"id": number, "id_task": slot.task, "is_processing": slot.is_busy}
+            | {"n_prompt_tokens": len(slot.tokens)}
+            for number, slot in enumerate(self.slots)
+        ]
+
+
+class SnapshotProxy:
+    """The proxy in front of an unpatched server; an arm of the replay.
+
+    Attributes:
+        n_busy: Requests that were answered 503.
+    """
+
+    def __init__(self, engine: ModelRouter, server: FileServer, costs: Costs) -> None:
+        self.n_busy = 0
+        self._engine = engine
+        self._server = server
+        self._costs = costs
+
+    @property
+    def peak(self) -> int:
+        """See Arm."""
+        return self._server.peak
+
+    @property
+    def n_decoded(self) -> int:
+        """Tokens that the server decoded, those ahead of requests included."""
+        return self._server.n_decoded
+
+    async def ask(self, prompt: Prompt, label: str) -> Counts:
+        """See Arm."""
+        began = asyncio.get_running_loop().time()
+        while True:
+            try:
+                return await self._served(prompt, began)
+            except CapacityError:
+                self.n_busy += 1
+                await asyncio.sleep(1.0)
+
+    async def _served(self, prompt: Prompt, began: float) -> Counts:
+        loop = asyncio.get_running_loop()
+        decoded = [0]
+        _DECODED.set(decoded)
+        await asyncio.sleep(self._costs.proxy_s)
+        body = orjson.dumps(prompt.body() | {"stream": False})
+        incoming = IncomingRequest(dialect="chat", body=body, headers={})
+        request = await self._engine.parser.parse(incoming)
+        trace = RequestTrace(loop.time())
+        async with self._engine.exchange(request, trace) as exchange:
+            opened: Any = exchange.reply
+            started: Started = opened.started
+            first, n_decoded = loop.time() - began, decoded[0]
+            await self._server.finish(started.slot, prompt.answer)
+            exchange.observe(_reply(started, prompt))
+        return Counts(n_decoded, started.copied, 0, first)
+
+
+@asynccontextmanager
+async def with_snapshots(
+    base: StockServer, max_tokens: int, scale: Scale, costs: Costs = DEFAULT_COSTS
+) -> AsyncIterator[SnapshotProxy]:
+    """The proxy with snapshots of at most this many tokens, while the context is open."""
+    with tempfile.TemporaryDirectory() as folder, _virtual_clocks():
+        limit = max(1, round(file_bytes_of(max_tokens) / (1 << 20)))
+        settings = {"snapshots.directory": folder, "snapshots.max_mib": limit}
+        settings |= {"upstream.url": "http://none", "snapshots.min_tokens": scale.tokens(256)}
+        engine = build_router(load(None, {}, settings))
+        server = FileServer(base, Path(folder), scale, costs)
+        engine.upstream.call = server.call  # type: ignore[method-assign]
+        engine.upstream.open = server.open  # type: ignore[method-assign]
+        async with engine:
+            yield SnapshotProxy(engine, server, costs)
+
+
+@contextmanager
+def _virtual_clocks() -> Iterator[None]:
+    """Have the clocks of the engine run in virtual time."""
+    loop = asyncio.get_running_loop()
+    times = mock.patch.object(time, "monotonic", loop.time)
+    with times, mock.patch.object(clock, "uptime_s", loop.time):
+        yield
+
+
+def text_of(request: Mapping[str, Any]) -> str:
+    """Return the text of a chat request as the template writes it."""
+    parts = []
+    for message in request["messages"]:
+        text = str(message["content"])
+        if message["role"] == "assistant":
+            text = f"{_ANSWER_WORD} {text.partition(' ')[2]}"
+        parts.append(text)
+    if request.get("add_generation_prompt", True):
+        parts.append(_ANSWER_WORD)
+    return " ".join(parts)
+
+
+def _tokens(text: str) -> Tokens:
+    table = numbers()
+    return np.array(
+        [
+            ANSWER if word == _ANSWER_WORD else table.get(word, ANSWER + 1 + len(word))
+            for word in text.split()
+        ],
+        np.int32,
+    )
+
+
+def _reply(started: Started, prompt: Prompt) -> bytes:
+    message = {"role": "assistant", "content": f"x {words_of(prompt.answer)}"}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    n_cached = len(prompt.tokens) - started.decoded
+    timings = {"cache_n": n_cached, "prompt_n": started.decoded, "predicted_n": len(prompt.answer)}
+    usage = {"prompt_tokens": len(prompt.tokens), "completion_tokens": len(prompt.answer)}
+    return orjson.dumps({"choices": [choice], "usage": usage, "timings": timings})
+
+
+def _file_of(tokens: Tokens) -> bytes:
+    """A state file: head, tokens, and one cache of one layer with rows of zeros."""
+    n = len(tokens)
+    head = struct.pack("<III", 0x67677371, 3, n) + tokens.astype("<i4").tobytes()
+    cells = np.zeros((n, 3), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(n), 1
+    cache = struct.pack("<II", 1, n)
+    if n:
+        cache += cells.tobytes() + struct.pack("<II", 0, 1)
+        cache += (struct.pack("<iQ", 8, _ROW) + bytes(n * _ROW)) * 2
+    return head + cache
