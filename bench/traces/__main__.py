@@ -12,8 +12,8 @@ tokens. Arms:
 * `evoke`: 2 slots with the cells, host memory and disk that `evoke-proxy up` plans for a stated
   machine; `no disk`: host memory alone; `all cells`: as many cells as the stock arms;
   `nothing shared`: copies belong to one conversation; `nothing adopted`: a conversation that loses
-  its slot is decoded again, as on hybrid models; `half`: the budget is half of the cells; `within_turn full`: see policy.within_turn; `named`: clients send an
-  id of the conversation
+  its slot is decoded again, as on hybrid models; `half`: the budget is half of the cells;
+  `within_turn full`: see policy.within_turn; `named`: clients send an id of the conversation
 * `snapshots`: the proxy in front of a stock server with its default RAM cache, with as much disk as
   `evoke`; `default`: with 32 GiB
 * `N users`: with as many conversations at the same time, instead of 4
