@@ -1,0 +1,48 @@
+"""The proxy in front of the model of an unpatched server, with files of slots."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench.traces.replay import Record, Replay
+from bench.traces.sample import Agent, Request
+from bench.traces.snapshots import file_bytes_of, text_of, with_snapshots
+from bench.traces.stock import StockServer
+from bench.traces.texts import Scale
+from bench.traces.virtual_loop import run
+
+
+def _agents() -> list[Agent]:
+    found = []
+    for number in range(2):
+        prompts = [list(range(30 + 3 * at)) for at in range(5)]
+        requests = [Request(200.0, 64, np.array(ids, np.int64)) for ids in prompts]
+        found.append(Agent(f"c{number}", 64, 64, requests))
+    return found
+
+
+def _decoded(max_tokens: int) -> int:
+    scale = Scale(64)
+
+    async def work() -> tuple[Record, int]:
+        async with with_snapshots(StockServer(1, None, scale), max_tokens, scale) as arm:
+            record = await Replay(_agents(), scale).run(arm, 2)
+            return record, arm.n_decoded
+
+    record, n_decoded = run(work())
+    assert len(record.served) == 10
+    assert n_decoded >= sum(each.counts.decoded for each in record.served)
+    return n_decoded
+
+
+def test_a_conversation_that_lost_its_slot_is_restored_from_its_file() -> None:
+    once = sum(len(agent.requests[-1].ids) * 64 for agent in _agents())
+    assert file_bytes_of(100_000) > 1 << 20
+    assert once <= _decoded(100_000) < 2 * once
+
+
+def test_the_template_marks_where_answers_begin() -> None:
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "x c d"}]
+    assert text_of({"messages": messages}) == "a b <answer> c d <answer>"
+    without = text_of({"messages": messages, "add_generation_prompt": False})
+    assert without == "a b <answer> c d"
