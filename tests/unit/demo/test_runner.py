@@ -2,64 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
+from demo_fixtures import ACCOUNTING, HEADERS, Model, fake_stack
 
-from evoke_proxy.demo import cli, console, report, runner
+from evoke_proxy.demo import report, runner
 from evoke_proxy.demo.client import Reply, read_count, read_turn
 from evoke_proxy.demo.runner import ARMS, RunObserver, run_arm, run_session
 from evoke_proxy.demo.session import Script, draw
-from evoke_proxy.server_build import BuildError
-
-ACCOUNTING = {
-    "n_prompt": 2300,
-    "resident_before": 250,
-    "recovered": 50,
-    "decoded": 160,
-    "omitted": 1840,
-    "n_resident": 480,
-    "n_resident_peak": 512,
-    "auto_evicted": [[0, 64, "a"], [64, 100, "b"]],
-}
-HEADERS = {"x-evoke-evicted": "blocks=3;tokens=180", "x-evoke-recovered": "blocks=1;tokens=50"}
-
-
-class Model:
-    """Answers like the bundled model; arms in `forgetful` do not know the fact."""
-
-    def __init__(self, forgetful: tuple[str, ...] = ("discard", "truncate")) -> None:
-        self.forgetful = forgetful
-        self.bodies: list[dict[str, Any]] = []
-        self.sessions: list[str] = []
-
-    def chat(self, port: int, body: dict[str, Any], headers: Mapping[str, str]) -> Reply:
-        self.bodies.append(body)
-        self.sessions.append(headers["X-Evoke-Session"])
-        script = draw(int(headers["X-Evoke-Session"].rpartition("-")[2]))
-        answer = "I see."
-        if body["messages"][-1]["content"] == script.fact.question:
-            lost = body["evoke_policy"] in self.forgetful
-            answer = "I don't know." if lost else f"It is {script.fact.value}."
-        return Reply(answer, {"evoke": ACCOUNTING}, HEADERS, 2.5)
-
-
-@contextmanager
-def fake_stack(seed: int, arm: str) -> Iterator[int]:
-    yield 1
-
-
-@pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Model:
-    fake = Model()
-    monkeypatch.setattr(runner, "chat", lambda *arguments: fake.chat(*arguments))
-    return fake
 
 
 def test_a_turn_has_the_accounting_of_the_server() -> None:
@@ -147,80 +98,6 @@ def test_a_fact_lost_only_by_evoke_causes_no_redraw(model: Model) -> None:
     assert redraws.seeds == [] and not runs["evoke"].recalled
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def terminal_output(out: io.StringIO, model: Model) -> str:
-    terminal = console.Terminal(out)
-    script, runs = run_session(5, ARMS, fake_stack, terminal)
-    terminal.verdict(report.build(script, runs, ["evoke: turn 3: peak"]))
-    return out.getvalue()
-
-
-def test_without_a_terminal_the_conversation_is_plain_lines(model: Model) -> None:
-    text = terminal_output(io.StringIO(), model)
-    assert "\x1b" not in text and "\r" not in text
-    lines, script = text.splitlines(), draw(5)
-    counts = "2,300 480 280 50".split()
-    assert f"{script.fact.statement} {' '.join(counts)}" in " ".join(lines[6].split())
-    assert [line.split()[-4:] for line in lines].count(counts) == len(script.turns)
-    assert f"      Model: It is {script.fact.value}." in lines
-    assert sum(line.startswith("discard ") and "forgotten" in line for line in lines) == 1
-    assert "FAILED  evoke: turn 3: peak" in lines and "PASSED" not in text
-
-
-def test_the_conversation_says_when_the_fact_leaves_and_returns(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole, sinks = [[0, 2300]], [[0, 16], [2200, 2300]]
-    caches = iter([whole] * 3 + [sinks] * (len(draw(5).turns) - 4) + [whole] * 100)
-    monkeypatch.setattr(runner, "resident_now", lambda _port: next(caches))
-    lines = terminal_output(io.StringIO(), model).splitlines()
-    left = lines.index("      the fact has left the cache: its rows are saved in host memory")
-    back = lines.index("      the fact is back in the cache, by a copy")
-    assert lines[left - 1].split()[0] == "4" and lines[back - 1].split()[0] == str(
-        len(draw(5).turns)
-    )
-    assert left < back < lines.index(f"      Model: It is {draw(5).fact.value}.")
-
-
-def test_the_gain_is_computed_from_both_arms() -> None:
-    turns = [{"recovered": 700, "decoded": 900}]
-    ours = {"peak_resident": 500, "recalled": True, "wall_s": 2.0, "turns": turns}
-    whole = ours | {"peak_resident": 2000, "turns": [{"recovered": 0, "decoded": 950}]}
-    cache, work, _ = console.gain({"evoke": ours, "no_eviction": whole})
-    assert "500 tokens instead of 2,000, 4.0 times less, with the same answer" in cache
-    assert "700 tokens were recovered by a copy and 900 were decoded" in work
-    assert "without a budget 950 were decoded" in work
-    lost = {"evoke": ours | {"recalled": False}, "no_eviction": whole}
-    assert "with another answer" in next(iter(console.gain(lost)))
-    assert list(console.gain({"evoke": ours})) == []
-
-
-def test_on_a_terminal_a_waiting_line_is_written_over(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    text = terminal_output(Terminal(), model)
-    assert " ...\x1b[0m\r\x1b[2K" in text and "\x1b[32m" in text
-
-
-def test_no_color_disables_colours(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = terminal_output(Terminal(), model)
-    assert "\x1b[32m" not in text and "\r\x1b[2K" in text
-
-
-def test_missing_counts_are_dashes() -> None:
-    turn = read_turn(1, Reply("Yes.", {"prompt_n": 100, "cache_n": 30}, {}, 2.5))
-    assert report.turn_cells(1, report.turn_record(turn)) == [
-        *"1 130 100 - 30 - 130 130 -".split(),
-        "2.5 ms",
-    ]
-
-
 def test_the_report_has_the_promised_fields(model: Model) -> None:
     script, runs = run_session(5, ARMS, fake_stack, RunObserver())
     fake = json.loads(json.dumps(report.build(script, runs, [])))
@@ -232,69 +109,6 @@ def test_the_report_has_the_promised_fields(model: Model) -> None:
     turn = {"prompt", "decoded", "recovered", "resident_before", "omitted"}
     turn |= {"resident_peak", "resident_end", "evicted", "ttft_ms"}
     assert turn <= set(fake["arms"]["evoke"]["turns"][0])
-
-
-def parsed(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    return parser.parse_args(arguments)
-
-
-def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(cli, "ensure_server", lambda **_: Path("llama-server"))
-    monkeypatch.setattr(cli, "stack", lambda *_: fake_stack(0, ""))
-    return cli.run(parsed(*arguments))
-
-
-def test_the_exit_status_is_0_only_when_every_arm_passes(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    out = ("--seed", "5", "--out", str(tmp_path))
-    assert run_cli(monkeypatch, *out) == 0
-    assert json.loads((tmp_path / "report.json").read_text())["passed"] is True
-    assert run_cli(monkeypatch, *out, "--arms", "evoke,no_eviction") == 1
-    model.forgetful = ("evoke", "discard", "truncate")
-    assert run_cli(monkeypatch, *out) == 1
-
-
-def test_old_logs_are_deleted_unless_keep_logs_is_given(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    old = tmp_path / "4-evoke-proxy.log"
-    old.write_text("x")
-    run_cli(monkeypatch, "--seed", "5", "--out", str(tmp_path), "--keep-logs")
-    assert old.exists()
-    run_cli(monkeypatch, "--seed", "5", "--out", str(tmp_path))
-    assert not old.exists()
-
-
-def test_without_a_seed_each_run_draws_another_session(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seeds = set()
-    for _ in range(2):
-        run_cli(monkeypatch, "--out", str(tmp_path))
-        seeds.add(json.loads((tmp_path / "report.json").read_text())["seed"])
-    assert len(seeds) == 2
-
-
-def test_a_demo_that_cannot_run_prints_the_reason_and_deletes_the_old_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(**_: object) -> Path:
-        raise BuildError("cmake is missing")
-
-    (tmp_path / "report.json").write_text("{}")
-    monkeypatch.setattr(cli, "ensure_server", refuse)
-    assert cli.run(parsed("--out", str(tmp_path))) == 2
-    assert "could not run: cmake is missing" in capsys.readouterr().out
-    assert not (tmp_path / "report.json").exists()
-
-
-def test_an_unknown_arm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parsed("--arms", "evoke,oracle")
-    assert "unknown arm: oracle" in capsys.readouterr().err
 
 
 def test_a_drawn_script_has_its_seed() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import bench.policies  # noqa: F401 -- registers baselines
 from evoke_proxy.divergence.measure import ARMS, arm_names, summarise
-from evoke_proxy.divergence.reference import _evicted, _without
 
 
 def row(arm: str, answer: int, top1: list[bool], conversation: str = "a") -> dict[str, Any]:
@@ -50,23 +49,6 @@ def test_the_interval_draws_whole_conversations() -> None:
 def test_nothing_in_common_has_no_summary() -> None:
     assert summarise([]) == []
     assert summarise([row("default", 1, [True]), row("oracle", 2, [True])]) == []
-
-
-def test_the_oracle_evicts_the_blocks_with_least_attention_per_token() -> None:
-    blocks = [(0, 64), (64, 128), (128, 192), (192, 200)]
-    # The last block is short: per token it has most.
-    assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=120) == [(64, 192)]
-    assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=200) == []
-    assert _evicted(blocks, [3.0, 1.0, 2.0, 2.0], room=0) == [(0, 200)]
-
-
-def test_rows_of_context_checkpoints_are_not_evicted() -> None:
-    assert _without([(0, 64), (100, 164)], [(63, 64), (120, 121)]) == [
-        (0, 63),
-        (100, 120),
-        (121, 164),
-    ]
-    assert _without([(0, 64)], []) == [(0, 64)]
 
 
 def test_policies_of_further_modules_are_arms() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from server_build_project import output_of, write_llama
 
-from evoke_proxy.server_build.cache import cache_dir, finished_server
+from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.fetch import pin_directories, read_pin
 from evoke_proxy.server_build.series import patches_dir, read_series
 
@@ -134,29 +134,6 @@ def test_after_a_kill_the_next_builder_waits_only_for_the_compilers(llama: Path)
     assert done.returncode == 0, done.stderr
     assert f"started by process {process.pid}): waiting" in done.stderr
     assert output_of(Path(done.stdout.strip())) == "stock"
-
-
-def test_cache_directory_follows_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("EVOKE_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == tmp_path / "home/.cache/evoke-proxy"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_dir() == tmp_path / "xdg/evoke-proxy"
-    monkeypatch.setenv("EVOKE_CACHE", str(tmp_path / "mine"))
-    assert cache_dir() == tmp_path / "mine"
-
-
-def test_an_unfinished_cache_entry_is_not_a_server(tmp_path: Path) -> None:
-    entry = tmp_path / "bin" / "key"
-    entry.mkdir(parents=True)
-    (entry / "llama-server").write_text("half a copy")
-    (entry / "llama-server").chmod(0o755)
-    assert finished_server(tmp_path, "key") is None
-    (entry / "stamp.json").write_text("{}")
-    assert finished_server(tmp_path, "key") == entry / "llama-server"
 
 
 def test_source_reports_what_applies_and_builds_nothing_where_no_series_does(llama: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.core.retrieval.bm25 import terms_of
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, chunks_of
@@ -39,12 +38,6 @@ def relevance(text: str, blocks: list[Block]) -> FloatArray:
 
 
 FILLER = "The old river follows the machine under the bridge near the code of the market."
-
-
-def test_the_terms_of_an_identifier_are_the_whole_and_its_parts() -> None:
-    assert terms_of("Set API_PORT=8080 in src/config.py!") == [
-        "set", "api_port", "api", "port", "8080", "in", "src/config.py", "src", "config", "py",
-    ]  # fmt: skip
 
 
 def test_the_block_with_the_rare_words_of_the_question_scores_highest() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.model.counts import Rate
 from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker, cost_of
 
 
@@ -34,14 +33,7 @@ def test_a_request_does_not_wait_for_a_first_save_with_little_gain() -> None:
     assert not costs.worth_saving(499, 1000, waited_for=True)
 
 
-def test_a_rate_follows_measurements_and_ignores_invalid_ones() -> None:
-    rate = Rate()
-    rate.note(0, 1.0)
-    rate.note(10, 0.0)
-    assert rate.value == 0
-    rate.note(100, 1.0)
-    rate.note(200, 1.0)
-    assert rate.value == pytest.approx(130)
+def test_a_prefill_of_few_tokens_is_not_a_measurement() -> None:
     costs = Costs(0.1)
     costs.prefilled(10, 1.0)
     assert costs.prefill.value == 0

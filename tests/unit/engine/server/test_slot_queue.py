@@ -12,31 +12,25 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import virtual_time
+from engine_fixtures import ending_request, is_free, prompt, with_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from session_fixtures import session_record
 
 from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.config import Config, LimitsConfig, PolicyConfig
+from evoke_proxy.config import LimitsConfig, PolicyConfig
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.admin.admin import Admin
-from evoke_proxy.engine.assembly import build_router
-from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.routing.model_router import ModelRouter
-from evoke_proxy.engine.server import finalizer
-from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
-from evoke_proxy.engine.server.reply import ReplyReader
+from evoke_proxy.engine.server.conversations import Arrival, Conversations
 from evoke_proxy.engine.server.slot_queue import Preempted, SlotQueue, finished, until_over
-from evoke_proxy.engine.server.turn import TurnScope
-from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import (
     PlanRefused,
@@ -48,151 +42,6 @@ from evoke_proxy.errors import (
 )
 
 LIMITS = LimitsConfig(queue=4, queue_timeout_s=60.0)
-ODD: list[Any] = [
-    {"input_tokens_details": [1]},
-    {"input_tokens_details": "many", "input_tokens": "9"},
-    {"input_tokens": -5, "output_tokens": -1},
-    {"input_tokens": 10**30, "output_tokens": 1e300},
-    {"input_tokens": {"deep": [[[]]]}, "cache_read_input_tokens": [None]},
-]
-
-
-def _prompt(*tokens: int) -> Rendered:
-    return Rendered(np.array(tokens or (1, 2, 3), np.int32), 1, ())
-
-
-def _with_engine(work: Callable[[ModelRouter], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        engine = build_router(Config())
-        async with engine.server.resources.background:
-            await work(engine)
-
-    virtual_time.run(run())
-
-
-@dataclass
-class Ending:
-    """A request whose reply has ended."""
-
-    engine: ModelRouter
-    scope: TurnScope
-    reply: ReplyReader
-
-    def finish(self) -> None:
-        server = self.engine.server
-        server._finalizer.finish(server.strategies.budgeted, self.scope, self.reply)
-
-
-def _request(engine: ModelRouter) -> Ending:
-    incoming = IncomingRequest(dialect="chat", body=b"{}", headers={})
-    request, trace = ParsedRequest(incoming=incoming, tenant="", body=b"{}"), RequestTrace(0.0)
-    server = engine.server
-    scope = TurnScope(
-        request, trace, server.slots, server.resources.metrics, server.resources.calls
-    )
-    return Ending(engine, scope, ReplyReader(trace))
-
-
-async def _ending(engine: ModelRouter, usage: Any = None) -> tuple[Ending, Conversation]:
-    """A request of a conversation, in the only slot, whose reply has ended."""
-    ending = _request(engine)
-    conversation = engine.conversations.start(_prompt(), None, "")
-    ending.scope.join(conversation, Arrival(_prompt()))
-    await ending.scope.acquire(conversation.id)
-    engine.conversations.commit(conversation, Arrival(_prompt()))
-    ending.reply.first_byte_s = 0.1
-    ending.reply.observer.usage, ending.reply.observer.done = usage, True
-    return ending, conversation
-
-
-def _is_free(engine: ModelRouter, conversation: Conversation) -> bool:
-    pool = engine.server.slots.pool
-    return pool.idle() and not pool.is_locked(conversation.id) and not conversation.in_use
-
-
-@pytest.mark.parametrize("usage", ODD)
-def test_a_malformed_usage_is_counted_and_its_slot_released(usage: Any, monkeypatch: Any) -> None:
-    async def work(engine: ModelRouter) -> None:
-        ending, conversation = await _ending(engine, usage)
-
-        async def is_idle(*_: object) -> None:
-            return None
-
-        monkeypatch.setattr(SlotAssignment, "until_idle", is_idle)
-        ending.finish()
-        await asyncio.sleep(1)
-        assert _is_free(engine, conversation)
-        assert conversation.n_turns == 1, "the turn is recorded"
-        value = engine.metrics.registry.get_sample_value
-        assert value("evoke_upstream_errors_total", {"kind": "upstream_protocol"}) == 1
-        assert value("evoke_degraded_total", {"stage": "report"}) is None
-
-    _with_engine(work)
-
-
-_STEPS = ("close", "record_end", "forget_surplus", "start_background")
-
-
-@pytest.mark.parametrize("failing", [*_STEPS, "complete"])
-def test_the_slot_is_released_before_reporting_that_raises(failing: str, monkeypatch: Any) -> None:
-    async def work(engine: ModelRouter) -> None:
-        ending, conversation = await _ending(engine)
-        accounting = {"decoded": 3, "n_prompt": 3, "marker": "ok"}
-        timings = {"evoke": accounting, "cache_n": 0, "prompt_n": 3, "predicted_n": 1}
-        ending.reply.observer.timings = timings
-        seen: list[str] = []
-
-        def step(name: str) -> Callable[..., Any]:
-            def run(*_: object) -> Any:
-                if name != "close":
-                    assert engine.server.slots.pool.idle(), f"{name} before the slot is released"
-                seen.append(name)
-                if name == failing:
-                    raise ZeroDivisionError(name)
-                return None if name == "record_end" else ()
-
-            return run
-
-        monkeypatch.setattr(ending.reply.observer, "close", step("close"))
-        monkeypatch.setattr(finalizer, "record_end", step("record_end"))
-        monkeypatch.setattr(engine.conversations, "forget_surplus", step("forget_surplus"))
-        budgeted = engine.server.strategies.budgeted
-        monkeypatch.setattr(budgeted, "start_background", step("start_background"))
-        if failing == "complete":
-            monkeypatch.setattr(conversation.session, "finish", step("complete"))
-        ending.finish()
-        assert _is_free(engine, conversation)
-        # A failed assertion of a step counts as its failure, and leaves the step out.
-        assert [name for name in seen if name != "complete"] == list(_STEPS)
-        assert ("complete" in seen) == (failing == "complete")
-        value = engine.metrics.registry.get_sample_value
-        assert value("evoke_degraded_total", {"stage": "report"}) == 1
-
-    _with_engine(work)
-
-
-def test_a_reply_that_broke_off_keeps_its_slot_until_llama_server_is_idle(
-    monkeypatch: Any,
-) -> None:
-    async def work(engine: ModelRouter) -> None:
-        ending, conversation = await _ending(engine)
-        ending.reply.observer.done = False
-        idle = asyncio.Event()
-
-        async def until_idle(*_: object) -> None:
-            await idle.wait()
-            raise UpstreamTimeout("no answer")  # llama-server cannot be asked whether it is idle
-
-        monkeypatch.setattr(SlotAssignment, "until_idle", until_idle)
-        ending.finish()
-        request = asyncio.get_running_loop().create_task(engine.server.slots.acquire("next", ""))
-        await asyncio.sleep(50)
-        assert not request.done() and conversation.in_use
-        idle.set()
-        (await request).release()
-        assert _is_free(engine, conversation)
-
-    _with_engine(work)
 
 
 def test_a_busy_slot_is_not_leased_however_long_it_is_busy() -> None:
@@ -652,7 +501,7 @@ def test_a_turn_of_a_victim_waits_until_its_rows_are_saved(saves: bool, monkeypa
             with await turn as lease:
                 assert lease.slot == 1
 
-    _with_engine(work)
+    with_engine(work)
 
 
 def _slow_block_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
@@ -685,7 +534,10 @@ def test_a_turn_waits_while_its_rows_are_saved_for_a_request_without_a_conversat
         (await engine.server.slots.acquire(victim.id, "")).release()
         victim.budgeted.epoch = 5
         saving, saved = _slow_block_calls(monkeypatch)
-        scope, chat = _request(engine).scope, parse_chat("chat", {"prompt": "Hi", "id_slot": 0})
+        scope, chat = (
+            ending_request(engine).scope,
+            parse_chat("chat", {"prompt": "Hi", "id_slot": 0}),
+        )
         incoming = IncomingRequest(dialect="completions", body=b"{}", headers={})
         request = ParsedChat(incoming=incoming, tenant="", body=b"{}", chat=chat, id_slot=0)
         slots = engine.server.strategies.budgeted._slots
@@ -698,9 +550,9 @@ def test_a_turn_waits_while_its_rows_are_saved_for_a_request_without_a_conversat
             saved.set()
             (await turn).release()
         scope.close()
-        assert _is_free(engine, victim)
+        assert is_free(engine, victim)
 
-    _with_engine(work)
+    with_engine(work)
 
 
 @pytest.mark.parametrize("has_slot", [True, False])
@@ -724,9 +576,9 @@ def test_a_turn_waits_while_an_operator_drops_a_block(has_slot: bool, monkeypatc
             dropped.set()
             (await turn).release()
         assert not conversation.session.layout.saved
-        assert _is_free(engine, conversation)
+        assert is_free(engine, conversation)
 
-    _with_engine(work)
+    with_engine(work)
 
 
 def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: Any) -> None:
@@ -758,7 +610,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         lease.release()
         assert done == ["saved", "dropped"]
 
-    _with_engine(work)
+    with_engine(work)
 
 
 def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
@@ -789,16 +641,16 @@ def test_copies_of_a_forgotten_session_are_dropped_when_the_last_one_is_made(
         assert done == ["saved", "block-drop"]
         lease.release()
 
-    _with_engine(work)
+    with_engine(work)
 
 
 def test_a_refused_request_does_not_become_the_prompt_of_its_conversation() -> None:
     conversations = Conversations(PolicyConfig(), 8)
     hint, renamed = (hint_of({"X-Evoke-Session": name}, {}) for name in ("mine", "other"))
-    conversation = conversations.start(_prompt(*range(200)), hint, "")
-    latest = conversations.start(_prompt(*range(500, 700)), None, "")
+    conversation = conversations.start(prompt(*range(200)), hint, "")
+    latest = conversations.start(prompt(*range(500, 700)), None, "")
     before, chat = conversation.prompt, parse_chat("chat", {"messages": []})
-    longer = _prompt(*range(200), 7, 8, 9)
+    longer = prompt(*range(200), 7, 8, 9)
     assert conversations.of_request(chat, longer, hint, "") is conversation
     assert (conversation.prompt, conversation.hint, list(conversations)) == (
         before,
@@ -813,30 +665,30 @@ def test_a_refused_request_does_not_become_the_prompt_of_its_conversation() -> N
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_conversation_whose_first_request_is_refused_is_forgotten(committed: bool) -> None:
     async def work(engine: ModelRouter) -> None:
-        ending = _request(engine)
-        conversation = engine.conversations.start(_prompt(), None, "")
-        ending.scope.join(conversation, Arrival(_prompt()))
+        ending = ending_request(engine)
+        conversation = engine.conversations.start(prompt(), None, "")
+        ending.scope.join(conversation, Arrival(prompt()))
         if committed:
-            engine.conversations.commit(conversation, Arrival(_prompt()))
+            engine.conversations.commit(conversation, Arrival(prompt()))
         ending.finish()
         assert (engine.conversations.get(conversation.id) is conversation) == committed
         assert not conversation.in_use
 
-    _with_engine(work)
+    with_engine(work)
 
 
 def test_a_conversation_that_another_request_uses_is_not_forgotten_with_a_refused_one() -> None:
     async def work(engine: ModelRouter) -> None:
-        conversation = engine.conversations.start(_prompt(), None, "")
-        refused, other = _request(engine), _request(engine)
+        conversation = engine.conversations.start(prompt(), None, "")
+        refused, other = ending_request(engine), ending_request(engine)
         for ending in (refused, other):
-            ending.scope.join(conversation, Arrival(_prompt()))
+            ending.scope.join(conversation, Arrival(prompt()))
         refused.finish()
         assert engine.conversations.get(conversation.id) is conversation
         other.finish()
         assert engine.conversations.get(conversation.id) is None
 
-    _with_engine(work)
+    with_engine(work)
 
 
 @given(
@@ -848,7 +700,7 @@ def test_the_tenant_with_most_sessions_loses_one_at_the_limit(
 ) -> None:
     conversations = Conversations(PolicyConfig(), limit)
     for tenant, pinned, in_use in started:
-        conversation = conversations.start(_prompt(), None, tenant)
+        conversation = conversations.start(prompt(), None, tenant)
         conversation.pinned, conversation.in_use = pinned, int(in_use)
         before = [item.tenant for item in conversations]
         loose = {item.tenant for item in conversations if not (item.pinned or item.in_use)}
@@ -869,9 +721,9 @@ def test_the_tenant_with_most_sessions_loses_one_at_the_limit(
 
 def test_many_sessions_of_one_tenant_do_not_displace_those_of_another() -> None:
     conversations = Conversations(PolicyConfig(), 8)
-    mine = [conversations.start(_prompt(), None, "quiet") for _ in range(4)]
+    mine = [conversations.start(prompt(), None, "quiet") for _ in range(4)]
     for _ in range(200):
-        conversations.start(_prompt(), None, "loud")
+        conversations.start(prompt(), None, "loud")
         conversations.forget_surplus()
     assert [item for item in conversations if item.tenant == "quiet"] == mine
     assert len(conversations) == 8
@@ -880,7 +732,7 @@ def test_many_sessions_of_one_tenant_do_not_displace_those_of_another() -> None:
 def test_several_sessions_over_the_limit_are_taken_from_the_tenant_that_then_has_most() -> None:
     conversations = Conversations(PolicyConfig(), 6)
     for tenant in ["loud"] * 10 + ["quiet"] * 4:
-        conversations.start(_prompt(), None, tenant)
+        conversations.start(prompt(), None, tenant)
     assert len(conversations.forget_surplus()) == 8
     left = [item.tenant for item in conversations]
     assert (left.count("loud"), left.count("quiet")) == (3, 3)

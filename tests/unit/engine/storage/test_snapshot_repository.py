@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import shutil
 import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from damage import DAMAGES, damage, in_memory
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from repository_fixtures import TOKENS, add_snapshot, open_repository, whole_files, write_state_file
 
 from evoke_proxy.adapters.llama.stock_api import ModelFiles
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
+from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import STEP, USER
 from evoke_proxy.core.snapshots.snapshots import Snapshot
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.storage.threads import FileRemover
-from evoke_proxy.engine.strategies.snapshots.transfers import _resolve
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 
@@ -204,68 +197,6 @@ def test_two_proxies_cannot_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_only_changed_rows_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    whole = SnapshotIndex._snapshot
-
-    def counted(self: SnapshotIndex, row: tuple[Any, ...]) -> Snapshot:
-        read.append(row[0])
-        return whole(self, row)
-
-    with open_repository(tmp_path, shared=True) as first:
-        old = [add_snapshot(first, TOKENS + i, branch=f"b{i}") for i in range(4)]
-        with open_repository(tmp_path, shared=True) as second:
-            assert {item.id for item in second.snapshots} == {item.id for item in old}
-            monkeypatch.setattr(SnapshotIndex, "_snapshot", counted)
-            new = add_snapshot(first, TOKENS + 9, branch="new")
-            first.pin(old[1], True)
-            first.delete(old[2], "test")
-            passing = add_snapshot(first, TOKENS + 11, branch="passing")
-            first.delete(passing, "test")
-            asyncio.run(first.wait_for_deletions())
-            asyncio.run(second.refresh())
-            assert read == [new.id]
-            found = {item.id: item for item in second.snapshots}
-            assert read == [new.id], "no row must be read twice"
-            assert found.keys() == {new.id, old[0].id, old[1].id, old[3].id}
-            assert found[old[1].id].pinned and found[new.id] == new
-            assert found[new.id].tokens.tolist() == new.tokens.tolist()
-            asyncio.run(first.refresh())
-            second.pin(new, True)
-            second.delete(old[0], "test")
-            asyncio.run(second.wait_for_deletions())
-            assert {item.id: item.pinned for item in first.snapshots} == {
-                **dict.fromkeys((new.id, old[1].id), True),
-                old[3].id: False,
-            }
-            assert read == [new.id], "only the marks of known rows may be read"
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.booleans()), max_size=14))
-def test_the_index_cache_equals_the_index_after_changes(steps: list[tuple[int, int, bool]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        with (
-            open_repository(Path(folder), shared=True) as one,
-            open_repository(Path(folder), shared=True) as two,
-        ):
-            proxies = one, two
-            for step_kind, which, second in steps:
-                proxy, there = proxies[second], list(proxies[second].snapshots)
-                if step_kind < 2 or not there:
-                    add_snapshot(proxy, TOKENS + which, branch=f"{which}")
-                elif step_kind == 2:
-                    proxy.pin(there[which % len(there)], bool(which % 3))
-                elif step_kind == 3:
-                    proxy.delete(there[which % len(there)], "test")
-                else:
-                    asyncio.run(proxy.refresh())
-                asyncio.run(proxy.wait_for_deletions())
-                expected = {item.id: item for item in proxy._index.all()}
-                assert {item.id: item for item in proxies[not second].snapshots} == expected
-                assert {item.id: item for item in proxy.snapshots} == expected
-
-
 def wait_for(opened: SnapshotRepository, ids: set[str]) -> None:
     """Wait until the repository has exactly these snapshots."""
     deadline = time.monotonic() + 20
@@ -296,72 +227,6 @@ def test_proxies_that_share_a_directory_do_not_delete_each_others_snapshots(
         assert not (tmp_path / part).exists(), "the last process must remove leftover files"
     with open_repository(tmp_path):
         pass
-
-
-def test_a_file_that_is_not_an_index_is_quarantined_and_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "index.sqlite").write_bytes(b"not a database" * 100)
-    metrics = Metrics()
-    with open_repository(tmp_path, metrics) as repository:
-        assert list(repository.snapshots) == []
-        add_snapshot(repository)
-    aside = tmp_path / "quarantine/index.sqlite"
-    assert aside.read_bytes().startswith(b"not a database")
-    bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
-    assert bad == 1
-
-
-def test_an_index_with_invalid_text_is_quarantined(tmp_path: Path) -> None:
-    """The random damage below hits a text too rarely; one flipped bit makes it invalid UTF-8."""
-    with open_repository(tmp_path) as repository:
-        repository.put_record(Record("a", "whose-it-is", time.time(), b"x"))
-    path = tmp_path / "index.sqlite"
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"whose-it-is", b"\xf7hose-it-is"))
-    assert path.read_bytes() != data
-    with open_repository(tmp_path) as repository:
-        assert not repository.records() and (tmp_path / "quarantine/index.sqlite").exists()
-
-
-@pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
-def test_a_damaged_index_never_returns_wrong_snapshots(name: str) -> None:
-    """After each of 200 truncations and bit flips, all that is found equals what was stored, and
-    a new snapshot can be stored."""
-    with in_memory() as memory:
-        found, records = _damage_repeatedly(memory / "slots", name)
-    assert found > 0 < records
-
-
-def _damage_repeatedly(folder: Path, name: str) -> tuple[int, int]:
-    """Returns how many snapshots and records were found, each equal to what was stored."""
-    rng = random.Random(name)
-    with open_repository(folder) as repository:
-        for number in range(4):
-            add_snapshot(repository, TOKENS + 1000 * number, f"b{number}")
-            repository.put_record(Record(f"r{number}", "t", time.time(), bytes([number]) * 500))
-        whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    there = {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
-    source = whole if name.endswith("wal") else there
-    found = records = 0
-    for number in range(DAMAGES):
-        shutil.rmtree(folder)
-        folder.mkdir()
-        for file_name, data in source.items():
-            (folder / file_name).write_bytes(data)
-        damage(folder / name, rng)
-        with open_repository(folder) as repository:
-            for item in repository.snapshots:
-                start = 1000 * int(item.branch.removeprefix("b"))
-                assert np.array_equal(item.tokens, TOKENS + start)
-                assert (item.tenant, item.fingerprint, item.kind) == ("t", "f", USER)
-                asyncio.run(repository.verify(item))
-                found += 1
-            for record in repository.records():
-                assert record.packed == bytes([int(record.id.removeprefix("r"))]) * 500
-                assert record.tenant == "t"
-                records += 1
-            if number % 10 == 0:
-                add_snapshot(repository, TOKENS + 9000, "new")
-    return found, records
 
 
 def test_a_failed_removal_of_a_record_raises_no_error(
@@ -413,20 +278,6 @@ def test_a_cancelled_wait_for_deletions_does_not_cancel_the_deletions() -> None:
     asyncio.run(cancel_soon())
     assert gone == ["other"]
     sweeper.close()
-
-
-def test_cancelled_work_resolves_its_future() -> None:
-    async def work() -> bool:
-        await asyncio.sleep(60)
-        return True
-
-    async def cancelled() -> bool:
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(_resolve(future, work()), 0.01)
-        return future.cancelled()
-
-    assert asyncio.run(cancelled())
 
 
 def test_quarantine_keeps_a_few_files(tmp_path: Path) -> None:

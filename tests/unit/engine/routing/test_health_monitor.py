@@ -1,4 +1,4 @@
-"""An event loop that clients keep busy is no failure of llama-server."""
+"""Health checks: failures of a check, open breakers, and an event loop that clients keep busy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
+from pool_fixtures import pool_gateway
 
-from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.llama.time_limits import timeout_without_lag
 from evoke_proxy.config import Config, EmbedderConfig, PoolConfig, UpstreamConfig
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.pool_gateway import PoolGateway
-from evoke_proxy.errors import UpstreamTimeout
+from evoke_proxy.errors import UpstreamUnavailable
 
 # Seconds for which each step of the event loop is blocked, and the limit of a check.
 STEP_S, LIMIT_S = 0.03, 0.15
@@ -70,35 +70,62 @@ def test_only_a_server_that_hangs_loses_its_requests(answers: bool) -> None:
         assert asyncio.run(state()) == ("closed" if answers else "open")
 
 
-def test_a_limit_without_lag_expires_after_its_time() -> None:
-    async def waited() -> float:
-        start = time.monotonic()
-        with pytest.raises(TimeoutError):
-            async with timeout_without_lag(0.1):
-                await asyncio.sleep(60)
-        return time.monotonic() - start
+def test_health_checks_continue_after_any_failure_of_a_check(monkeypatch: Any) -> None:
+    async def checked() -> None:
+        gateway = pool_gateway()
+        assert gateway.servers.pool.due_checks(0.0) == [0, 1]
 
-    assert 0.1 <= asyncio.run(waited()) < 5
+        async def odd(*_: object) -> None:
+            raise ZeroDivisionError
 
-    async def in_time() -> int:
-        async with timeout_without_lag(0.1):
-            return len(asyncio.all_tasks())
+        monkeypatch.setattr(gateway.servers[0].upstream, "call", odd)
+        with pytest.raises(ZeroDivisionError):
+            await gateway.servers._check(0)
+        assert gateway.servers.pool.due_checks(asyncio.get_running_loop().time() + 60) == [0]
 
-    assert asyncio.run(in_time()) == 1
+    asyncio.run(checked())
 
 
-def test_a_connection_that_is_not_made_in_time_counts_as_not_reached() -> None:
-    async def refused() -> UpstreamTimeout:
-        async with LlamaClient(UpstreamConfig(url=url, connect_timeout_s=0.2)) as client:
-            with pytest.raises(UpstreamTimeout) as caught:
-                await client.call("GET", "/props")
-        return caught.value
+def test_a_request_stops_waiting_for_a_server_whose_breaker_opens() -> None:
+    """The request is not passed on, even if its answer has just arrived or leaving takes long."""
 
-    with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(0)
-        for client in (first, second):  # they fill the queue of connections
-            client.setblocking(False)
-            client.connect_ex(listener.getsockname())
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert not asyncio.run(refused()).reached
+    async def called_off() -> None:
+        gateway = pool_gateway()
+        answered, left, passed_on = asyncio.Event(), asyncio.Event(), False
+
+        async def request() -> None:
+            nonlocal passed_on
+
+            async def opening() -> None:
+                try:
+                    await answered.wait()
+                finally:
+                    await left.wait()
+
+            await gateway.servers.open(1, opening())
+            passed_on = True
+
+        async def ends(ended: type[BaseException]) -> None:
+            task = asyncio.get_running_loop().create_task(request())
+            await asyncio.sleep(0)
+            answered.set()
+            gateway.servers._on_breaker_opened(1, "")
+            if ended is asyncio.CancelledError:
+                task.cancel()
+            await asyncio.sleep(0)
+            gateway.servers._on_breaker_opened(1, "")
+            left.set()
+            with pytest.raises(BaseException) as error:
+                await task
+            assert error.type is ended and not passed_on and not gateway.servers._openings[1]
+            answered.clear()
+            left.clear()
+
+        await ends(UpstreamUnavailable)
+        await ends(asyncio.CancelledError)
+        answered.set()
+        left.set()
+        await request()
+        assert passed_on
+
+    asyncio.run(called_off())
