@@ -1,0 +1,94 @@
+"""Terms of similar spelling: which ones are found, in which order, and how similar they are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms, comparable
+
+
+def fuzzy_terms(*terms: str) -> FuzzyTerms:
+    index = FuzzyTerms()
+    for term in terms:
+        index.add(term)
+    return index
+
+
+def dice(a: str, b: str) -> float:
+    """Dice's coefficient of the bigrams of two words with marked ends."""
+    first, second = ({f"^{w}$"[i : i + 2] for i in range(len(w) + 1)} for w in (a, b))
+    return 2 * len(first & second) / (len(first) + len(second))
+
+
+def test_a_typing_error_is_similar_by_the_coefficient_of_dice() -> None:
+    (similar,) = fuzzy_terms("recieve", "believe", "machine").similar(["receive"])
+    assert similar[0] == ("recieve", pytest.approx(dice("receive", "recieve")))
+    assert all(0.5 <= similarity <= 1 for _, similarity in similar)
+    assert "machine" not in dict(similar)
+
+
+def test_a_term_that_contains_another_has_at_least_a_fixed_similarity() -> None:
+    (similar,) = fuzzy_terms("requesttimeout", "port").similar(["timeout"])
+    assert similar == [("requesttimeout", 0.7)]
+    (ports,) = fuzzy_terms("port").similar(["ports"])
+    assert ports == [("port", pytest.approx(max(0.7, dice("port", "ports"))))]
+
+
+def test_codes_with_digits_are_similar_only_by_containment() -> None:
+    index = fuzzy_terms("ab12345", "ab12346", "code12345x")
+    assert index.similar(["ab12347"]) == [[]]
+    assert index.similar(["code12345"]) == [[("code12345x", 0.7)]]
+
+
+def test_a_term_is_not_similar_to_itself() -> None:
+    assert fuzzy_terms("timeout").similar(["timeout"]) == [[]]
+
+
+@pytest.mark.parametrize("term", ["abc", "a" * 41, "12345", "src/config.py", "two words", ""])
+def test_short_long_and_numeric_terms_are_neither_added_nor_searched(term: str) -> None:
+    assert not comparable(term)
+    assert fuzzy_terms(term, "configuration").similar([term, "abcd"]) == [[], []]
+    assert comparable("abcd") and comparable("a" * 40) and comparable("12345x")
+
+
+def test_the_results_are_in_the_order_of_the_queries() -> None:
+    index = fuzzy_terms("timeouts", "certificate")
+    found = index.similar(["certificates", "x", "timeout"])
+    assert [[term for term, _ in similar] for similar in found] == [
+        ["certificate"],
+        [],
+        ["timeouts"],
+    ]
+
+
+def test_without_terms_nothing_is_similar() -> None:
+    assert FuzzyTerms().similar(["timeout"]) == [[]]
+    assert fuzzy_terms("timeout").similar([]) == []
+
+
+def test_of_many_similar_terms_the_ten_most_similar_are_compared() -> None:
+    words = [f"interaction{a}{b}" for a in "abcde" for b in "fghij"]
+    (similar,) = fuzzy_terms(*words).similar(["interaction"])
+    assert len(similar) == 10
+    assert similar == sorted(similar, key=lambda pair: (-pair[1], pair[0]))
+
+
+@given(
+    st.lists(st.text("abcdn1", min_size=4, max_size=9), unique=True, max_size=30),
+    st.lists(st.text("abcdn1", max_size=9), max_size=5),
+)
+def test_every_result_is_an_added_term_with_its_similarity(
+    terms: list[str], queries: list[str]
+) -> None:
+    found = fuzzy_terms(*terms).similar(queries)
+    assert len(found) == len(queries)
+    for query, similar in zip(queries, found, strict=True):
+        assert similar == sorted(similar, key=lambda pair: (-pair[1], pair[0]))
+        for term, similarity in similar:
+            assert term in terms and term != query
+            expected = dice(query, term) if (query + term).isalpha() else 0.0
+            if query in term or term in query:
+                expected = max(0.7, expected)
+            assert similarity == pytest.approx(expected) and similarity >= 0.5
