@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from pool_fixtures import CHAT_BODY, parsed_request, pool_gateway, set_healthy
 from session_fixtures import session_record
 
-from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PoolConfig
 from evoke_proxy.core.session.identity import Hint
 from evoke_proxy.engine.gateway import Exchange, RequestTrace
@@ -25,6 +24,8 @@ from evoke_proxy.engine.strategies.budgeted.session_records import _belongs_to
 from evoke_proxy.errors import ConfigError, NoServer, RequestError, UpstreamUnavailable
 
 NAMED = {"X-Evoke-Session": "mine"}
+
+
 WORDS = (
     *("role", "content", "text", "type", "tool_calls", "function", "name", "arguments", "id"),
     *("input", "output", "user", "assistant", "tool_use", "tool_result", "reasoning_content"),
@@ -160,6 +161,8 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
+
+
 BODIES = st.dictionaries(st.sampled_from(("messages", "input", "system", "prompt", "user")), JSON)
 
 
@@ -195,29 +198,3 @@ def test_the_names_of_servers_come_from_the_configuration_or_their_address(
             config.servers  # noqa: B018
     else:
         assert config.servers == expected
-
-
-def test_several_servers_can_be_given_on_the_command_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    several = ["--upstream", "a=http://one:1", "--upstream", "http://two:2"]
-    assert main(["check-config", *several]) == 0
-    assert "upstream  a at http://one:1, two:2 at http://two:2\n" in capsys.readouterr().out
-    assert main(["check-config", "--upstream", "only=http://one:1"]) == 0
-    assert "upstream  only at http://one:1\n" in capsys.readouterr().out
-    assert main(["check-config", "--upstream", "http://one:1"]) == 0
-    assert "upstream  http://one:1\n" in capsys.readouterr().out
-    assert main(["check-config", *several, "--upstream", "a=http://three:3"]) == 2
-    assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
-
-
-def test_one_server_on_the_command_line_overrides_the_pool(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("EVOKE_POOL_UPSTREAMS", "a=http://one:1, b=http://two:2")
-    assert main(["check-config"]) == 0
-    assert "a at http://one:1, b at http://two:2" in capsys.readouterr().out
-    assert main(["check-config", "--upstream", "http://three:3"]) == 0
-    assert "upstream  http://three:3\n" in capsys.readouterr().out
-    assert main(["doctor"]) == 2
-    assert "pool.upstreams names several" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Decisions about requests whose preparation failed: whose fault it is, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from evoke_proxy.adapters.llama.client import LlamaClient
+from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.config import Config
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.strategies.failures import PreparationFailures
+from evoke_proxy.errors import EvokeError, PlanRefused, UpstreamRejected, UpstreamTimeout
+
+SECRET = "text of the prompt"
+INVALID = UpstreamRejected(
+    400, json.dumps({"error": {"type": "invalid_request_error", "message": SECRET}}).encode()
+)
+
+
+def decide(stage: str, error: Exception) -> tuple[str, Metrics]:
+    metrics, trace = Metrics(), RequestTrace(0.0)
+    trace.stage = stage
+    config = Config()
+    monitor = ServerMonitor(LlamaClient(config.upstream), config, metrics)
+    return PreparationFailures(monitor, metrics).decide(trace, error), metrics
+
+
+def count(metrics: Metrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def test_a_body_that_cannot_be_rendered_is_the_fault_of_the_client() -> None:
+    decision, metrics = decide("render", INVALID)
+    assert decision == "bypass:invalid"
+    assert count(metrics, "evoke_bypass_total", reason="invalid") == 1
+    assert count(metrics, "evoke_degraded_total", stage="render") == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "error"),
+    [
+        ("plan", INVALID),
+        ("render", UpstreamRejected(500, b"{}")),
+        ("render", UpstreamTimeout("no answer", "")),
+        ("plan", PlanRefused("stale_epoch")),
+        ("plan", ValueError("a defect")),
+    ],
+)
+def test_any_other_failure_degrades_the_request_at_its_stage(stage: str, error: Exception) -> None:
+    decision, metrics = decide(stage, error)
+    assert decision == f"degraded:{stage}"
+    assert count(metrics, "evoke_degraded_total", stage=stage) == 1
+    assert count(metrics, "evoke_bypass_total", reason="invalid") == 0
+
+
+def test_the_log_has_no_text_of_the_prompt(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        decide("plan", INVALID)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "'plan'" in record.getMessage()
+    assert "400" in caplog.text and SECRET not in caplog.text
+
+
+def test_a_defect_is_logged_as_an_error_with_its_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decide("plan", ValueError("a defect"))
+    decide("plan", EvokeError("a known failure"))
+    defect, known = caplog.records
+    assert (defect.levelno, known.levelno) == (logging.ERROR, logging.WARNING)
+    assert defect.exc_info is not None and known.exc_info is None
