@@ -17,9 +17,6 @@ ROOT = next(parent for parent in Path(__file__).parents if (parent / "pyproject.
 # the file of tests, under tests/, that fails when they do not do what they promise.
 TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "adapters/embedders/onnx_encoder.py": "embedder/test_onnx.py",
-    "adapters/llama/transport.py": "proxy/test_slow_upstream.py",
-    "cli/check_config.py": "proxy/test_serve_command.py",
-    "cli/embedder.py": "embedder/test_fetched.py",
     "cli/model_download.py": "proxy/test_model_download.py",
     "divergence/cli.py": "proxy/test_divergence.py",
     "divergence/llama.py": "proxy/test_divergence.py",
@@ -39,10 +36,8 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "web/chat.py": "proxy/test_stream_keepalive.py",
     "web/connection_limit.py": "proxy/test_connection_limit.py",
     "web/prefetch.py": "proxy/test_prefetch.py",
-    "web/relay.py": "proxy/test_client_responses.py",
     "web/relay_queue.py": "proxy/test_relay_queue.py",
     "web/serve.py": "proxy/test_serve_command.py",
-    "web/slow_client_guard.py": "proxy/test_security.py",
 }
 # Modules without a behaviour of their own.
 NOTHING_TO_TEST: Mapping[str, str] = {
