@@ -21,8 +21,6 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/admin/admin.py": "proxy/test_admin_api.py",
     "engine/admin/overview.py": "proxy/test_admin_api.py",
     "engine/admin/sessions.py": "proxy/test_admin_api.py",
-    "engine/routing/least_loaded_proxy.py": "proxy/test_server_pool.py",
-    "engine/strategies/budgeted/attention.py": "proxy/test_attention_capture.py",
     "engine/strategies/budgeted/planner.py": "proxy/test_budget.py",
     "engine/strategies/budgeted/prefetch.py": "proxy/test_prefetch.py",
     "engine/strategies/budgeted/shared_prefixes.py": "proxy/test_shared_prefixes.py",

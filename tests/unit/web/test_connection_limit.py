@@ -98,6 +98,18 @@ def test_another_address_displaces_an_idle_connection_of_the_one_with_most() -> 
     assert limited(3, use) == 1
 
 
+def test_an_address_that_would_have_as_many_displaces_none() -> None:
+    async def use(connect: Connect) -> None:
+        addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.2")
+        earlier = [await connect(address) for address in addresses]
+        for streams in earlier:
+            assert (await _ask(streams)).endswith(b"ok")
+        assert (await _ask(await connect("127.0.0.2"))).startswith(b"HTTP/1.1 503 ")
+        assert [(await _ask(streams)).endswith(b"ok") for streams in earlier] == [True] * 3
+
+    assert limited(3, use) == 1
+
+
 @pytest.fixture
 def file_limit() -> object:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -178,6 +178,11 @@ def test_a_path_with_control_characters_is_refused(path: str) -> None:
         relay.raw_target(make_mocked_request("GET", path))
 
 
+def test_headers_for_another_body_lack_its_framing_and_those_of_the_connection() -> None:
+    sent = {"Connection": "X-Hop", "X-Hop": "1", "Content-Length": "5", "Content-Encoding": "gzip"}
+    assert dict(relay.end_to_end_headers(sent | {"X-Own": "1"})) == {"X-Own": "1"}
+
+
 def test_the_target_is_spelled_as_by_the_client() -> None:
     for target in ("/", "/a%2Fb/../c?q=%41&r", "//x/y"):
         assert relay.raw_target(make_mocked_request("GET", target)) == target

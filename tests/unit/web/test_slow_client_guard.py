@@ -68,7 +68,9 @@ def test_a_long_answer_to_a_whole_body_is_not_timed() -> None:
 
     async def use(streams: Streams) -> None:
         reader, writer = streams
-        writer.write(HEAD + b"abcd")
+        writer.write(HEAD)
+        await asyncio.sleep(0.05)
+        writer.write(b"abcd")
         async with asyncio.timeout(5):
             assert (await reader.readuntil(b"late")).startswith(b"HTTP/1.1 200")
 
