@@ -38,7 +38,12 @@ class BackgroundTasks:
 
         Raises RuntimeError when the context was left; the caller then closes `work`.
         """
-        task = self._tasks.create_task(self._logged(work, what))
+        logged = self._logged(work, what)
+        try:
+            task = self._tasks.create_task(logged)
+        except RuntimeError:
+            logged.close()  # avoids a warning: it never starts
+            raise
         self._running.add(task)
         task.add_done_callback(lambda task: self._done(task, work))
         return task

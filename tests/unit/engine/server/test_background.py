@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import warnings
 
 import pytest
 import virtual_time
@@ -77,5 +79,22 @@ def test_waiting_for_the_end_includes_tasks_that_tasks_start_and_excludes_the_na
             background.run(starts_another(), "the first")
             await background.ended([long])
             assert loop.time() == pytest.approx(3) and not long.done()
+
+    virtual_time.run(work())
+
+
+def test_a_task_after_the_context_was_left_is_refused_and_leaves_nothing_behind() -> None:
+    async def work() -> None:
+        async with BackgroundTasks() as background:
+            pass
+        nap = _sleep(1)
+        with pytest.raises(RuntimeError), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                background.run(nap, "a nap")
+            finally:
+                nap.close()
+                gc.collect()
+        assert [str(warning.message) for warning in warned] == []
 
     virtual_time.run(work())
