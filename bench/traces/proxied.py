@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import orjson
@@ -96,7 +96,6 @@ async def proxied(
 
     `has_names`: clients send an id of the conversation in a header.
     """
-    logging.getLogger("evoke_proxy").setLevel(logging.ERROR)
     engine = build_router(load(None, {}, {"upstream.url": "http://none", **settings}))
 
     @asynccontextmanager
@@ -111,7 +110,20 @@ async def proxied(
     engine.upstream.call = server.call  # type: ignore[method-assign]
     engine.upstream.open = opened  # type: ignore[method-assign]
     async with engine:
-        yield ProxiedServer(engine, server, costs, has_names)
+        with _only_errors():
+            yield ProxiedServer(engine, server, costs, has_names)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Log nothing but errors of the proxy."""
+    log = logging.getLogger("evoke_proxy")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _now() -> float:

@@ -9,7 +9,8 @@ import asyncio
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -31,6 +32,7 @@ from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.storage.threads import OrderedThread
 from evoke_proxy.errors import CapacityError, UpstreamRejected
 
 # Bytes of K and of V of a token in the files.
@@ -200,7 +202,7 @@ class SnapshotProxy:
             started: Started = opened.started
             first, n_decoded = loop.time() - began, decoded[0]
             await self._server.finish(started.slot, prompt.answer)
-            exchange.observe(_reply(started, prompt))
+            exchange.observe(_reply(started, prompt, self._costs))
         return Counts(n_decoded, started.copied, 0, first)
 
 
@@ -223,11 +225,19 @@ async def with_snapshots(
 
 @contextmanager
 def _virtual_clocks() -> Iterator[None]:
-    """Have the clocks of the engine run in virtual time."""
+    """Have the clocks of the engine run in virtual time, which must not pass in its own threads."""
     loop = asyncio.get_running_loop()
     times = mock.patch.object(time, "monotonic", loop.time)
     with times, mock.patch.object(clock, "uptime_s", loop.time):
-        yield
+        with mock.patch.object(OrderedThread, "_queue", _run_now):
+            yield
+
+
+def _run_now(thread: OrderedThread, work: Callable[[], Any]) -> Future[Any]:
+    """Replaces `OrderedThread._queue`: waits for the call."""
+    future = thread._thread.submit(work)
+    wait([future])
+    return future
 
 
 def text_of(request: Mapping[str, Any]) -> str:
@@ -254,11 +264,13 @@ def _tokens(text: str) -> Tokens:
     )
 
 
-def _reply(started: Started, prompt: Prompt) -> bytes:
+def _reply(started: Started, prompt: Prompt, costs: Costs) -> bytes:
     message = {"role": "assistant", "content": f"x {words_of(prompt.answer)}"}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     n_cached = len(prompt.tokens) - started.decoded
-    timings = {"cache_n": n_cached, "prompt_n": started.decoded, "predicted_n": len(prompt.answer)}
+    timings: dict[str, float] = {"cache_n": n_cached, "prompt_n": started.decoded}
+    timings["prompt_ms"] = started.decoded / costs.prefill * 1000
+    timings["predicted_n"] = len(prompt.answer)
     usage = {"prompt_tokens": len(prompt.tokens), "completion_tokens": len(prompt.answer)}
     return orjson.dumps({"choices": [choice], "usage": usage, "timings": timings})
 
