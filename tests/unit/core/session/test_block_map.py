@@ -4,26 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from layout_fixtures import SECRET, small_layout
 
-from evoke_proxy.core.model.block_table import BlockTable
-from evoke_proxy.core.model.blocks import Block, Role, Span
-from evoke_proxy.core.prompt.layout import Layout
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.session.block_map import RowLocations, block_map, totals
-
-SECRET = "text of the conversation"
-ROLES = (Role.SYSTEM, Role.USER, Role.TOOL, Role.ASSISTANT)
-
-
-def _layout(size: int = 10, pinned: tuple[int, ...] = ()) -> Layout:
-    blocks = [
-        Block(
-            *(f"file:{SECRET}#{i}", f"s/{i}", Span(i * size, (i + 1) * size), role, i + 1, i),
-            *(SECRET, (SECRET,)),
-            pinned=i in pinned,
-        )
-        for i, role in enumerate(ROLES)
-    ]
-    return Layout("s", np.zeros(5 * size, np.int32), 4 * size, BlockTable(blocks))
 
 
 def _copy(name: str, start: int, end: int, tier: str = "ram") -> object:
@@ -38,7 +22,9 @@ def test_the_state_of_a_block_is_that_of_its_least_available_part() -> None:
     ]
     resident = (Span(0, 12), Span(40, 46))
     locations = RowLocations.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
-    rows = block_map(_layout(), locations, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False)
+    rows = block_map(
+        small_layout(), locations, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False
+    )
     assert [(b["state"], b["resident"]) for b in rows] == [
         *(("resident", 10), ("saved_disk", 2), ("saved_ram", 0), ("omitted", 0)),
         ("resident", 6),
@@ -51,12 +37,12 @@ def test_the_state_of_a_block_is_that_of_its_least_available_part() -> None:
 
 @pytest.mark.parametrize("names", [False, True])
 def test_the_map_contains_no_text_and_names_only_if_allowed(names: bool) -> None:
-    rows = block_map(_layout(), RowLocations(), None, (), names)
+    rows = block_map(small_layout(), RowLocations(), None, (), names)
     assert (SECRET in repr(rows)) is names
     assert all(b["score"] is None and b["state"] == "omitted" for b in rows)
     assert len(rows) == 4
 
 
 def test_scores_of_another_number_of_blocks_are_left_out() -> None:
-    rows = block_map(_layout(), RowLocations(), np.array([1.0]), (), False)
+    rows = block_map(small_layout(), RowLocations(), np.array([1.0]), (), False)
     assert {b["score"] for b in rows} == {None}
