@@ -210,6 +210,9 @@ class FinishedRun:
     seconds: float = 0.0
     kv_buffers: tuple[str, ...] = ()
     """The buffers that had K/V; empty where the target does not ask."""
+    devices: tuple[str, ...] = ()
+    """The devices that computed, by the names that their drivers give; empty where the target
+    does not ask."""
 
     @property
     def closing(self) -> str:
@@ -226,12 +229,13 @@ def _runs(
         yield replace(_execute(command, os.environ), tests=" ".join(command))
         return
     environment = _environment(target)
-    buffers = _kv_buffers(target, environment) if target.kv_buffer else ()
+    buffers, devices = _where_kv_is(target, environment) if target.kv_buffer else ((), ())
     limit = [f"--timeout={TEST_S * target.time_factor}"] if target.time_factor > 1 else []
 
     def run(tests: str) -> FinishedRun:
         finished = _execute(["tests/run.py", tests, *options, *limit], environment)
-        return replace(finished, tests=" ".join([tests, *options]), kv_buffers=buffers)
+        named = " ".join([tests, *options])
+        return replace(finished, tests=named, kv_buffers=buffers, devices=devices)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         started = [pool.submit(run, tests) for tests in args.rest or target.tests]
@@ -293,8 +297,13 @@ def _build_rpc_server() -> Path:
     return tree / "bin" / name
 
 
-def _kv_buffers(target: Target, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The buffers that have K/V, as the log of a server names them; BuildError for any other."""
+def _where_kv_is(
+    target: Target, environment: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Starts a server; returns the buffers with K/V and the devices, as its log names them.
+
+    Raises BuildError if K/V is in other buffers than the target's.
+    """
     port = free_port()
     command = [environment["EVOKE_PATCHED_SERVER"], "-m", str(bundled_model()), "-c", "1024"]
     command += ["-lv", "4", "--port", str(port), *target.server_args]
@@ -307,7 +316,7 @@ def _kv_buffers(target: Target, environment: Mapping[str, str]) -> tuple[str, ..
     found = tuple(re.findall(r"(\S+) KV buffer size", said))
     if not found or not all(name.startswith(target.kv_buffer) for name in found):
         raise BuildError(f"K/V should be in buffers of {target.kv_buffer}, and is in {found}")
-    return found
+    return found, tuple(re.findall(r"using device \S+ \((.+)\) \([^()]*\) - ", said))
 
 
 def make_command(target: str, chosen: Sequence[str]) -> str:
@@ -341,6 +350,7 @@ def _record(name: str, command: str, runs: Iterable[FinishedRun]) -> dict[str, A
             "seconds": round(finished.seconds),
             "failures": [line for line in finished.lines if line.startswith(("FAILED", "ERROR"))],
             **({"kv_buffers": list(finished.kv_buffers)} if finished.kv_buffers else {}),
+            **({"devices": list(finished.devices)} if finished.devices else {}),
             "date": datetime.date.today().isoformat(),
             "checkout": tested,
             "machine": machine(),
