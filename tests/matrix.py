@@ -233,7 +233,7 @@ def _runs(
     limit = [f"--timeout={TEST_S * target.time_factor}"] if target.time_factor > 1 else []
 
     def run(tests: str) -> FinishedRun:
-        finished = _execute(["tests/run.py", tests, *options, *limit], environment)
+        finished = _execute(["tests/run.py", "-v", tests, *options, *limit], environment)
         named = " ".join([tests, *options])
         return replace(finished, tests=named, kv_buffers=buffers, devices=devices)
 
