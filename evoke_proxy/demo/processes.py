@@ -71,11 +71,13 @@ def proxy_command(port: int, upstream: int) -> list[str]:
 
 
 @contextmanager
-def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
+def serving(
+    command: Sequence[str], port: int, log: Path, *, start_s: float | None = None
+) -> Iterator[int]:
     """Run the command inside the `with` block, its output in `log`; yields the port.
 
     The block starts when GET /health answers 200. Raises DemoError when the process ends before
-    that or START_S seconds pass. The process is stopped on every exit from the block.
+    that or `start_s` seconds (START_S) pass. The process is stopped on every exit from the block.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -87,7 +89,7 @@ def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
             env=plain_environment(),
         )
         try:
-            _await_health(process, command[0], port, log)
+            _await_health(process, command[0], port, log, start_s or START_S)
             yield port
         finally:
             _stop(process)
@@ -123,13 +125,15 @@ def healthy(port: int) -> bool:
         connection.close()
 
 
-def _await_health(process: subprocess.Popen[bytes], name: str, port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_S
+def _await_health(
+    process: subprocess.Popen[bytes], name: str, port: int, log: Path, start_s: float
+) -> None:
+    deadline = time.monotonic() + start_s
     while not healthy(port):
         if process.poll() is not None:
             raise DemoError(f"{name} ended with {process.returncode}, see {log}:\n{_tail(log)}")
         if time.monotonic() > deadline:
-            raise DemoError(f"{name} was not ready in {START_S:.0f} s, see {log}")
+            raise DemoError(f"{name} was not ready in {start_s:.0f} s, see {log}")
         time.sleep(_POLL_S)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evoke_proxy.demo.processes import free_port, healthy, serving
+from evoke_proxy.demo.processes import START_S, free_port, healthy, serving
 from evoke_proxy.server_build.build import ensure_server
 
 # Makes a patched server answer `block-rows`, which returns a checksum of each row of a slot.
@@ -147,7 +147,8 @@ def running(patched: bool, *options: str, model: Path = MODEL) -> Iterator[Llama
         command = [str(binary(patched)), "-m", str(model), "-t", "1", "--port", str(port)]
         command += ["--slot-save-path", folder, *options]
         command += os.environ.get("EVOKE_SERVER_ARGS", "").split()
-        with serving(command, port, Path(folder) / "llama-server.log"):
+        log, start_s = Path(folder) / "llama-server.log", START_S * TIME_FACTOR
+        with serving(command, port, log, start_s=start_s):
             yield Llama(port)
             assert healthy(port), "the server died"
 
