@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,12 @@ from evoke_proxy.core.model.block_table import (
     shared_labels,
 )
 from evoke_proxy.core.model.blocks import Block
-from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, Names, PreparedTexts
+from evoke_proxy.core.retrieval.analysis import (
+    NOTHING_PREPARED,
+    Names,
+    PreparedTexts,
+    name_stems,
+)
 from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
     Evidence,
@@ -58,6 +65,8 @@ _MAX_NEIGHBOURED = 32
 # A term that more than this share of the blocks contain does not show which sentence of a block
 # matches the query.
 _MAX_LOCATING_SHARE = 0.25
+# Units whose names and stems are kept; a ranking reads about 20.
+_MAX_GROUPS = 1024
 # Maximum number of texts that are searched for phrases; the clauses of a query share it.
 _MAX_PHRASE_SEARCHES = 48
 
@@ -159,6 +168,7 @@ class Index:
         self._statement_points = array("d")
         self._has_question_mark = array("d")
         self._names: list[Names] = []
+        self._groups = _DocumentGroups(self._inverted, self._names)
         self._named_documents: dict[str, array[int]] = {}
 
     def __len__(self) -> int:
@@ -217,7 +227,7 @@ class Index:
         source = _BlockSource(
             blocks=blocks,
             inverted=self._inverted,
-            names=self._names,
+            groups=self._groups,
             query_terms=self.prepared.query_terms,
             documents=self._documents,
             positions=positions,
@@ -533,6 +543,49 @@ class Index:
         return raised
 
 
+class _DocumentGroups:
+    """Names and stems of groups of documents, each computed once: a document never changes."""
+
+    def __init__(self, inverted: InvertedIndex, names: Sequence[Names]) -> None:
+        """`names` are those in the text of each document."""
+        self._inverted = inverted
+        self._names_of_documents = names
+        self._stems: dict[tuple[int, ...], frozenset[int]] = {}
+        self._names: dict[tuple[int, ...], Mapping[int, float]] = {}
+
+    def content_stems(self, documents: tuple[int, ...]) -> frozenset[int]:
+        """Return the numbers of the stems of these documents, without function words."""
+        stems = self._stems.get(documents)
+        if stems is None:
+            of_each = map(self._inverted.content_stems, documents)
+            stems = frozenset(chain.from_iterable(of_each))
+            _make_room(self._stems)
+            self._stems[documents] = stems
+        return stems
+
+    def names(self, documents: tuple[int, ...], texts: Iterable[str]) -> Mapping[int, float]:
+        """Return the names of these documents, each with its certainty, by the number of its stem.
+
+        `texts` are those of the documents; they are read only when they are needed.
+        """
+        found = self._names.get(documents)
+        if found is not None:
+            return found
+        named = self._names_of_documents[documents[0]] if len(documents) == 1 else None
+        named = name_stems(" ".join(texts)) if named is None else named
+        numbers = [(self._inverted.stem_number(one), certainty) for one, certainty in named]
+        found = {number: certainty for number, certainty in numbers if number is not None}
+        if all(number is not None for number, _ in numbers):  # a later document may have the others
+            _make_room(self._names)
+            self._names[documents] = found
+        return found
+
+
+def _make_room(groups: dict[tuple[int, ...], Any]) -> None:
+    if len(groups) >= _MAX_GROUPS:
+        groups.clear()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _BlockSource:
     """The look-ups of a ranking of units in an index.
@@ -540,7 +593,7 @@ class _BlockSource:
     Attributes:
         blocks: The blocks of the session.
         inverted: Their terms.
-        names: The names in the text of each document.
+        groups: What is read of the documents of a unit.
         query_terms: Terms of texts of the query that were computed before.
         documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
@@ -553,7 +606,7 @@ class _BlockSource:
 
     blocks: BlockTable
     inverted: InvertedIndex
-    names: Sequence[Names]
+    groups: _DocumentGroups
     query_terms: Mapping[str, Sequence[str]]
     documents: Positions
     positions: Positions | None
@@ -593,21 +646,21 @@ class _BlockSource:
         """
         return self.find_mentions(text) if "names" in self.signals else None
 
-    def block_text(self, block: int) -> str:
-        """Return the text of a block."""
-        return self.blocks[block].text
-
-    def block_names(self, block: int) -> Names:
-        """Return the names in the beginning of the text of a block."""
-        return self.names[int(self.documents[block])]
+    def names(self, blocks: range) -> Mapping[int, float]:
+        """Return the names of these blocks by the number of their stem; see `UnitSource`."""
+        texts = (self.blocks[i].text for i in blocks)
+        return self.groups.names(self._documents_of(blocks), texts)
 
     def stem_number(self, word_stem: str) -> int | None:
         """Return the number of a stem; None when no block has contained it."""
         return self.inverted.stem_number(word_stem)
 
-    def content_stems(self, block: int) -> Sequence[int]:
-        """Return the numbers of the stems of a block, each once, without function words."""
-        return self.inverted.content_stems(int(self.documents[block]))
+    def content_stems(self, blocks: range) -> frozenset[int]:
+        """Return the numbers of the stems of these blocks, without function words."""
+        return self.groups.content_stems(self._documents_of(blocks))
+
+    def _documents_of(self, blocks: range) -> tuple[int, ...]:
+        return tuple(self.documents[blocks.start : blocks.stop].tolist())
 
     def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
         """Return the blocks that contain each form of a word, one series for a form."""

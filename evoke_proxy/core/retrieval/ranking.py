@@ -17,7 +17,6 @@ from typing import Protocol
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
-from evoke_proxy.core.retrieval.analysis import Names, name_stems
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
@@ -123,20 +122,19 @@ class UnitSource(Protocol):
         """1 for each block [n] with a question mark, else 0."""
         ...
 
-    def block_text(self, block: int) -> str:
-        """Return the text of a block."""
-        ...
+    def names(self, blocks: range) -> Mapping[int, float]:
+        """Return the names in the beginning of the text of these blocks, see `name_stems`.
 
-    def block_names(self, block: int) -> Names:
-        """Return the names in the beginning of the text of a block, see `name_stems`."""
+        They are given by the number of their stem, each with its certainty.
+        """
         ...
 
     def stem_number(self, word_stem: str) -> int | None:
         """Return the number of a stem; None when no block has contained it."""
         ...
 
-    def content_stems(self, block: int) -> Sequence[int]:
-        """Return the numbers of the stems of a block, each once, without function words."""
+    def content_stems(self, blocks: range) -> frozenset[int]:
+        """Return the numbers of the stems of these blocks, without function words."""
         ...
 
     def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
@@ -311,7 +309,8 @@ class UnitRanker:
 
     def _asked(self, query: Query) -> set[int]:
         """Return the numbers of the stems of a query, without function words."""
-        words = {one for text in (query.text, *query.clauses) for one in self._stems(text)}
+        texts = dict.fromkeys((query.text, *query.clauses))
+        words = {one for text in texts for one in self._stems(text)}
         numbers = map(self._source.stem_number, words - self._function_stems)
         return {number for number in numbers if number is not None}
 
@@ -320,7 +319,7 @@ class UnitRanker:
 
         `asked` are the stems of the query, see `_is_version`.
         """
-        stems = dict[int, set[int]]()
+        stems = dict[int, frozenset[int]]()
         found = list[Ranking]()
         for ranking in rankings:
             best, compared = list[int](), ranking.order[:_COMPARED_UNITS].tolist()
@@ -339,19 +338,9 @@ class UnitRanker:
             found.append(ranking)
         return found
 
-    def _content_stems(self, unit: int) -> set[int]:
+    def _content_stems(self, unit: int) -> frozenset[int]:
         """Return the numbers of the stems of a unit's first blocks, without function words."""
-        blocks = self._units.blocks_of(unit)
-        if len(blocks) == 1:
-            return set(self._source.content_stems(blocks.start))
-        return set(chain.from_iterable(map(self._source.content_stems, blocks[:_MAX_READ_BLOCKS])))
-
-    def _names(self, unit: int) -> Names:
-        """Return the names in the beginning of the text of a unit."""
-        blocks = self._units.blocks_of(unit)
-        if len(blocks) == 1:
-            return self._source.block_names(blocks.start)
-        return name_stems(" ".join(map(self._source.block_text, blocks[:_MAX_READ_BLOCKS])))
+        return self._source.content_stems(self._units.blocks_of(unit)[:_MAX_READ_BLOCKS])
 
     def _room_of_best(self, order: Positions) -> int:
         """Return the tokens of the best unit and of the other good units of its message."""
@@ -514,7 +503,7 @@ class UnitRanker:
         read as well, the closest first, so that a chain of names is followed. Statements, those
         with `points` [u], come before other units that are as close.
         """
-        texts = (query.text, *query.clauses)
+        texts = dict.fromkeys((query.text, *query.clauses))
         stems = {stem(term) for text in texts for term in self._terms(text)}
         # The names and words that are not followed, or not again.
         ignored = set(map(self._source.stem_number, stems))
@@ -555,14 +544,11 @@ class UnitRanker:
         A statement without names is linked by its rare words. Names and words whose stems are in
         `ignored` are not followed; those of this unit are added to it.
         """
-        names, number_of = dict[int, float](), self._source.stem_number
-        for name_stem, certainty in self._names(unit):
-            number = number_of(name_stem)
-            if number is not None:
-                names[number] = certainty
+        names = self._source.names(self._units.blocks_of(unit)[:_MAX_READ_BLOCKS])
         linking = names
         if is_statement and 1.0 not in names.values():
-            linking = dict.fromkeys(sorted(self._content_stems(unit)), _WORD_CERTAINTY) | names
+            words = dict.fromkeys(sorted(self._content_stems(unit)), _WORD_CERTAINTY)
+            linking = words | dict(names)
         scores, total = dict[int, float](), math.log1p(self._n / 2)
         for number, weight in linking.items():
             if number in ignored:
@@ -617,7 +603,7 @@ def _statements(text: _TextScores, points: FloatArray, after: int) -> Ranking:
     return Ranking(order, _STATEMENT_WEIGHT, after)
 
 
-def _is_version(words: set[int], other: set[int], asked: set[int]) -> bool:
+def _is_version(words: frozenset[int], other: frozenset[int], asked: set[int]) -> bool:
     """Return whether a text with the stems `words` is a version of one with the stems `other`.
 
     It is when it contains each stem of the query (`asked`) that the other contains, and both have

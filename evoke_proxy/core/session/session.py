@@ -77,6 +77,27 @@ class _TurnInputs:
     marks: Mapping[int, _Mark]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AppliedPlan:
+    """What a session records of a plan that llama-server has run.
+
+    Attributes:
+        turn: The turn.
+        plan: Its plan.
+        layout: The layout with the copies that the plan makes, without those that it drops.
+        outdated: Labels of copies that are older than the rows of their blocks.
+        unconfirmed: Blocks that may have been saved and evicted in a reply that broke off.
+        recovered: The turn in which a block was last recovered, by label.
+    """
+
+    turn: Turn
+    plan: Plan
+    layout: Layout
+    outdated: frozenset[str]
+    unconfirmed: dict[str, Span]
+    recovered: dict[str, int]
+
+
 class Session:
     """The state of one conversation. Mutable; its owner makes one call at a time.
 
@@ -245,27 +266,49 @@ class Session:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
         return decide(turn.view, turn.query, turn.config)
 
-    def applied(self, turn: Turn, plan: Plan) -> None:
-        """Record that llama-server has run the complete plan."""
+    def after(self, turn: Turn, plan: Plan) -> AppliedPlan:
+        """Return the state once llama-server has run the complete plan; changes nothing."""
+        layout, outdated, unconfirmed = self.layout, self._outdated, self._unconfirmed
         if plan.adopt is None:
-            self._unconfirmed = self._possible_pieces()
-        self._update_copies(plan)
+            unconfirmed = self._possible_pieces()
+        if plan.saves:
+            outdated -= {save.label for save in plan.saves}
+            layout = layout.with_saved((save.label, save.span) for save in plan.saves)
+        layout = layout.without_saved([drop.label for drop in plan.drops])
         # Rows that are decoded from here on are newer than their copies.
         start = plan.adopt.n_tokens if plan.adopt is not None else turn.view.n_past
-        blocks = self.layout.blocks
-        to_decode = self.layout.in_pool & (blocks.ends > start)
-        outdated = {label for label in self._outdated if blocks.has(label)}
-        self._outdated = frozenset(outdated.union(b.label for b in blocks.pick(to_decode)))
-        self.layout = replace(self.layout, unverified=frozenset())
+        blocks = layout.blocks
+        to_decode = layout.in_pool & (blocks.ends > start)
+        outdated = frozenset(label for label in outdated if blocks.has(label))
+        outdated = outdated.union(block.label for block in blocks.pick(to_decode))
+        oldest = turn.number - _RESIDENCY_TURNS
+        recovered = {k: number for k, number in self._recovered.items() if number >= oldest}
+        recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
+        return AppliedPlan(
+            turn=turn,
+            plan=plan,
+            layout=replace(layout, unverified=frozenset()),
+            outdated=outdated,
+            unconfirmed=unconfirmed,
+            recovered=recovered,
+        )
+
+    def applied(self, turn: Turn, plan: Plan) -> None:
+        """Record that llama-server has run the complete plan."""
+        self.record(self.after(turn, plan))
+
+    def record(self, applied: AppliedPlan) -> None:
+        """Record that llama-server has run the plan of `after`."""
+        turn, plan = applied.turn, applied.plan
+        self.layout = applied.layout
+        self._outdated, self._unconfirmed = applied.outdated, applied.unconfirmed
+        self._recovered = applied.recovered
         self._planned = (turn.view, plan)
         order = plan.stream.order if plan.stream is not None else ()
         self._eviction_order = {block.label: block.span for block in order}
         self._pre_restart_resident = ()
         self.decided = DecidedTurn(turn.view, turn.query, turn.config, turn.kept_budget)
         self._task = turn.task
-        oldest = turn.number - _RESIDENCY_TURNS
-        self._recovered = {k: number for k, number in self._recovered.items() if number >= oldest}
-        self._recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
 
     def failed(self, unknown: Collection[str] = ()) -> None:
         """Record that llama-server refused a plan and changed nothing.

@@ -25,12 +25,13 @@ from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.drift import drift_from
-from evoke_proxy.core.session.session import Session
+from evoke_proxy.core.session.session import AppliedPlan, Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery, stacked
 from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.meanwhile import Meanwhile
 from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
-from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.conversations import Conversation, SentTurn
 from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
@@ -220,17 +221,27 @@ class Planner:
         trace.add_step("plan", began, loop.time())
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
-        epoch = await turn.calls.blocks.run_plan(call)
-        session.applied(started, plan)
+        body = turn.body if recalled is None else recalled.body
+
+        def after() -> tuple[AppliedPlan, SentTurn | None, tuple[dict[str, str], Any]]:
+            spoken = self._records.request_to_remember(turn.chat.dialect, body)
+            reply = _verbose_reply(turn, (started, plan), recalled, probe)
+            return session.after(started, plan), spoken, reply
+
+        meanwhile = Meanwhile(after, trace)
+        try:
+            epoch = await turn.calls.blocks.run_plan(call)
+        except BaseException:
+            meanwhile.cancel()
+            raise
+        applied, spoken, (headers, extra) = meanwhile.result()
+        session.record(applied)
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
-        body = turn.body if recalled is None else recalled.body
-        spoken = self._records.request_to_remember(turn.chat.dialect, body)
         conversation.budgeted.request_sent(spoken)
         members = _marker(view.id, epoch, started.rendered)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
         self._note(turn, (started, plan), epoch, recalled)
-        headers, extra = _verbose_reply(turn, (started, plan), recalled, probe)
         moved = "" if plan.moves_nothing else ":moved"
         full = ":full" if started.is_full else ""
         past = ":past" if recalled is not None and recalled.is_past else ""
