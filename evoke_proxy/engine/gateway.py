@@ -57,7 +57,7 @@ class RequestTrace:
         self.own_s: float | None = None
         # Seconds of the proxy's own work after the reply.
         self.after_s = 0.0
-        # Seconds of the proxy's own work while llama-server rendered the prompt.
+        # Seconds of the proxy's own work while llama-server rendered the prompt or ran the plan.
         self.beside_s = 0.0
         # Facts for the log line of the request; empty until the request is prepared.
         self.facts: Mapping[str, Any] = {}
@@ -100,7 +100,7 @@ class RequestTrace:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Measure own work in this context that is done while llama-server renders the prompt."""
+        """Measure own work in this context that is done while llama-server works on a call."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 from evoke_proxy.engine.gateway import RequestTrace
@@ -32,7 +33,7 @@ class Meanwhile(Generic[T]):
         if self._steps_left >= 0:
             self._handle = asyncio.get_running_loop().call_soon(self._step)
             return
-        with self._trace.beside():
+        with self._trace.beside(), suppress(Exception):  # `result` raises it
             self._done.append(self._work())
 
     def cancel(self) -> None:

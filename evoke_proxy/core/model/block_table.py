@@ -18,6 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
+_TOOL = _CODE[Role.TOOL]
 # Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
 # More labels than this, added one after the other, are copied into a new dictionary.
@@ -99,7 +100,10 @@ class BlockTable(Sequence[Block]):
         copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
-    __slots__ = ("_blocks", "_columns", "_indexes", "_labels", "_lengths", "_prefix", "copied")
+    __slots__ = (
+        *("_blocks", "_columns", "_indexes", "_labels", "_lengths", "_prefix", "_question"),
+        "copied",
+    )
 
     def __init__(self, blocks: Iterable[Block] = ()) -> None:
         own = tuple(blocks)
@@ -120,6 +124,7 @@ class BlockTable(Sequence[Block]):
         self._blocks, self._labels, self._columns, self.copied = blocks, labels, columns, copied
         self._indexes: _LabelIndex | None = None
         self._lengths: Positions | None = None
+        self._question: int | None = None
         # The blocks that this table was extended from, if it was.
         self._prefix: tuple[Block, ...] | None = None
 
@@ -214,7 +219,7 @@ class BlockTable(Sequence[Block]):
         """Replace the mask `copied` [n] of blocks that have a copy in the host pool."""
         table = self._from_parts(self._blocks, self._labels, self._columns, copied)
         table._indexes, table._prefix = self._indexes, self._prefix
-        table._lengths = self._lengths
+        table._lengths, table._question = self._lengths, self._question
         return table
 
     def relabelled(self, labels: Mapping[int, str]) -> BlockTable:
@@ -230,6 +235,26 @@ class BlockTable(Sequence[Block]):
         if self._lengths is None:
             self._lengths = self.ends - self.starts
         return self._lengths
+
+    @property
+    def question_start(self) -> int:
+        """Index of the first block of the question: of the last message.
+
+        When the last message is a tool result, the question begins with the first of the tool
+        results that directly precede it. 0 without blocks.
+        """
+        if self._question is None:
+            self._question = self._found_question()
+        return self._question
+
+    def _found_question(self) -> int:
+        if not len(self):
+            return 0
+        messages, roles = self.messages, self.roles
+        first = int(messages.searchsorted(messages[-1]))
+        while first and roles[-1] == _TOOL and roles[first - 1] == _TOOL:
+            first = int(messages.searchsorted(messages[first - 1]))
+        return first
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

@@ -138,8 +138,14 @@ class Plan:
         reuse = [{"op": "reuse", "n_tokens": self.reuse}] if self.reuse is not None else []
         return [
             *reuse,
-            *(_range_op("save", save.span) | {"name": save.label} for save in self.saves),
-            *(_range_op("evict", evict.span) for evict in self.evicts),
+            *[
+                {"op": "save", "p0": save.span.start, "p1": save.span.end, "name": save.label}
+                for save in self.saves
+            ],
+            *[
+                {"op": "evict", "p0": evict.span.start, "p1": evict.span.end}
+                for evict in self.evicts
+            ],
             *stream,
             *_names_op("load", (load.label for load in self.loads)),
             *_names_op("drop", (drop.label for drop in self.drops)),
@@ -162,10 +168,6 @@ def batches(copies: Sequence[_Copied], n_tokens: int) -> Iterator[tuple[_Copied,
         batch.append(copied)
     if batch:
         yield tuple(batch)
-
-
-def _range_op(op: str, span: Span) -> dict[str, Any]:
-    return {"op": op, "p0": span.start, "p1": span.end}
 
 
 def _names_op(op: str, labels: Iterable[str]) -> list[dict[str, Any]]:

@@ -32,7 +32,6 @@ from evoke_proxy.core.policy.standing import (
     asked_blocks,
     file_blocks,
     live_blocks,
-    question_start,
     rule_blocks,
     system_blocks,
     task_blocks,
@@ -123,7 +122,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         # A long tail, or one with text before its question, is partly evicted while it is decoded.
         tail_scores, tail_room = scores, None
         if room is not None and config.budget is not None:
-            asks = question_start(view.blocks)
+            asks = view.blocks.question_start
             left = _room_beside_tail(view, config, room)
             if 2 * view.n_to_decode > config.budget:
                 tail_scores = _tail_scores(view, query, config, keep, scores)
@@ -135,9 +134,9 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
                 # Only the text between the earlier blocks and the question.
                 stays[asks:] = stays[: view.first_new_block] = False
                 tail_room = TailRoom(left, stays, view.n_tokens - int(view.blocks.starts[asks]))
-        return Choice(
-            scores.round(9), tail_scores.round(9), select, keeps_earlier=True, tail_room=tail_room
-        )
+        rounded = scores.round(9)
+        tail_rounded = rounded if tail_scores is scores else tail_scores.round(9)
+        return Choice(rounded, tail_rounded, select, keeps_earlier=True, tail_room=tail_room)
 
     return choose
 
@@ -158,7 +157,7 @@ def _fits(view: PolicyView, config: PolicyConfig) -> bool:
 
 def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     """Return the tokens left for all other blocks beside the question; None without a budget."""
-    first = question_start(view.blocks)
+    first = view.blocks.question_start
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
@@ -182,7 +181,7 @@ def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int 
     for the part of the text that is evicted while it is decoded. None when the turn decodes no such
     text, or when its question takes more than half of the budget.
     """
-    starts, budget, asks = view.blocks.starts, config.budget, question_start(view.blocks)
+    starts, budget, asks = view.blocks.starts, config.budget, view.blocks.question_start
     if budget is None or view.first_new_block >= asks:
         return None
     n_asked = view.n_tokens - int(starts[asks])
@@ -213,7 +212,7 @@ def _unit_order(view: PolicyView, query: Query, config: PolicyConfig, units: Uni
         if model_relevance is None:
             return np.zeros(0, np.int64)
         query = Query()
-    first = question_start(view.blocks)
+    first = view.blocks.question_start
     return view.index.unit_order(query, view.blocks, units, first, model_relevance)
 
 
@@ -233,7 +232,7 @@ def _tail_scores(
     Blocks of the question are ranked by the beginning and the end of the question only: the
     complete question contains their words, so it would match all of them.
     """
-    first = question_start(view.blocks)
+    first = view.blocks.question_start
     relevance = relevance_scores(view, query.narrowed(_NARROW_CHARS), config)
     tail_scores = scores.copy()
     tail_scores[first:] = (keep + _RANKED * relevance)[first:] + _RANKED

@@ -26,21 +26,6 @@ _RULE_FILES = ("claude.md", "agents.md")
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
 
 
-def question_start(blocks: BlockTable) -> int:
-    """Return the index of the first block of the question: of the last message.
-
-    When the last message is a tool result, the question begins with the first of the tool results
-    that directly precede it. 0 without blocks.
-    """
-    if not len(blocks):
-        return 0
-    last = int(blocks.messages[-1])
-    first = int(blocks.messages.searchsorted(last))
-    while first and blocks.roles[-1] == _TOOL and blocks.roles[first - 1] == _TOOL:
-        first = int(blocks.messages.searchsorted(blocks.messages[first - 1]))
-    return first
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
     """The room beside the question.
@@ -74,7 +59,7 @@ class Room:
 def system_blocks(blocks: BlockTable) -> Mask:
     """Return the blocks [n] of system prompt and tools before the question."""
     is_system: Mask = blocks.roles == _SYSTEM
-    is_system[question_start(blocks) :] = False
+    is_system[blocks.question_start :] = False
     return is_system
 
 
@@ -84,7 +69,7 @@ def running_task(blocks: BlockTable) -> Mask:
     The task begins with the user's last message, which in a chat is the question itself.
     """
     indexes = np.arange(len(blocks))
-    in_task: Mask = (indexes >= _task_start(blocks)) & (indexes < question_start(blocks))
+    in_task: Mask = (indexes >= _task_start(blocks)) & (indexes < blocks.question_start)
     return in_task
 
 
@@ -140,7 +125,7 @@ def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
     Each kind has a share of `capacity` tokens, and no more than `n_left` tokens.
     """
     blocks = view.blocks
-    stays, end = np.zeros(len(blocks), np.bool_), question_start(blocks)
+    stays, end = np.zeros(len(blocks), np.bool_), blocks.question_start
     if not end:
         return stays
     points = view.index.instruction_points(blocks)[:end]
@@ -214,7 +199,7 @@ def live_blocks(view: PolicyView, room: Room, rules: Mask) -> Mask:
     system = system_blocks(blocks)
     is_whole = not (system & ~rules).any()
     capacity = room.shared_beside(system) if is_whole else room.n_tokens
-    end = question_start(blocks)
+    end = blocks.question_start
     users = np.zeros(0, np.int64)
     if end and blocks.roles[-1] == _TOOL:
         users = np.flatnonzero(blocks.roles[:end] == _USER)
@@ -234,7 +219,7 @@ def asked_blocks(view: PolicyView, capacity: int) -> Mask:
     Of a question of more than `capacity` tokens, its last blocks.
     """
     stays = np.zeros(len(view.blocks), np.bool_)
-    indexes = np.arange(question_start(view.blocks), view.first_new_block)[::-1]
+    indexes = np.arange(view.blocks.question_start, view.first_new_block)[::-1]
     _take(stays, view.blocks, indexes, capacity)
     return stays
 

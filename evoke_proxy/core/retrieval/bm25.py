@@ -294,6 +294,10 @@ class InvertedIndex:
         """Return the number of a stem; None when no document, active or not, contains it."""
         return self._stem_numbers.get(word_stem)
 
+    def stem_numbers(self, stems: Iterable[str]) -> set[int | None]:
+        """Return the numbers of stems, see `stem_number`; None stands for all unknown ones."""
+        return set(map(self._stem_numbers.get, stems))
+
     def content_stems(self, document: int) -> Sequence[int]:
         """Return the numbers of the stems of a document, each once, without function words."""
         return self._content_stems[document]

@@ -633,9 +633,11 @@ class _BlockSource:
 
         A term without a similar one is left out.
         """
-        unknown = [term for term in terms if not self.inverted.has_stem(stem(term))]
-        if not unknown or "grams" not in self.signals:
+        stems = list(map(stem, terms))
+        if None not in self.inverted.stem_numbers(stems) or "grams" not in self.signals:
             return {}
+        pairs = zip(terms, stems, strict=True)
+        unknown = [term for term, one in pairs if not self.inverted.has_stem(one)]
         found = zip(unknown, self.inverted.similar_terms(unknown), strict=True)
         return {term: similar[0][0] for term, similar in found if similar}
 
@@ -651,9 +653,9 @@ class _BlockSource:
         texts = (self.blocks[i].text for i in blocks)
         return self.groups.names(self._documents_of(blocks), texts)
 
-    def stem_number(self, word_stem: str) -> int | None:
-        """Return the number of a stem; None when no block has contained it."""
-        return self.inverted.stem_number(word_stem)
+    def stem_numbers(self, stems: Iterable[str]) -> set[int | None]:
+        """Return the numbers of stems, with None when no block has contained one of them."""
+        return self.inverted.stem_numbers(stems)
 
     def content_stems(self, blocks: range) -> frozenset[int]:
         """Return the numbers of the stems of these blocks, without function words."""

@@ -129,8 +129,8 @@ class UnitSource(Protocol):
         """
         ...
 
-    def stem_number(self, word_stem: str) -> int | None:
-        """Return the number of a stem; None when no block has contained it."""
+    def stem_numbers(self, stems: Iterable[str]) -> set[int | None]:
+        """Return the numbers of stems, with None when no block has contained one of them."""
         ...
 
     def content_stems(self, blocks: range) -> frozenset[int]:
@@ -310,8 +310,8 @@ class UnitRanker:
     def _asked(self, query: Query) -> set[int]:
         """Return the numbers of the stems of a query, without function words."""
         texts = dict.fromkeys((query.text, *query.clauses))
-        words = {one for text in texts for one in self._stems(text)}
-        numbers = map(self._source.stem_number, words - self._function_stems)
+        words = set(chain.from_iterable(map(self._stems, texts)))
+        numbers = self._source.stem_numbers(words - self._function_stems)
         return {number for number in numbers if number is not None}
 
     def _latest_first(self, asked: set[int], rankings: Iterable[Ranking]) -> list[Ranking]:
@@ -483,7 +483,9 @@ class UnitRanker:
         if stems is None:
             terms = list(dict.fromkeys(self._terms(text)))[:_MAX_TERMS]
             corrected = self._source.corrected(terms)
-            stems = list(dict.fromkeys(stem(corrected.get(term, term)) for term in terms))
+            if corrected:
+                terms = [corrected.get(term, term) for term in terms]
+            stems = list(dict.fromkeys(map(stem, terms)))
             self._stems_of[text] = stems
         return stems
 
@@ -504,9 +506,9 @@ class UnitRanker:
         with `points` [u], come before other units that are as close.
         """
         texts = dict.fromkeys((query.text, *query.clauses))
-        stems = {stem(term) for text in texts for term in self._terms(text)}
+        stems = set(map(stem, chain.from_iterable(map(self._terms, texts))))
         # The names and words that are not followed, or not again.
-        ignored = set(map(self._source.stem_number, stems))
+        ignored = self._source.stem_numbers(stems)
         weights = dict[int, float]()
         for ranking in rankings:
             for rank, unit in enumerate(ranking):

@@ -27,7 +27,6 @@ from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.standing import (
     essential_blocks,
     most_essential_tokens,
-    question_start,
     running_task,
     system_blocks,
 )
@@ -88,6 +87,7 @@ class AppliedPlan:
         outdated: Labels of copies that are older than the rows of their blocks.
         unconfirmed: Blocks that may have been saved and evicted in a reply that broke off.
         recovered: The turn in which a block was last recovered, by label.
+        eviction_order: The blocks that llama-server evicts first while it decodes, by label.
     """
 
     turn: Turn
@@ -96,6 +96,7 @@ class AppliedPlan:
     outdated: frozenset[str]
     unconfirmed: dict[str, Span]
     recovered: dict[str, int]
+    eviction_order: dict[str, Span]
 
 
 class Session:
@@ -284,6 +285,7 @@ class Session:
         oldest = turn.number - _RESIDENCY_TURNS
         recovered = {k: number for k, number in self._recovered.items() if number >= oldest}
         recovered |= dict.fromkeys(turn.view.recovered_labels(plan), turn.number)
+        order = plan.stream.order if plan.stream is not None else ()
         return AppliedPlan(
             turn=turn,
             plan=plan,
@@ -291,6 +293,7 @@ class Session:
             outdated=outdated,
             unconfirmed=unconfirmed,
             recovered=recovered,
+            eviction_order={block.label: block.span for block in order},
         )
 
     def applied(self, turn: Turn, plan: Plan) -> None:
@@ -304,8 +307,7 @@ class Session:
         self._outdated, self._unconfirmed = applied.outdated, applied.unconfirmed
         self._recovered = applied.recovered
         self._planned = (turn.view, plan)
-        order = plan.stream.order if plan.stream is not None else ()
-        self._eviction_order = {block.label: block.span for block in order}
+        self._eviction_order = applied.eviction_order
         self._pre_restart_resident = ()
         self.decided = DecidedTurn(turn.view, turn.query, turn.config, turn.kept_budget)
         self._task = turn.task
@@ -596,7 +598,7 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     if config.budget is None or view.n_tokens <= config.budget:
         return 0
     blocks = view.blocks
-    first = question_start(blocks)
+    first = blocks.question_start
     n_asked = view.n_tokens - (int(blocks.starts[first]) if first < len(blocks) else 0)
 
     def needed_for(n_essential: int) -> int:

@@ -21,7 +21,7 @@ from evoke_proxy.core.model.blocks import Block, Role, Span, common, merged
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy import planner, registry
 from evoke_proxy.core.policy.registry import saves_evicted
-from evoke_proxy.core.policy.standing import file_blocks, question_start
+from evoke_proxy.core.policy.standing import file_blocks
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
@@ -239,7 +239,7 @@ def test_a_plan_can_be_run_and_stays_within_the_budget(
             if state.resident
         )
         # beside text that is decoded before the question
-        asked = int(view.blocks.starts[question_start(view.blocks)])
+        asked = int(view.blocks.starts[view.blocks.question_start])
         beside = config.budget - (view.n_tokens - asked) if asked >= view.decode_from else 0
         assert resident_tokens(later) <= max(least, stays + unaligned, beside)
         assert plan.stream is not None and plan.stream.min_budget <= config.budget

@@ -19,7 +19,6 @@ from evoke_proxy.core.policy.standing import (
     file_blocks,
     live_blocks,
     most_essential_tokens,
-    question_start,
     rule_blocks,
     task_blocks,
 )
@@ -86,14 +85,14 @@ def test_the_newest_rules_file_of_the_project_is_kept() -> None:
 def test_a_running_task_keeps_its_question_and_its_newest_results() -> None:
     roles = dict.fromkeys((3, 5, 7), Role.ASSISTANT) | dict.fromkeys((4, 6, 8), Role.TOOL)
     view = view_of([*FILLER[:9]], roles)
-    assert question_start(view.blocks) == 8
+    assert view.blocks.question_start == 8
     assert kept(view, 640) == [2, 5, 6, 7]
 
 
 def test_the_question_starts_at_the_first_of_several_tool_results() -> None:
     roles = {3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.TOOL}
-    assert question_start(view_of(FILLER[:6], roles).blocks) == 4
-    assert question_start(BlockTable()) == 0
+    assert view_of(FILLER[:6], roles).blocks.question_start == 4
+    assert BlockTable().question_start == 0
     assert kept(view_of(FILLER[:1], {}), 640) == []
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+import evoke_proxy.core.retrieval.index as index_module
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
@@ -179,3 +181,34 @@ def test_without_a_match_nothing_is_ranked() -> None:
     assert order(Query.of("zebra"), FILLER) == []
     assert order(Query(), FILLER) == []
     assert order(Query.of("weather"), []) == []
+
+
+@pytest.mark.parametrize("limit", [1024, 3])
+def test_an_index_that_grew_and_was_asked_before_ranks_like_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(index_module, "_MAX_GROUPS", limit)
+    # Messages of two blocks. The name Kolt_x of the first one is a term of later ones only.
+    pairs = [
+        ("The red report was written by Mira", "Kolt_x.y in Bergen on day 4."),
+        *[(text, "And the boats left.") for text in FILLER[:4]],
+        ("Downtown, a flat was sold", "to Jonas with a VAULT."),
+        ("Then kolt_x went", "to some VAULT."),
+        ("Later kolt_x", "was moved to Turin."),
+    ]
+    blocks = list[Block]()
+    for i, pair in enumerate(pairs):
+        for text in pair:
+            start = 20 * len(blocks)
+            label, span = f"s/{len(blocks)}", Span(start, start + 20)
+            blocks.append(Block(f"user:{i}#0", label, span, Role.USER, 1, i, text))
+    asked = ["Who wrote the red report?", "Where is the VAULT of Jonas?"]
+    index, found = Index(), set[tuple[int, ...]]()
+    for n in (4, 10, 14, 16, 12, 16):
+        table = BlockTable(blocks[:n])
+        units = Units.of(table, 64)
+        for text in asked:
+            same = index.unit_order(Query.of(text), table, units, n, None).tolist()
+            assert same == Index().unit_order(Query.of(text), table, units, n, None).tolist()
+            found.add(tuple(same))
+    assert len(found) > len(asked)
