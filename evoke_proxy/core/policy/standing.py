@@ -128,10 +128,11 @@ def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
     stays, end = np.zeros(len(blocks), np.bool_), blocks.question_start
     if not end:
         return stays
-    points = view.index.instruction_points(blocks)[:end]
-    instructions = np.flatnonzero(points)[::-1]
-    instructions = instructions[np.argsort(-points[instructions], kind="stable")]
-    wanted = [(instructions, _INSTRUCTION_SHARE)]
+    wanted, points = list[tuple[Positions, float]](), view.index.instruction_points(blocks)[:end]
+    instructions = points.nonzero()[0][::-1]
+    if len(instructions):
+        order = np.argsort(-points[instructions], kind="stable")
+        wanted.append((instructions[order], _INSTRUCTION_SHARE))
     for name in _RULE_FILES:
         rules = view.index.named(name, blocks, end)
         if len(rules):

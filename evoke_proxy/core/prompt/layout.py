@@ -165,7 +165,9 @@ class Layout:
         boundaries |= _ends(item.span for item in ranges)
         options = CutOptions(config.block_tokens, boundaries | {config.sink_tokens}, start, numbers)
         drafts = cut(rendered, messages, options)
-        tail = self._with_labels([_block(draft, turn) for draft in drafts], tokens, prefix)
+        names = self._labels([draft.span for draft in drafts], tokens, prefix)
+        pairs = zip(drafts, names, strict=True)
+        tail = BlockTable(_block(draft, turn, label) for draft, label in pairs)
         unused = self._copies_outside(prefix)
         # Claimed separately: relabelling the tail must not copy the blocks that stay.
         prefix, claimed_by_prefix = _claim_ranges(prefix, ranges)
@@ -344,10 +346,13 @@ class Layout:
         self, blocks: Sequence[Block], tokens: Tokens, before: BlockTable
     ) -> BlockTable:
         """Make a table of the blocks with labels that continue those of `before`."""
-        previous = before[-1].label if before else ""
-        names = labels(self.session, tokens, [block.span for block in blocks], previous)
+        names = self._labels([block.span for block in blocks], tokens, before)
         pairs = zip(blocks, names, strict=True)
         return BlockTable(replace(block, label=name) for block, name in pairs)
+
+    def _labels(self, spans: Sequence[Span], tokens: Tokens, before: BlockTable) -> list[str]:
+        """Make labels of these spans that continue those of `before`."""
+        return labels(self.session, tokens, spans, before[-1].label if before else "")
 
     def _copies_outside(self, prefix: BlockTable) -> frozenset[str]:
         """Labels of all copies that belong to none of these blocks."""
@@ -477,10 +482,10 @@ def _split(block: Block, boundaries: Sequence[int]) -> list[Block]:
     ]
 
 
-def _block(draft: Draft, turn: int) -> Block:
+def _block(draft: Draft, turn: int, label: str) -> Block:
     return Block(
         display_name=draft.display_name,
-        label="",
+        label=label,
         span=draft.span,
         role=draft.role,
         turn=turn,
