@@ -7,7 +7,7 @@ Chat turn: a conversation of a given length, with a budget of a quarter of it, o
 llama-server with random weights. The proxy writes the times into its log:
 
 * `own`: from reading the request to forwarding it, without waiting for llama-server
-* `beside`: other own work before it is forwarded, done while llama-server renders the prompt or moves blocks
+* `beside`: other own work before it is forwarded, done while llama-server renders or moves blocks
 * `render`, `block-plan`: waiting for llama-server to render the prompt and to move blocks
 * `after`: work after the end of the answer
 * `cpu`: processor time of the whole proxy process in the turn
