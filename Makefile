@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies capture decode limit overhead stall embedding retrieval demo_recall ruler unseen placement quality evidence tasks session restart soak growth agent long opencode
+BENCHES := support latency copies capture decode limit overhead stall embedding placement quality evidence tasks session restart soak growth agent opencode
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -47,13 +47,9 @@ check: venv
 ##@ Recall: does the model see what the question needs
 ## make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget
 ## make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache
-## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it
-## make bench-unseen    the same, and recall by the model, of questions that it was not trained on
-## make bench-retrieval how often the block with the answer is found, and how fast
-## make bench-recall    layers of a model that find the block in question
-## make bench-demo_recall  the demo's sessions: ceiling, kinds of facts, quantized KV caches, policies
+## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it,
+##                      ARGS=ceilings for what the model knows, ARGS=unseen, ARGS=hybrid
 ## make bench-placement recall by position of a recovered block, by distance
-## make bench-long      a session of eight budgets: recall and rows in the cache along it
 ##@ Cost: what a turn, a copy and a restart take
 ## make bench-overhead  time that the proxy adds to a request and to a budgeted turn
 ## make bench-session   time that a budget costs: a long conversation, and sixteen at once
@@ -81,7 +77,7 @@ bench: build .venv/clients
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "these missed their bars:$$missed" >&2; exit 1; }
 
-bench-embedding bench-quality bench-retrieval: .venv/clients
+bench-embedding: .venv/clients
 
 # The usual recipe and ours, on the same server in the same run.
 bench-peers: venv

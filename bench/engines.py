@@ -47,16 +47,18 @@ class Setting:
         arm: What tables call it.
         policy: Fields of `policy` that differ from the default.
         embedder: What ranks by meaning: `built-in`, `encoder` (of a directory) or `none`.
+        on_demand: Whether it is measured only when --arms names it.
     """
 
     arm: str
-    policy: Mapping[str, str] = field(default_factory=dict)
+    policy: Mapping[str, str | int] = field(default_factory=dict)
     embedder: str = "built-in"
+    on_demand: bool = False
 
     @property
     def on_servers(self) -> bool:
         """Whether a request can ask for it, and its rows stay at the positions of the chat."""
-        return self.embedder == "built-in" and "name" not in self.policy
+        return self.embedder == "built-in" and self.policy.keys() <= _REQUEST_FIELDS.keys()
 
 
 DEFAULT = Setting("default")
@@ -68,6 +70,8 @@ SETTINGS = (
     Setting("no recall", {"recall": "none"}),
     Setting("discard", {"recovery": "discard"}),
     Setting("infllm", {"name": "infllm"}),
+    *(Setting(f"infllm {k}", {"name": f"infllm_k{k}"}, on_demand=True) for k in (2, 4, 16)),
+    *(Setting(f"blocks of {n}", {"block_tokens": n}, on_demand=True) for n in (32, 128, 256, 512)),
 )
 
 
@@ -93,7 +97,7 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         for setting in SETTINGS
         if (setting.on_servers or not args.server)
         and (setting.embedder != "encoder" or args.embedder)
-        and (not args.arms or setting.arm in args.arms.split(","))
+        and (setting.arm in args.arms.split(",") if args.arms else not setting.on_demand)
     ]
 
 

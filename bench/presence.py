@@ -3,19 +3,25 @@
 A talk is a conversation with turns that ask about it. A turn counts as `whole` when every row of
 every message that its answer needs is in the cache when the answer begins, and as `half` when half
 of the rows of each is; `messages` is the share of the needed messages that are whole. All turns
-follow the same conversation, as when a user edits the last message."""
+follow the same conversation, as when a user edits the last message. A corpus of talks makes three
+benches: `all` arms, `factorial` (`bench/evidence/factorial.py`), and `agree`, the default in both
+forms."""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import criteria, record
 from bench.criteria import paired_difference, percent
+from bench.driver import Bench, Option, Report, option
 from bench.engines import (
     DEFAULT,
+    OPTIONS,
     SETTINGS,
     Engine,
     InProcess,
@@ -23,8 +29,12 @@ from bench.engines import (
     Ranges,
     Setting,
     Spans,
+    engine,
+    settings_of,
     share_resident,
+    shares_of,
 )
+from bench.evidence import factorial
 from bench.fills import FILLS, Rankings, fill, random_blocks
 
 NO_EVICTION = Setting("no eviction")
@@ -259,6 +269,94 @@ def misses(rows: Sequence[Row], talks: Iterable[Talk], most: int) -> Iterator[st
 
 def _turn(row: Row) -> tuple[object, object]:
     return row["question"], row["share"]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The talks of one bench, and how their rows are grouped.
+
+    Attributes:
+        name: The name of the bench.
+        about: Its help.
+        batches: Yields, by options, the longest conversation in tokens and talks up to that length.
+        by: The key of rows by whose values the summary is divided.
+        grouped: Divides the rows of one value and share into cells.
+        keys: The keys of the rows that are recorded, besides share and arm.
+        options: The options that choose the talks.
+    """
+
+    name: str
+    about: str | None
+    batches: Callable[[argparse.Namespace], Iterator[tuple[int, Iterable[Talk]]]]
+    by: str
+    grouped: Callable[[Sequence[Row]], Mapping[str, Sequence[Row]]]
+    keys: Sequence[str]
+    options: Sequence[Option]
+
+    def parts(
+        self, report: Callable[[argparse.Namespace, list[Row]], Report], example: str
+    ) -> dict[str, Bench]:
+        """Return the three benches; `report` is that of all arms."""
+        options = (*self.options, *OPTIONS)
+        agree = (*options, option("--questions", 1000, "of a conversation"))
+        columns = ("conversation", "question", "share", "in_process", "on_servers")
+        return {
+            "all": Bench(self.name, self.about, example, self.rows, report, (), options),
+            "factorial": Bench(
+                f"{self.name} factorial", self.about, example, self._combined, self._effects, (),
+                options,
+            ),
+            "agree": Bench(
+                f"{self.name} agree", self.about, example, self._both_forms,
+                lambda _, rows: Report({"questions": len(rows)}, differing(rows)), columns, agree,
+            ),
+        }  # fmt: skip
+
+    def rows(self, args: argparse.Namespace) -> Iterator[Row]:
+        """Yield the rows of all arms, or of those that are asked for."""
+        arms = [setting.arm for setting in settings_of(args)]
+        others = (NO_EVICTION.arm, *FILLS)
+        arms += [arm for arm in others if not args.arms or arm in args.arms.split(",")]
+        for length, talks in self.batches(args):
+            with engine(args.server, length, args.embedder) as made:
+                for talk in talks:
+                    yield from measure(made, talk, shares_of(args), arms)
+                    print(talk.asked[0].id, talk.about, file=sys.stderr, flush=True)
+
+    def talks(self, args: argparse.Namespace) -> list[Talk]:
+        """Return the talks that were asked for."""
+        return [talk for _, talks in self.batches(args) for talk in talks]
+
+    def _first(self, args: argparse.Namespace) -> tuple[int, list[Talk]]:
+        """Return the first batch."""
+        length, talks = next(self.batches(args))
+        return length, list(talks)
+
+    def _combined(self, args: argparse.Namespace) -> Iterator[Row]:
+        """Yield the rows of the first talks with each combination of signals."""
+        pairs = [(talk, share) for talk in self._first(args)[1] for share in shares_of(args)]
+
+        def of(made: InProcess, setting: Setting) -> Iterator[Row]:
+            for talk, share in pairs:
+                yield from under(made, talk, share, setting)
+
+        return factorial.measured(of)
+
+    def _effects(self, args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+        """Report the effect of each signal by value, share and cell."""
+        summary: dict[str, dict[str, Any]] = {}
+        for value, share in dict.fromkeys((row[self.by], row["share"]) for row in rows):
+            mine = [row for row in rows if (row[self.by], row["share"]) == (value, share)]
+            by_cell = {name: factorial.effects(one) for name, one in self.grouped(mine).items()}
+            summary.setdefault(str(value), {})[f"1/{share}"] = by_cell
+        return Report(summary, rows=cells(rows, self.keys))
+
+    def _both_forms(self, args: argparse.Namespace) -> Iterator[Row]:
+        """Yield what the default has for each turn of the first talks, in both forms."""
+        length, talks = self._first(args)
+        cut = [replace(talk, asked=talk.asked[: args.questions]) for talk in talks]
+        with engine(True, length) as real:
+            yield from compared(InProcess(), real, cut, shares_of(args))
 
 
 def compared(

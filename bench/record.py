@@ -1,4 +1,4 @@
-"""The output of every bench: a table for people, one JSON file for programs."""
+"""The output of every bench: a table for people, one JSON file, a journal of a long run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,35 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def _cell(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str("" if value is None else value)
+
+
+class Journal:
+    """The lines of one file. Threads and processes may append; a line cut off is passed over."""
+
+    def __init__(self, path: Path, config: str) -> None:
+        self.path = path
+        self._config = config
+        self._lock = threading.Lock()
+
+    def records(self) -> dict[str, Row]:
+        """Return the records of this configuration by the key of their unit; the latest counts."""
+        return {record["unit"]: record for record in self._read()}
+
+    def append(self, key: str, record: Row) -> None:
+        """Append one record in a single write."""
+        line = json.dumps({"config": self._config, "unit": key, **record}, separators=(",", ":"))
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                file.write(f"{line}\n".encode())
+
+    def _read(self) -> Iterator[Row]:
+        if not self.path.exists():
+            return
+        for line in self.path.read_text("utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record.get("config") == self._config:
+                yield record

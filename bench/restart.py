@@ -51,8 +51,9 @@ from bench.driver import Bench, Report, Row, option
 from bench.llama import proxied
 from bench.metrics import samples
 from bench.overhead import qwen_template
-from bench.quality.journal import Journal, fingerprint
+from bench.quality.work import fingerprint
 from bench.random_models import SHAPES, ensure
+from bench.record import Journal
 from bench.save_after_reply import peer
 from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving

@@ -5,9 +5,10 @@ Conversations with labelled evidence (`bench/data`) are sent with a question at 
 
 Arms of the proxy: `default`; `default + encoder`, with the encoder of --embedder; `words only`;
 `breadcrumb`, a policy that quotes evicted text (counts as present); `no recall`, keep-scores alone;
-`discard`, nothing returns; `infllm`. All others are fills of the same budget without the proxy
-(`bench/fills.py`). Not measured: `recall: model` and `fused`, which need a model that understands
-the question, and `truncate`, which is the fill `newest`.
+`discard`, nothing returns; `infllm`; where --arms names them `infllm 2`, `4` and `16` (blocks of a
+look-up) and `blocks of 32` to `512` tokens. All others are fills of the same budget without the
+proxy (`bench/fills.py`). Not measured: `recall: model` and `fused`, which need a model that
+understands the question, and `truncate`, which is the fill `newest`.
 
 The decision code runs in this process; with --server the proxy and the patched server run, with
 the settings that a request can ask for. Conversations are for tuning or for reporting
@@ -32,18 +33,7 @@ from typing import Any
 from bench import criteria
 from bench.criteria import percent
 from bench.driver import Bench, Report, Row, option, run_parts
-from bench.engines import (
-    DEFAULT,
-    OPTIONS,
-    Engine,
-    InProcess,
-    Setting,
-    engine,
-    servers,
-    settings_of,
-    shares_of,
-)
-from bench.evidence import factorial
+from bench.engines import DEFAULT, Engine, engine, servers
 from bench.evidence.conversations import (
     SPLITS,
     Conversation,
@@ -51,18 +41,15 @@ from bench.evidence.conversations import (
     kinds_of,
     split_of,
 )
-from bench.fills import FILLS
 from bench.presence import (
     Asked,
+    Corpus,
     Talk,
     cells,
-    compared,
-    differing,
     measure,
     misses,
     summarise,
     tables,
-    under,
     verdicts_of,
 )
 
@@ -75,7 +62,6 @@ GUARD_POINTS = 8.0
 _LONGEST = 30_000
 # Cells of fewer questions say nothing.
 _FEWEST = 10
-_CELL = ("split", "conversation")
 
 
 def talk_of(source: Conversation) -> Talk:
@@ -89,10 +75,10 @@ def talk_of(source: Conversation) -> Talk:
     return Talk(source.messages, asked, source.messages[:-1], ranked, about)
 
 
-def chosen(args: argparse.Namespace) -> list[Talk]:
-    """Return the conversations that were asked for."""
+def batches(args: argparse.Namespace) -> Iterator[tuple[int, list[Talk]]]:
+    """Yield the conversations that were asked for, as one batch."""
     wanted = args.conversations.split(",") if args.conversations else list(split_of())
-    return [
+    yield _LONGEST, [
         talk_of(each) for each in conversations()
         if each.id in wanted and args.split in (split_of()[each.id], "both")
     ]  # fmt: skip
@@ -146,55 +132,19 @@ def worse_than_recorded(rows: Sequence[Row], recorded: Path = RECORDED) -> list[
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of all arms; those of the quick form come last, under `quick`."""
-    arms = [*(setting.arm for setting in settings_of(args)), *FILLS]
-    with engine(args.server, _LONGEST, args.embedder) as made:
-        for talk in chosen(args):
-            yield from measure(made, talk, shares_of(args), arms)
-            print(f"{talk.about['conversation']}: measured", file=sys.stderr, flush=True)
+    yield from CORPUS.rows(args)
+    with engine(args.server, _LONGEST) as made:
         yield {"quick": quick(made)}
 
 
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report percentages, differences and verdicts; a criterion that is missed is a bar."""
     *mine, last = rows
-    summary = summarise(mine, "split", grouped)
+    summary = summarise(mine, CORPUS.by, grouped)
     failed = criteria.failed(verdicts_of(summary))
-    said = ["\n\n".join(tables(summary)), *misses(mine, chosen(args), args.misses)]
+    said = ["\n\n".join(tables(summary)), *misses(mine, CORPUS.talks(args), args.misses)]
     summary["quick"] = quick_summary(last["quick"])
-    return Report(summary, failed, rows=cells(mine, _CELL), said="\n".join(said))
-
-
-def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the default with each combination of signals."""
-    talks, shares = chosen(args), shares_of(args)
-
-    def of(made: InProcess, setting: Setting) -> Iterator[Row]:
-        for talk in talks:
-            for share in shares:
-                yield from under(made, talk, share, setting)
-
-    yield from factorial.measured(of)
-
-
-def of_factorial(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report the effect of each signal by split and share."""
-    summary = {
-        split: {
-            f"1/{share}": factorial.effects(
-                [row for row in rows if (row["split"], row["share"]) == (split, share)]
-            )
-            for share in shares_of(args)
-        }
-        for split in dict.fromkeys(row["split"] for row in rows)
-    }
-    return Report(summary, rows=cells(rows, _CELL))
-
-
-def both_forms(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield what the default has for each question, in this process and on servers."""
-    talks = [replace(talk, asked=talk.asked[: args.questions]) for talk in chosen(args)]
-    with servers(_LONGEST) as real:
-        yield from compared(InProcess(), real, talks, shares_of(args))
+    return Report(summary, failed, rows=cells(mine, CORPUS.keys), said="\n".join(said))
 
 
 def quick_rows(_: argparse.Namespace) -> Iterator[Row]:
@@ -208,27 +158,14 @@ def of_quick(_: argparse.Namespace, rows: list[Row]) -> Report:
     return Report(quick_summary(rows), worse_than_recorded(rows) if RECORDED.exists() else [])
 
 
-_OPTIONS = (
-    option("--split", "both", choices=(*SPLITS, "both")),
-    option("--conversations", "", "their names, separated by commas (all)"),
-    *OPTIONS,
-)
-PARTS = {
-    "all": Bench(
-        "evidence", __doc__, "--split tuning --misses 5", rows_of, report, (), _OPTIONS
-    ),
-    "factorial": Bench(
-        "evidence factorial", __doc__, "--split tuning --shares 8", factorial_rows, of_factorial,
-        (), _OPTIONS,
-    ),
-    "agree": Bench(
-        "evidence agree", __doc__, "--conversations bfcl-finance --shares 8", both_forms,
-        lambda _, rows: Report({"questions": len(rows)}, differing(rows)),
-        ("conversation", "question", "share", "in_process", "on_servers"),
-        (*_OPTIONS, option("--questions", 1000, "of a conversation")),
-    ),
-    "quick": Bench("evidence quick", __doc__, "", quick_rows, of_quick),
-}  # fmt: skip
+CORPUS = Corpus(
+    "evidence", __doc__, batches, "split", grouped, ("split", "conversation"),
+    (option("--split", "both", choices=(*SPLITS, "both")),
+     option("--conversations", "", "their names, separated by commas (all)")),
+)  # fmt: skip
+PARTS = CORPUS.parts(report, "--split tuning --shares 8 --misses 5")
+PARTS["all"] = replace(PARTS["all"], measure=rows_of)
+PARTS["quick"] = Bench("evidence quick", __doc__, "", quick_rows, of_quick)
 
 if __name__ == "__main__":
     sys.exit(run_parts(PARTS, ["all"]))

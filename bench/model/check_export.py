@@ -13,9 +13,8 @@ import torch
 
 from bench import record
 from bench.llama import Llama
-from bench.model.chat import Encoder
+from bench.model.chat import Builder, Encoder
 from bench.model.checkpoint import load
-from bench.model.evaluate import spell
 from bench.model.network import Model
 from bench.model.rows import encoder
 from bench.model.tasks import TASKS, Session, exchange, session
@@ -68,7 +67,10 @@ class Agreement:
 
     def compare(self, server: Llama, model: Model, chat: Session, encode: Encoder) -> None:
         """Take in one chat: its first question's tokens and 24 greedy tokens behind it."""
-        spelled, probe = spell(chat, encode), chat.probes[0]
+        spelled, probe = Builder(encode), chat.probes[0]
+        for message in chat.messages:
+            spelled.add(message["role"], message["content"], 0.0)
+        spelled.ask(probe.fact, probe.question)
         prompt = spelled.ids[: spelled.questions[0].answer[0]]
         messages = {"messages": [*chat.messages, *exchange(probe.question)]}
         rendered = server.call("POST", "/apply-template", messages)["prompt"]

@@ -10,7 +10,6 @@ from bench.model import facts, general, replies, text, vocab
 from bench.model.chat import SYSTEM_W, USER_W, Builder, Chat, Encoder
 from bench.model.facts import Fact
 from bench.model.general import GeneralFact
-from bench.model.wordings import WORDINGS
 
 QUESTION_TOKENS = 44
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it
@@ -141,7 +140,7 @@ class Writer:
         self.builder.ask(fact, self._question(fact), reply)
 
     def _question(self, fact: Fact) -> str:
-        rng, others = self.rng, WORDINGS.get(fact.parts[0], ())
+        rng, others = self.rng, vocab.WORDINGS.get(fact.parts[0], ())
         if fact.kind in _SAID and others and rng.random() < _REWORDED:
             return general.requested(rng, rng.choice(others))
         if fact.paraphrase and rng.random() < 0.75:

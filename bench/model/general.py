@@ -6,7 +6,7 @@ and asked in many sentence frames; an attribute in the question's own words:
 * My old glacier is amber falcon. | What is my old glacier? | Your old glacier is amber falcon.
 * I have set the velkan size to 48213. | Remind me of the velkan size. | The velkan size is 48213.
 
-No word that only the attributes of `unseen.py` have is drawn, and none of its questions."""
+No word that only the unseen attributes of `vocab.py` have is drawn, and none of its questions."""
 
 from __future__ import annotations
 
@@ -18,61 +18,14 @@ from functools import cache
 
 import numpy as np
 
-from bench.model import text, unseen, vocab
+from bench.model import text, vocab
 from bench.model.facts import UNKNOWN_VALUE, Fact
+from bench.model.vocab import GENERAL
 from evoke_proxy.models import word_vectors_file
 
 # Words that stand behind others in names of attributes; held out are only whole attributes.
-_HEADS = (
-    "number code name size level date color limit key count type rate mark title place line group "
-    "time price model label total length depth width speed class status grade rank volume"
-).split()
-_STATEMENTS = (
-    "{Owner} {name} is {value}.",
-    "{Owner} {name} is called {value}.",
-    "{Owner} {name}: {value}.",
-    "{Owner} {name} = {value}.",
-    "I have set {owner} {name} to {value}.",
-    "For {owner} {name} I chose {value}.",
-    "{value} is {owner} {name}.",
-    "As {owner} {name} I use {value}.",
-    "They gave me {value} as {owner} {name}.",
-    "Please note that {owner} {name} is {value}.",
-    "Today I learned that {owner} {name} is {value}.",
-    "You should know {owner} {name}, it is {value}.",
-    "{Owner} {name} will be {value}.",
-    "{Owner} {name} was {value} all the time.",
-)
-_UPDATES = (
-    "{Owner} {name} is now {value}.",
-    "{Owner} {name} has changed to {value}.",
-    "I have changed {owner} {name}, it is now {value}.",
-    "Correction: {owner} {name} is now {value}.",
-)
-_QUESTIONS = (
-    "What is {owner} {name}?",
-    "What's {owner} {name}?",
-    "Tell me {owner} {name}.",
-    "Do you remember {owner} {name}?",
-    "Can you tell me {owner} {name}?",
-    "Remind me of {owner} {name}.",
-    "I have forgotten {owner} {name}. What is it?",
-    "And {owner} {name}?",
-    "{Owner} {name}?",
-    "Which {name} did I mention?",
-    "What did I say about {owner} {name}?",
-    "What value does {owner} {name} have?",
-    "Please repeat {owner} {name}.",
-    "Could you look up {owner} {name} for me?",
-    "How about {owner} {name}?",
-    "I need {owner} {name}.",
-    "{name}?",
-)
-# Put before or behind a question of the fixed wordings.
-_REQUESTS = ("{}", "{}", "{}", "Tell me: {}", "One question: {}", "{} Please tell me.", "Again: {}")
-_ONSETS = "b br c ch cl d dr f fl g gr h j k kl l m n p pl qu r s sh sk st t tr v w y z".split()
-_NUCLEI = "a e i o u ai ea oo ou".split()
-_CODAS = ["", "", "n", "r", "l", "m", "s", "t", "k", "nd", "x", "th"]
+_HEADS = GENERAL["heads"]
+_STATEMENTS, _QUESTIONS = GENERAL["statements"], GENERAL["questions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +112,12 @@ def update(rng: random.Random, fact: GeneralFact) -> GeneralFact:
     value = fact.value
     while value == fact.value:
         value = _value(rng, fact.type)
-    return replace(fact, value=value, updated=True, statement_frame=rng.choice(_UPDATES))
+    return replace(fact, value=value, updated=True, statement_frame=rng.choice(GENERAL["updates"]))
 
 
 def requested(rng: random.Random, question: str) -> str:
     """Return a question of the fixed wordings as a user may put it."""
-    return rng.choice(_REQUESTS).format(question)
+    return rng.choice(GENERAL["requests"]).format(question)
 
 
 def name(rng: random.Random) -> str:
@@ -176,12 +129,12 @@ def name(rng: random.Random) -> str:
 
 
 def is_reserved(attribute: str) -> bool:
-    """Return whether an attribute is one of `unseen.py`, or has a word that only those have."""
+    """Return whether an attribute is an unseen one, or has a word that only those have."""
     return attribute in _RESERVED or any(part in _reserved_words() for part in attribute.split())
 
 
 def word(rng: random.Random) -> str:
-    """Return a word of English; none that only attributes of `unseen.py` have."""
+    """Return a word of English; none that only unseen attributes have."""
     # The pieces stand in the order of how often they are used.
     words = _words()
     return words[int(len(words) * rng.random() ** 1.5)]
@@ -190,7 +143,7 @@ def word(rng: random.Random) -> str:
 def pseudo_word(rng: random.Random) -> str:
     """Return a word that does not exist, of one to three syllables."""
     return "".join(
-        rng.choice(_ONSETS) + rng.choice(_NUCLEI) + rng.choice(_CODAS)
+        rng.choice(GENERAL["onsets"]) + rng.choice(GENERAL["nuclei"]) + rng.choice(GENERAL["codas"])
         for _ in range(rng.choice((1, 2, 2, 3)))
     )
 
@@ -236,7 +189,7 @@ def _value(rng: random.Random, type_: str) -> str:
     return text.value(rng, type_)
 
 
-_RESERVED = frozenset((*unseen.PAIR_ATTRIBUTES, *unseen.NUMBER_ATTRIBUTES))
+_RESERVED = frozenset((*vocab.UNSEEN_PAIRS, *vocab.UNSEEN_NUMBERS))
 
 
 @cache

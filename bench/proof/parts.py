@@ -17,7 +17,7 @@ from bench.engines import InProcess, OnServers
 from bench.evidence import __main__ as evidence
 from bench.fills import FILLS
 from bench.llama import proxied, running
-from bench.model.unseen import NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
+from bench.model import vocab
 from bench.presence import measure
 from bench.proof.part import Bar, Part, Row
 from bench.random_models import SHAPES, ensure
@@ -150,10 +150,10 @@ def fresh_cases(seed: int) -> Iterator[Case]:
 def _paraphrases(seed: int, drawn: Sequence[Case]) -> Iterator[Case]:
     """Yield the cases with another fact, which the question names in none of its words."""
     rng = random.Random(f"paraphrases {seed}")
-    asked = {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES, **NEW_QUESTIONS}
+    asked = {**vocab.UNSEEN_PAIRS, **vocab.UNSEEN_NUMBERS, **vocab.NEW_QUESTIONS}
     for case, attribute in zip(drawn, rng.sample(sorted(asked), len(drawn)), strict=True):
         messages = list(case.messages)
-        is_number = attribute in NUMBER_ATTRIBUTES
+        is_number = attribute in vocab.UNSEEN_NUMBERS
         value = str(rng.randrange(10, 100_000)) if is_number else rng.choice(_VALUES)
         messages[case.needed[0]] = {"role": "user", "content": f"My {attribute} is {value}."}
         question = [{"role": "user", "content": asked[attribute]}]

@@ -7,6 +7,11 @@ server or version of the proxy's sources do not count. Without --tuning the sess
 the seed for reporting; do not tune anything on them. Beside the record there are `.md` with all
 tables and misses, and three `.svg`. `--part 1/2` and `--part 2/2` can run at the same time.
 
+Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
+with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
+`unseen` (questions that the training of the bundled model did not have, found by text, by the model
+itself and by both).
+
 *Against* no eviction, the oracle, `discard`, every other policy. *Fails* on a bar of
 `bench/quality/summary.py`."""
 
@@ -16,41 +21,28 @@ import argparse
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import record
-from bench.driver import Bench, Report, Row, option
-from bench.quality import misses, plots, tables
-from bench.quality.arms import CEILING, RATIOS
+from bench.driver import Bench, Report, Row, option, run_parts
+from bench.quality import plan, report
 from bench.quality.drive import TURN_FIELDS
-from bench.quality.plan import FULL, HEADLINES, QUICK, Batch, batches, part
 from bench.quality.summary import summarise
 from bench.quality.work import OPTIONS, first_seed, recorded
 from evoke_proxy.models import bundled_model
 
 
-def measure(args: argparse.Namespace) -> Sequence[Row]:
-    """Return the records of all sessions and arms."""
-    todo = _todo(args)
-    return recorded(args, "quality", todo, part(todo, *(args.part or (1, 1))))
-
-
-def _todo(args: argparse.Namespace) -> Sequence[Batch]:
-    wanted = args.cells.split(",") if args.cells else None
-    cells = [
-        cell for cell in (QUICK if args.quick else FULL) if wanted is None or cell.name in wanted
-    ]
-    ratios = (8.0,) if args.quick else RATIOS
-    embedder = "" if args.quick else _embedder(args.embedder)
-    made = batches(cells, first_seed(args), ratios, embedder)
-    if args.policies is None:
-        return made
-    policies = {CEILING, *args.policies.split(",")}
-    return [
-        Batch(batch.settings, [unit for unit in batch.units if unit.arm.policy in policies])
-        for batch in made
-    ]
+def measure(chosen: plan.Plan, args: argparse.Namespace) -> Sequence[Row]:
+    """Return the records of all sessions and arms of a plan."""
+    todo = chosen.units(first_seed(args), args.cells.split(",") if args.cells else None)
+    if args.policies is not None:
+        wanted = {plan.CEILING, *args.policies.split(",")}
+        todo = [unit for unit in todo if unit.arm.policy in wanted]
+    which, of = args.part or (1, 1)
+    mine = frozenset(list(dict.fromkeys(unit.script.name for unit in todo))[which - 1 :: of])
+    return recorded(args, todo, [unit for unit in todo if unit.script.name in mine])
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -60,16 +52,7 @@ def _part(text: str) -> tuple[int, int]:
     return int(which), int(of)
 
 
-def _embedder(name: str) -> str:
-    """The directory of the encoder; all-MiniLM-L6-v2 is exported to the cache first."""
-    if name == "minilm":
-        from bench.export_minilm import ensure
-
-        return str(ensure())
-    return "" if name == "none" else name
-
-
-def report(args: argparse.Namespace, records: Sequence[Row]) -> Report:
+def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
     """Report the bars; write the tables and pictures."""
     found = summarise(records)
     about = [
@@ -78,10 +61,10 @@ def report(args: argparse.Namespace, records: Sequence[Row]) -> Report:
         f" {'tuning' if args.tuning else 'reporting'} seeds; {record.checkout()};"
         f" {record.machine()}.",
     ]
-    texts = {".md": tables.report(found, about) + "\n" + misses.report(records)}
-    texts |= {f"-{cell}.svg": plots.curves(found["rows"], cell) for cell in HEADLINES}
-    texts["-cells.svg"] = plots.bars(found["rows"])
-    out = args.out or Path("out/bench/quality.json")
+    texts = {".md": report.text(found, records, about)}
+    texts |= {f"-{cell}.svg": report.curves(found["rows"], cell) for cell in plan.HEADLINES}
+    texts["-cells.svg"] = report.bars(found["rows"])
+    out = args.out or record.path_of(name)
     out.parent.mkdir(parents=True, exist_ok=True)
     for ending, text in texts.items():
         Path(f"{out.with_suffix('')}{ending}").write_text(text, encoding="utf-8")
@@ -108,14 +91,21 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-BENCH = Bench(
-    "quality", __doc__, "--tuning --cells facts12 --minutes 10", measure, report, (),
-    (*OPTIONS, option("--quick", False, "three short sessions at 8x"),
-     option("--policies", help="only these, beside never evicting (all there are)"),
-     option("--embedder", "minilm", "to ablate: minilm, none, or a directory"),
-     option("--part", help="every Nth session, from the Kth (1/1)", type=_part,
-            metavar="K/N")),
-)  # fmt: skip
+_OPTIONS = (
+    *OPTIONS,
+    option("--policies", help="only these, beside never evicting (all there are)"),
+    option("--part", help="every Nth session, from the Kth (1/1)", type=_part, metavar="K/N"),
+)
+PLANS = {"full": plan.FULL, "quick": plan.QUICK, "hybrid": plan.HYBRID, "ceilings": plan.CEILINGS,
+         "unseen": plan.UNTRAINED}  # fmt: skip
+PARTS = {
+    name: Bench(
+        each := "quality" if name == "full" else f"quality {name}", __doc__,
+        "--tuning --cells facts12 --minutes 10", partial(measure, chosen), partial(reported, each),
+        (), _OPTIONS,
+    )
+    for name, chosen in PLANS.items()
+}  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(BENCH.main())
+    sys.exit(run_parts(PARTS, ["full"]))

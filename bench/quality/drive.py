@@ -3,21 +3,19 @@
 Each turn resends the whole history with the scripted answers, so that the history is the same in
 every arm. Questions follow one another in the session, each after the expected answers to the
 earlier ones: a wrong answer cannot affect a later one, but later questions find resident what
-earlier ones recovered. With an encoder, the bench waits until every block is embedded before it
-asks, because people pause longer than a bench does."""
+earlier ones recovered."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.quality.arms import Arm
-from bench.quality.sessions import Script
+from bench.quality.plan import Arm
+from bench.quality.sessions import Script, right
 from bench.quality.stack import Range, Reading, Stack
-from bench.ruler import right
 from evoke_proxy.core.model.blocks import Span, clipped, count, merged
 from evoke_proxy.demo.client import Reply, Turn, chat, read_turn
 
@@ -38,8 +36,6 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
     first_probe = len(script.turns) - len(script.probes)
     for number, end in enumerate(script.turns):
         probing = number >= first_probe
-        if probing and not stack.settle():
-            faults.append(f"turn {number + 1}: blocks without vectors")
         body = {
             "messages": list(script.messages[:end]),
             "temperature": 0,
@@ -51,7 +47,7 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         reply = chat(stack.front, body, headers)
         turns.append(read_turn(number + 1, reply))
         planned = reply.headers.get("x-evoke-policy", "no plan")
-        if planned != arm.registered_policy:
+        if planned != arm.policy:
             faults.append(f"turn {number + 1}: {planned}")
         sent = reading.prompt(end)
         if turns[-1].prompt < sent and arm.policy != "truncate":
@@ -137,7 +133,6 @@ def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
         "decoded_again": any(span[1] > cursor for span in gold),
         # What was resident instead, to analyse a miss.
         "seen": [] if correct else [[span.start, span.end] for span in seen],
-        "saw": [] if correct or left_out else _described(reading, seen, cursor),
     }
 
 
@@ -145,17 +140,6 @@ def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
     """Return the gold ranges in a prompt that lacks this many tokens after its system message."""
     moved = [(start - left_out, end - left_out) for start, end in gold]
     return [span for span in moved if left_out == 0 or span[0] >= system]
-
-
-def _described(reading: Reading, seen: Sequence[Span], cursor: int) -> list[str]:
-    """Each visible stretch of the history, message by message."""
-    starts = [0, *reading.ends[:-1]]
-    return [
-        f"{number}: {reading.text((piece.start, piece.end)).strip()}"
-        for number, edges in enumerate(zip(starts, reading.ends, strict=True))
-        for piece in clipped(seen, Span(edges[0], min(edges[1], max(cursor, edges[0]))))
-        if len(piece)
-    ]
 
 
 def _redecoded_tokens(turns: Sequence[Turn]) -> int:
@@ -175,8 +159,3 @@ def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:
         if budget is not None and turn.resident_peak > budget:
             found.append(f"turn {turn.number}: peak {turn.resident_peak} over {budget}")
     return found
-
-
-def answered(probes: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many of the probes were answered correctly."""
-    return sum(bool(probe["right"]) for probe in probes)

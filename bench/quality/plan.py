@@ -1,36 +1,67 @@
-"""The sessions and arms to run, in an order in which a run may stop anywhere."""
+"""The arms, the cells and the plans: what is run, in an order in which a run may stop anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from bench.quality.arms import (
-    BEST,
-    CEILING,
-    FAILS,
-    OTHERS,
-    OURS,
-    RATIOS,
-    RECALLS,
-    Arm,
-    Variant,
-    ladder,
-    recalling,
-)
-from bench.quality.sessions import Script, scripts
+import bench.policies  # noqa: F401 -- registers what is compared with
+from bench.model.tasks import TASKS
+from bench.quality.sessions import UNSEEN, Script, scripts
 
-ABLATED_AT = 8.0
+CEILING, OURS = "no_eviction", "evoke"
+RATIOS = (3.6, 8.0, 16.0)
+# What every claim needs beside them: one that must fail, and one that must not.
+FAILS, BEST = "discard", "oracle"
+# The other policies of the proxy and of bench.policies, and the compression they are run at.
+OTHERS = (
+    "infllm", "recency", "streaming", "truncate", "h2o", "snapkv", "tova", "scored", "arkvale",
+)  # fmt: skip
+OTHERS_AT = 8.0
+# The model itself is asked what it looks for: alone, and beside what text finds.
+RECALLS = ("model", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A policy, a compression and a kind of recall.
+
+    Attributes:
+        policy: The name of a policy.
+        ratio: Session tokens divided by the budget; None without a budget.
+        recall: One of RECALLS, or "" for the proxy's default.
+    """
+
+    policy: str
+    ratio: float | None = None
+    recall: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the arm in tables and in the journal."""
+        policy = f"{self.policy}+{self.recall}" if self.recall else self.policy
+        return policy if self.ratio is None else f"{policy}@{self.ratio:g}x"
+
+    def budget(self, tokens: int) -> int | None:
+        """The budget in tokens for a session of that many."""
+        return None if self.ratio is None else int(tokens / self.ratio)
+
+    def body(self, tokens: int) -> dict[str, Any]:
+        """Our fields of a request, for a session of that many tokens."""
+        body: dict[str, Any] = {"evoke_policy": self.policy}
+        if self.recall:
+            body["evoke_recall"] = self.recall
+        budget = self.budget(tokens)
+        return body if budget is None else {**body, "evoke_budget": budget}
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Sessions of one kind. All get the ceiling and our own policy, the first `best` of them the
     oracle and the first `core` of them `discard` beside it, at compressions `controls`, the first
-    `asked` ours with the model's own recall, the first `wide` every other policy at ABLATED_AT, the
-    first `ablated` the variants. `times`: how many of the task's sessions are told and asked in
-    one."""
+    `asked` ours with the model's own recall, the first `wide` every other policy at OTHERS_AT.
+    `times`: how many of the task's sessions are told and asked in one."""
 
     name: str
     task: str
@@ -38,23 +69,49 @@ class Cell:
     sessions: int
     times: int = 1
     wide: int = 0
-    ablated: int = 0
     core: int = 3
     best: int = 3
     asked: int = 0
-    controls: Sequence[float] = (ABLATED_AT,)
+    controls: Sequence[float] = (OTHERS_AT,)
 
     def arms(self, session: int, ratios: Sequence[float]) -> list[Arm]:
-        """Those that the session of this number is run under."""
-        found = ladder((CEILING, OURS), ratios)
+        """Those that the session of this number is run under; the ceiling alone without ratios."""
+        found = [Arm(CEILING), *(Arm(OURS, ratio) for ratio in ratios)]
         within = [ratio for ratio in ratios if ratio in self.controls]
         for name, first in ((FAILS, self.core), (BEST, self.best)):
             found += [Arm(name, ratio) for ratio in within if session < first]
         if session < self.asked:
-            found += [recalling(recall, ratio) for recall in RECALLS for ratio in ratios]
+            found += [Arm(OURS, ratio, recall) for recall in RECALLS for ratio in ratios]
         if session < self.wide:
-            found += [Arm(name, ABLATED_AT) for name in OTHERS]
+            found += [Arm(name, OTHERS_AT) for name in OTHERS]
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Cells, and the compressions they are run at."""
+
+    cells: Sequence[Cell]
+    ratios: Sequence[float] = RATIOS
+
+    def units(self, seed: int, wanted: Sequence[str] | None = None) -> list[Unit]:
+        """Return all that is to be run, of the `wanted` cells where they are named.
+
+        Sessions of all cells come in turn, so that a run that is stopped has some of each.
+        """
+        cells = [cell for cell in self.cells if wanted is None or cell.name in wanted]
+        drawn = {
+            cell: scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times) for cell in cells
+        }
+        order = sorted(
+            ((i / cell.sessions, cell, i) for cell in cells for i in range(cell.sessions)),
+            key=lambda item: item[0],
+        )
+        return [
+            Unit(cell.name, drawn[cell][i], arm)
+            for _, cell, i in order
+            for arm in cell.arms(i, self.ratios)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,120 +128,46 @@ class Unit:
         return f"{self.cell}/{self.script.name}/{self.arm.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Units of the same proxy settings; those of one session stand together."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    units: Sequence[Unit] = ()
-
-
 # What the bars are about: more than 200 facts each in the full form.
-HEADLINES: Mapping[str, Sequence[str]] = {
-    "needle": ("needle",),
-    "multi-fact": ("facts5", "facts12", "facts20", "codes"),
-}
-FULL = (
-    Cell("needle", "needle", 4000, 20, core=5, best=20, asked=10, wide=4, controls=RATIOS),
-    Cell("facts5", "facts5", 4000, 8, core=2, best=8, asked=2, controls=RATIOS),
-    Cell("facts12", "facts12", 4000, 6, 1, 4, 4, core=4, best=6, asked=2, controls=RATIOS),
-    Cell("facts20", "facts20", 4000, 4, core=1, best=4, asked=3, controls=RATIOS),
-    Cell("codes", "codes", 4000, 3, times=3, core=1, best=3, asked=1, controls=RATIOS),
-    Cell("updates", "updates", 4000, 13),
-    Cell("files", "files", 4000, 7, times=2),
-    Cell("rereads", "rereads-apart", 2500, 27, times=2),
-    Cell("paraphrase", "paraphrase", 4000, 9, times=4, asked=6, ablated=6),
-    Cell("unknown", "unknown-said", 4000, 5, times=4),
-    Cell("long", "facts12", 7000, 5, core=2),
-)
-QUICK = (Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1))
-# Sizes of blocks, each at the highest compression at which some fit beside the sinks and the
-# latest tokens.
-BLOCKS = {32: 16.0, 128: 16.0, 256: 8.0, 512: 3.6}
-# Blocks of an InfLLM look-up, beside its 8, where so many fit and where more do not.
-LOOK_UPS = {2: 8.0, 4: 8.0, 16: 3.6}
-
-
-def batches(
-    cells: Sequence[Cell], seed: int, ratios: Sequence[float] = RATIOS, embedder: str = ""
-) -> list[Batch]:
-    """Everything to run, the main part first, with the proxy's defaults and no embedder.
-
-    `embedder` is the directory of the one that is ablated, "" for none.
-    """
-    drawn = {
-        cell: scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times) for cell in cells
-    }
-    # Sessions of all cells in turn, so that a run that is stopped has some of each.
-    order = sorted(
-        ((i / cell.sessions, cell, i) for cell in cells for i in range(cell.sessions)),
-        key=lambda item: item[0],
+HEADLINES = {"needle": ("needle",), "multi-fact": ("facts5", "facts12", "facts20", "codes")}
+FULL = Plan(
+    (
+        Cell("needle", "needle", 4000, 20, core=5, best=20, asked=10, wide=4, controls=RATIOS),
+        Cell("facts5", "facts5", 4000, 8, core=2, best=8, asked=2, controls=RATIOS),
+        Cell("facts12", "facts12", 4000, 6, 1, 4, core=4, best=6, asked=2, controls=RATIOS),
+        Cell("facts20", "facts20", 4000, 4, core=1, best=4, asked=3, controls=RATIOS),
+        Cell("codes", "codes", 4000, 3, times=3, core=1, best=3, asked=1, controls=RATIOS),
+        Cell("updates", "updates", 4000, 13),
+        Cell("files", "files", 4000, 7, times=2),
+        Cell("rereads", "rereads-apart", 2500, 27, times=2),
+        Cell("paraphrase", "paraphrase", 4000, 9, times=4, asked=6),
+        Cell("unknown", "unknown-said", 4000, 5, times=4),
+        Cell("long", "facts12", 7000, 5, core=2),
     )
-    main = [
-        Unit(cell.name, drawn[cell][i], arm) for _, cell, i in order for arm in cell.arms(i, ratios)
-    ]
-    found = [Batch({}, main)]
-    for settings, arms in _by_settings(variants(embedder)):
-        units = [
-            Unit(cell.name, drawn[cell][i], variant.arm)
-            for _, cell, i in order
-            for variant in arms
-            if i < cell.ablated and cell.name in variant.cells
-        ]
-        if units:
-            found.append(Batch(settings, units))
-    return found
-
-
-def _by_settings(
-    found: Iterable[Variant],
-) -> Iterator[tuple[Mapping[str, Any], Sequence[Variant]]]:
-    """Those that the same proxy can run, together."""
-    groups: dict[str, list[Variant]] = {}
-    for variant in found:
-        groups.setdefault(repr(sorted(variant.settings.items())), []).append(variant)
-    return ((group[0].settings, group) for group in groups.values())
-
-
-def part(todo: Sequence[Batch], which: int, of: int) -> list[Batch]:
-    """Every `of`th session of each batch, from number `which` on, which counts from 1."""
-    found = []
-    for batch in todo:
-        names = list(dict.fromkeys(unit.script.name for unit in batch.units))
-        mine = frozenset(names[which - 1 :: of])
-        found.append(Batch(batch.settings, [u for u in batch.units if u.script.name in mine]))
-    return found
-
-
-def variants(embedder: str) -> list[Variant]:
-    """Policies with one thing changed each.
-
-    What facts are found by their words is hardly to be lost on: block sizes and look-ups are told
-    apart by questions in other words, whose facts come anywhere in a ranking by meaning.
-    """
-    without_recovery = Arm(OURS, ABLATED_AT, "no_recovery", {"evoke_recovery": "discard"})
-    attention = Arm(OURS, ABLATED_AT, "attention", {"evoke_policy": "evoke_attention"})
-    found = [
-        Variant(without_recovery, ("facts12",)),
-        Variant(attention, ("facts12",)),
-    ]
-    return found + _by_meaning({"embedder.directory": embedder}) if embedder else found
-
-
-def _by_meaning(setting: Mapping[str, Any]) -> list[Variant]:
-    """What an embedder is worth, and with it size and number of blocks."""
-
-    def changed(policy: str, ratio: float, what: str = "", **settings: object) -> Variant:
-        label = f"embedder+{what}" if what else "embedder"
-        dotted = {f"policy.{name}": value for name, value in settings.items()}
-        return Variant(Arm(policy, ratio, label), ("paraphrase",), {**setting, **dotted})
-
-    found = [changed(OURS, ratio) for ratio in RATIOS]
-    found += [Variant(recalling("fused", r, "embedder"), ("paraphrase",), setting) for r in RATIOS]
-    for size, ratio in BLOCKS.items():
-        found.append(changed(OURS, ratio, f"block{size}", block_tokens=size))
-    found += [changed("infllm", ratio) for ratio in dict.fromkeys(LOOK_UPS.values())]
-    for blocks, ratio in LOOK_UPS.items():
-        arm = Arm("infllm", ratio, f"embedder+k{blocks}", {"evoke_policy": f"infllm_k{blocks}"})
-        found.append(Variant(arm, ("paraphrase",), setting))
-    return found
+)
+QUICK = Plan((Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1)), (8.0,))
+# Shorter, for models with recurrent layers.
+_SHORT = (3.6, 8.0)
+HYBRID = Plan(
+    (
+        Cell("needle", "needle", 2000, 8, core=2, controls=_SHORT),
+        Cell("facts5", "facts5", 1500, 8, core=2, controls=_SHORT),
+        Cell("facts12", "facts12", 2500, 3, core=1, controls=_SHORT),
+    ),
+    _SHORT,
+)
+# What the model answers when nothing is evicted: about 60 questions for each task and length.
+_PROBES = {"needle": 10, "facts12": 12, "facts20": 20, "updates": 4, "files": 4, "rereads": 4,
+           "unknown": 3, "unknown-said": 3, "rereads-apart": 2}  # fmt: skip
+CEILINGS = Plan(
+    tuple(
+        Cell(f"{task} {tokens}", task, tokens, -(-60 // _PROBES.get(task, 5)))
+        for task in TASKS
+        for tokens in (1000, 4000, 7000)
+    ),
+    (),
+)
+# Questions that the training of the bundled model did not have, beside some that it had.
+UNTRAINED = Plan(
+    tuple(Cell(name, name, 2500, 6, core=0, best=0, asked=6) for name in UNSEEN), (8.0,)
+)

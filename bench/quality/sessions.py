@@ -1,7 +1,10 @@
 """The sessions: the messages of every turn, and the questions at the end.
 
 They come from the generator that the bundled model was trained with (bench/model), with seeds that
-neither training nor evaluation used. Do not tune anything on the seeds of REPORTING."""
+neither training nor evaluation used. Do not tune anything on the seeds of REPORTING. The tasks of
+UNSEEN ask for facts that were stated once: `trained` (questions of the training), `new question`
+(trained attributes, new questions), `new attribute` (the question in the words of the statement)
+and `new, reworded` (in other words), by the lists of `bench/model`."""
 
 from __future__ import annotations
 
@@ -10,15 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.model import text, vocab
+from bench.model.facts import Fact, abstains
 from bench.model.tasks import (
     Message,
     Probe,
     Session,
     draw_facts,
+    estimated_tokens,
     exchange,
     probe_of,
     sessions,
+    statement_exchange,
 )
+from evoke_proxy.demo.runner import recalled
 
 TUNING = range(6_000_000, 6_000_100)
 REPORTING = range(7_000_000, 7_000_100)
@@ -28,6 +35,8 @@ AT_A_DEPTH = 2
 # So far from there at most, so that a fact does not always stand at the same place of its message.
 JITTER = 0.02
 NEEDLE = "needle"
+UNSEEN = ("trained", "new question", "new attribute", "new, reworded")
+_UNSEEN_FACTS = 6  # of a session
 _TOKENS_A_SENTENCE = 12
 _SENTENCES_A_MESSAGE = 15
 
@@ -62,11 +71,18 @@ def scripts(seed: int, task: str, tokens: int, count: int, times: int = 1) -> li
     """
     if task == NEEDLE:
         return [_needle(seed, tokens, index) for index in range(count)]
+    if task in UNSEEN:
+        return [_unseen(seed, task, tokens, index) for index in range(count)]
     named = task if times == 1 else f"{task}x{times}"
     return [
         _script(_name(seed, named, tokens, index), seed, session)
         for index, session in enumerate(sessions(seed, task, tokens, count, times))
     ]
+
+
+def right(answer: str, probe: Probe) -> bool:
+    """Return whether an answer is the expected one."""
+    return abstains(answer) if probe.value is None else recalled(answer, probe.value)
 
 
 def _name(seed: int, task: str, tokens: int, index: int) -> str:
@@ -98,3 +114,47 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
     messages = [system, *(message for part in said for message in part)]
     session = Session(NEEDLE, messages, [probe_of(needles[i]) for i in asked])
     return _script(name, seed, session, [depths[i] for i in asked])
+
+
+def _unseen(seed: int, task: str, tokens: int, index: int) -> Script:
+    """Six facts, each stated once; every question of a task comes once before one comes twice."""
+    asked, first = _questions(task), index * _UNSEEN_FACTS
+    order = random.Random(f"{seed} {first // len(asked)}").sample(sorted(asked), len(asked))
+    chosen = (order * 2)[first % len(asked) :][:_UNSEEN_FACTS]
+    name = _name(seed, task, tokens, index)
+    rng = random.Random(name)
+    facts = [Fact("my", (attribute,), *_drawn(rng, attribute)) for attribute in chosen]
+    parts = [statement_exchange(fact) for fact in facts]
+    room = tokens - sum(estimated_tokens(part) for part in parts)
+    while room > 0:
+        filler = exchange(*text.filler(rng, min(15, max(1, room // 13))))
+        parts.insert(rng.randrange(len(parts) + 1), filler)
+        room -= estimated_tokens(filler)
+    probes = [Probe(fact, asked[fact.parts[0]], fact.answer, fact.value) for fact in facts]
+    rng.shuffle(probes)
+    messages = [
+        {"role": "system", "content": vocab.SYSTEM_PROMPTS[0]},
+        *(message for part in parts for message in part),
+    ]
+    return _script(name, seed, Session(task, messages, probes))
+
+
+def _questions(task: str) -> dict[str, str]:
+    """Return the questions of a task of UNSEEN by attribute."""
+    if task == "new question":
+        return dict(vocab.NEW_QUESTIONS)
+    reworded = {**vocab.UNSEEN_PAIRS, **vocab.UNSEEN_NUMBERS}
+    if task == "new, reworded":
+        return reworded
+    listed = (*vocab.PAIR_ATTRIBUTES, *vocab.NUMBER_ATTRIBUTES)
+    same = {name: f"What is my {name}?" for name in (listed if task == "trained" else reworded)}
+    trained = {**vocab.PAIR_PARAPHRASES, **vocab.NUMBER_PARAPHRASES} if task == "trained" else {}
+    return {**trained, **same}
+
+
+def _drawn(rng: random.Random, attribute: str) -> tuple[str, str]:
+    """Return the type of an attribute's values, and a value."""
+    numbers = (*vocab.NUMBER_ATTRIBUTES, *vocab.NUMBER_PARAPHRASES, *vocab.UNSEEN_NUMBERS)
+    listed = "number" if attribute in numbers else "pair"
+    type_ = "code" if attribute in vocab.CODE_ATTRIBUTES else listed
+    return type_, text.value(rng, type_)

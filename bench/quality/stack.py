@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from bench.llama import Llama
-from bench.metrics import samples
 from bench.proxy import tuned_proxy_command
 from bench.quality.sessions import Script
-from evoke_proxy.config import PolicyConfig, keys, put
+from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
@@ -26,7 +22,6 @@ from evoke_proxy.demo.client import resident_now
 from evoke_proxy.demo.processes import free_port, server_command, serving
 
 CONTEXT = 12288
-_SETTLE_S = 60.0
 _UNKNOWN = "\0"  # pieces of the template, which no fact contains
 
 Range = tuple[int, int]
@@ -34,11 +29,10 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The ports of one server with one slot and of its proxy, which may have an embedder."""
+    """The ports of one server with one slot and of its proxy."""
 
     upstream: int
     front: int
-    embeds: bool = False
 
     def resident(self) -> Sequence[Range]:
         """The ranges the slot holds now."""
@@ -48,15 +42,6 @@ class Stack:
         """Empty the slot: a run does not begin on rows of the one before."""
         Llama(self.upstream).erase()
 
-    def settle(self) -> bool:
-        """Wait until no block waits for its vector, as a user's pause would; False when in vain."""
-        until = time.monotonic() + _SETTLE_S
-        while self.embeds and samples(self.front).get("evoke_embed_waiting", 0.0) > 0:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.1)
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -64,7 +49,6 @@ class Reading:
     behind its last message. `gold[i]` are the places where probe i's fact is told, `blocks` what
     the proxy cuts the prompt into."""
 
-    pieces: Sequence[str]
     ends: Sequence[int]
     generation: int
     gold: Sequence[Sequence[Range]]
@@ -74,30 +58,20 @@ class Reading:
         """How many tokens a request with the first messages has."""
         return self.ends[n_messages - 1] + self.generation
 
-    def text(self, span: Range) -> str:
-        """What these tokens say."""
-        return "".join(self.pieces[slice(*span)]).replace(_UNKNOWN, "")
-
 
 @contextmanager
-def stack(server: Path, model: Path, settings: Mapping[str, Any], logs: Path) -> Iterator[Stack]:
-    """Run both until the block is left; `settings` are dotted keys of the proxy's configuration."""
+def stack(server: Path, model: Path, options: Sequence[str], logs: Path) -> Iterator[Stack]:
+    """Run both until the block is left; `options` are those of the server."""
     upstream, front = free_port(), free_port()
     command = server_command(server, model, upstream, blocks=True)
     command[command.index("-c") + 1] = str(CONTEXT)
-    tree: dict[str, Any] = {}
-    for key in settings.keys() & set(keys()):
-        put(tree, key, settings[key])
-    tuning = {key: value for key, value in settings.items() if key not in keys()}
     with tempfile.TemporaryDirectory() as folder:
-        command += ["--slot-save-path", folder]  # without it no slot can be erased
-        config = Path(folder) / "evoke.yaml"
-        config.write_text(yaml.safe_dump(tree), "utf-8")
-        options = ["--log-level", "warning", "--config", str(config)]
-        proxy = [*tuned_proxy_command(front, upstream, tuning), *options]
+        # Without a folder no slot can be erased.
+        command += ["--slot-save-path", folder, *options]
         with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
+            proxy = [*tuned_proxy_command(front, upstream, {}), "--log-level", "warning"]
             with serving(proxy, front, logs / f"{upstream}-proxy.log"):
-                yield Stack(upstream, front, bool(settings.get("embedder.directory")))
+                yield Stack(upstream, front)
 
 
 def read(upstream: int, script: Script) -> Reading:
@@ -127,7 +101,7 @@ def read(upstream: int, script: Script) -> Reading:
             raise ValueError(f"{script.name}: {probe.fact.statement!r} is not in the prompt")
         gold.append(found)
     generation = len(pieces) - rendered["generation"]
-    return Reading(pieces, ends, generation, gold, _blocks(rendered, body["body"]))
+    return Reading(ends, generation, gold, _blocks(rendered, body["body"]))
 
 
 def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:

@@ -6,19 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.quality.arms import CEILING, plain_of
-from bench.quality.plan import HEADLINES
-from bench.stats import clustered, mcnemar, paired, share_interval
+from bench.quality.plan import CEILING, HEADLINES
+from bench.stats import clustered, mcnemar, share_interval
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
 Which = Callable[[Record, Mapping[str, Any]], bool]
 BARS = {3.6: 0.98, 8.0: 0.97, 16.0: 0.95}
 # Who says to reach them, beside our policy by text in HEADLINES: text alone cannot find what shares
-# no word with the question, and an encoder alone finds what it can.
+# no word with the question.
 CLAIMS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(HEADLINES, ("evoke+model", "evoke+fused")),
-    "paraphrase": ("evoke+model", "evoke+fused", "evoke+embedder+fused"),
+    "paraphrase": ("evoke+model", "evoke+fused"),
 }
 _DISCARD_SLACK = 0.05
 # How near to the ceiling the oracle must be: answers change both ways where the model is unsure.
@@ -28,7 +27,7 @@ _CEILING_LEAST, _MIN_QUESTIONS = 0.98, 50
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
-    """Return `rows` (a cell and an arm each), `depths`, `ablations`, `checks`, `violations`."""
+    """Return `rows` (a cell and an arm each), `depths`, `checks` and `violations`."""
     cells = {record["cell"]: (record["cell"],) for record in records}
     rows = [
         row
@@ -41,12 +40,8 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
         for depth in depths
         for row in rows_of(records, "needle", _at(depth))
     ]
-    found = {
-        "rows": rows,
-        "depths": by_depth,
-        "ablations": ablations(records),
-        "violations": violations(records),
-    }
+    faults = [f"{r['session']} {r['arm']}: {fault}" for r in records for fault in r["faults"]]
+    found = {"rows": rows, "depths": by_depth, "violations": faults}
     return {**found, "checks": checks(found)}
 
 
@@ -117,6 +112,7 @@ def _row(
         "visible": sum(bool(probe["visible"]) for probe, _ in flat) / n,
         "decoded_again": sum(bool(probe["decoded_again"]) for probe, _ in flat),
         "again_tokens": sum(record["again"] for record in records),
+        "wall_s": sum(record["wall_s"] for record in records),
         "peak_share": max(
             (turn[-1] / r["budget"] for r in records if r["budget"] for turn in r["turns"]),
             default=None,
@@ -126,51 +122,6 @@ def _row(
 
 def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
     return None if interval is None else [round(edge, 4) for edge in interval]
-
-
-def violations(records: Iterable[Record]) -> list[str]:
-    """Return every turn whose counts do not add up or whose peak exceeds the budget, in words."""
-    return [f"{r['session']} {r['arm']}: {fault}" for r in records for fault in r["faults"]]
-
-
-def ablations(records: Sequence[Record]) -> list[Row]:
-    """Each variant beside the arm without its last change, on the sessions both were run on."""
-    found: list[Row] = []
-    for arm in dict.fromkeys(record["arm"] for record in records):
-        plain = plain_of(arm)
-        units = {_unit(record) for record in records if record["arm"] == plain}
-        units &= {_unit(record) for record in records if record["arm"] == arm}
-        mine = [r for r in records if _unit(r) in units and r["arm"] in (arm, plain, CEILING)]
-        for cell in dict.fromkeys(cell for cell, _ in sorted(units)):
-            rows = {row["arm"]: row for row in rows_of(mine, cell, in_cells((cell,)))}
-            if plain is not None and arm in rows and plain in rows:
-                found.append({**rows[arm], "plain": rows[plain], **_beside(mine, cell, plain, arm)})
-    return found
-
-
-def _unit(record: Record) -> tuple[str, str]:
-    return record["cell"], record["session"]
-
-
-def _beside(records: Sequence[Record], cell: str, plain: str, arm: str) -> Row:
-    """Of the same questions `lost` are those that only `plain` answers, `gained` those that only
-    `arm` does; `more` is the difference of their shares, `more_95` its interval, `p` McNemar's."""
-    said: dict[str, dict[str, Sequence[bool]]] = {plain: {}, arm: {}}
-    for record in records:
-        if record["cell"] == cell and record["arm"] in said:
-            answers = [bool(probe["right"]) for probe in record["probes"]]
-            said[record["arm"]][record["session"]] = answers
-    pairs = [list(zip(one, said[arm][name], strict=True)) for name, one in said[plain].items()]
-    lost = [pair.count((True, False)) for pair in pairs]
-    gained = [pair.count((False, True)) for pair in pairs]
-    asked = [len(pair) for pair in pairs]
-    return {
-        "lost": sum(lost),
-        "gained": sum(gained),
-        "p": mcnemar(sum(lost), sum(gained)),
-        "more": (sum(gained) - sum(lost)) / sum(asked),
-        "more_95": _rounded(paired(lost, gained, asked)),
-    }
 
 
 def checks(found: Mapping[str, Any]) -> list[Row]:

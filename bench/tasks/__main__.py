@@ -37,33 +37,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench import charts, criteria
-from bench.driver import Bench, Report, Row, option, run_parts
-from bench.engines import (
-    OPTIONS,
-    InProcess,
-    Setting,
-    engine,
-    history_of,
-    settings_of,
-    shares_of,
-)
-from bench.evidence import factorial
-from bench.fills import FILLS
-from bench.presence import (
-    ARMS,
-    NO_EVICTION,
-    Asked,
-    Talk,
-    cells,
-    compared,
-    differing,
-    measure,
-    misses,
-    summarise,
-    tables,
-    under,
-    verdicts_of,
-)
+from bench.driver import Report, Row, option, run_parts
+from bench.engines import history_of
+from bench.presence import Asked, Corpus, Talk, cells, misses, summarise, tables, verdicts_of
 from bench.tasks.cases import Case, cases, kinds
 from bench.tasks.templates import TEMPLATES
 
@@ -92,7 +68,6 @@ COLOURS: Mapping[str, str] = {
     "oracle": "#7a7a7a",
 }
 _MEAN, _ALL = "mean of kinds", "all kinds"
-_CELL = ("kind", "length")
 
 
 def talk_of(case: Case) -> Talk:
@@ -116,21 +91,10 @@ def chosen(args: argparse.Namespace, length: int) -> Iterator[Talk]:
             yield from map(talk_of, cases(args.split, kind, length, count))
 
 
-def lengths_of(args: argparse.Namespace) -> list[int]:
-    """Return the lengths of conversations that were asked for."""
-    return [int(part) for part in args.lengths.split(",")]
-
-
-def rows_of(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of all arms."""
-    measured = [NO_EVICTION.arm, *FILLS, *(setting.arm for setting in settings_of(args))]
-    asked = args.arms.split(",") if args.arms else ARMS
-    arms = [arm for arm in measured if arm in asked]
-    for length in lengths_of(args):
-        with engine(args.server, length, args.embedder) as made:
-            for talk in chosen(args, length):
-                yield from measure(made, talk, shares_of(args), arms)
-                print(talk.asked[0].id, file=sys.stderr, flush=True)
+def batches(args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Talk]]]:
+    """Yield the cases that were asked for by the length of conversations."""
+    for length in map(int, args.lengths.split(",")):
+        yield length, chosen(args, length)
 
 
 def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -144,7 +108,7 @@ def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def summary_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the summary by length and share, with the means of kinds."""
-    summary = summarise(rows, "length", grouped)
+    summary = summarise(rows, CORPUS.by, grouped)
     for shares in summary.values():
         for said in shares.values():
             of_kind = [arms for cell, arms in said["arms"].items() if cell != _ALL]
@@ -185,65 +149,20 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     bars = bars_of(summary)
     missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
     missed += criteria.failed(verdicts_of(summary))
-    talks = [talk for length in lengths_of(args) for talk in chosen(args, length)]
-    said = ["\n\n".join(tables(summary)), *misses(rows, talks, args.misses)]
+    said = ["\n\n".join(tables(summary)), *misses(rows, CORPUS.talks(args), args.misses)]
     found = {"split": args.split, "lengths": summary, "bars": bars, "missed": missed}
     drawn = picture(summary, args.split)
-    return Report(found, missed, rows=cells(rows, _CELL), picture=drawn, said="\n".join(said))
+    return Report(found, missed, rows=cells(rows, CORPUS.keys), picture=drawn, said="\n".join(said))
 
 
-def factorial_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of the default with each combination of signals, of the first length."""
-    drawn = list(chosen(args, lengths_of(args)[0]))
-
-    def of(made: InProcess, setting: Setting) -> Iterator[Row]:
-        for talk in drawn:
-            for share in shares_of(args):
-                yield from under(made, talk, share, setting)
-
-    yield from factorial.measured(of)
-
-
-def of_factorial(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report the effect of each signal by share and kind."""
-    summary = {
-        f"1/{share}": {
-            kind: factorial.effects(mine)
-            for kind, mine in grouped([row for row in rows if row["share"] == share]).items()
-        }
-        for share in shares_of(args)
-    }
-    return Report({"split": args.split, **summary}, rows=cells(rows, _CELL))
-
-
-def both_forms(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield each case of the first length under the default, in this process and on servers."""
-    length = lengths_of(args)[0]
-    with engine(True, length) as real:
-        yield from compared(InProcess(), real, chosen(args, length), shares_of(args))
-
-
-_OPTIONS = (
-    option("--split", "reporting", choices=TEMPLATES),
-    option("--kinds", "", "separated by commas (all)"),
-    option("--lengths", "4000,32000,128000", "of conversations, in tokens"),
-    option("--count", 0, "cases of a kind (40, 16, 6 by length)"),
-    *OPTIONS,
-)
-PARTS = {
-    "all": Bench(
-        "tasks", __doc__, "--split tuning --lengths 4000 --shares 8", rows_of, report, (), _OPTIONS
-    ),
-    "factorial": Bench(
-        "tasks factorial", __doc__, "--split tuning --lengths 4000 --shares 8 --count 6",
-        factorial_rows, of_factorial, (), _OPTIONS,
-    ),
-    "agree": Bench(
-        "tasks agree", __doc__, "--split tuning --count 1 --lengths 4000 --shares 8", both_forms,
-        lambda _, rows: Report({"cases": len(rows)}, differing(rows)),
-        ("conversation", "question", "share", "in_process", "on_servers"), _OPTIONS,
-    ),
-}  # fmt: skip
+CORPUS = Corpus(
+    "tasks", __doc__, batches, "length", grouped, ("kind", "length"),
+    (option("--split", "reporting", choices=TEMPLATES),
+     option("--kinds", "", "separated by commas (all)"),
+     option("--lengths", "4000,32000,128000", "of conversations, in tokens"),
+     option("--count", 0, "cases of a kind (40, 16, 6 by length)")),
+)  # fmt: skip
+PARTS = CORPUS.parts(report, "--split tuning --lengths 4000 --shares 8 --count 6")
 
 if __name__ == "__main__":
     sys.exit(run_parts(PARTS, ["all"]))

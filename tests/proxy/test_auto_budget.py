@@ -9,8 +9,7 @@ import pytest
 from conversation import ChatClient
 from harness import llama_server, proxy, server_binary, until
 
-from bench.quality.sessions import Script, scripts
-from bench.ruler import right
+from bench.quality.sessions import Script, right, scripts
 from evoke_proxy.cli.main import main
 
 CELLS, LOGICAL, RESERVE = 1024, 8192, 256

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 
 import pytest
+from client_shapes import SHAPES, converse, script
 from harness import ask, llama_server, proxy, server_binary
-
-from bench.shapes import SHAPES, converse, script
 
 BUDGET = 512
 

@@ -13,20 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.quality import misses, plots, tables
-from bench.quality.arms import RATIOS, Arm, ladder, plain_of, recalling
-from bench.quality.journal import Journal, chosen
-from bench.quality.plan import FULL, HEADLINES, QUICK, batches
-from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, scripts
+from bench.quality import report
+from bench.quality.__main__ import PLANS
+from bench.quality.plan import FULL, HEADLINES, QUICK, RATIOS, Arm
+from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, right, scripts
 from bench.quality.summary import checks, summarise
-from bench.stats import (
-    clustered,
-    design_effect,
-    mcnemar,
-    paired,
-    share_interval,
-    wilson,
-)
+from bench.record import Journal
+from bench.stats import clustered, design_effect, mcnemar, share_interval, wilson
 
 
 def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any) -> dict[str, Any]:
@@ -41,7 +34,7 @@ def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any)
         {
             "question": f"q{i}",
             "expected": "x",
-            "answer": "y",
+            "answer": "other | text",
             "known": True,
             "depth": None,
             "right": answer == "1",
@@ -49,7 +42,6 @@ def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any)
             "decoded_again": False,
             "gold": [[10, 20]],
             "seen": [[10, 14]] if seen == "2" else [[10, 20]] if seen == "1" else [],
-            "saw": ["1: other | text"],
         }
         for i, (answer, seen) in enumerate(zip(answers, visible, strict=True))
     ]
@@ -61,6 +53,7 @@ def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any)
         "ratio": arm.ratio,
         "budget": arm.budget(4000),
         "again": 0,
+        "wall_s": 1.0,
         "faults": [],
         "turns": [[100, 100, 0, 0, 0, 90]],
         "probes": probes,
@@ -100,33 +93,6 @@ def test_discard_must_not_recall_more_facts_than_are_resident() -> None:
     assert bar["ok"]
 
 
-def test_a_variant_is_compared_with_its_policy_on_the_same_sessions() -> None:
-    changed = Arm("evoke", 8.0, "block32")
-    records = [
-        *(record(session, CEILING, "1111") for session in "ab"),
-        record("a", EVOKE, "1110"),
-        record("b", EVOKE, "0000"),
-        record("a", changed, "1100"),
-    ]
-    row = summarise(records)["ablations"][0]
-    assert (row["arm"], row["recall"], row["plain"]["recall"]) == ("evoke+block32@8x", 0.5, 0.75)
-    assert (row["lost"], row["gained"], row["more"]) == (1, 0, -0.25)
-    assert row["more_95"][0] < -0.25 < row["more_95"][1]
-
-
-def test_every_variant_is_run_with_the_arm_without_its_last_change() -> None:
-    assert plain_of("evoke+embedder+block32@8x") == "evoke+embedder@8x"
-    assert plain_of("evoke+embedder@8x") == "evoke@8x"
-    assert plain_of("evoke@8x") is None
-    units = [unit for batch in batches(FULL, TUNING.start, embedder="e") for unit in batch.units]
-    run = {(unit.script.name, unit.arm.name) for unit in units}
-    assert len(run) == len(units)
-    compared = {(name, arm): (name, plain_of(arm)) for name, arm in run if plain_of(arm)}
-    uncompared = {unit for unit, plain in compared.items() if plain not in run}
-    # A unit without its plain arm is itself the plain arm of another one.
-    assert len(compared) > 50 and uncompared <= set(compared.values())
-
-
 @pytest.mark.parametrize(("wrong", "ok"), [(1, True), (2, False)])
 def test_a_model_without_recall_invalidates_the_run(wrong: int, ok: bool) -> None:
     records = [record("a", CEILING, "0" * wrong + "1" * (60 - wrong), cell="files")]
@@ -153,20 +119,19 @@ def test_a_turn_over_its_budget_is_named_and_invalidates_the_run() -> None:
 def test_the_report_lists_every_cell_and_every_miss() -> None:
     records = [record("a", CEILING, "111"), record("a", EVOKE, "110", visible="110")]
     result = summarise(records)
-    text = tables.report(result, ["about"]) + misses.report(records)
+    text = report.text(result, records, ["about"])
     assert "### facts5" in text and "### multi-fact" in text
-    assert "1 in all; of 1 the fact was not in the cache" in text
-    assert "1: other \\| text" in text
+    assert "## Questions that evoke lost\n\n1 in all." in text
+    assert "| other \\| text | not chosen |" in text
     assert "| facts5 | evoke@8x | 1 | 0 | 0 | 0 |" in text
-    assert "<polyline" in plots.curves(result["rows"], "multi-fact")
-    assert "<rect" in plots.bars(result["rows"])
+    assert "<polyline" in report.curves(result["rows"], "multi-fact")
+    assert "<rect" in report.bars(result["rows"])
 
 
 def test_a_miss_has_a_cause_and_a_partly_resident_fact_was_cut_in_two() -> None:
     records = [record("a", CEILING, "111"), record("a", EVOKE, "000", visible="012")]
-    result = [misses.cause(probe) for _, probe in misses.missed(records, "evoke")]
+    result = [report.cause(probe) for _, probe in report.missed(records, "evoke")]
     assert result == ["not chosen", "there, answered otherwise", "cut in two"]
-    assert "4 of 10" in misses.report(records)
 
 
 def test_the_wilson_interval_has_published_values() -> None:
@@ -206,27 +171,15 @@ def test_the_bootstrap_interval_covers_the_true_ratio() -> None:
     assert share_interval([0, 0], [0, 0], [0, 0]) is None
 
 
-def test_the_interval_of_a_paired_difference_has_published_values() -> None:
-    # p12 = 8 / 52, p21 = 2 / 52: (p12 - p21) -+ 1.96 sqrt((p12 + p21 - (p12 - p21)^2) / 52)
-    low, high = paired([1] * 1 + [0] * 49, [0] * 43 + [1] * 7, [1] * 50)
-    # With one question per session the design effect is 50 / 49.
-    assert low == pytest.approx(-0.0007, abs=2e-3) and high == pytest.approx(0.2308, abs=2e-3)
-    assert paired([0] * 20, [0] * 20, [10] * 20)[1] == pytest.approx(0.0137, abs=1e-4)
-    correlated = paired([10, 0, 0, 0], [0, 10, 0, 0], [20] * 4)
-    independent = paired([3, 2, 3, 2], [2, 3, 2, 3], [20] * 4)
-    assert correlated[1] - correlated[0] > 2 * (independent[1] - independent[0])
-
-
 def test_an_arm_with_a_bar_is_checked_against_it() -> None:
-    arm = recalling("fused", 16.0, "embedder")
+    arm = Arm("evoke", 16.0, "fused")
     records = [
         record("a", CEILING, "1" * 20, cell="paraphrase"),
         record("a", arm, "00" + "1" * 18, cell="paraphrase"),
         record("a", Arm("evoke", 16.0), "0" * 20, cell="paraphrase"),
     ]
     (bar,) = [check for check in checks(summarise(records)) if "evoke" in check["bar"]]
-    assert bar["bar"] == "paraphrase: evoke+embedder+fused@16x" and not bar["ok"]
-    assert plain_of(arm.name) == "evoke+embedder@16x"
+    assert bar["bar"] == "paraphrase: evoke+fused@16x" and not bar["ok"]
 
 
 def test_a_share_without_a_loss_still_has_an_interval() -> None:
@@ -244,7 +197,7 @@ def test_a_journal_continues_after_an_incomplete_line(tmp_path: Path) -> None:
         file.write('{"config": "new", "unit": "c", "x"\n')
     Journal(path, "new").append("a", {"x": 3})
     result = Journal(path, "new").records()
-    assert [item["x"] for item in chosen(result, ["a", "b", "c"])] == [3]
+    assert {key: item["x"] for key, item in result.items()} == {"a": 3}
     assert json.loads(path.read_text("utf-8").splitlines()[0])["config"] == "new"
 
 
@@ -298,7 +251,7 @@ def test_reread_files_share_no_text_with_each_other() -> None:
 
 @pytest.mark.parametrize("name", list(HEADLINES))
 def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once(name: str) -> None:
-    units = [unit for batch in batches(FULL, TUNING.start) for unit in batch.units]
+    units = FULL.units(TUNING.start)
     assert len(units) == len({unit.key for unit in units})
     n_required = {"evoke": 200, "oracle": 200, "evoke+model": 100, "evoke+fused": 100}
     for arm, minimum in [(f"{a}@{r:g}x", n) for a, n in n_required.items() for r in RATIOS]:
@@ -308,11 +261,36 @@ def test_a_headline_cell_has_200_facts_and_every_unit_is_run_once(name: str) -> 
             if unit.arm.name == arm and unit.cell in HEADLINES[name]
         )
         assert n_facts >= minimum, arm
-    assert any(cell.tokens >= 7000 for cell in FULL)
-    assert len({unit.script.name for unit in batches(QUICK, 1)[0].units}) == 3
+    assert any(cell.tokens >= 7000 for cell in FULL.cells)
+    assert len({unit.script.name for unit in QUICK.units(1)}) == 3
 
 
-def test_arms_exist_only_for_policies_of_the_proxy() -> None:
-    names = [arm.name for arm in ladder(("evoke", "no_eviction", "no such policy"), (8.0,))]
-    assert names == ["no_eviction", "evoke@8x"]
+def test_the_ceilings_ask_60_questions_of_every_task_without_a_budget() -> None:
+    units = PLANS["ceilings"].units(TUNING.start)
+    assert {unit.arm.name for unit in units} == {"no_eviction"}
+    asked: dict[str, int] = {}
+    for unit in units:
+        asked[unit.cell] = asked.get(unit.cell, 0) + len(unit.script.probes)
+    assert len(asked) == 36 and set(asked.values()) == {60}
+
+
+def test_unseen_questions_are_asked_by_text_by_the_model_and_by_both() -> None:
+    units = PLANS["unseen"].units(TUNING.start)
+    arms = {"no_eviction", "evoke@8x", "evoke+model@8x", "evoke+fused@8x"}
+    assert {unit.arm.name for unit in units} == arms
+
+
+def test_an_answer_is_right_only_with_the_exact_value() -> None:
+    probe = next(p for s in scripts(3, "codes", 500, 1) for p in s.probes)
+    assert right(probe.answer, probe)
+    assert not right(probe.answer.replace(probe.fact.value, probe.fact.value[:-1] + "x"), probe)
+    assert not right(probe.fact.unknown_answer, probe)
+    missing = scripts(3, "unknown", 500, 1)[0].probes[0]
+    assert right(missing.answer, missing)
+    assert not right(missing.fact.answer, missing)
+
+
+def test_an_arm_sends_its_policy_its_budget_and_its_recall() -> None:
     assert Arm("evoke", 8.0).body(4001) == {"evoke_policy": "evoke", "evoke_budget": 500}
+    asked = Arm("evoke", 8.0, "model")
+    assert asked.name == "evoke+model@8x" and asked.body(80)["evoke_recall"] == "model"

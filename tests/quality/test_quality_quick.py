@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from harness import server_binary
 
-from bench.quality.journal import Journal
-from bench.quality.plan import QUICK, batches
+from bench.quality.plan import QUICK
 from bench.quality.sessions import TUNING
 from bench.quality.work import Work
+from bench.record import Journal
 from evoke_proxy.models import bundled_model
 
 Records = Sequence[Mapping[str, Any]]
@@ -23,9 +23,8 @@ RATIO = 8.0
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
     folder = tmp_path_factory.mktemp("quality")
     journal = Journal(folder / "journal.jsonl", "test")
-    todo = batches(QUICK, TUNING.start, (RATIO,))
-    work = Work(server_binary(patched=True), bundled_model(), journal, folder)
-    work.run(todo, lanes=1)
+    work = Work(server_binary(patched=True), bundled_model(), journal)
+    work.run(QUICK.units(TUNING.start), lanes=1)
     return list(journal.records().values())
 
 
@@ -70,9 +69,9 @@ def test_a_second_run_with_a_complete_journal_makes_no_requests(
     records: Records, tmp_path: Path
 ) -> None:
     journal = Journal(tmp_path / "journal.jsonl", "test")
-    todo = batches(QUICK, TUNING.start, (RATIO,))
-    for unit, record in zip(todo[0].units, records, strict=True):
+    todo = QUICK.units(TUNING.start)
+    for unit, record in zip(todo, records, strict=True):
         journal.append(unit.key, record)
     before = journal.records()
-    Work(Path("/no/such/server"), bundled_model(), journal, tmp_path).run(todo, lanes=1)
+    Work(Path("/no/such/server"), bundled_model(), journal).run(todo, lanes=1)
     assert len(before) == len(records) and journal.records() == before

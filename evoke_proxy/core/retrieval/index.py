@@ -79,7 +79,7 @@ _MAX_RANK = 128
 # _FEW_BLOCKS of them lower the confidence, because a budget may not have room for all.
 _COMPETING_SHARE, _FEW_BLOCKS = 0.75, 4
 # Upper limit of the confidence in a ranking by vectors alone: the share of paraphrased questions
-# whose block is among the few that an encoder ranks first (bench.retrieval).
+# whose block is among the few that an encoder ranks first (bench/results/retrieval.json).
 _VECTOR_CERTAINTY = 0.8
 
 # A name that more than this share of the blocks have is ignored, when these are more than

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bench import restart
-from bench.quality.journal import Journal
+from bench.record import Journal
 
 
 def test_the_restart_bench_continues_from_its_journal(tmp_path: Path) -> None:

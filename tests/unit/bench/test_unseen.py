@@ -1,11 +1,10 @@
-"""The unseen bench: its attributes and questions are not in the training of the bundled model."""
+"""Unseen attributes and questions are not in the training of the bundled model."""
 
 from __future__ import annotations
 
-from bench import unseen
 from bench.model import vocab
 from bench.model.tasks import estimated_tokens
-from bench.model.unseen import FORMATS, NEW_QUESTIONS, NUMBER_ATTRIBUTES, PAIR_ATTRIBUTES
+from bench.quality.sessions import UNSEEN, scripts
 from evoke_proxy.demo.runner import recalled
 
 _TRAINED = {
@@ -18,32 +17,31 @@ _TRAINED = {
 
 
 def test_no_unseen_attribute_or_question_is_in_the_training() -> None:
-    attributes = {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES}
-    questions = {*attributes.values(), *NEW_QUESTIONS.values()}
-    assert len(attributes) >= 30 and len(NEW_QUESTIONS) >= 30
+    attributes = {**vocab.UNSEEN_PAIRS, **vocab.UNSEEN_NUMBERS}
+    questions = {*attributes.values(), *vocab.NEW_QUESTIONS.values()}
+    assert len(attributes) >= 30 and len(vocab.NEW_QUESTIONS) >= 30
     assert not attributes.keys() & _TRAINED
     trained = {*vocab.PAIR_PARAPHRASES.values(), *vocab.NUMBER_PARAPHRASES.values()}
     assert not questions & trained
     assert not questions & {question for question, _ in vocab.SMALL_TALK}
-    assert NEW_QUESTIONS.keys() <= _TRAINED
-    assert len(questions) == len(attributes) + len(NEW_QUESTIONS)
+    assert vocab.NEW_QUESTIONS.keys() <= _TRAINED
+    assert len(questions) == len(attributes) + len(vocab.NEW_QUESTIONS)
 
 
 def test_no_question_contains_a_word_of_its_attribute() -> None:
-    for attribute, question in {**PAIR_ATTRIBUTES, **NUMBER_ATTRIBUTES, **NEW_QUESTIONS}.items():
+    for attribute, question in {
+        **vocab.UNSEEN_PAIRS,
+        **vocab.UNSEEN_NUMBERS,
+        **vocab.NEW_QUESTIONS,
+    }.items():
         words = set(question.lower().rstrip("?").split())
         assert not words & set(attribute.split()) - {"of"}, attribute
 
 
-def test_only_the_trained_format_names_the_key() -> None:
-    assert FORMATS["key"] == ""
-    assert all(beginning for name, beginning in FORMATS.items() if name != "key")
-
-
 def test_a_session_states_every_fact_once_and_asks_for_it_in_both_wordings() -> None:
-    for name in unseen.SETS:
+    for name in UNSEEN:
         questions = set()
-        for script in unseen.scripts(name, 1500, 40):
+        for script in scripts(3, name, 1500, 7):
             text = " ".join(m["content"] for m in script.messages[: -2 * len(script.probes)])
             assert 0.7 * 1500 < estimated_tokens(script.messages) < 1.6 * 1500
             for probe in script.probes:
@@ -51,5 +49,5 @@ def test_a_session_states_every_fact_once_and_asks_for_it_in_both_wordings() -> 
                 assert probe.value is not None and recalled(probe.answer, probe.value)
                 questions.add(probe.question)
         assert len(questions) >= 30, name
-    own, other = (unseen.scripts(name, 1500, 40) for name in ("new attribute", "new, reworded"))
+    own, other = (scripts(3, name, 1500, 7) for name in ("new attribute", "new, reworded"))
     assert own[0].probes[0].question != other[0].probes[0].question

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from bench.model import general, unseen, vocab
+from bench.model import general, vocab
 
-_HELD_OUT = {*unseen.PAIR_ATTRIBUTES, *unseen.NUMBER_ATTRIBUTES}
+_HELD_OUT = {*vocab.UNSEEN_PAIRS, *vocab.UNSEEN_NUMBERS}
 
 
 def test_a_statement_has_the_key_and_the_value_and_a_question_the_attribute() -> None:
@@ -58,9 +58,9 @@ def test_a_change_keeps_the_key_and_brings_another_value() -> None:
 
 def test_a_question_of_no_form_is_one_of_unseen() -> None:
     held_out = {
-        *unseen.PAIR_ATTRIBUTES.values(),
-        *unseen.NUMBER_ATTRIBUTES.values(),
-        *unseen.NEW_QUESTIONS.values(),
+        *vocab.UNSEEN_PAIRS.values(),
+        *vocab.UNSEEN_NUMBERS.values(),
+        *vocab.NEW_QUESTIONS.values(),
     }
     rng = random.Random(6)
     drawn = {general.draw(rng).question for _ in range(5000)}

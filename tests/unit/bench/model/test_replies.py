@@ -1,19 +1,18 @@
-"""Forms of answers: those of the unseen bench are not among them."""
+"""Forms of answers: those that are held out are not among them."""
 
 from __future__ import annotations
 
 import random
 
 from bench.model import replies
-from bench.model.unseen import FORMATS
+from bench.model.vocab import UNSEEN_OPENINGS
 
 
-def test_a_form_of_the_unseen_bench_is_never_drawn() -> None:
+def test_an_opening_that_is_held_out_is_never_drawn() -> None:
     rng = random.Random(1)
-    held_out = [opening for opening in FORMATS.values() if opening]
     for _ in range(20_000):
         opening = replies.draw(rng, "my badge number").opening
-        for held in held_out:
+        for held in UNSEEN_OPENINGS:
             assert not opening.startswith(held), opening
         assert "Let me think about" not in opening and "the value that you ask for" not in opening
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bench.model import unseen, vocab
-from bench.model.wordings import WORDINGS
+from bench.model import vocab
+from bench.model.vocab import WORDINGS
 
 _TRAINED = {
     *vocab.NUMBER_ATTRIBUTES,
@@ -15,9 +15,9 @@ _TRAINED = {
     *vocab.NUMBER_PARAPHRASES,
 }
 _HELD_OUT = (
-    *unseen.PAIR_ATTRIBUTES.values(),
-    *unseen.NUMBER_ATTRIBUTES.values(),
-    *unseen.NEW_QUESTIONS.values(),
+    *vocab.UNSEEN_PAIRS.values(),
+    *vocab.UNSEEN_NUMBERS.values(),
+    *vocab.NEW_QUESTIONS.values(),
 )
 _FUNCTION_WORDS = set(
     "what who whom whose which where when how why is are am was were do does did have has had can "

@@ -1,30 +1,21 @@
-"""What do clients cost and recall that do not send a growing list of messages?
+"""Conversations of clients that do not send a growing list of messages.
 
 The same conversations, in several shapes: `chat` (a growing list of messages, to compare with),
 `transcript` (one message with the whole conversation as text), `clock` (the system prompt begins
 with the time of the request), `window` (only the latest messages are sent). Every conversation
 states facts, goes on about other things, and asks for each fact.
-
-Arms: `direct` (a stock server without a budget, that is: an unlimited prefix cache) and `evoke`
-(the proxy with a budget). `decoded` counts the tokens of all prompts that were decoded; `ratio`
-divides it by that of `direct`. *Against* `direct`. *Fails* never."""
+"""
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.driver import Bench, Report, Row, option
-from bench.llama import proxied, running
 from evoke_proxy.demo.client import chat, read_turn
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.demo.session import SENTENCES, Fact, draw_fact, paragraph
-from evoke_proxy.models import bundled_model
-from evoke_proxy.server_build import ensure_server
 
 _SYSTEM = "You are a small assistant. Be brief."
 _FACTS, _FILLERS, _WINDOW_MESSAGES = 6, 18, 31
@@ -110,39 +101,3 @@ def converse(
         answer = f"{fact.value}." if fact is not None else _REPLY
         messages.append({"role": "assistant", "content": answer})
     return counts
-
-
-def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield one row for each shape and arm."""
-    scripts = [script(seed) for seed in range(args.seed, args.seed + args.conversations)]
-    options, model = ("-c", "16384", "-np", "1", "-t", "1"), bundled_model()
-    with (
-        running(ensure_server(patched=False), model, *options, saves=False) as stock,
-        running(ensure_server(), model, *options, "--evoke-ram", "256", saves=False) as patched,
-        proxied(patched.port) as proxy,
-    ):
-        arms: Sequence[tuple[str, int, dict[str, Any]]] = (
-            ("direct", stock.port, {}),
-            ("evoke", proxy.port, {"evoke_budget": args.budget}),
-        )
-        for shape in args.shapes.split(","):
-            direct = 0
-            for arm, port, fields in arms:
-                runs = [converse(port, shape, one, fields) for one in scripts]
-                total = {key: sum(run[key] for run in runs) for key in runs[0]}
-                total["peak"] = max(run["peak"] for run in runs)
-                direct = direct or total["decoded"]
-                ratio = round(total["decoded"] / direct, 3)
-                yield {"shape": shape, "arm": arm, **total, "ratio": ratio}
-
-
-BENCH = Bench(
-    "shapes", __doc__, "--conversations 4", measure,
-    lambda args, _: Report({"budget": args.budget}),
-    ("shape", "arm", "asked", "right", "prompt", "decoded", "ratio", "peak"),
-    (option("--shapes", ",".join(SHAPES), "separated by commas"), option("--conversations", 4),
-     option("--seed", 0, "the first seed"), option("--budget", 640, "tokens")),
-)  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(BENCH.main())
