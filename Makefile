@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies capture decode limit overhead stall embedding placement quality evidence tasks session restart soak growth agent opencode
+BENCHES := support latency copies capture decode limit overhead stall placement quality evidence tasks session restart soak growth agent opencode
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -55,7 +55,6 @@ check: venv
 ## make bench-session   time that a budget costs: a long conversation, and sixteen at once
 ## make bench-growth    time of a turn in the proxy with 100 to 100,000 saved blocks
 ## make bench-stall     longest stall that one client causes another
-## make bench-embedding time to embed a question or a block
 ## make bench-latency   save, load and evict a block, compared with decoding it
 ## make bench-copies    save and load, compared with a memcpy of the same size
 ## make bench-latency-gpu  both on an NVIDIA GPU, compared with the link and with decoding
@@ -76,8 +75,6 @@ bench: build .venv/clients
 	@missed=; for name in $(BENCHES); do \
 	  echo "== $$name"; $(MAKE) --no-print-directory bench-$$name || missed="$$missed $$name"; done; \
 	test -z "$$missed" || { echo "these missed their bars:$$missed" >&2; exit 1; }
-
-bench-embedding: .venv/clients
 
 # The usual recipe and ours, on the same server in the same run.
 bench-peers: venv

@@ -18,8 +18,7 @@ import numpy as np
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import option
-from bench.llama import Llama, running
-from bench.metrics import samples
+from bench.llama import Llama, running, samples
 from bench.random_models import SHAPES, ensure
 from bench.slot_in_process import SlotInProcess
 from bench.vocabulary import Renderer
@@ -71,7 +70,7 @@ SETTINGS = (
     Setting("discard", {"recovery": "discard"}),
     Setting("infllm", {"name": "infllm"}),
     *(Setting(f"infllm {k}", {"name": f"infllm_k{k}"}, on_demand=True) for k in (2, 4, 16)),
-    *(Setting(f"blocks of {n}", {"block_tokens": n}, on_demand=True) for n in (32, 128, 256, 512)),
+    *(Setting(f"blocks of {n}", {"block_tokens": n}, on_demand=True) for n in (32, 128)),
 )
 
 

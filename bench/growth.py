@@ -4,7 +4,8 @@ Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each co
 which continues. The whole engine runs in this process, in front of a server that answers at once
 (`bench.growth_server`); network and server are left out. Times are processor time of this
 process in ms, worker threads included, so that other load does not count. Blocks have 64 tokens
-and are ranked by words and by the built-in word vectors; with `--embedder none` by words alone.
+and are ranked by words and by the built-in word vectors; with `--embedder none` by words alone,
+with `--embedder DIRECTORY` by words and by an encoder.
 `--policy streaming --embedder none` ranks nothing: what remains is the cost of everything else.
 
 * `own`: all work before the request can be forwarded, the sum of the next two
@@ -150,7 +151,8 @@ async def measure(
 ) -> dict[str, Any]:
     """Return a row: medians over the turns of one conversation with this many saved blocks.
 
-    `embedder` is the setting `embedder.model`, `policy` is `policy.name`.
+    `embedder` is the setting `embedder.model`, or the directory of an encoder; `policy` is
+    `policy.name`.
     """
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])  # as it is served
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
@@ -159,7 +161,8 @@ async def measure(
         "policy.budget": min(BUDGET, each * BLOCK // 4),
         "limits.sessions": n_sessions + 1,
     }
-    settings |= {"upstream.url": "http://none", "embedder.model": embedder, "policy.name": policy}
+    settings |= {"upstream.url": "http://none", "policy.name": policy}
+    settings["embedder.directory" if Path(embedder).is_dir() else "embedder.model"] = embedder
     engine, server = (
         build_router(load(None, {}, settings)),
         SilentServer(),
@@ -278,7 +281,7 @@ BENCH = Bench(
     "growth", __doc__, "--sizes 100 1000 --turns 5", rows_of, report, _COLUMNS,
     (option("--turns", 20, "turns to take the median of"),
      option("--sizes", SIZES, "numbers of saved blocks"), option("--arms", ARMS, choices=ARMS),
-     option("--embedder", "auto", "embedder.model", choices=("auto", "none")),
+     option("--embedder", "auto", "auto, none, or the directory of an encoder"),
      option("--policy", "evoke", "policy.name")),
 )  # fmt: skip
 

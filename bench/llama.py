@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,33 @@ from typing import Any
 import orjson
 
 from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
+
+_TIMEOUT_S = 900.0
+
+
+def ask(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, bytes]:
+    """Make one request to a local port on a connection of its own; return status and body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
+    try:
+        defaults = {} if body is None else {"Content-Type": "application/json"}
+        connection.request(method, path, body, {**defaults, **(headers or {})})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def samples(port: int) -> dict[str, float]:
+    """What `GET /metrics` of a local port says now, by name and labels: `name{label="value"}`."""
+    lines = ask(port, "GET", "/metrics")[1].decode().splitlines()
+    pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +57,10 @@ class Llama:
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """The parsed answer; RuntimeError with the server's words when it is not 200."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        try:
-            connection.request(method, path, None if body is None else json.dumps(body))
-            response = connection.getresponse()
-            answer = orjson.loads(response.read())
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise RuntimeError(f"{method} {path}: {response.status} {answer}")
+        status, raw = ask(self.port, method, path, None if body is None else json.dumps(body))
+        answer = orjson.loads(raw)
+        if status != 200:
+            raise RuntimeError(f"{method} {path}: {status} {answer}")
         return answer
 
     def epoch(self, slot: int = 0) -> int:

@@ -40,21 +40,21 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.driver import Bench, Report, Row, option
-from bench.llama import proxied
-from bench.metrics import samples
+from bench.listening import Quiet, listening
+from bench.llama import ask, proxied, samples
 from bench.overhead import qwen_template
 from bench.quality.work import fingerprint
 from bench.random_models import SHAPES, ensure
 from bench.record import Journal
-from bench.save_after_reply import peer
 from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
@@ -204,6 +204,50 @@ class Setup:
         disk = n_bytes / bytes_per_s
         times = {"restore_ms": seconds * 1000, "disk_ms": disk * 1000, "share": disk / seconds}
         return times | {"mib": n_bytes / 2**20}
+
+
+def peer(upstream: int, folder: Path) -> AbstractContextManager[int]:
+    """Run the usual recipe in front of a stock server on a port of its own.
+
+    Before a chat request the slot is restored from the file of its conversation, unless that
+    conversation was the last one. After the reply the slot is saved over the file. Nothing is
+    checked.
+    """
+    one, last = threading.Lock(), [""]
+
+    def slot(action: str, name: str) -> None:
+        asked = json.dumps({"filename": name})
+        ask(upstream, "POST", f"/slots/0?action={action}", asked)
+
+    class Handler(Quiet):
+        def do_POST(self) -> None:
+            body = self.body()
+            with one:
+                key = _key(json.loads(body))
+                if key != last[0] and (folder / key).exists():
+                    slot("restore", key)
+                last[0] = key
+                self._relay(body)
+                slot("save", key)
+
+        def _relay(self, body: bytes) -> None:
+            link = http.client.HTTPConnection("127.0.0.1", upstream)
+            link.request("POST", self.path, body, {"Content-Type": "application/json"})
+            answer = link.getresponse()
+            self.send_response(answer.status)
+            self.send_header("Content-Type", answer.getheader("Content-Type", ""))
+            self.end_headers()
+            while piece := answer.read1(65536):
+                self.wfile.write(piece)
+            self.wfile.flush()
+            link.close()
+
+    return listening(Handler)
+
+
+def _key(body: dict[str, Any]) -> str:
+    first = next(item["content"] for item in body["messages"] if item["role"] == "user")
+    return hashlib.sha256(first.encode()).hexdigest()[:16] + ".bin"
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:

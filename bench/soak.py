@@ -38,7 +38,7 @@ from typing import Any
 
 from bench import soak_slopes
 from bench.driver import Bench, Report, Row, option, run_parts
-from bench.llama import process
+from bench.llama import ask, process
 from bench.soak_faults import Faults, Upstream
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.demo.processes import free_port, serving
@@ -47,6 +47,7 @@ from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
 BUDGET, LONGEST = 384, 60
+_CHAT = "/v1/chat/completions"
 # What a minute may add once everything has been in use, in MiB: less than a thousandth of what a
 # month would need to hurt.
 SLOPE_MOST = 2.0
@@ -132,8 +133,8 @@ class Agent:
     def wrong(self, rng: random.Random) -> None:
         """What no server can answer: it is refused, by llama-server as it would do it directly."""
         body = rng.choice((b"{", b'{"messages":1}', b'{"messages":[],"evoke_budget":-1}', b""))
-        status, said = _asked(self.port, body, {})
-        wanted = 400 if b"evoke" in body else _asked(self.upstream, body, {})[0]
+        status, said = ask(self.port, "POST", _CHAT, body)
+        wanted = 400 if b"evoke" in body else ask(self.upstream, "POST", _CHAT, body)[0]
         fault = "" if status == wanted else f"{body!r} was answered {status}: {said[:200]!r}"
         self.tally.note("own_5xx" if fault else "refused", fault, self.since)
 
@@ -142,7 +143,7 @@ class Agent:
         body = self._body([*self.messages, {"role": "user", "content": paragraph(rng, 3)}], 64)
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {"Content-Type": "application/json", **self._headers()}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
+        connection.request("POST", _CHAT, json.dumps(body).encode(), headers)
         if rng.random() < 0.5:
             connection.getresponse().read1(rng.randint(1, 200))
         else:
@@ -175,7 +176,7 @@ class Agent:
 
     def _send(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> list[dict[str, Any]]:
         """The JSON objects of the answer; none when it is no answer."""
-        status, said = _asked(self.port, json.dumps(body).encode(), headers)
+        status, said = ask(self.port, "POST", _CHAT, json.dumps(body), headers)
         self.tally.note("turns" if headers else "side")
         if status != 200:
             what = "own_5xx" if status >= 500 else "other_4xx"
@@ -183,17 +184,6 @@ class Agent:
             return []
         lines = said.split(b"\n") if said.startswith(b"data:") else [b"data: " + said]
         return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-
-
-def _asked(port: int, body: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    try:
-        sent = {"Content-Type": "application/json", **headers}
-        connection.request("POST", "/v1/chat/completions", body, sent)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
 
 
 def _text(reply: Sequence[Mapping[str, Any]]) -> str:

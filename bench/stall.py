@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.driver import Bench, Report, Row, option
+from bench.llama import ask
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
@@ -86,27 +87,9 @@ class Stage:
         """Return a size times the scale."""
         return max(1, int(n * self.scale))
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        port: int = 0,
-    ) -> tuple[int, bytes]:
-        """One request on a connection of its own: status and body of the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", port or self.port, timeout=_TIMEOUT_S)
-        try:
-            defaults = {"Content-Type": "application/json"} if body is not None else {}
-            connection.request(method, path, body, {**defaults, **(headers or {})})
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
     def operate(self, method: str, path: str) -> Any:
         """A call of the admin API; RuntimeError when it fails."""
-        status, answer = self.ask(method, path, port=self.admin)
+        status, answer = ask(self.admin, method, path)
         if status != 200:
             raise RuntimeError(f"{method} {path}: {status} {answer[:300]!r}")
         return json.loads(answer)
@@ -115,7 +98,7 @@ class Stage:
         """A chat, refused or answered."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
-        status, answer = self.ask("POST", "/v1/chat/completions", data, named)
+        status, answer = ask(self.port, "POST", "/v1/chat/completions", data, named)
         if status >= 500:
             raise RuntimeError(f"chat: {status} {answer[:300]!r}")
         return status, answer
@@ -197,7 +180,7 @@ def _large_relayed(stage: Stage) -> None:
     """A body of nearly 64 MiB for a path that the proxy does not read."""
     while stage.repeats():
         data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
-        stage.ask("POST", "/embeddings", data)
+        ask(stage.port, "POST", "/embeddings", data)
 
 
 def _many_messages(stage: Stage) -> None:
@@ -291,7 +274,7 @@ def _pages(stage: Stage) -> None:
 def _scrapes(stage: Stage) -> None:
     """Metrics and the list of sessions, with a thousand sessions."""
     while stage.repeats():
-        stage.ask("GET", "/metrics")
+        ask(stage.port, "GET", "/metrics")
         stage.operate("GET", "/evoke/sessions")
 
 

@@ -6,7 +6,7 @@ Conversations with labelled evidence (`bench/data`) are sent with a question at 
 Arms of the proxy: `default`; `default + encoder`, with the encoder of --embedder; `words only`;
 `breadcrumb`, a policy that quotes evicted text (counts as present); `no recall`, keep-scores alone;
 `discard`, nothing returns; `infllm`; where --arms names them `infllm 2`, `4` and `16` (blocks of a
-look-up) and `blocks of 32` to `512` tokens. All others are fills of the same budget without the
+look-up) and `blocks of 32` and `128` tokens. All others are fills of the same budget without the
 proxy (`bench/fills.py`). Not measured: `recall: model` and `fused`, which need a model that
 understands the question, and `truncate`, which is the fill `newest`.
 

@@ -80,8 +80,9 @@ class Agreement:
         body |= {"return_tokens": True, "cache_prompt": False}
         reply = server.call("POST", "/completion", body)
         ids = prompt + reply["tokens"]
-        logits, _ = model.extend(ids, list(range(len(ids))))
-        logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : len(ids) - 1]
+        with torch.no_grad():
+            hidden = model.hidden(torch.tensor([ids]), torch.arange(len(ids))[None])
+            logprobs = torch.log_softmax(model.logits(hidden)[0], -1)[len(prompt) - 1 : -1]
         self.prompts += 1
         self.same_answer += logprobs.argmax(-1).tolist() == reply["tokens"]
         for ours, theirs in zip(logprobs, reply["completion_probabilities"], strict=False):

@@ -45,10 +45,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-Tables = tuple[Tensor, Tensor]  # RoPE's cosines and sines at some positions
-Entry = tuple[Tensor, Tensor]  # what a layer remembers of some tokens: [1, time, ...] each
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [batch, time, heads, width] by [batch, time, 1, width / 2]."""
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -87,34 +83,13 @@ class Block(Layer):
         queries, keys, values = fused.split([s.heads, s.kv_heads, s.kv_heads], 2)
         return queries, keys, values
 
-    def mix(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add the attention's and the feed-forward's output to the residual stream."""
-        return self.feed(x + self.o(attended.transpose(1, 2).flatten(2)))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Return causal attention of [batch, time, heads, width] as [batch, heads, time, width]."""
-        repeat = self.shape.heads // self.shape.kv_heads
-        k, v = (x.transpose(1, 2).repeat_interleave(repeat, 1) for x in (k, v))
-        q = q.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.split(x)
+        repeat = self.shape.heads // self.shape.kv_heads
         q, k = rope(q, cos, sin).to(v.dtype), rope(k, cos, sin).to(v.dtype)
-        return self.mix(x, self.attend(q, k, v, None))
-
-    def step(self, x: Tensor, at: Tables, kept: Entry | None, were: Tables) -> tuple[Tensor, Entry]:
-        """Read tokens on top of kept entries; returns the output and the new entries.
-
-        An entry holds keys before RoPE and values; `at` and `were` say where the tokens are.
-        """
-        (q, raw, v), mask = self.split(x), None
-        entry, (q, k) = (raw, v), (rope(q, *at), rope(raw, *at))
-        if kept is not None:
-            count = kept[0].shape[1]
-            mask = torch.ones(x.shape[1], count + x.shape[1], dtype=torch.bool).tril(count)
-            k, v = torch.cat([rope(kept[0], *were), k], 1), torch.cat([kept[1], v], 1)
-        return self.mix(x, self.attend(q, k, v, mask)), entry
+        k, v = (each.transpose(1, 2).repeat_interleave(repeat, 1) for each in (k, v))
+        attended = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
+        return self.feed(x + self.o(attended.transpose(1, 2).flatten(2)))
 
 
 class NormedBlock(Block):
@@ -139,22 +114,11 @@ class ShortConv(Layer):
         self.o = nn.Linear(shape.d, shape.d, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return self._convolve(x, None)[0]
-
-    def step(self, x: Tensor, at: Tables, kept: Entry | None, were: Tables) -> tuple[Tensor, Entry]:
-        """Read tokens behind the last kept ones; an entry holds the convolution's input, twice."""
-        out, gated = self._convolve(x, None if kept is None else kept[0])
-        return out, (gated, gated)
-
-    def _convolve(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the layer's output and what went into the convolution, [batch, time, width]."""
         inner, outer, value = self.into(self.n1(x)).chunk(3, -1)
-        gated, time = inner * value, x.shape[1]
-        seen = gated if before is None else torch.cat([before[:, 1 - self.shape.taps :], gated], 1)
-        seen = F.pad(seen, (0, 0, time + self.shape.taps - 1 - seen.shape[1], 0))
+        seen, time = F.pad(inner * value, (0, 0, self.shape.taps - 1, 0)), x.shape[1]
         kernel = self.kernel.to(x.dtype)
         mixed = sum(seen[:, tap : tap + time] * row for tap, row in enumerate(kernel))
-        return self.feed(x + self.o(outer * mixed)), gated
+        return self.feed(x + self.o(outer * mixed))
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -201,33 +165,3 @@ class Model(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the vocabulary; the embedding is tied."""
         return F.linear(hidden, self.emb.weight.to(hidden.dtype))
-
-    @torch.no_grad()
-    def extend(
-        self,
-        ids: list[int],
-        positions: list[int],
-        cache: list[Entry] | None = None,
-        keep: list[int] | None = None,
-        keep_positions: list[int] | None = None,
-    ) -> tuple[Tensor, list[Entry]]:
-        """Read ids on top of chosen cache entries; returns [time, vocab] logits and new entries.
-
-        A cache entry holds a layer's keys before RoPE, so `keep` may be read at any positions:
-        their own (holes) or closed up (re-indexed). A short convolution goes on from the last
-        kept entries, which must be those right before `ids`.
-        """
-        x, new = self.emb(torch.tensor([ids])), []
-        at, were = self._tables(positions), self._tables(keep_positions or keep or [])
-        for index, block in enumerate(self.blocks):
-            kept = None
-            if cache is not None and keep is not None:
-                old_k, old_v = cache[index]
-                kept = old_k[:, keep], old_v[:, keep]
-            x, entry = block.step(x, at, kept, were)
-            new.append(entry)
-        return self.logits(self.nf(x))[0], new
-
-    def _tables(self, positions: list[int]) -> Tables:
-        at = torch.tensor(positions, dtype=torch.long)
-        return self.cos[at][None, :, None], self.sin[at][None, :, None]

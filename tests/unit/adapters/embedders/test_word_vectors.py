@@ -54,7 +54,7 @@ def test_the_table_takes_at_most_8_mib() -> None:
 
 
 def test_64_tokens_take_microseconds(table: WordVectorEncoder) -> None:
-    """200 on a quiet machine, by bench.embedding; the limit here leaves room for a busy one."""
+    """200 on a quiet machine (bench/results/embedding_built_in.json); a busy one may take more."""
     assert len(table._table._pieces.ids(TEXT)) == 64
     seconds = []
     for _ in range(200):
