@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import option
 from bench.llama import Llama, running, samples
 from bench.random_models import SHAPES, ensure
-from bench.slot_in_process import SlotInProcess
+from bench.slot_in_process import SlotInProcess, spans_of
 from bench.vocabulary import Renderer
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
@@ -105,28 +105,27 @@ class CachedEncoder:
 
     def __init__(self, encoder: Encoder) -> None:
         self.name, self.is_immediate = encoder.name, encoder.is_immediate
-        self.fingerprint = encoder.fingerprint
+        self.fingerprint, self.describe = encoder.fingerprint, encoder.describe
         self._encoder = encoder
         self._queries: dict[str, Vectors] = {}
         self._documents: dict[str, Vectors] = {}
 
-    def describe(self) -> str:
-        """The encoder in one line."""
-        return self._encoder.describe()
-
     def queries(self, texts: Sequence[str]) -> Vectors:
         """Unit vectors [n, d] of questions."""
-        missing = list(dict.fromkeys(text for text in texts if text not in self._queries))
-        if missing:
-            self._queries |= zip(missing, self._encoder.queries(missing), strict=True)
-        return np.stack([self._queries[text] for text in texts])
+        return _remembered(texts, self._queries, self._encoder.queries)
 
     def documents(self, texts: Sequence[str]) -> Vectors:
         """Unit vectors [n, d] of the texts to search."""
-        missing = list(dict.fromkeys(text for text in texts if text not in self._documents))
-        if missing:
-            self._documents |= zip(missing, self._encoder.documents(missing), strict=True)
-        return np.stack([self._documents[text] for text in texts])
+        return _remembered(texts, self._documents, self._encoder.documents)
+
+
+def _remembered(
+    texts: Sequence[str], cache: dict[str, Vectors], embed: Callable[[Sequence[str]], Vectors]
+) -> Vectors:
+    missing = list(dict.fromkeys(text for text in texts if text not in cache))
+    if missing:
+        cache |= zip(missing, embed(missing), strict=True)
+    return np.stack([cache[text] for text in texts])
 
 
 def encoders(directory: Path | None) -> dict[str, Encoder]:
@@ -137,15 +136,9 @@ def encoders(directory: Path | None) -> dict[str, Encoder]:
     return found
 
 
-class Session(Protocol):
-    """One conversation under one setting and budget."""
-
-    def resident(self, messages: Sequence[Message]) -> Ranges:
-        """Send a chat and return the positions that have rows when the answer begins.
-
-        Text that is quoted in the request counts as rows of the messages it is from.
-        """
-        ...
+# One conversation under one setting and budget: sends a chat and returns the positions that have
+# rows when the answer begins. Text that is quoted in the request counts as rows of its messages.
+Session = Callable[[Sequence[Message]], Ranges]
 
 
 class Engine(Protocol):
@@ -182,19 +175,15 @@ class InProcess:
         """Return a new conversation."""
         config = replace(self._policy.with_budget(budget), **setting.policy)  # type: ignore[arg-type]
         encoder = None if setting.embedder == "none" else self.encoders[setting.embedder]
-        return _SessionInProcess(SlotInProcess(config, self._renderer, encoder, embeds_first=False))
+        slot = SlotInProcess(config, self._renderer, encoder, embeds_first=False)
 
+        def resident(messages: Sequence[Message]) -> Ranges:
+            rows = slot.ask(messages).copy()
+            for span in slot.quoted:
+                rows[span.start : span.end] = True
+            return [(span.start, span.end) for span in spans_of(rows)]
 
-class _SessionInProcess:
-    def __init__(self, slot: SlotInProcess) -> None:
-        self._slot = slot
-
-    def resident(self, messages: Sequence[Message]) -> Ranges:
-        rows = self._slot.ask(messages).copy()
-        for span in self._slot.quoted:
-            rows[span.start : span.end] = True
-        edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)).tolist()
-        return list(zip(edges[::2], edges[1::2], strict=True))
+        return resident
 
 
 class OnServers:
@@ -215,27 +204,21 @@ class OnServers:
         fields: dict[str, Any] = {_REQUEST_FIELDS[k]: v for k, v in setting.policy.items()}
         if budget is not None:
             fields["evoke_budget"] = budget
-        return _SessionOnServers(self._llama, self._proxy, name.replace(" ", "-"), fields)
-
-
-class _SessionOnServers:
-    def __init__(self, llama: Llama, proxy: int, name: str, fields: Mapping[str, Any]) -> None:
-        self._llama = llama
-        self._proxy = proxy
-        self._name = name
-        self._fields = fields
-
-    def resident(self, messages: Sequence[Message]) -> Ranges:
-        body = {"messages": list(messages), "max_tokens": 1, "temperature": 0, **self._fields}
         # A tenant of its own: a session takes no copies over from another one's.
-        named = {"X-Evoke-Session": self._name, "Authorization": f"Bearer {self._name}"}
-        reply = chat(self._proxy, body, named)
-        accounting = reply.timings.get("evoke")
-        if not isinstance(accounting, Mapping) or accounting.get("marker") != "ok":
-            raise RuntimeError(f"the proxy did not plan this turn: {reply}")
-        answer = self._llama.call("GET", "/slots/0/blocks")
-        self._settle()
-        return [(start, end) for start, end in answer["resident"]]
+        id = name.replace(" ", "-")
+        headers = {"X-Evoke-Session": id, "Authorization": f"Bearer {id}"}
+
+        def resident(messages: Sequence[Message]) -> Ranges:
+            body = {"messages": list(messages), "max_tokens": 1, "temperature": 0, **fields}
+            reply = chat(self._proxy, body, headers)
+            accounting = reply.timings.get("evoke")
+            if not isinstance(accounting, Mapping) or accounting.get("marker") != "ok":
+                raise RuntimeError(f"the proxy did not plan this turn: {reply}")
+            answer = self._llama.call("GET", "/slots/0/blocks")
+            self._settle()
+            return [(start, end) for start, end in answer["resident"]]
+
+        return resident
 
     def _settle(self) -> None:
         """Wait until every block has its vector, as during a user's pause; TimeoutError if not."""

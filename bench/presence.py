@@ -115,10 +115,10 @@ def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[di
     budget = budget_of(_tokens(talk, first), share)
     name = f"{talk.about['conversation']} {share} {setting.arm} {time.monotonic_ns()}"
     session = made.begin(setting, None if setting is NO_EVICTION else budget, name)
-    session.resident(talk.history)
+    session(talk.history)
     for asked in talk.asked:
         messages = [*talk.messages, *asked.turn]
-        spans, resident = made.spans(messages), session.resident(messages)
+        spans, resident = made.spans(messages), session(messages)
         yield _row(
             talk, asked, spans, (share, setting.arm, shares_of_needed(asked, spans, resident))
         )

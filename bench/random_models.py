@@ -8,8 +8,7 @@ and named by their shape."""
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import gguf
 import numpy as np
 
-from bench import record
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
@@ -280,19 +278,3 @@ def chat_template(name: str) -> Path:
 
 def _pinned_tree() -> Path:
     return pristine_source(read_pin(patches_dir()), cache_dir(), lambda _: None)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write one shape and print its path."""
-    parser = record.command(
-        "random_models", __doc__, "example:\n  python -m bench.random_models deep-24"
-    )
-    parser.add_argument("shape", choices=sorted(SHAPES))
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
-    print(ensure(SHAPES[args.shape], args.seed))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -113,7 +113,7 @@ class SlotInProcess:
     def _view(self, rendered: Rendered) -> SlotView:
         shared = common_prefix(self._tokens, rendered.tokens)
         n_free = _N_CELLS - int(self._rows.sum())
-        return SlotView(0, 1, len(self._tokens), shared, _spans(self._rows), n_free)
+        return SlotView(0, 1, len(self._tokens), shared, spans_of(self._rows), n_free)
 
     def _query(self, request: ChatRequest) -> Query:
         query = query_of(request)
@@ -205,6 +205,7 @@ def _next_evicted(
     return Span(first, end), f"auto/{first}-{end}"
 
 
-def _spans(rows: Mask) -> tuple[Span, ...]:
+def spans_of(rows: Mask) -> tuple[Span, ...]:
+    """Return the spans of positions that have rows."""
     edges = np.flatnonzero(np.diff(rows.astype(np.int8), prepend=0, append=0)).tolist()
     return tuple(Span(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bench.quality.plan import Arm
@@ -20,6 +19,7 @@ from evoke_proxy.core.model.blocks import Span, clipped, count, merged
 from evoke_proxy.demo.client import Reply, Turn, chat, read_turn
 
 ANSWER_TOKENS = 40
+Spans = Sequence[Span]
 ORACLE = "oracle"
 TURN_FIELDS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
 
@@ -53,9 +53,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         if turns[-1].prompt < sent and arm.policy != "truncate":
             faults.append(f"turn {number + 1}: a prompt of {turns[-1].prompt}, sent {sent}")
         if probing:
-            seen = _seen(stack, reply)
-            answer = _Answer(number - first_probe, end, turns[-1], reply.text, seen)
-            probes.append(_probe(script, reading, answer))
+            answer, asked = (reply.text, _seen(stack, reply)), (number - first_probe, end)
+            probes.append(_probe(script, reading, asked, turns[-1], answer))
     return {
         "session": script.name,
         "task": script.task,
@@ -84,41 +83,27 @@ def _gold_names(reading: Reading, index: int) -> list[str]:
     return [block.display_name for block in reading.blocks if clipped(spans, block.span)]
 
 
-def _seen(stack: Stack, reply: Reply) -> tuple[Span, ...]:
+def _seen(stack: Stack, reply: Reply) -> Spans:
     """Return the spans resident at the end of an answer, or evicted during it."""
     usage = reply.timings.get("evoke") or {}
     evicted = [(item[0], item[1]) for item in usage.get("auto_evicted", ())]
     return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The answer to a probe.
+def _probe(
+    script: Script, reading: Reading, asked: tuple[int, int], turn: Turn, answer: tuple[str, Spans]
+) -> dict[str, Any]:
+    """Return the record of one probe: its answer, and whether the rows of its fact were there.
 
-    Attributes:
-        index: Which probe of the script it answers.
-        end: Number of messages of the script that the request had.
-        turn: The token counts of the turn.
-        text: The text of the answer.
-        seen: The spans of the prompt whose rows were resident during the turn.
+    `asked` is the index of the probe and the number of messages that the request had, `answer` the
+    text and the spans of the prompt whose rows were resident during the turn.
     """
-
-    index: int
-    end: int
-    turn: Turn
-    text: str
-    seen: Sequence[Span]
-
-
-def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
-    """Return the record of one probe: its answer, and whether the rows of its fact were there."""
-    probe, turn, seen, index = script.probes[answer.index], answer.turn, answer.seen, answer.index
+    (index, end), (text, seen), probe = asked, answer, script.probes[asked[0]]
     # Messages removed from the request itself followed the system message.
-    left_out = reading.prompt(answer.end) - turn.prompt
-    gold = _moved(reading.gold[index], reading.ends[0], left_out)
+    gold = _moved(reading.gold[index], reading.ends[0], reading.prompt(end) - turn.prompt)
     cursor = turn.prompt - turn.decoded
     visible = [span for span in gold if count(clipped(seen, Span(*span))) == span[1] - span[0]]
-    correct = right(answer.text, probe)
+    correct = right(text, probe)
     return {
         "question": probe.question,
         "expected": probe.answer,
@@ -126,7 +111,7 @@ def _probe(script: Script, reading: Reading, answer: _Answer) -> dict[str, Any]:
         "type": probe.fact.type,
         "known": probe.value is not None,
         "depth": script.depths[index] if script.depths else None,
-        "answer": answer.text,
+        "answer": text,
         "right": correct,
         "gold": [list(span) for span in reading.gold[index]],
         "visible": bool(visible),

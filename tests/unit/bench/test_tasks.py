@@ -202,8 +202,8 @@ def test_every_arm_of_a_case_is_measured_in_one_process() -> None:
 
 
 def _asked(session: Session, messages: Sequence[Message]) -> Ranges:
-    session.resident(history_of(messages))
-    return session.resident(messages)
+    session(history_of(messages))
+    return session(messages)
 
 
 def test_quoted_text_counts_as_present() -> None:
