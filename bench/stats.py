@@ -1,4 +1,4 @@
-"""Statistics of all benches: repeats, shares of questions and their intervals, paired comparison.
+"""Statistics of all benches: repeats, shares of questions and their intervals, McNemar's test.
 
 Questions of one session are not independent, so every interval allows for it:
 
@@ -8,9 +8,7 @@ Questions of one session are not independent, so every interval allows for it:
 * a share of the ceiling: the same over the questions that the ceiling answered. Where an arm also
   answered others, the share is a ratio that may be over 1; then percentiles of a bootstrap that
   draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
-* with or without: McNemar's exact test on the questions that only one of two arms got right, and
-  the interval of Bonett and Price of the difference ("Adjusted Wald Confidence Interval for a
-  Difference of Binomial Proportions Based on Paired Data", 2012), for n / deff questions.
+* with or without: McNemar's exact test on the questions that only one of two arms got right
 """
 
 from __future__ import annotations
@@ -39,18 +37,12 @@ def design_effect(right: Sequence[int], asked: Sequence[int]) -> float:
 
     One number a session: how many were right, how many were asked.
     """
-    share = sum(right) / sum(asked)
-    return _effect(right, asked, share * (1 - share))
-
-
-def _effect(sums: Sequence[int], asked: Sequence[int], variance: float) -> float:
-    """The same of any values of questions, by their sum over each session; `variance` is theirs."""
     n, k = sum(asked), len(asked)
-    if k < 2 or variance <= 0:
+    share = sum(right) / n
+    if k < 2 or not 0 < share < 1:
         return 1.0
-    mean = sum(sums) / n
-    residuals = sum((x - mean * m) ** 2 for x, m in zip(sums, asked, strict=True))
-    return max(1.0, k / (k - 1) * residuals / n / variance)
+    residuals = sum((x - share * m) ** 2 for x, m in zip(right, asked, strict=True))
+    return max(1.0, k / (k - 1) * residuals / n / (share * (1 - share)))
 
 
 def clustered(right: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
@@ -85,23 +77,6 @@ def mcnemar(lost: int, gained: int) -> float:
     n = lost + gained
     tail = sum(math.comb(n, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / float(2**n))
-
-
-def paired(lost: Sequence[int], gained: Sequence[int], asked: Sequence[int]) -> tuple[float, float]:
-    """The 95 % interval of what an arm answers more than another on the same questions, a share.
-
-    One number a session: how many only the other answered, how many only this, how many were
-    asked. It has a width where nothing was lost or gained.
-    """
-    net = [more - less for less, more in zip(lost, gained, strict=True)]
-    n = sum(asked)
-    changed = sum(lost) + sum(gained)
-    deff = _effect(net, asked, changed / n - (sum(net) / n) ** 2)
-    low, high = sum(lost) / deff + 1, sum(gained) / deff + 1
-    of = n / deff + 2
-    middle = (high - low) / of
-    half = _Z * math.sqrt(((high + low) / of - middle**2) / of)
-    return max(-1.0, middle - half), min(1.0, middle + half)
 
 
 def share_of(right: int, total: int) -> dict[str, Any]:
