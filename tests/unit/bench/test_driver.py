@@ -59,11 +59,9 @@ def test_one_part_runs_by_its_name_and_the_usual_ones_without(
 BENCHES = tuple(
     f"bench.{name}"
     for name in (
-        *("latency", "capture", "decode", "limit", "overhead", "stall", "embedding", "session"),
+        *("latency", "capture", "decode", "limit", "overhead", "stall", "session", "placement"),
         *("growth", "restart", "soak", "support", "evidence.__main__", "tasks.__main__"),
-        *("retrieval", "recall", "demo_recall", "ruler", "unseen", "placement", "shapes"),
-        *("quality.__main__", "quality.factorial", "model_recall_cost", "hybrid", "long"),
-        *("agent", "opencode"),
+        *("quality.__main__", "agent", "opencode"),
     )
 )
 
