@@ -18,7 +18,7 @@ import numpy as np
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import option
-from bench.llama import Llama, running, samples
+from bench.llama import Llama, proxied, running, samples
 from bench.random_models import SHAPES, ensure
 from bench.slot_in_process import SlotInProcess, spans_of
 from bench.vocabulary import Renderer
@@ -28,7 +28,6 @@ from evoke_proxy.config import Config, EmbedderConfig
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.processes import free_port, proxy_command, serving
 from evoke_proxy.server_build import ensure_server
 
 _SETTLE_S = 60.0
@@ -235,10 +234,8 @@ def servers(length: int) -> Iterator[OnServers]:
     model, context = ensure(SHAPES["qwen2-vocabulary"]), length + length // 4 + 2048
     options = ("-c", str(context), "-np", "1", "-t", "1", "--evoke-ram", "512")
     with running(ensure_server(), model, *options, "--chat-template", "chatml") as llama:
-        port = free_port()
-        log = Path("out/bench/evidence-proxy.log")
-        with serving(proxy_command(port, llama.port), port, log):
-            yield OnServers(llama, port)
+        with proxied(llama.port) as proxy:
+            yield OnServers(llama, proxy.port)
 
 
 @contextmanager

@@ -23,15 +23,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import math
+import multiprocessing
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,21 +254,17 @@ def reached(rows: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def _measured_in_a_process(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure a row in a process of its own, so that its memory is its own."""
-    command = [sys.executable, "-m", "bench.growth", "--turns", str(args.turns)]
-    command += ["--embedder", args.embedder, "--policy", args.policy, "--only", arm, str(blocks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+def _measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
+    return asyncio.run(measure(arm, blocks, args.turns, args.embedder, args.policy))
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for each arm and size."""
+    """Yield a row for each arm and size, each measured in a process of its own for its memory."""
+    context = multiprocessing.get_context("spawn")
     for arm in args.arms:
-        yield from (_measured_in_a_process(arm, blocks, args) for blocks in args.sizes)
+        for blocks in args.sizes:
+            with ProcessPoolExecutor(1, mp_context=context) as alone:
+                yield alone.submit(_measured, arm, blocks, args).result()
 
 
 def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
@@ -285,22 +281,5 @@ BENCH = Bench(
      option("--policy", "evoke", "policy.name")),
 )  # fmt: skip
 
-
-def main() -> int:
-    """Run the bench; with `--only ARM BLOCKS` print the row of one process as JSON."""
-    alone = argparse.ArgumentParser(add_help=False)
-    alone.add_argument("--only", nargs=2)
-    only, _ = alone.parse_known_args()
-    if only.only is None:
-        return BENCH.main()
-    alone.add_argument("--turns", type=int)
-    alone.add_argument("--embedder")
-    alone.add_argument("--policy")
-    args = alone.parse_args()
-    row = measure(args.only[0], int(args.only[1]), args.turns, args.embedder, args.policy)
-    print(json.dumps(asyncio.run(row)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())
