@@ -25,7 +25,7 @@ from pathlib import Path
 from bench import record
 from bench.engines import servers
 from bench.proof import page, parts
-from bench.proof.part import Part, broken
+from bench.proof.page import Part, broken
 
 _LONGEST = 30_000
 _EXAMPLES = """examples:

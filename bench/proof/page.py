@@ -1,13 +1,14 @@
-"""Writes the proof as one page: HTML, and the same as text."""
+"""The parts of the proof, their bars, and one page of them: HTML, and the same as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
 from bench import record
-from bench.proof.part import Part
+from bench.driver import Row
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -15,6 +16,66 @@ table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .
 th { text-align: left; border-bottom: 1px solid #999; } td { font-variant-numeric: tabular-nums; }
 .holds { color: #1b6e3c; } .fails { color: #b3261e; font-weight: bold; } svg { max-width: 100%; }
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bound on one figure, fixed before the run.
+
+    Attributes:
+        claim: What the figure is.
+        value: The figure as measured; None when it could not be measured, which misses the bar.
+        least: The least value that holds, or None.
+        most: The largest value that holds, or None.
+    """
+
+    claim: str
+    value: float | None
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure is measured and within its bounds."""
+        if self.value is None:
+            return False
+        above = self.least is None or self.value >= self.least
+        return above and (self.most is None or self.value <= self.most)
+
+    @property
+    def wanted(self) -> str:
+        """The bounds in words."""
+        bounds = (("at least", self.least), ("at most", self.most))
+        return ", ".join(f"{name} {bound:g}" for name, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One question of the proof and its answer.
+
+    Attributes:
+        title: The claim in a few words.
+        question: What is measured, on which model, and against what.
+        columns: The columns of the table.
+        rows: The rows of the table.
+        bars: The bounds that must hold.
+        picture: SVG, or "".
+        seconds: How long the part took.
+    """
+
+    title: str
+    question: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    bars: Sequence[Bar]
+    picture: str = ""
+    seconds: float = 0.0
+    details: Row = field(default_factory=dict)
+
+
+def broken(title: str, error: Exception) -> Part:
+    """Return a part that could not be measured, which fails the proof."""
+    return Part(title, f"not measured: {error!r}", (), (), (Bar(title, None),))
 
 
 def holds(parts: Sequence[Part]) -> bool:
@@ -48,21 +109,12 @@ def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
             cells = ([escape(_value(row.get(name))) for name in part.columns] for row in part.rows)
             body.append(_table([escape(name) for name in part.columns], cells))
         body.append(part.picture)
-        body.append(
-            _table(
-                ("", "bar", "measured", "wanted"),
-                (
-                    [
-                        f'<span class="{"holds" if bar.holds else "fails"}">'
-                        f"{_verdict(bar.holds)}</span>",
-                        escape(bar.claim),
-                        escape(_value(bar.value)),
-                        escape(bar.wanted),
-                    ]
-                    for bar in part.bars
-                ),
-            )
-        )
+        bars = (
+            (f'<span class="{"holds" if bar.holds else "fails"}">{_verdict(bar.holds)}</span>',
+             escape(bar.claim), escape(_value(bar.value)), escape(bar.wanted))
+            for bar in part.bars
+        )  # fmt: skip
+        body.append(_table(("", "bar", "measured", "wanted"), bars))
     inside = "\n".join(body)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>evoke-proxy: proof</title>'
@@ -87,7 +139,7 @@ def _value(value: object) -> str:
     return "not measured" if value is None else str(value)
 
 
-def _table(heads: Sequence[str], rows: Any) -> str:
+def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     lines = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{lines}</table>"

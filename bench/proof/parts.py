@@ -13,13 +13,14 @@ from typing import Any
 from bench import charts, first_bytes, latency, support
 from bench.chat_turns import budget_of
 from bench.criteria import paired_difference, percent
+from bench.driver import Row
 from bench.engines import InProcess, OnServers
 from bench.evidence import __main__ as evidence
 from bench.fills import FILLS
 from bench.llama import proxied, running
 from bench.model import vocab
 from bench.presence import measure
-from bench.proof.part import Bar, Part, Row
+from bench.proof.page import Bar, Part
 from bench.random_models import SHAPES, ensure
 from bench.tasks.__main__ import talk_of
 from bench.tasks.cases import Case, cases

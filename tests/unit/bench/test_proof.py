@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.proof import page
-from bench.proof.part import Bar, Part, broken
+from bench.proof.page import Bar, Part, broken
 from bench.proof.parts import ARMS, LENGTH, QUESTIONS, fresh_cases
 from bench.tasks.cases import cases
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
