@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
 # Prompts that share fewer tokens have only a template in common.
@@ -144,6 +145,47 @@ def find(
         if _continues(session, shared, hint, tokens, n_users)
     ]
     return max(fitting)[-1] if fitting else None
+
+
+def find_edited(
+    sessions: Iterable[SessionPrompt], hint: Hint | None, tokens: Tokens, first: Span
+) -> str | None:
+    """Return the id of the session that these tokens continue with an edited first message.
+
+    `first` is the position of the first user message in the tokens. The session has the same name,
+    because two conversations may differ in their first message only. Everything before that
+    message, at least half of it, and all messages of the session after it must be the same; the
+    latter must have `MIN_SHARED` tokens, which tells sub-agents with the name of their parent from
+    it. All sessions must belong to the tenant. None when no session matches.
+    """
+    fitting = [
+        (session.generation - session.head, session.id)
+        for session in sessions
+        if _has_hint(session, hint) and _is_edited(session, tokens, first)
+    ]
+    return max(fitting)[-1] if fitting else None
+
+
+def history_key(tokens: Tokens, head: int, generation: int) -> bytes:
+    """Return the first tokens after a first message, which `find_edited` compares; or b"".
+
+    It is empty when the history after that message is too short for a comparison.
+    """
+    if not 0 < head <= generation - MIN_SHARED:
+        return b""
+    return tokens[head : head + MIN_SHARED].tobytes()
+
+
+def _is_edited(session: SessionPrompt, tokens: Tokens, first: Span) -> bool:
+    start, head, generation = session.head_start, session.head, session.generation
+    n_after = generation - head
+    if not 0 < start < head or start != first.start or n_after < MIN_SHARED:
+        return False
+    shared = common_prefix(session.tokens, tokens)
+    if shared - start < MIN_SHARE * max(head - start, len(first)):
+        return False
+    after = tokens[first.end : first.end + n_after]
+    return len(after) == n_after and bool((after == session.tokens[head:generation]).all())
 
 
 def _may_continue(session: SessionPrompt, tokens: Tokens) -> bool:

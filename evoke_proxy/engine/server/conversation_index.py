@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.session.identity import SessionPrompt
+from evoke_proxy.core.session.identity import SessionPrompt, history_key
 
 # The last token of a first message whose end is unknown: any prompt may continue it.
 _UNKNOWN = -1
@@ -40,12 +40,14 @@ class _Key:
         head: the end of its first message; 0 when it is unknown.
         token: the last token of that message.
         name: the client's name for it.
+        history: the tokens after its first message, see `history_key`.
     """
 
     tenant: str
     head: int
     token: int
     name: str | None
+    history: bytes
 
 
 @dataclass(slots=True)
@@ -55,14 +57,16 @@ class _TenantEntries(Generic[C]):
     Attributes:
         openings: conversations by id, by the end of the first message and its last token.
         names: how many conversations have a name.
+        histories: conversations by id, by the tokens after their first message.
     """
 
     openings: dict[int, dict[int, dict[str, C]]] = field(default_factory=dict)
     names: Counter[str] = field(default_factory=Counter)
+    histories: dict[bytes, dict[str, C]] = field(default_factory=dict)
 
 
 class ConversationIndex(Generic[C]):
-    """Conversations by tenant, by the end of their first message, and by name."""
+    """Conversations by tenant, by the end of their first message, by what follows it, by name."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantEntries[C]] = {}
@@ -78,6 +82,8 @@ class ConversationIndex(Generic[C]):
         entries = self._tenants.setdefault(key.tenant, _TenantEntries())
         listed = entries.openings.setdefault(key.head, {}).setdefault(key.token, {})
         listed[conversation.id] = conversation
+        if key.history:
+            entries.histories.setdefault(key.history, {})[conversation.id] = conversation
         if key.name is not None and not is_listed:
             entries.names[key.name] += 1
 
@@ -97,6 +103,10 @@ class ConversationIndex(Generic[C]):
             entries.names[key.name] -= 1
             if not entries.names[key.name]:
                 del entries.names[key.name]
+        if key.history:
+            del entries.histories[key.history][id]
+            if not entries.histories[key.history]:
+                del entries.histories[key.history]
         if not entries.openings:
             del self._tenants[key.tenant]
 
@@ -125,11 +135,20 @@ class ConversationIndex(Generic[C]):
                 found += listed.values()
         return found
 
+    def with_history(self, tenant: str, history: bytes) -> list[C]:
+        """The tenant's conversations whose first message is followed by these tokens.
+
+        `history` is a `history_key`; there are none for an empty one.
+        """
+        entries = self._tenants.get(tenant)
+        return list(entries.histories.get(history, {}).values()) if entries is not None else []
+
 
 def _key(conversation: IndexedConversation) -> _Key:
     head = min(conversation.head, len(conversation.tokens))
     token = _token_before(conversation.tokens, head)
-    return _Key(conversation.tenant, head, token, conversation.name)
+    history = history_key(conversation.tokens, conversation.head, conversation.generation)
+    return _Key(conversation.tenant, head, token, conversation.name, history)
 
 
 def _token_before(tokens: Tokens, end: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins
@@ -24,7 +25,7 @@ from evoke_proxy.core.session.accounting import TurnRecord
 from evoke_proxy.core.session.audit import AuditHistory
 from evoke_proxy.core.session.codec import OperatorOverrides, SessionRecord
 from evoke_proxy.core.session.drift import Drift
-from evoke_proxy.core.session.identity import Hint, find
+from evoke_proxy.core.session.identity import Hint, find, find_edited, history_key
 from evoke_proxy.core.session.past import continues_shortened
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
@@ -694,10 +695,25 @@ class Conversations:
         return id not in self._by_id and id not in self._forgotten
 
     def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
-        """The conversation that a prompt continues; None when it continues none."""
+        """The conversation that a prompt continues; None when it continues none.
+
+        A client may have edited the first message of one that no request uses and that it names.
+        """
         candidates = self._index.candidates(tenant, rendered.tokens)
         n_users = len(rendered.user_ends)
-        return self.get(find(candidates, hint, tenant, rendered.tokens, n_users))
+        found = self.get(find(candidates, hint, tenant, rendered.tokens, n_users))
+        return found or self._edited(PromptIdentity.of(rendered), hint, tenant)
+
+    def _edited(
+        self, prompt: PromptIdentity, hint: Hint | None, tenant: str
+    ) -> Conversation | None:
+        """The conversation that a prompt continues with another first message, or None."""
+        key = history_key(prompt.tokens, prompt.head, prompt.generation)
+        unused = [each for each in self._index.with_history(tenant, key) if not each.in_use]
+        if not unused or not prompt.head_start:
+            return None
+        first = Span(prompt.head_start, prompt.head)
+        return self.get(find_edited(unused, hint, prompt.tokens, first))
 
     def start(
         self, rendered: Rendered, hint: Hint | None, tenant: str, ephemeral: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.session.identity import SOURCES, Hint, find, hint_of
+from evoke_proxy.core.session.identity import (
+    SOURCES,
+    Hint,
+    find,
+    find_edited,
+    hint_of,
+    history_key,
+)
 
 UUID = "4a5c0e4b-98c1-4f0e-a0a5-0c9d1a0c7a11"
 
@@ -240,3 +248,52 @@ def test_a_named_session_continues_when_its_system_prompt_differs_in_a_few_token
     assert find([session], None, "", clock) is None
     unknown = Session("b", before, hint=named("h"), head=100)
     assert find([unknown], named("h"), "", clock) is None
+
+
+EDITED = 5
+# A system prompt, a first message of 100 tokens, and 150 tokens that answer and continue it.
+BEGUN = Session("a", prompt(SYSTEM, ONE, TWO, MORE, MORE, MORE), "", named("h"), 150, head_start=50)
+
+
+def edited(
+    tokens: Tokens, n_first: int = 100, session: Session = BEGUN, hint: Hint | None = None
+) -> bool:
+    """Whether a prompt whose first message has `n_first` tokens continues a session."""
+    first = Span(50, 50 + n_first)
+    return find_edited([session], hint or named("h"), tokens, first) == session.id
+
+
+def test_a_session_continues_when_the_end_of_its_first_message_was_edited() -> None:
+    history = (MORE, MORE, MORE, EDITED)
+    assert edited(prompt(SYSTEM, ONE, EDITED, *history))
+    assert edited(prompt(SYSTEM, ONE, EDITED, EDITED, *history)[:-20], 150) is False  # 1/3 is left
+    longer = np.insert(prompt(SYSTEM, ONE, TWO, *history), 140, [7] * 20)
+    assert edited(longer, 120)
+    key = history_key(BEGUN.tokens, BEGUN.head, BEGUN.generation)
+    assert key and key == history_key(longer, 170, len(longer))
+
+
+def test_conversations_that_only_begin_alike_are_not_joined_by_an_edit() -> None:
+    """Sub-agents, titles and repeated tasks: what follows the first message differs, or nothing."""
+    assert not edited(prompt(SYSTEM, ONE, EDITED))
+    assert not edited(prompt(SYSTEM, ONE, EDITED, MORE))
+    assert not edited(prompt(SYSTEM, ONE, EDITED, MORE, TWO, MORE, MORE))
+    assert not edited(prompt(SYSTEM, EDITED, TWO, MORE, MORE, MORE))  # another task
+    assert not edited(prompt(EDITED, ONE, EDITED, MORE, MORE, MORE))  # another agent
+    short = replace(BEGUN, tokens=prompt(SYSTEM, ONE, TWO, MORE))
+    assert not edited(prompt(SYSTEM, ONE, EDITED, MORE, MORE), session=short)
+    assert history_key(short.tokens, 150, short.generation) == b""
+    unknown = replace(BEGUN, head_start=0)
+    assert not edited(prompt(SYSTEM, ONE, EDITED, MORE, MORE, MORE), session=unknown)
+
+
+def test_an_edit_joins_only_requests_of_one_name() -> None:
+    """Without it, two conversations whose answers are alike differ as an edit does."""
+    tokens = prompt(SYSTEM, ONE, EDITED, MORE, MORE, MORE)
+    first = Span(50, 150)
+    assert find_edited([BEGUN], named("h"), tokens, first) == "a"
+    assert find_edited([BEGUN], named("other"), tokens, first) is None
+    assert find_edited([BEGUN], None, tokens, first) is None
+    person_s = replace(BEGUN, hint=person("u"))
+    assert find_edited([person_s], person("u"), tokens, first) is None
+    assert find_edited([replace(BEGUN, hint=None)], named("h"), tokens, first) is None

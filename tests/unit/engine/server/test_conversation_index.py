@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.session.identity import Hint, find
+from evoke_proxy.core.session.identity import Hint, find, history_key
 from evoke_proxy.engine.server.conversation_index import ConversationIndex
 
 
@@ -47,13 +47,17 @@ def _random_listed(rng: random.Random, id: str, openings: list[Tokens]) -> Liste
     return Listed(id, rng.choice("xy"), tokens, head, hint, last_user_end=head)
 
 
+def _history(listed: Listed) -> bytes:
+    return history_key(listed.tokens, listed.head, listed.generation)
+
+
 def test_the_candidates_include_every_conversation_that_a_prompt_continues() -> None:
     rng = random.Random(5)
     lengths = (1, 7, 70, 71, 130)
     openings = [np.array([rng.randrange(4) for _ in range(n)], np.int32) for n in lengths * 2]
     index: ConversationIndex[Listed] = ConversationIndex()
     listed: dict[str, Listed] = {}
-    n_found = n_left_out = 0
+    n_found = n_left_out = n_alike = 0
     for step in range(3000):
         id = f"{rng.randrange(60)}"
         if rng.random() < 0.2:
@@ -68,9 +72,17 @@ def test_the_candidates_include_every_conversation_that_a_prompt_continues() -> 
         hint = rng.choice((None, Hint("b", "session_id"), Hint("c", "session_id")))
         expected = find(listed.values(), hint, tenant, tokens)
         assert find(candidates, hint, tenant, tokens) == expected, step
+        if listed:
+            other = rng.choice(list(listed.values()))
+            key = _history(other)
+            same = {each.id for each in listed.values() if key and _history(each) == key}
+            same &= {each.id for each in listed.values() if each.tenant == tenant}
+            assert {each.id for each in index.with_history(tenant, key)} == same, step
+            n_alike += len(same)
         n_found += expected is not None
         n_left_out += len(listed) - len(candidates)
     assert n_found > 300, "too few prompts continue a conversation for the test to show anything"
+    assert n_alike > 100, "too few histories are long enough to be compared"
     assert n_left_out > 30_000, "the index leaves out too few conversations"
 
 
