@@ -26,6 +26,7 @@ import yaml
 
 from evoke_proxy.config.policy_names import check_policy_name
 from evoke_proxy.config.schema import (
+    AUTO,
     REMOVED,
     Config,
     Setting,
@@ -513,6 +514,22 @@ def _require(holds: bool, key: str, message: str) -> None:
 
 def risks_of(config: Config) -> tuple[str, ...]:
     """Describe valid settings that are probably a mistake: a sentence with the fix for each."""
+    return (*_open_addresses(config), *_settings_without_effect(config))
+
+
+def _settings_without_effect(config: Config) -> tuple[str, ...]:
+    policy = config.policy
+    if policy.within_turn != "full" or policy.budget not in (AUTO, None):
+        return ()
+    why = "all cells of a slot are in use already" if policy.budget == AUTO else "nothing leaves"
+    return (
+        f"policy.within_turn: full has no effect with policy.budget: {policy.budget or 'off'},"
+        f" because {why}: set policy.budget to the tokens that a conversation may keep between"
+        " its turns",
+    )
+
+
+def _open_addresses(config: Config) -> tuple[str, ...]:
     open_to_all = [
         address for address in config.listen if not is_loopback(parse_listen(address)[0])
     ]

@@ -96,6 +96,17 @@ def test_an_address_of_this_machine_is_no_risk(listen: str) -> None:
     assert risks_of(load(None, {}, {"listen": [listen]})) == ()
 
 
+@pytest.mark.parametrize(("budget", "name"), [("auto", "auto"), ("off", "off"), (2048, None)])
+def test_whole_prompts_without_a_smaller_budget_are_a_risk(
+    budget: str | int, name: str | None
+) -> None:
+    settings = {"policy.budget": budget}
+    assert risks_of(load(None, {}, settings)) == ()
+    risks = risks_of(load(None, {}, settings | {"policy.within_turn": "full"}))
+    assert len(risks) == (name is not None)
+    assert all(f"policy.budget: {name}, because" in risk for risk in risks)
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:1", "[::]:1", ":1", "proxy.example:1"])
 def test_an_open_address_without_keys_is_a_risk(listen: str) -> None:
     safe = {"security.admin_token_file": "/token"}
