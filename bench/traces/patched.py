@@ -139,6 +139,7 @@ class PatchedServer:
         slots: Its slots.
         peak: The most resident rows of one slot.
         totals: What was copied.
+        prefilled: Tokens that were decoded without an answer, by session.
     """
 
     def __init__(self, limits: Limits, scale: Scale, costs: Costs = DEFAULT_COSTS) -> None:
@@ -148,6 +149,7 @@ class PatchedServer:
         self.peak = 0
         self.totals = Totals()
         self.refusals: dict[str, int] = {}
+        self.prefilled: dict[str, int] = {}
         self._scale = scale
         self._costs = costs
         self._n_origins = 0
@@ -161,6 +163,8 @@ class PatchedServer:
         """Replaces `LlamaClient.call`."""
         parts = body if isinstance(body, tuple) else (body,)
         data = b"".join(it if isinstance(it, bytes) else orjson.dumps(it) for it in parts)
+        if target == "/completion":
+            return await self._prefill(orjson.loads(data))
         before = Totals(self.totals.loaded, self.totals.saved, self.totals.read)
         try:
             answer = self._answer(target, data)
@@ -317,17 +321,19 @@ class PatchedServer:
         session = str(body.get("session", ""))
         rows, origin, stream, loads = self._checked(slot, body["ops"], session)
         keys = [(self._key(slot, op["p0"], op["p1"]), op["name"]) for op in _of(body, "save")]
-        n_new = sum(key[1] - key[0] for key, _ in keys if key not in self.pool.copies)
-        if n_new > self.pool.ram:
+        kept = {copy.key: copy for copy in loads}  # a plan does not displace its own copies
+        kept |= {key: self.pool.copies[key] for key, _ in keys if key in self.pool.copies}
+        n_new = sum(key[1] - key[0] for key, _ in keys if key not in kept)
+        if n_new + sum(copy.size for copy in kept.values()) > self.pool.ram:
             raise Refusal(413, "ram_budget")
+        for copy in kept.values():
+            self.pool.use(copy)
         for key, name in keys:
             if self.pool.add(key, name, session):
                 self.totals.saved += key[1] - key[0]
         before, limit = slot.n_rows, stream.get("budget") or self.limits.n_cells
-        self.totals.read += self._read([copy for copy in loads if copy.key in self.pool.copies])
+        self.totals.read += self._read(loads)
         self.totals.loaded += sum(copy.size for copy in loads)
-        if any(copy.key not in self.pool.copies for copy in loads):
-            raise Refusal(404, "unknown_block")
         for copy in loads:
             slot.loaded[copy.key[0] : copy.key[1]] = True
         slot.loaded &= rows
@@ -454,7 +460,18 @@ class PatchedServer:
 
     async def decode(self, body: Mapping[str, Any]) -> DecodedPrompt:
         """Decode the prompt of a forwarded request, batch by batch; its slot is busy after it."""
-        prompt, _, _ = self.tokens_of(body)
+        return await self._decoded(self.tokens_of(body)[0], body)
+
+    async def _prefill(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Decode a list of tokens, and generate nothing."""
+        decoded = await self._decoded(np.array(body["prompt"], np.int32), body)
+        session = decoded.slot.session
+        self.prefilled[session] = self.prefilled.get(session, 0) + decoded.counts["decoded"]
+        timings = {"cache_n": 0, "prompt_n": decoded.counts["decoded"], "prompt_ms": 1.0}
+        timings |= await self.answer(decoded, np.zeros(1, np.int32))
+        return {"id_slot": decoded.slot.id, "timings": timings}
+
+    async def _decoded(self, prompt: Tokens, body: Mapping[str, Any]) -> DecodedPrompt:
         marker = body.get("evoke") or {}
         slot = self.slots[body["id_slot"]] if "id_slot" in body else self._idle_slot()
         while slot.is_busy:

@@ -75,13 +75,14 @@ class ProxiedServer:
             first = _now() - began
             timings = await self.server.answer(opened.decoded, prompt.answer)
             exchange.observe(orjson.dumps({"choices": [], "timings": timings}))
-        usage = timings["evoke"]
+        usage, session = timings["evoke"], str((trace.facts or {}).get("session") or "")
+        redecoded = self.server.prefilled.pop(session, 0)  # lost blocks, which count as recovered
         return Counts(
-            decoded=usage["decoded"],
-            loaded=usage["recovered"],
+            decoded=usage["decoded"] + redecoded,
+            loaded=max(0, usage["recovered"] - redecoded),
             omitted=usage["omitted"],
             first_token_s=first,
-            session=str((trace.facts or {}).get("session") or ""),
+            session=session,
         )
 
 

@@ -192,6 +192,9 @@ class SlotModel:
         elif op["op"] == "drop":
             for name in op["names"]:
                 self.store.pop(name, None)
+        elif op["op"] == "reuse":
+            assert op["n_tokens"] == 0
+            self.tokens, self.rows = [], set()
         else:
             assert plan.stream is not None
             if 0 < plan.stream.budget < plan.stream.min_budget:

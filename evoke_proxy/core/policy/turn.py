@@ -29,6 +29,8 @@ class Turn:
             files would need when they exceed that of the turn; 0 otherwise. With
             `policy.within_turn: full` such a turn has no budget.
         kept_budget: The budget that holds after the turn; None without one.
+        copies_end: End of the last copy that the slot may adopt once lost blocks before it are
+            decoded again; 0 when the slot keeps its rows.
     """
 
     number: int
@@ -42,6 +44,7 @@ class Turn:
     task: Task
     needed_budget: int = 0
     kept_budget: int | None = None
+    copies_end: int = 0
 
     @property
     def is_full(self) -> bool:

@@ -287,6 +287,11 @@ class Layout:
         n = len(counted) if counted.all() else int(counted.argmin())
         return int(self.blocks.ends[n - 1]) if n else 0
 
+    def last_saved_end(self, limit: int) -> int:
+        """End, at most `limit`, of the last block with a copy, whether or not others have one."""
+        ends = self.blocks.ends[self.in_pool & (self.blocks.ends <= limit)]
+        return int(ends[-1]) if len(ends) else 0
+
     def _branches(self, prefix: BlockTable, rendered: Rendered, shared: int) -> tuple[Branch, ...]:
         """The branches, with the end of this prompt when the user goes back or changes branches.
 

@@ -9,7 +9,7 @@ session makes no calls and reads no clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -20,9 +20,10 @@ from evoke_proxy.core.model.block_table import ROLES
 from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, count, merged
 from evoke_proxy.core.model.plan import Evict, Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
+from evoke_proxy.core.policy.lost_blocks import Refill, refills
 from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.pins import Pins, valid_pins, with_pins
-from evoke_proxy.core.policy.planner import budget_for
+from evoke_proxy.core.policy.planner import budget_for, room_for_blocks
 from evoke_proxy.core.policy.registry import decide, saves_evicted
 from evoke_proxy.core.policy.standing import (
     essential_blocks,
@@ -227,7 +228,7 @@ class Session:
             config=effective_config(self.config, request),
             marks=self._marks_with(number, request),
         )
-        layout, adopt_to = self._reconcile(inputs)
+        layout, adopt_to, copies_end = self._reconcile(inputs)
         pins_before = self.pins
         pins = valid_pins(pins_before, layout)
         pinned_layout = with_pins(layout, pins, inputs.config)
@@ -250,6 +251,7 @@ class Session:
             task=task,
             needed_budget=needed_budget,
             kept_budget=inputs.config.budget,
+            copies_end=copies_end,
         )
         self._turn_marks = dict(inputs.marks)
         if quotes_past(inputs.config):
@@ -266,6 +268,14 @@ class Session:
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
         return decide(turn.view, turn.query, turn.config)
+
+    def lost_block_steps(self, turn: Turn) -> Sequence[Refill]:
+        """Return the steps that decode lost blocks which the turn's plan would recover.
+
+        A block is lost when it has neither rows nor a copy, because host memory was short. Empty
+        when there are none, and where the slot keeps its rows. Changes nothing.
+        """
+        return refills(turn.view, turn.query, turn.config, turn.copies_end)
 
     def after(self, turn: Turn, plan: Plan) -> AppliedPlan:
         """Return the state once llama-server has run the complete plan; changes nothing."""
@@ -497,10 +507,12 @@ class Session:
         mark = (request.options.pinned, request.options.priority)
         return marks if mark == _NO_MARK else {**marks, number: mark}
 
-    def _reconcile(self, inputs: _TurnInputs) -> tuple[Layout, int]:
-        """Return the layout of the turn's prompt, and the end of the blocks that the slot adopts.
+    def _reconcile(self, inputs: _TurnInputs) -> tuple[Layout, int, int]:
+        """Return the layout of the turn's prompt, and two ends of blocks that the slot may adopt.
 
-        The end is 0 when the slot keeps its rows.
+        The first is the end of those that it adopts as they are, 0 when the slot keeps its rows.
+        The second is the end of the last copy, if the slot may adopt up to there once lost blocks
+        before it are decoded again; else 0.
         """
 
         messages = messages_of(inputs.rendered, inputs.request)
@@ -516,16 +528,25 @@ class Session:
         # Adopting pays only when the copies extend at least one block beyond the rows of the slot.
         copies_end = max(self.layout.copies_end, self.layout.returns_to(inputs.rendered.tokens))
         copies_extend_slot = copies_end >= n_past + block_tokens
-        if self._can_adopt and copies_extend_slot and saves_evicted(inputs.config):
-            # On a slot of another session a few tokens may agree by chance. Blocks must not be
-            # split there, because their copies are adopted.
-            adopting = layout_on(replace(view, n_common=0, resident=()))
-            # llama-server adopts tokens only: text from the first image on is decoded again.
-            limit = min((n_tokens - 1, *(span.start for span in inputs.rendered.media)))
-            adopt_to = adopting.saved_end(limit)
-            if adopt_to >= n_past + block_tokens:
-                return adopting, adopt_to
-        return self._with_unconfirmed(layout_on(view)), 0
+        if not (self._can_adopt and copies_extend_slot and saves_evicted(inputs.config)):
+            return self._with_unconfirmed(layout_on(view)), 0, 0
+        # On a slot of another session a few tokens may agree by chance. Blocks must not be split
+        # there, because their copies are adopted.
+        adopting = layout_on(replace(view, n_common=0, resident=()))
+        # llama-server adopts tokens only: text from the first image on is decoded again.
+        limit = min((n_tokens - 1, *(span.start for span in inputs.rendered.media)))
+        adopt_to, last_end = adopting.saved_end(limit), adopting.last_saved_end(limit)
+        if last_end < n_past + block_tokens:
+            return self._with_unconfirmed(layout_on(view)), 0, 0
+        continuing = self._with_unconfirmed(layout_on(view))
+        only_in_slot = continuing.in_cache & ~continuing.in_pool
+        if int(continuing.blocks.lengths[only_in_slot].sum()) >= block_tokens:
+            last_end = adopt_to  # adopting would lose rows that have no copy
+        elif not _has_room(n_tokens, inputs):
+            adopt_to = last_end  # lost blocks are omitted, as others without room
+        if adopt_to >= n_past + block_tokens:
+            return adopting, adopt_to, last_end
+        return continuing, 0, last_end
 
     def _with_unconfirmed(self, layout: Layout) -> Layout:
         """Return the layout with the copies that an unreported eviction may have made.
@@ -611,6 +632,12 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     essential = essential_blocks(view, query.files, config.budget)
     needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
+
+
+def _has_room(n_tokens: int, inputs: _TurnInputs) -> bool:
+    """Return whether the budget has room for a whole prompt and its answer."""
+    room = room_for_blocks(n_tokens, inputs.request.max_tokens, inputs.config)
+    return room is None or room >= 0
 
 
 def _fits(view: PolicyView, config: PolicyConfig, n_cells: int | None) -> bool:

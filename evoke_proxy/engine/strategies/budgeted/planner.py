@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 import orjson
 
 from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall, copies_in
-from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.model.plan import DecodeBudget, Plan
+from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
 from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.policy.registry import policy_of, saves_evicted
@@ -36,6 +35,11 @@ from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
+from evoke_proxy.engine.strategies.budgeted.lost_blocks import (
+    LostBlocks,
+    RefillRecord,
+    budget_without_plan,
+)
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, divided
 from evoke_proxy.errors import PlanRefused, PromptTooLong
@@ -58,6 +62,7 @@ class Planner:
         self._worker = server.worker
         self._attention = AttentionReader(server.monitor)
         self._prober = Prober(server, self._attention)
+        self._lost = LostBlocks(server)
 
     async def render_first(
         self, request: ParsedChat, scope: TurnScope
@@ -130,16 +135,20 @@ class Planner:
         """Make a plan and have llama-server run it.
 
         A refused plan is made once more from a new rendering. A refusal to capture attention does
-        not count as this second attempt: the plan is made again without the capture. Raises
-        PlanRefused after the second refusal, BudgetTooSmall and PinBudgetExceeded.
+        not count as this second attempt: the plan is made again without the capture. Nor does one
+        after lost blocks were decoded again, because saving them may have displaced other copies.
+        Raises PlanRefused after the second refusal, BudgetTooSmall and PinBudgetExceeded.
         """
-        n_refused, probe = 0, ProbeRecord()
+        n_refused, probe, refill = 0, ProbeRecord(), RefillRecord()
         while True:
+            was_tried = refill.is_tried
             try:
-                return await self._attempt(turn, scope, probe)
+                return await self._attempt(turn, scope, probe, refill)
             except PlanRefused as refused:
                 await self._learn(turn, refused)
-                n_refused += not self._attention.note_refusal(turn.conversation, refused)
+                counts = was_tried or not refill.is_tried
+                counts &= not self._attention.note_refusal(turn.conversation, refused)
+                n_refused += counts
                 if n_refused > 1:
                     raise
             scope.trace.stage = "render"
@@ -168,7 +177,7 @@ class Planner:
         if conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
         config = effective_config(conversation.session.config, request.chat)
-        stream = _unplanned(config)
+        stream = budget_without_plan(config)
         call = PlanCall(Plan(stream=stream), view, conversation.owner)
         epoch = await turn.calls.blocks.run_plan(call)
         conversation.session.plan_replaced()
@@ -185,7 +194,7 @@ class Planner:
         )
 
     async def _attempt(
-        self, turn: RenderedTurn, scope: TurnScope, probe: ProbeRecord
+        self, turn: RenderedTurn, scope: TurnScope, probe: ProbeRecord, refill: RefillRecord
     ) -> BudgetedTurn:
         """Decide, run the plan, and add its marker to the body."""
         trace, conversation = scope.trace, turn.conversation
@@ -203,6 +212,9 @@ class Planner:
             messages = messages_of(turn.rendered, turn.chat)
             changed = drift_from(before, turn.rendered, messages)
             scope.turn = BudgetedTurn.of(scope.turn, drift=changed)
+        refilled = await self._lost.decode(turn, scope, started, refill)
+        if refilled is not None:
+            started, plan = await self._begin(turn, refilled)
         with_attention = await self._attention.read(turn, started)
         if with_attention is not started:
             started, plan = (
@@ -235,6 +247,8 @@ class Planner:
             meanwhile.cancel()
             raise
         applied, spoken, (headers, extra) = meanwhile.result()
+        if extra is not None and refill.n_tokens:
+            extra["redecoded"] = refill.n_tokens
         session.record(applied)
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
@@ -402,15 +416,6 @@ def _quoting_evicted(turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
     """The request with the evicted text that it needs, by the policy of the turn."""
     quote = policy_of(started.config).quote
     return quote(started, started.query, turn.body) if quote is not None else None
-
-
-def _unplanned(config: PolicyConfig) -> DecodeBudget:
-    """The budget that llama-server enforces by itself, without a plan of the proxy."""
-    if config.budget is None or policy_of(config).choose is None:
-        return DecodeBudget(0)
-    return DecodeBudget(
-        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
-    )
 
 
 def _effect(started: Turn) -> str:

@@ -44,6 +44,46 @@ async def _plan(server: PatchedServer, slot: int, *ops: dict[str, Any]) -> dict[
     return await server.call("POST", f"/slots/{slot}?action=block-plan", body)
 
 
+def test_tokens_are_decoded_without_an_answer_and_counted_for_their_session() -> None:
+    async def work() -> None:
+        server = PatchedServer(Limits(1, 512, 1024, 4096), _SCALE)
+        text = _words(0, 300)
+        await _served(server, _ask(text, epoch=1))
+        save = {"op": "save", "name": "b", "p0": 0, "p1": 64}
+        epoch = (await _plan(server, 0, save))["epoch"]
+        tokens = tokenized(text, False)[:200].tolist()
+        body = {"prompt": tokens, "n_predict": 0, "id_slot": 0, "evoke": {"epoch": epoch}}
+        answer = await server.call("POST", "/completion", body)
+        assert answer["timings"]["evoke"]["decoded"] == 1  # the last token always is
+        assert server.slots[0].n_rows == len(server.slots[0].tokens) == 200
+        await server.call("POST", "/completion", body | {"prompt": tokens[:100] + tokens[:50]})
+        assert server.prefilled == {"s": 51}
+
+    run(work())
+
+
+def test_a_plan_keeps_the_copies_that_it_loads() -> None:
+    """Copies that it makes displace others, or are refused."""
+
+    async def work() -> None:
+        server = PatchedServer(Limits(1, 512, 1024, 192), _SCALE)
+        text = _words(0, 300)
+        await _served(server, _ask(text, epoch=1))
+        for name, start in (("a", 0), ("b", 64), ("c", 128)):
+            await _plan(server, 0, {"op": "save", "name": name, "p0": start, "p1": start + 64})
+        await _plan(server, 0, {"op": "evict", "p0": 0, "p1": 64})
+        save = {"op": "save", "name": "d", "p0": 192, "p1": 256}
+        await _plan(server, 0, save, {"op": "load", "names": ["a"]})
+        assert server.pool.names.keys() == {"a", "c", "d"}
+        await _plan(server, 0, {"op": "evict", "p0": 0, "p1": 64})
+        with pytest.raises(UpstreamRejected, match="ram_budget"):
+            large = {"op": "save", "name": "e", "p0": 64, "p1": 256}
+            await _plan(server, 0, large, {"op": "load", "names": ["a"]})
+        assert server.pool.names.keys() == {"a", "c", "d"}
+
+    run(work())
+
+
 def test_rows_leave_and_come_back_and_their_tokens_are_counted_once() -> None:
     async def work() -> None:
         server = PatchedServer(Limits(1, 512, 1024, 4096), _SCALE)

@@ -85,8 +85,11 @@ class Engine:
 
     def planned(self, conversation: Conversation) -> tuple[Turn, Plan]:
         """Plans until the slot accepts; after each refusal the refused copy is forgotten."""
+        is_refilled = False
         for _ in range(200):
             turn = self.begin(conversation)
+            if not is_refilled and self.refill(turn):
+                is_refilled, turn = True, self.begin(conversation)
             plan = self.session.plan(turn)
             try:
                 self.slot.run(plan, turn.rendered.tokens.tolist())
@@ -99,6 +102,36 @@ class Engine:
             self.session.applied(turn, plan)
             return turn, plan
         raise AssertionError("no plan was ever accepted")
+
+    def refill(self, turn: Turn) -> bool:
+        """Decodes the lost blocks that a turn needs, within the budget; False when there are none.
+
+        A refused step ends it: a copy was lost without the session's knowledge.
+        """
+        tokens = turn.rendered.tokens.tolist()
+        steps = self.session.lost_block_steps(turn)
+        config = turn.config
+        stream = DecodeBudget(0)
+        if config.budget is not None:
+            sizes = (config.sink_tokens, config.recent_tokens, config.block_tokens)
+            stream = DecodeBudget(config.budget, *sizes)
+        for step in steps:
+            try:
+                self.slot.run(step.begin(stream), tokens)
+            except Refused as refused:
+                assert refused.type in ("unknown_block", "stale_block"), refused
+                assert refused.name is not None
+                self.session.failed({refused.name})
+                return True
+            timings = self.slot.answer(tokens[: step.end], [])
+            accounting = TokenAccounting.parse(timings)
+            assert accounting is not None and not accounting.auto_evicted
+            assert accounting.decoded <= step.n_tokens + 1
+            if config.budget is not None:
+                assert accounting.n_resident_peak <= config.budget
+            self.slot.run(step.saves, [])
+            self.session.saved(step.saves)
+        return bool(steps)
 
     def turn(
         self, conversation: Conversation, answer: Sequence[int], reported: bool = True
@@ -325,14 +358,19 @@ def test_foreign_rows_exclude_the_row_of_a_checkpoint() -> None:
     assert view.foreign_rows == (Span(4, 9), Span(10, 19))
 
 
-def test_after_losing_a_slot_without_saving_the_prompt_is_decoded_again() -> None:
+def test_after_losing_a_slot_without_saving_only_what_is_needed_is_decoded_again() -> None:
     engine = Engine()
     conversation = conversation_of(300, 300, 300)
     engine.turn(conversation, words(9, 100))
     engine.slot.taken_by([1] * 300, epoch=9)
     conversation.say(Role.USER, words(10, 30))
+    lost = ~engine.session.layout.in_pool
+    assert lost.any() and engine.session.layout.in_pool.any()
     accounting = engine.turn(conversation, words(11, 20))
-    assert accounting.decoded == accounting.n_prompt
+    # The lost blocks that the plan needs have copies again, and the rest is omitted.
+    assert accounting.decoded < accounting.n_prompt / 4
+    assert engine.session.layout.in_pool[0], "the beginning of the prompt always stays"
+    assert accounting.recovered + accounting.resident_before > CONFIG.budget / 2
 
 
 def test_after_a_restart_everything_is_decoded_again() -> None:
@@ -595,6 +633,35 @@ def test_save_all_copies_each_resident_row_once() -> None:
     assert rows <= set(copies)
     assert any(save.label.endswith("/gen") for save in plan.saves)
     assert engine.session.plan_save_all(engine.slot.view([])).saves == ()
+
+
+def test_a_budget_adopts_the_copies_after_lost_ones() -> None:
+    engine = Engine()
+    conversation = conversation_of(300, 300, 300)
+    engine.turn(conversation, words(9, 20))
+    engine.hand_over()
+    lost = [block.label for block in engine.session.layout.blocks[3:6]]
+    for label in lost:
+        engine.slot.store.pop(label, None)
+    engine.session.failed(lost)
+    conversation.say(Role.USER, words(50, 20))
+    accounting = engine.turn(conversation, words(51, 5))
+    assert accounting.decoded < 60 and accounting.omitted >= 3 * 64
+
+
+def test_rows_without_copies_are_not_given_up_for_copies_after_them() -> None:
+    engine = Engine(config=replace(CONFIG, budget=200))
+    conversation = conversation_of(300, 300)
+    engine.turn(conversation, words(9, 20))
+    engine.hand_over()
+    end = engine.session.layout.blocks[3].span.end
+    engine.session.failed([block.label for block in engine.session.layout.blocks[:4]])
+    # The slot has the rows of the prompt's beginning, and nothing else does.
+    rendered = conversation.rendered()
+    engine.slot.taken_by(rendered.tokens[:end].tolist(), epoch=engine.slot.epoch + 1)
+    turn = engine.begin(conversation)
+    assert turn.view.n_past == end
+    assert turn.view.adopt_to == 0 and turn.copies_end == 0
 
 
 @pytest.mark.parametrize("written_back", [True, False])

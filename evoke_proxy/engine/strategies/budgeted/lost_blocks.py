@@ -1,0 +1,101 @@
+"""Decodes lost blocks again in the slot of a turn, before its plan runs.
+
+core/policy/lost_blocks.py chooses them. The decoded rows are saved as copies, which the plan then
+adopts together with all others.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.plan import DecodeBudget
+from evoke_proxy.core.policy.lost_blocks import Refill
+from evoke_proxy.core.policy.registry import policy_of
+from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.server.strategy import ServerResources
+from evoke_proxy.engine.server.turn import TurnScope
+from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class RefillRecord:
+    """What a request has decoded again: once is enough, also when its plan is made again.
+
+    Attributes:
+        is_tried: Whether steps were begun.
+        n_tokens: Tokens decoded.
+    """
+
+    is_tried: bool = False
+    n_tokens: int = 0
+
+
+class LostBlocks:
+    """Decodes lost blocks again at one llama-server."""
+
+    def __init__(self, server: ServerResources) -> None:
+        self._server = server
+
+    async def decode(
+        self, turn: RenderedTurn, scope: TurnScope, started: Turn, record: RefillRecord
+    ) -> SlotView | None:
+        """Decode the lost blocks that a turn needs, and return the slot after that.
+
+        None when it needs none, or some were decoded before. Raises PlanRefused, and other
+        EvokeErrors for what llama-server does.
+        """
+        # A call with tokens does not select the adapters that a request names for itself.
+        if record.is_tried or "lora" in turn.chat.keys:
+            return None
+        steps = turn.conversation.session.lost_block_steps(started)
+        if not steps:
+            return None
+        record.is_tried = True
+        scope.trace.stage = "refill"
+        view = started.slot
+        for step in steps:
+            view = await self._decode(turn, started, view, step)
+            record.n_tokens += step.n_tokens
+            self._server.metrics.redecoded.inc(step.n_tokens)
+        _log.info(
+            "session %s: %d tokens of lost blocks are decoded again",
+            turn.conversation.id,
+            record.n_tokens,
+        )
+        return replace(view, n_common=steps[-1].end)
+
+    async def _decode(
+        self, turn: RenderedTurn, started: Turn, view: SlotView, step: Refill
+    ) -> SlotView:
+        """Run one step and save what it has decoded; the slot after that."""
+        conversation, calls, tokens = turn.conversation, turn.calls, started.rendered.tokens
+        session, owner = conversation.session, conversation.owner
+        begin = step.begin(budget_without_plan(started.config))
+        epoch = await calls.blocks.run_plan(PlanCall(begin, view, owner, tokens))
+        conversation.budgeted.plan_ran(epoch)
+        result = await calls.stock.prefill(tokens[: step.end], view.id, epoch)
+        accounting = TokenAccounting.parse(result.timings)
+        if accounting is not None:
+            evicted = accounting.auto_evicted
+            session.add_copies((label, span) for span, label in evicted if label is not None)
+        # Without a tenant no copies are listed.
+        after = SlotView.parse(await calls.blocks.slot(view.id, "", LATEST))
+        await calls.blocks.run_plan(PlanCall(step.saves, after, owner))
+        session.saved(step.saves)
+        return after
+
+
+def budget_without_plan(config: PolicyConfig) -> DecodeBudget:
+    """The budget that llama-server enforces by itself, without a plan of the proxy."""
+    if config.budget is None or policy_of(config).choose is None:
+        return DecodeBudget(0)
+    return DecodeBudget(
+        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
+    )
