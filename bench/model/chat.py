@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bench.model import text, vocab
-from bench.model.facts import UNKNOWN_VALUE, Fact
-from bench.model.replies import Reply
+from bench.model.facts import KINDS, Fact
 
 START, END = "<|im_start|>", "<|im_end|>\n"
 HEAD = 3  # tokens of `<|im_start|>role\n`: every role name is one token
@@ -19,7 +18,7 @@ HEAD = 3  # tokens of `<|im_start|>role\n`: every role name is one token
 # Loss weights: what the user says teaches little, the answers to questions teach everything.
 SYSTEM_W, USER_W, CHATTER_W, ACK_W, ANSWER_W = 0.02, 0.02, 0.06, 0.1, 1.0
 FIRST_W = 3.0  # the value's first token decides which fact it is, or that there is none
-OPENING_W, REQUESTED_W = 0.02, 0.2  # what stands before the value: not asked for, asked for
+TAGS = (*KINDS, "updated", "paraphrase", "unknown", "number", "pair", "code")
 Span = tuple[int, int]
 
 
@@ -37,15 +36,12 @@ Encoder = Callable[[str], Encoding]
 class Question:
     """One question: token ranges of the answer, of the value in it and of the fact asked for.
 
-    `form` is "key", "bare" (something else or nothing stands before the value) or "thought".
-
     The value's range begins with the space before it. Where the fact was never told `fact` is None
     and the value "something I don't know".
     """
 
     asked: Fact
     paraphrased: bool
-    form: str
     answer: Span
     value: Span
     fact: Span | None
@@ -56,10 +52,7 @@ class Question:
         if self.fact is None:
             return ("unknown",)
         special = "updated" if self.asked.updated else "paraphrase" if self.paraphrased else None
-        kind = special or self.asked.kind
-        if self.form != "key":
-            kind += f", {self.form}"
-        return (kind, self.asked.type)
+        return (special or self.asked.kind, self.asked.type)
 
 
 @dataclass(slots=True)
@@ -117,33 +110,21 @@ class Builder:
             said += fact.statement
         self.add(role, said + after, USER_W, spans)
 
-    def ask(self, fact: Fact, question: str, reply: Reply | None = None) -> None:
-        """Append a question and its answer; `fact` needs its value only when it was stated.
-
-        Without a reply the answer names the key.
-        """
-        span = self.spans.get(fact.key)
-        paraphrased = question != fact.question
-        if reply is None:
-            said = fact.answer if span else fact.unknown_answer
-            before = len(fact.answer.removesuffix(".")) - len(fact.value) - 1
-        else:
-            question = f"{question} {reply.request}".rstrip()
-            said = f"{reply.opening} {f'{fact.value}.' if span else UNKNOWN_VALUE}".lstrip()
-            before = len(reply.opening)
+    def ask(self, fact: Fact, question: str) -> None:
+        """Append a question and its answer; `fact` needs its value only when it was stated."""
         self.add("user", question, USER_W)
+        span = self.spans.get(fact.key)
+        said = fact.answer if span else fact.unknown_answer
         base, offsets, header = self.add("assistant", said, ANSWER_W)
-        value = _overlapping(offsets, header + before, header + len(said.removesuffix(".")))
+        space = len(fact.answer.removesuffix(".")) - len(fact.value) - 1
+        value = _overlapping(offsets, header + space, header + len(said.removesuffix(".")))
         value = (base + value[0], base + value[1])
-        if reply is not None:
-            weight = REQUESTED_W if reply.request else OPENING_W
-            self.weights[base + HEAD : value[0]] = [weight] * (value[0] - base - HEAD)
         # A number's space is a token, and says already that there is a number.
         for index in range(value[0], value[0] + (2 if span and fact.type == "number" else 1)):
             self.weights[index] = FIRST_W
         answer = (base + HEAD, len(self.ids) - 1)
-        form = "key" if reply is None else "thought" if len(reply.opening) > 30 else "bare"
-        self.questions.append(Question(fact, paraphrased, form, answer, value, span))
+        paraphrased = question == fact.paraphrase
+        self.questions.append(Question(fact, paraphrased, answer, value, span))
 
     def fill(self, rng: random.Random, sentences: int = 0) -> None:
         """Append an unrelated exchange."""

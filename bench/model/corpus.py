@@ -6,18 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.model import facts, general, replies, text, vocab
+from bench.model import facts, text, vocab
 from bench.model.chat import SYSTEM_W, USER_W, Builder, Chat, Encoder
 from bench.model.facts import Fact
-from bench.model.general import GeneralFact
 
 QUESTION_TOKENS = 44
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it
-_GENERAL = (0, 0.3, 0.7, 1)  # shares of facts about attributes of no list, one of them for a chat
-_FORMED = (0, 0.4, 0.8)  # shares of answers that do not begin with the key
-_REWORDED = 0.45  # of the questions about attributes of the lists
 _MAX_STATED = 40  # of about 65 facts that are not settings of files
-_SAID = ("my", "my", "para")  # kinds of facts that the user tells
 MODES = {"dense": 5, "many": 5, "needle": 2, "sparse": 2}
 
 
@@ -26,7 +21,6 @@ def chat(
 ) -> Chat:
     """Return one chat of at most `length` tokens; `unknown` is the share of "I don't know."."""
     writer = Writer(rng, Builder(encode), length, unknown)
-    writer.general, writer.formed = rng.choice(_GENERAL), rng.choice(_FORMED)
     if rng.random() < 0.6:
         writer.builder.add("system", rng.choice(vocab.SYSTEM_PROMPTS), SYSTEM_W)
     getattr(writer, mode or rng.choices(list(MODES), list(MODES.values()))[0])()
@@ -42,13 +36,10 @@ class Writer:
     length: int
     unknown: float
     asked: set[str] = field(default_factory=set)
-    general: float = 0
-    formed: float = 0
 
     @property
     def _room(self) -> int:
-        longer = 10 * (self.general > 0) + 20 * (self.formed > 0)
-        return self.length - len(self.builder.ids) - QUESTION_TOKENS - longer
+        return self.length - len(self.builder.ids) - QUESTION_TOKENS
 
     def dense(self) -> None:
         """Facts and questions in turns, an update or an unrelated exchange now and then."""
@@ -107,7 +98,7 @@ class Writer:
             room = max(1, (self._room - 120) // 12)  # sentences
             before = rng.randrange(min(room, 30) + 1)
             after = rng.randrange(min(room - before, 30) + 1)
-            fact = self._new(kinds=_SAID)
+            fact = self._new(kinds=("my", "my", "para"))
             self.builder.tell(
                 [fact],
                 before=text.paragraph(rng, before) + " " * bool(before),
@@ -136,26 +127,16 @@ class Writer:
             fresh = [fact for fact in stated if fact.key not in self.asked]
             fact = rng.choice(fresh if fresh and rng.random() < 0.9 else stated)
             self.asked.add(fact.key)
-        reply = replies.draw(rng, fact.key) if rng.random() < self.formed else None
-        self.builder.ask(fact, self._question(fact), reply)
-
-    def _question(self, fact: Fact) -> str:
-        rng, others = self.rng, vocab.WORDINGS.get(fact.parts[0], ())
-        if fact.kind in _SAID and others and rng.random() < _REWORDED:
-            return general.requested(rng, rng.choice(others))
+        question = fact.question
         if fact.paraphrase and rng.random() < 0.75:
-            return fact.paraphrase
-        return fact.question
+            question = fact.paraphrase
+        self.builder.ask(fact, question)
 
     def _new(self, near: Fact | None = None, kinds: Sequence[str] = facts.KINDS) -> Fact:
         """Return a fact that was not stated yet, a near miss of another where one is given."""
         for _ in range(20):
-            if near is not None and near.kind == "general":
-                fact: Fact = general.near_miss(self.rng, near)
-            elif near is not None:
+            if near is not None:
                 fact = facts.near_miss(self.rng, near)
-            elif self.rng.random() < self.general:
-                fact = general.draw(self.rng)
             else:
                 kind = None if kinds is facts.KINDS else self.rng.choice(kinds)
                 fact = facts.draw(self.rng, kind)
@@ -166,12 +147,12 @@ class Writer:
     def _tell(self, count: int) -> None:
         """Tell new facts in one message, or a file or two of them."""
         rng, stated = self.rng, [f for f in self.builder.facts.values() if f.kind != "file"]
-        if rng.random() < 0.35 * (1 - 0.7 * self.general) or len(stated) > _MAX_STATED:
+        if rng.random() < 0.35 or len(stated) > _MAX_STATED:
             return self._read(rng.choice((1, 2, 2)), max(1, min(count, self._room // 90)))
         chosen: dict[str, Fact] = {}
         for _ in range(count):
             near = rng.choice(stated) if stated and rng.random() < 0.3 else None
-            fact = self._new(near, _SAID)
+            fact = self._new(near, ("my", "my", "para"))
             chosen[fact.key] = fact
         before = rng.choice(vocab.STATEMENT_PREFIXES)
         self.builder.tell(list(chosen.values()), before=before)
@@ -202,7 +183,7 @@ class Writer:
         old = rng.choice(once if once and rng.random() < 0.97 else every)
         self.asked.discard(old.key)
         if old.kind != "file":
-            self.builder.tell([_changed(rng, old)])
+            self.builder.tell([facts.update(rng, old)])
             return self.builder.acknowledge()
         same = [f for f in every if f.kind == "file" and f.parts[0] == old.parts[0]][:6]
         lines = [self._reread(fact, fact is old) for fact in same]
@@ -213,9 +194,3 @@ class Writer:
             self.asked.discard(fact.key)
             return facts.update(self.rng, fact)
         return replace(fact)
-
-
-def _changed(rng: random.Random, fact: Fact) -> Fact:
-    if isinstance(fact, GeneralFact):
-        return general.update(rng, fact)
-    return facts.update(rng, fact)

@@ -83,7 +83,7 @@ def _needed(rng: random.Random, chat: Chat) -> Mask:
             before = rng.choice((0, 0, 2, 5, 10))
             start, end = question.fact
             keep[max(0, start - before) : end + rng.choice((0, 1, 3))] = True
-        keep[max(0, question.answer[0] - 45) : question.answer[1] + 2] = True
+        keep[max(0, question.answer[0] - 25) : question.answer[1] + 2] = True
     return keep
 
 

@@ -28,18 +28,12 @@ PAIR_ATTRIBUTES: Words = _LISTS["pair_attributes"]
 CODE_ATTRIBUTES: Words = _LISTS["code_attributes"]
 PAIR_PARAPHRASES: Questions = _LISTS["pair_paraphrases"]
 NUMBER_PARAPHRASES: Questions = _LISTS["number_paraphrases"]
-# Several more questions in other words about each attribute of the training.
-WORDINGS: Mapping[str, Words] = _LISTS["wordings"]
 SMALL_TALK: Sequence[tuple[str, str]] = [(said, answer) for said, answer in _LISTS["small_talk"]]
 SYSTEM_PROMPTS: Words = _LISTS["system_prompts"]
 STATEMENT_PREFIXES: Words = _LISTS["statement_prefixes"]
-# Parts of answers, and of facts about attributes of an endless space.
-REPLIES: Mapping[str, Words] = _LISTS["replies"]
-GENERAL: Mapping[str, Words] = _LISTS["general"]
-# Attributes, questions and openings of answers that training must not have.
+# Attributes and questions that training must not have.
 UNSEEN_PAIRS: Questions = _LISTS["unseen"]["pair_attributes"]
 UNSEEN_NUMBERS: Questions = _LISTS["unseen"]["number_attributes"]
 NEW_QUESTIONS: Questions = _LISTS["unseen"]["new_questions"]
-UNSEEN_OPENINGS: Words = _LISTS["unseen"]["openings"]
 # The assistant's answers to facts, to anything else, to files, and where it does not know.
 FACT_REPLY, CHAT_REPLY, FILE_REPLY, UNKNOWN = "Got it.", "I see.", "Done.", "I don't know."

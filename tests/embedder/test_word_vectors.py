@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from bench import record
 from bench.evidence.conversations import conversations
-from bench.model.vocab import WORDINGS
+from bench.model.vocab import NEW_QUESTIONS
 from bench.word_vectors import encoded, is_word_piece, make, rarity_weights, vocabulary
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.models import word_vectors_file
@@ -52,7 +52,7 @@ def test_prose_code_and_other_scripts_split_like_the_library(
 ) -> None:
     texts = [text for text in TEXTS if text.isprintable() or text.isascii()]
     texts += [text for each in conversations() for text in each.texts]
-    texts += [text for texts_of in WORDINGS.values() for text in texts_of]
+    texts += NEW_QUESTIONS.values()
     texts += [path.read_text("utf-8") for path in Path(record.__file__).parent.glob("*.py")]
     assert len(texts) > 500
     assert differing(reference, names, texts) == []
