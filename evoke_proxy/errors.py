@@ -241,9 +241,10 @@ class UpstreamRejected(UpstreamError):
     code = "upstream_rejected"
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"llama-server answered {status}: {body[:200].decode('utf-8', 'replace')}")
         self.status = status
         self.body = body
+        text = self.error.get("message") or body.decode("utf-8", "replace")
+        super().__init__(f"llama-server answered {status}: {str(text)[:200]}")
 
     @property
     def error(self) -> dict[str, Any]:

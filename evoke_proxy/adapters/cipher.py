@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
 
 # Bytes that are encrypted in one step, which holds the interpreter's lock.
 _SEGMENT_BYTES = 256 * 1024
 _KEY_BYTES = 32
-_SETTING = "snapshots.key_file"
 _TYPE_URL = "type.googleapis.com/google.crypto.tink."
 
 
@@ -38,8 +38,8 @@ class EncryptedFormat(DiskFormat):
         try:
             import tink
         except ImportError as error:
-            hint = "install evoke-proxy[encryption]"
-            raise ConfigError(f"{_SETTING}: encryption needs tink: {hint}") from error
+            hint = pip_install("encryption")
+            raise ConfigError(f"encryption needs tink: {hint}") from error
         self._error: type[Exception] = tink.TinkError
         self._rows = _row_primitive(_derived(key, b"rows"))
         self._files = _file_primitive(_derived(key, b"files"))

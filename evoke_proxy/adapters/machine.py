@@ -68,7 +68,13 @@ def _available_ram() -> int:
 
 
 def _free_disk(path: Path) -> int:
-    """Return the free bytes of the disk on which `path` is, or would be created."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free
+    """Return the free bytes of the disk on which `path` is, or would be created.
+
+    0 for a path that this user may not see.
+    """
+    try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0

@@ -37,32 +37,47 @@ _WINDOW_PATTERNS: Mapping[str, tuple[int, bool]] = {
 
 
 def read_shape(path: Path) -> ModelShape:
-    """Return the shape of a model; ConfigError for an unreadable, truncated or other file."""
+    """Return the shape of a model; ConfigError for an unreadable, incomplete or other file.
+
+    A file that ends within its last tensor is not noticed: llama-server refuses it.
+    """
     try:
         with path.open("rb") as file:
-            values, tensors = _header(file)
+            values, tensors, last = _header(file)
+            end = file.tell() + last
+        if end > path.stat().st_size:
+            raise ConfigError(f"{path}: is incomplete, it lacks weights: download it again")
         return _shape(values, tensors, _size(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (struct.error, ValueError, KeyError, TypeError, OverflowError) as error:
+    except struct.error as error:
+        text = f"{path}: not a GGUF file of a language model, or incomplete: it ends too early"
+        raise ConfigError(text) from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(f"{path}: not a GGUF file of a language model ({error})") from error
 
 
-def _header(file: BinaryIO) -> tuple[dict[str, Any], list[str]]:
-    """Read the metadata and the names of the tensors."""
-    magic, version, n_tensors, n_values = struct.unpack("<4sIQQ", file.read(24))
-    if magic != b"GGUF" or version < 2:
-        raise ValueError("it does not begin with GGUF")
+def _header(file: BinaryIO) -> tuple[dict[str, Any], list[str], int]:
+    """Read the metadata, the names of the tensors, and where the data of the last one begins.
+
+    That is relative to the end of the header, or up to 63 bytes (the alignment) behind it.
+    """
+    if (magic := file.read(4)) != b"GGUF":
+        raise ValueError("it does not begin with GGUF" if magic else "it is empty")
+    version, n_tensors, n_values = struct.unpack("<IQQ", file.read(20))
+    if version < 2:
+        raise ValueError(f"its format has the version {version}, which is too old")
     values = {}
     for _ in range(n_values):
         key = _text(file)
         values[key] = _value(file, _number(file, "<I"))
-    names = []
+    names, last = [], 0
     for _ in range(n_tensors):
         names.append(_text(file))
         n_dimensions = _number(file, "<I")
-        file.seek(8 * n_dimensions + 4 + 8, 1)
-    return values, names
+        file.seek(8 * n_dimensions + 4, 1)
+        last = max(last, _number(file, "<Q"))
+    return values, names, last
 
 
 def _number(file: BinaryIO, kind: str) -> Any:

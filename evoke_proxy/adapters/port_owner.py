@@ -1,6 +1,6 @@
-"""Finds the process that listens on a port, so that an error message can name it.
+"""Says why an address cannot be listened at, and which process listens there.
 
-Works on Linux; on other systems the process stays unknown.
+The process is found on Linux only; on other systems it stays unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,26 @@ _LISTENING = "0A"
 _PROC = Path("/proc")
 
 
-def taken_by(host: str, port: int) -> str | None:
-    """Return the process that uses an address, or None when it is free or `port` is 0.
+def listen_obstacle(host: str, port: int) -> str | None:
+    """Return why an address cannot be listened at and what to do; None when it can be.
 
-    The process is described as by `owner_of`.
+    The text follows the address in a sentence: "is taken by process 12 (python): stop it". With
+    port 0 the system chooses a free port.
     """
-    if port == 0 or _is_free(host, port):
-        return None
-    return owner_of(port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"is taken by {owner_of(port)}: stop it"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return "is no address of this machine: 127.0.0.1 and 0.0.0.0 always are"
+            if error.errno in (errno.EACCES, errno.EPERM):
+                return "is not permitted to this user: ports from 1024 on are"
+            return f"cannot be used: {error.strerror or error}"
+    return None
 
 
 def owner_of(port: int) -> str:
@@ -38,17 +50,6 @@ def owner_of(port: int) -> str:
                 name = (handles.parent / "comm").read_text("utf-8", "replace").strip()
                 return f"process {handles.parent.name} ({name})"
     return "another process"
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
 
 
 def _inodes(port: int) -> Iterator[str]:

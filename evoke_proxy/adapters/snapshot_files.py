@@ -105,7 +105,10 @@ class SnapshotFiles:
                     continue
                 return how == fcntl.LOCK_EX
         self.unlock()
-        raise ConfigError(f"snapshots.directory: another evoke-proxy uses {self.directory}")
+        raise ConfigError(
+            f"snapshots.directory: another evoke-proxy uses {self.directory}: stop it first, or"
+            " name another directory"
+        )
 
     def share(self) -> None:
         """Turn the exclusive lock into a shared one, so that other proxies may start."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from evoke_proxy import __version__
+from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Tracing:
 
             processor = make_processor()
         except ImportError as error:
-            hint = "pip install 'evoke-proxy[otel]'"
+            hint = pip_install("otel")
             raise ConfigError(f"log.traces: traces need OpenTelemetry: {hint}") from error
         name = os.environ.get("OTEL_SERVICE_NAME", "evoke-proxy")
         resource = Resource.create({"service.name": name, "service.version": __version__})

@@ -20,6 +20,7 @@ from evoke_proxy.adapters.embedders.choice import (
     missing_packages,
 )
 from evoke_proxy.adapters.embedders.download import fetch
+from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import Config, load
 from evoke_proxy.errors import ConfigError, DownloadError
 
@@ -94,8 +95,8 @@ def _fetch(name: str, config: Config, store: EncoderStore) -> int:
     print(f"{store.directory(encoder)}: {'fetched' if is_new else 'already fetched'}")
     if missing := missing_packages():
         print(
-            f"{' and '.join(missing)} not installed: to let the proxy load the encoder, run pip"
-            " install 'evoke-proxy[cpu]' (or [gpu])",
+            f"{' and '.join(missing)} not installed: to let the proxy load the encoder, run"
+            f" {pip_install('cpu')} or [gpu]",
             file=sys.stderr,
         )
     return 0

@@ -16,12 +16,13 @@ from pathlib import Path
 
 from evoke_proxy.adapters.machine import measure
 from evoke_proxy.adapters.model_file import read_shape
-from evoke_proxy.config import PolicySettings
+from evoke_proxy.config import AUTO, PolicySettings
 from evoke_proxy.core.servers.memory_plan import (
     KV_TYPES,
     LEAST_CELLS_OF_A_SLOT,
     KvTypes,
     MemoryPlan,
+    ModelShape,
     PlanOptions,
     make_plan,
 )
@@ -80,10 +81,24 @@ def count(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", type=Path, metavar="FILE", help="GGUF file of the model")
-    add_plan_options(parser)
     parser.add_argument(
-        "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
+        "model", nargs="?", type=Path, metavar="FILE", help="GGUF file of the model"
+    )
+    parser.add_argument(
+        "-m", "--model", dest="named", type=Path, metavar="FILE", help="the same, as for `up`"
+    )
+    add_plan_options(parser)
+    add_server_options(parser)
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for llama-server, which follow `--`."""
+    parser.add_argument(
+        "server_options",
+        nargs="*",
+        default=[],  # without it the message on a missing argument names this one as well
+        metavar="-- OPTION",
+        help="options for llama-server",
     )
 
 
@@ -111,7 +126,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--vram",
         type=size,
         metavar="SIZE",
-        help="free memory of the device, such as 16GiB (default: as measured)",
+        help="free memory of the device, such as 16GiB (default: as measured); a number without"
+        " a unit is MiB, here and below",
     )
     parser.add_argument(
         "--ram", type=size, metavar="SIZE", help="host memory for evicted blocks, such as 4GiB"
@@ -126,15 +142,18 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan and the command line of llama-server; ConfigError for an unreadable model."""
+    model = arguments.model or arguments.named
+    if model is None or (arguments.model and arguments.named):
+        raise ConfigError("plan: name one GGUF file")
     options = ServerOptions(tuple(arguments.server_options))
     try:
         server = finished_server_path()
     except BuildError:
         server = None
-    state = default_state(str(arguments.model))
-    plan = plan_for(arguments.model, arguments, options, server, state)
+    state = default_state(str(model.resolve()))
+    plan = plan_for(read_shape(model), arguments, options, server, state)
     program = str(server) if server is not None else "llama-server"
-    command = server_command(program, ["-m", str(arguments.model)], options, state, plan)
+    command = server_command(program, ["-m", str(model)], options, state, plan)
     print("\n".join([*table(plan), "", shlex.join(command)]))
     return 0
 
@@ -165,22 +184,22 @@ class ServerOptions:
 
 
 def plan_for(
-    model: Path,
+    shape: ModelShape,
     arguments: argparse.Namespace,
     options: ServerOptions,
     server: Path | None,
     state: Path,
 ) -> MemoryPlan:
-    """Make the plan for a model file on this machine.
+    """Make the plan for a model on this machine.
 
     `arguments` are those of `add_plan_options`; `options` override them. `server` is a built
     llama-server, which lists its devices, or None; `state` is a directory on the disk that stores
-    blocks. Raises ConfigError when the model cannot be read.
+    blocks. Raises ConfigError when a draft model or a projector cannot be read.
     """
     machine = measure(server, state)
     if arguments.vram is not None:
         machine = replace(machine, device=arguments.vram)
-    return make_plan(read_shape(model), machine, plan_options(arguments, options))
+    return make_plan(shape, machine, plan_options(arguments, options))
 
 
 def plan_options(arguments: argparse.Namespace, options: ServerOptions) -> PlanOptions:
@@ -245,7 +264,10 @@ def _disk_mib(arguments: argparse.Namespace, options: ServerOptions) -> int | No
 
 
 def default_state(model: str) -> Path:
-    """Return the default directory for the blocks of a model and the log of its server."""
+    """Return the default directory for the blocks of a model and the log of its server.
+
+    `model` is the absolute path of its file, or its name on the hub.
+    """
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     key = hashlib.sha256(model.encode()).hexdigest()[:8]
     return Path(base).expanduser() / "evoke-proxy" / f"{Path(model).stem[:60]}-{key}"
@@ -277,9 +299,9 @@ def server_command(
     return [program, *model, *words, *options.words]
 
 
-def table(plan: MemoryPlan) -> list[str]:
-    """Format the plan as lines of text."""
-    shape, budget = plan.shape, plan.budget(PolicySettings().reserve_tokens)
+def table(plan: MemoryPlan, wanted: int | str | None = AUTO) -> list[str]:
+    """Format the plan as lines of text; `wanted` is `policy.budget`."""
+    shape = plan.shape
     weights = f"weights {_bytes(shape.weight_bytes)}"
     if plan.other_bytes:
         weights += f", {_bytes(plan.other_bytes)} beside it (-md, --mmproj)"
@@ -288,10 +310,7 @@ def table(plan: MemoryPlan) -> list[str]:
         ("sessions", str(plan.sessions)),
         ("context", f"{plan.context} tokens ({'--ctx-logical' if plan.ram_mib else '-c'})"),
         ("cells", f"{plan.cells} for each session (-c {plan.cells * plan.sessions})"),
-        (
-            "budget",
-            f"{budget} tokens for each session" if budget else _without_budget(plan),
-        ),
+        ("budget", _budget(plan, wanted)),
         ("on the device", f"{_bytes(plan.device_bytes)} for each session"),
         *(_savings(plan) if plan.can_evict else ()),
         ("host memory", f"{_shared(plan.ram_mib, plan)} (--evoke-ram)" if plan.ram_mib else "none"),
@@ -325,6 +344,18 @@ def _shared(mib: int, plan: MemoryPlan) -> str:
     """Describe MiB that all sessions share."""
     share = f", {mib // plan.sessions} for each" if plan.sessions > 1 else ""
     return f"{mib} MiB for all sessions{share}"
+
+
+def _budget(plan: MemoryPlan, wanted: int | str | None) -> str:
+    """Describe the budget of a session: the configured one, or the automatic one."""
+    automatic = plan.budget(PolicySettings().reserve_tokens)
+    if automatic is None:
+        return _without_budget(plan)
+    if wanted is None:
+        return "off: no limit is configured; leave policy.budget (--budget) out to evict"
+    if isinstance(wanted, int) and wanted > plan.cells:
+        return f"{wanted} tokens have no effect, a session has fewer cells: --budget {automatic}"
+    return f"{automatic if wanted == AUTO else wanted} tokens for each session"
 
 
 def _without_budget(plan: MemoryPlan) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evoke_proxy.adapters.port_owner import taken_by
+from evoke_proxy.adapters.port_owner import listen_obstacle
 from evoke_proxy.config import AUTO, LOG_FORMATS, LOG_LEVELS, Config, load, parse_listen
 from evoke_proxy.config.policy_names import policy_names
 
@@ -132,8 +132,8 @@ def serve_until_stopped(configuration: Callable[[], Config]) -> int:
         event_loop.run(serve(config, configuration))
     except OSError as error:
         for address in (*config.listen, *config.security.admin_listen):
-            if owner := taken_by(*parse_listen(address)):
-                text = f"{address} is taken by {owner}: stop it, or choose another address"
+            if obstacle := listen_obstacle(*parse_listen(address)):
+                text = f"{address} {obstacle}, or choose another address"
                 print(f"evoke-proxy: {text}", file=sys.stderr)
                 return 1
         print(f"evoke-proxy: {error}", file=sys.stderr)

@@ -104,10 +104,14 @@ def run(arguments: argparse.Namespace) -> int:
     config = load(arguments.config, os.environ, settings)
     directory, adds = Path(config.snapshots.directory), arguments.action == "import"
     is_there = (directory / "index.sqlite").exists()
-    if not config.snapshots.directory or not (is_there or adds):
+    if not config.snapshots.directory:
         raise ConfigError(
-            "snapshots.directory is not set or contains no snapshots; name the directory that does"
-            " with --directory"
+            "snapshots.directory is not set: name the directory of the sessions with --directory"
+        )
+    if not (is_there or adds):
+        raise ConfigError(
+            f"{directory} contains no snapshots and no sessions: name the directory that is"
+            " snapshots.directory of the proxy with --directory"
         )
     # Proxies that share the directory must be stopped, too: they read the records at their start.
     snapshots = replace(config.snapshots, shared=False) if adds else config.snapshots
@@ -124,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_arguments(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for missing arguments of an export or import, before anything is opened."""
     action, key_file, blocks = arguments.action, arguments.key_file, arguments.blocks
+    if arguments.id is None and action in ("show", "pin", "unpin", "delete"):
+        raise ConfigError(f"{action}: name the session; evoke-proxy sessions list prints the ids")
     if action == "import":
         if arguments.id is None or key_file is None:
             raise ConfigError("import: name the file, and its key with --key-file")
@@ -153,7 +159,13 @@ def _move(repository: SnapshotRepository, config: Config, arguments: argparse.Na
         if arguments.key_file:
             return _export_sealed(repository, config, arguments)
         return _run_action(repository, arguments)
-    except (OSError, SnapshotUnusable) as error:
+    except OSError as error:
+        file = error.filename or arguments.file or arguments.id
+        print(
+            f"evoke-proxy: {arguments.action}: {file}: {error.strerror or error}", file=sys.stderr
+        )
+        return 1
+    except SnapshotUnusable as error:
         print(f"evoke-proxy: {arguments.action}: {error}", file=sys.stderr)
         return 1
 
@@ -249,6 +261,9 @@ def _print_sessions(rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
 def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"snapshots": [snapshot_fields(item) for item in items]}, indent=2))
+        return
+    if not items:
+        print("no snapshots: a patched llama-server keeps the blocks of this session")
         return
     print(f"{'snapshot':22}{'kind':6}{'tokens':>8}{'MiB':>9}{'restores':>10}{'used':>12}")
     for item in items:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shlex
 import shutil
@@ -13,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evoke_proxy.adapters.port_owner import taken_by
+from evoke_proxy.adapters.model_file import read_shape
+from evoke_proxy.adapters.port_owner import listen_obstacle
 from evoke_proxy.cli import plan as planning
 from evoke_proxy.cli import serve
 from evoke_proxy.cli.model_download import ModelDownload
@@ -82,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--build", action="store_true", help="build llama-server without asking if it is missing"
     )
     serve.add_proxy_arguments(parser)
-    parser.add_argument(
-        "server_options", nargs="*", metavar="-- OPTION", help="options for llama-server"
-    )
+    planning.add_server_options(parser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             " because clients connect to the address of --listen"
         )
         return 2
+    shape = read_shape(arguments.model) if arguments.model else None
     try:
         binary = _server(arguments)
     except BuildError as error:
@@ -126,24 +127,27 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     name = str(arguments.model.resolve()) if arguments.model else arguments.hf_repo
     state = arguments.state or planning.default_state(name)
-    model, file = ["-m", str(arguments.model)], arguments.model
-    if file is None:
-        make_private(state)
+    claim(state)
+    model = ["-m", str(arguments.model)]
+    if shape is None:
         download = ModelDownload(arguments.hf_repo, options, binary, state / "download.log")
         model, file = ["-hf", arguments.hf_repo], download.cached() or download.run()
         if file is None:
             return 0 if download.was_stopped else 1
-    plan = planning.plan_for(file, arguments, options, binary, state)
+        shape = read_shape(file)
+    plan = planning.plan_for(shape, arguments, options, binary, state)
     command = planning.server_command(str(binary), model, options, state, plan)
     for name, value in (("--host", "127.0.0.1"), ("--port", str(port))):
         command += [name, value] if options.value(name) is None else []
-    make_private(state)
     # The blocks of a dense model are all of its state; those of others are not.
     keeps_slots = plan.shape.kind != "dense"
     if keeps_slots and options.value("--slot-save-path") is None:
         command += ["--slot-save-path", str(state / "slots")]
         make_private(state / "slots")
-    print("\n".join([*planning.table(plan), "", shlex.join(command)]), flush=True)
+    print(
+        "\n".join([*planning.table(plan, config.policy.budget), "", shlex.join(command)]),
+        flush=True,
+    )
     env = _proxy_environment(options, config, state / "slots" if keeps_slots else None)
     stack = Stack(
         server=Child(
@@ -203,12 +207,22 @@ def _is_ready(stack: Stack, stop: Stop) -> bool:
             slow_at = None
         code = stack.server.exit_code
         if code is not None:
-            say(f"llama-server ended with {describe(code)} while it started. Its last lines:")
-            print(stack.server.tail(), file=sys.stderr, flush=True)
+            _say_why(stack.server, code)
             return False
         if stop.wait():
             return False
     return True
+
+
+def _say_why(server: Child, code: int) -> None:
+    """Print why llama-server has ended while it started: its last lines, and what they mean."""
+    lines = server.tail() or "  | (it wrote nothing)"
+    say(f"llama-server ended with {describe(code)} while it started. Its last lines:\n{lines}")
+    if "invalid argument: --ctx-logical" in lines or "invalid argument: --evoke-" in lines:
+        say(
+            f"{server.command[0]} is not patched, or an older build: leave out --server, so that"
+            " the patched llama-server is used (evoke-proxy build-server builds it)"
+        )
 
 
 def _config(arguments: argparse.Namespace, port: int) -> Config:
@@ -252,7 +266,7 @@ def _backend(wanted: str) -> str:
 
 
 def _ports_are_free(config: Config, port: int) -> bool:
-    """Whether every address is free; prints which process uses each of the others."""
+    """Whether every address can be listened at; prints why the others cannot."""
     is_free = True
     named = config.security.admin_listen != type(config.security)().admin_listen
     addresses = [(*parse_listen(address), "--listen") for address in config.listen]
@@ -260,17 +274,47 @@ def _ports_are_free(config: Config, port: int) -> bool:
         admin = map(parse_listen, config.security.admin_listen)
         addresses += [(*address, "--admin-listen") for address in admin]
     for host, number, option in [*addresses, ("127.0.0.1", port, "-- --port")]:
-        owner = taken_by(host, number)
-        if owner is not None:
-            say(f"{host}:{number} is taken by {owner}: stop it, or choose another: {option}")
+        obstacle = listen_obstacle(host, number)
+        if obstacle is not None:
+            say(f"{host}:{number} {obstacle}, or choose another: {option}")
             is_free = False
     return is_free
 
 
+def claim(state: Path) -> None:
+    """Create the directory of the blocks and the log, and lock it until this process ends.
+
+    Two servers that write to one directory would delete each other's blocks. Raises ConfigError
+    when the directory cannot be used, or another `up` uses it.
+    """
+    make_private(state)
+    try:
+        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"--state: another `evoke-proxy up` uses {state}: stop it, or name another directory"
+            " with --state DIR"
+        ) from error
+    except OSError as error:
+        raise _unusable(state, error) from error
+
+
 def make_private(folder: Path) -> None:
-    """Create a directory and its missing parents, accessible only for their owner."""
-    for path in (*reversed(folder.absolute().parents), folder):
-        path.mkdir(mode=0o700, exist_ok=True)
+    """Create a directory and its missing parents, accessible only for their owner.
+
+    Raises ConfigError when that fails.
+    """
+    try:
+        for path in (*reversed(folder.absolute().parents), folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    text = f"--state: {folder} cannot be used: {error.strerror}; name a directory with --state DIR"
+    return ConfigError(text)
 
 
 def _proxy_command(arguments: argparse.Namespace, port: int) -> list[str]:

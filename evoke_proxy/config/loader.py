@@ -29,6 +29,7 @@ from evoke_proxy.config.schema import (
     AUTO,
     REMOVED,
     Config,
+    SecurityConfig,
     Setting,
     all_fields,
     env_name,
@@ -474,6 +475,10 @@ def _check_admin(config: Config) -> None:
         is_safe = is_loopback(host) or bool(security.admin_token_file)
         message = f"other machines can reach {address}: set security.admin_token_file"
         _require(is_safe, key, message)
+    if security.admin_listen != SecurityConfig().admin_listen:  # the default yields to `listen`
+        for address in set(security.admin_listen) & set(config.listen):
+            message = f"{address} is in `listen` as well: choose another port for one of them"
+            _require(parse_listen(address)[1] == 0, "security.admin_listen", message)
 
 
 def _check_choices(config: Config) -> None:

@@ -97,3 +97,9 @@ def test_a_refusal_without_an_error_object_has_the_status_as_its_type() -> None:
     refused = errors.PlanRefused.of(errors.UpstreamRejected(503, b"busy"))
     assert (refused.type, refused.op, refused.name) == ("503", None, None)
     assert str(refused) == "503"
+
+
+def test_an_error_of_llama_server_has_its_message() -> None:
+    body = b'{"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}'
+    assert str(errors.UpstreamRejected(503, body)) == "llama-server answered 503: Loading model"
+    assert str(errors.UpstreamRejected(502, b"<html>")) == "llama-server answered 502: <html>"

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from evoke_proxy.adapters.embedders.catalogue import EncoderStore, encoder_named, encoder_names
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
+from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Encoder
 from evoke_proxy.errors import ConfigError
@@ -60,10 +61,11 @@ def _fetched(config: EmbedderConfig, store: EncoderStore) -> Encoder:
     for encoder in store.stored():
         if missing := missing_packages():
             _log.warning(
-                "%s was fetched but not loaded: %s not installed; pip install 'evoke-proxy[cpu]'"
-                " (or [gpu]). The proxy uses the built-in word vectors",
+                "%s was fetched but not loaded: %s not installed; %s or [gpu]. The proxy uses the"
+                " built-in word vectors",
                 encoder.name,
                 " and ".join(missing),
+                pip_install("cpu"),
             )
             break
         try:
@@ -91,8 +93,7 @@ def conflicting_runtimes() -> str:
         return ""
     return (
         "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: run"
-        " pip uninstall -y onnxruntime onnxruntime-gpu, then pip install 'evoke-proxy[gpu]' (or"
-        " [cpu])"
+        f" pip uninstall -y onnxruntime onnxruntime-gpu, then {pip_install('gpu')} or [cpu]"
     )
 
 

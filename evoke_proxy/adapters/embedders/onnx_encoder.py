@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import FILES, Recipe, Vectors, pooled, recipe
 from evoke_proxy.errors import ConfigError, EmbedderError
@@ -258,8 +259,8 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"embedder.directory: {name} is not installed; pip install 'evoke-proxy[cpu]'"
-            f" (or [gpu]), or {_OR_WITHOUT}"
+            f"embedder.directory: {name} is not installed; {pip_install('cpu')} or [gpu], or"
+            f" {_OR_WITHOUT}"
         ) from error
 
 

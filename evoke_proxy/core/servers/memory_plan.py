@@ -214,6 +214,11 @@ def make_plan(shape: ModelShape, machine: Machine, wanted: PlanOptions) -> Memor
         context = min(context, cells)
         notes.append("Nothing can be evicted without host memory for blocks.")
     context = max(context, cells) if shape.n_trained == 0 else context
+    if shape.layers and cells > _padded(context):
+        notes.append(
+            f"A conversation has at most {context} tokens, so that {cells - _padded(context)} cells"
+            f" of each session are never used: --cells {_padded(context)} is enough."
+        )
     ram, disk = _stores(machine, wanted, row_bytes, context, notes) if has_blocks else (0, 0)
     return MemoryPlan(
         shape=shape,
@@ -268,8 +273,10 @@ def _cells(
     most = context if row == 0 else int((free / wanted.sessions - rest) / row)
     if most < min(_LEAST_CELLS, context):
         notes.append(
-            f"The free memory holds {max(0, most)} cells for each of {wanted.sessions} sessions"
-            " beside the weights: llama-server may not start, or keeps layers on the CPU."
+            f"Beside the weights the free memory holds {max(0, most)} cells"
+            f"{' for each session' if wanted.sessions > 1 else ''}: llama-server may not start, or"
+            " keeps layers on the CPU. A smaller quantization of the model or of the KV cache"
+            " (-- -ctk q8_0 -ctv q8_0) takes less."
         )
     least = min(_LEAST_CELLS, context)
     return min(context, max(least, most // _CELL_STEP * _CELL_STEP))
@@ -294,4 +301,9 @@ def _stores(
     if disk is None:
         most = int(machine.disk * _DISK_SHARE / _MIB)
         disk = min(max(_LEAST_DISK_MIB, int(_DISK_FACTOR * needed)), most)
+        if disk == 0:
+            notes.append(
+                "The disk has no room for blocks: a restart of llama-server loses them. --state DIR"
+                " names a directory on another disk."
+            )
     return ram, disk

@@ -44,7 +44,7 @@ export const EVENT_TEXTS = {
   turn: (facts) => [facts.evicted.length ? `${plural(totalLength(facts.evicted), "token")} evicted` : null,
     facts.recovered.length ? `${plural(totalLength(facts.recovered), "token")} recovered` : null],
   answer: (facts) => [facts.ttft_s === null ? null : `first token after ${seconds(facts.ttft_s)}`, facts.path === "decoded" ? null : PATHS[facts.path],
-    `${number(facts.decoded)} of ${number(facts.prompt)} decoded`],
+    `${number(facts.decoded)} of ${number(facts.prompt)} tokens decoded`],
   prefill: () => [], // the list of sessions shows it
   block: (facts) => [facts.dropped ? `${plural(totalLength(facts.dropped), "token")} dropped` : null,
     facts.pinned === true ? "a block pinned" : facts.pinned === false ? "a block unpinned" : null],

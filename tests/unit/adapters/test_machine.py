@@ -28,3 +28,7 @@ def test_host_memory_and_disk_are_measured(tmp_path: Path) -> None:
     machine = measure(program(tmp_path / "cpu", ""), tmp_path / "not" / "yet" / "there")
     assert machine.ram > 64 * MIB
     assert machine.disk > 0
+
+
+def test_a_path_that_cannot_be_looked_at_has_no_free_disk(tmp_path: Path) -> None:
+    assert measure(program(tmp_path / "cpu", ""), tmp_path / ("x" * 300)).disk == 0

@@ -125,3 +125,18 @@ def test_all_parts_of_a_split_model_count(tmp_path: Path) -> None:
     first = first.rename(tmp_path / "big-00001-of-00002.gguf")
     (tmp_path / "big-00002-of-00002.gguf").write_bytes(bytes(1000))
     assert read_shape(first).weight_bytes == first.stat().st_size + 1000
+
+
+@pytest.mark.parametrize("n_bytes", [100_000, 5_000_000])
+def test_a_download_that_was_cut_off_is_refused(n_bytes: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bundled_model().read_bytes()[:n_bytes])
+    with pytest.raises(ConfigError, match="is incomplete, it lacks weights: download it again"):
+        read_shape(path)
+
+
+def test_an_empty_file_is_named_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+    with pytest.raises(ConfigError, match="it is empty"):
+        read_shape(path)

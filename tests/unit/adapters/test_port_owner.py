@@ -1,21 +1,41 @@
-"""The process that listens on a port."""
+"""Why an address cannot be listened at, and the process that listens on a port."""
 
 from __future__ import annotations
 
 import os
 import socket
 
-from evoke_proxy.adapters.port_owner import owner_of, taken_by
+import pytest
+
+from evoke_proxy.adapters.port_owner import listen_obstacle, owner_of
 
 
 def test_the_owner_of_a_port_in_use_is_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        owner = taken_by("127.0.0.1", port)
-        assert owner is not None and owner.startswith(f"process {os.getpid()} (")
-    assert taken_by("127.0.0.1", port) is None
+        obstacle = listen_obstacle("127.0.0.1", port)
+        assert obstacle is not None
+        assert obstacle.startswith(f"is taken by process {os.getpid()} (")
+        assert obstacle.endswith(": stop it")
+    assert listen_obstacle("127.0.0.1", port) is None
     assert owner_of(port) == "another process"
 
 
 def test_port_0_is_free() -> None:
-    assert taken_by("127.0.0.1", 0) is None
+    assert listen_obstacle("127.0.0.1", 0) is None
+
+
+def test_an_address_of_another_machine_is_named_as_one() -> None:
+    # 192.0.2.0/24 is reserved for documentation.
+    obstacle = listen_obstacle("192.0.2.1", 8090)
+    assert obstacle == "is no address of this machine: 127.0.0.1 and 0.0.0.0 always are"
+
+
+def test_an_address_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(socket.socket):
+        def bind(self, address: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", Refusing)
+    obstacle = listen_obstacle("127.0.0.1", 80)
+    assert obstacle == "is not permitted to this user: ports from 1024 on are"

@@ -11,6 +11,7 @@ from evoke_proxy.cli.main import main
 from evoke_proxy.cli.plan import (
     ServerOptions,
     add_plan_options,
+    default_state,
     plan_options,
     server_command,
     size,
@@ -171,3 +172,41 @@ def test_the_plan_counts_the_draft_model_and_the_projector_of_llama_server(tmp_p
     for missing in ("--mmproj", "-md"):
         with pytest.raises(ConfigError, match="missing"):
             plan_options(arguments(), ServerOptions((missing, str(tmp_path / "missing.gguf"))))
+
+
+def test_the_model_may_be_named_as_for_up(capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(bundled_model())
+    assert main(["plan", "-m", model, "--cells", "512"]) == 0
+    named = capsys.readouterr().out
+    assert main(["plan", model, "--cells", "512"]) == 0
+    assert capsys.readouterr().out == named
+    assert str(default_state(model)) in named
+
+
+@pytest.mark.parametrize("words", [[], ["a.gguf", "-m", "b.gguf"]])
+def test_a_plan_is_for_one_model(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert capsys.readouterr().err == "evoke-proxy: plan: name one GGUF file\n"
+
+
+def test_the_plan_and_up_use_the_same_directory_for_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").symlink_to(bundled_model())
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "model.gguf"]) == 0
+    assert str(default_state(str(bundled_model().resolve()))) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wanted", "row"),
+    [
+        ("auto", "16128 tokens for each session"),
+        (8192, "8192 tokens for each session"),
+        (20_000, "20000 tokens have no effect, a session has fewer cells: --budget 16128"),
+        (None, "off: no limit is configured; leave policy.budget (--budget) out to evict"),
+    ],
+)
+def test_the_table_shows_the_configured_budget(wanted: int | str | None, row: str) -> None:
+    plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=16_384))
+    assert f"budget          {row}" in table(plan, wanted)

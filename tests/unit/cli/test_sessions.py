@@ -112,7 +112,8 @@ def test_an_export_is_complete_and_readable_only_by_its_owner(folder: Path, tmp_
     ("words", "expected"),
     [
         (["show", "x"], "no session"),
-        (["show"], "no session"),
+        (["show"], "show: name the session; evoke-proxy sessions list prints the ids"),
+        (["delete"], "delete: name the session"),
         (["pin", ""], "no session"),
         (["export", "aaaa"], "name the session and the file"),
         (["export", "aaaa", "out", "--blocks", "{folder}"], "--key-file"),
@@ -235,3 +236,12 @@ def test_an_import_that_was_ended_after_a_part_of_the_record_can_be_repeated(
         assert {record.id for record in repository.records()} == {"cccc3333", "cccc3333#7"}
     assert _run(folder, *words) == 2
     assert "session cccc3333 exists here" in capsys.readouterr().err
+
+
+def test_a_session_without_snapshots_says_where_its_blocks_are(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_repository(folder) as repository:
+        repository.put_record(Record("cccc3333", "me", time.time(), b"record"))
+    assert _run(folder, "show", "cccc") == 0
+    assert "no snapshots: a patched llama-server keeps the blocks" in capsys.readouterr().out

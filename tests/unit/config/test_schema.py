@@ -114,3 +114,12 @@ def test_an_open_address_without_keys_is_a_risk(listen: str) -> None:
     assert listen in risk and "127.0.0.1:2" not in risk
     assert "security.keys_file" in risk
     assert risks_of(load(None, {}, {"listen": [listen], "security.keys_file": "/k"})) == ()
+
+
+def test_an_address_for_clients_and_operators_is_refused() -> None:
+    both = {"listen": ["127.0.0.1:9000"], "security.admin_listen": ["127.0.0.1:9000"]}
+    with pytest.raises(ConfigError, match=r"security.admin_listen: 127.0.0.1:9000 is in `listen`"):
+        load(None, {}, both)
+    # Port 0 is another one for each; the default admin address yields to `listen`.
+    load(None, {}, {"listen": ["127.0.0.1:0"], "security.admin_listen": ["127.0.0.1:0"]})
+    load(None, {}, {"listen": ["127.0.0.1:18090"]})

@@ -128,3 +128,16 @@ def test_a_draft_model_and_a_projector_take_their_share_of_the_device() -> None:
     assert plan.device_bytes == plan.cells * (ROW + drafted)
     assert plan.other_bytes == GIB + GIB // 2 and alone.other_bytes == 0
     assert plan.row_bytes == alone.row_bytes, "blocks have no rows of the draft"
+
+
+def test_cells_beyond_the_context_give_a_note() -> None:
+    (note,) = make_plan(DENSE, ROOMY, PlanOptions(context=4096, cells=5000)).notes
+    assert "1024 cells of each session are never used: --cells 4096 is enough" in note
+    assert not make_plan(DENSE, ROOMY, PlanOptions(context=4000, cells=4096)).notes
+
+
+def test_a_full_disk_gives_a_note() -> None:
+    plan = make_plan(DENSE, Machine(None, 64 * GIB, 0), PlanOptions(cells=4096))
+    assert plan.disk_mib == 0
+    assert "a restart of llama-server loses them. --state DIR" in plan.notes[-1]
+    assert not make_plan(DENSE, ROOMY, PlanOptions(cells=4096, disk_mib=0)).notes
