@@ -16,12 +16,12 @@ _LISTENING = "0A"
 _PROC = Path("/proc")
 
 
-def listen_obstacle(host: str, port: int) -> str | None:
+def listen_obstacle(host: str, port: int, option: str) -> str | None:
     """Return why an address cannot be listened at and what to do; None when it can be.
 
-    The text follows the address in a sentence: "is taken by process 12 (python): stop it". With
-    port 0 the system chooses a free port.
+    `option` is the option that names the address. With port 0 the system chooses a free port.
     """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -29,12 +29,14 @@ def listen_obstacle(host: str, port: int) -> str | None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"is taken by {owner_of(port)}: stop it"
+                return (
+                    f"{address} is taken by {owner_of(port)}: stop it, or choose another: {option}"
+                )
             if error.errno == errno.EADDRNOTAVAIL:
-                return "is no address of this machine: 127.0.0.1 and 0.0.0.0 always are"
+                return f"{address} is no address of this machine: choose another: {option}"
             if error.errno in (errno.EACCES, errno.EPERM):
-                return "is not permitted to this user: ports from 1024 on are"
-            return f"cannot be used: {error.strerror or error}"
+                return f"{address} needs more rights: choose a port from 1024 on: {option}"
+            return f"{address} cannot be used: {error.strerror or error}: choose another: {option}"
     return None
 
 

@@ -131,11 +131,12 @@ def serve_until_stopped(configuration: Callable[[], Config]) -> int:
     try:
         event_loop.run(serve(config, configuration))
     except OSError as error:
-        for address in (*config.listen, *config.security.admin_listen):
-            if obstacle := listen_obstacle(*parse_listen(address)):
-                text = f"{address} {obstacle}, or choose another address"
-                print(f"evoke-proxy: {text}", file=sys.stderr)
-                return 1
+        named = {"--listen": config.listen, "--admin-listen": config.security.admin_listen}
+        for option, addresses in named.items():
+            for host, port in map(parse_listen, addresses):
+                if obstacle := listen_obstacle(host, port, option):
+                    print(f"evoke-proxy: {obstacle}", file=sys.stderr)
+                    return 1
         print(f"evoke-proxy: {error}", file=sys.stderr)
         return 1
     return 0

@@ -274,9 +274,9 @@ def _ports_are_free(config: Config, port: int) -> bool:
         admin = map(parse_listen, config.security.admin_listen)
         addresses += [(*address, "--admin-listen") for address in admin]
     for host, number, option in [*addresses, ("127.0.0.1", port, "-- --port")]:
-        obstacle = listen_obstacle(host, number)
+        obstacle = listen_obstacle(host, number, option)
         if obstacle is not None:
-            say(f"{host}:{number} {obstacle}, or choose another: {option}")
+            say(obstacle)
             is_free = False
     return is_free
 

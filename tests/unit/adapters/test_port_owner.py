@@ -13,22 +13,22 @@ from evoke_proxy.adapters.port_owner import listen_obstacle, owner_of
 def test_the_owner_of_a_port_in_use_is_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        obstacle = listen_obstacle("127.0.0.1", port)
+        obstacle = listen_obstacle("127.0.0.1", port, "--listen")
         assert obstacle is not None
-        assert obstacle.startswith(f"is taken by process {os.getpid()} (")
-        assert obstacle.endswith(": stop it")
-    assert listen_obstacle("127.0.0.1", port) is None
+        assert obstacle.startswith(f"127.0.0.1:{port} is taken by process {os.getpid()} (")
+        assert obstacle.endswith(": stop it, or choose another: --listen")
+    assert listen_obstacle("127.0.0.1", port, "--listen") is None
     assert owner_of(port) == "another process"
 
 
 def test_port_0_is_free() -> None:
-    assert listen_obstacle("127.0.0.1", 0) is None
+    assert listen_obstacle("127.0.0.1", 0, "--listen") is None
 
 
 def test_an_address_of_another_machine_is_named_as_one() -> None:
     # 192.0.2.0/24 is reserved for documentation.
-    obstacle = listen_obstacle("192.0.2.1", 8090)
-    assert obstacle == "is no address of this machine: 127.0.0.1 and 0.0.0.0 always are"
+    obstacle = listen_obstacle("192.0.2.1", 8090, "--listen")
+    assert obstacle == "192.0.2.1:8090 is no address of this machine: choose another: --listen"
 
 
 def test_an_address_that_the_system_refuses_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,5 +37,6 @@ def test_an_address_that_the_system_refuses_is_explained(monkeypatch: pytest.Mon
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(socket, "socket", Refusing)
-    obstacle = listen_obstacle("127.0.0.1", 80)
-    assert obstacle == "is not permitted to this user: ports from 1024 on are"
+    obstacle = listen_obstacle("::1", 80, "--admin-listen")
+    expected = "[::1]:80 needs more rights: choose a port from 1024 on: --admin-listen"
+    assert obstacle == expected
