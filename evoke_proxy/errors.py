@@ -338,3 +338,8 @@ class DownloadError(EvokeError):
     """A file cannot be downloaded, or has another hash; the command line reports it."""
 
     code = "download_failed"
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra: for the package, and for a checkout of it."""
+    return f"pip install 'evoke-proxy[{extra}]' (in a checkout: '.[{extra}]')"

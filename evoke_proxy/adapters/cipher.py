@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
-from evoke_proxy.errors import ConfigError, SnapshotUnusable
+from evoke_proxy.errors import ConfigError, SnapshotUnusable, pip_install
 
 # Bytes that are encrypted in one step, which holds the interpreter's lock.
 _SEGMENT_BYTES = 256 * 1024

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from evoke_proxy import __version__
-from evoke_proxy.adapters.extras import pip_install
-from evoke_proxy.errors import ConfigError
+from evoke_proxy.errors import ConfigError, pip_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider

@@ -20,9 +20,8 @@ from evoke_proxy.adapters.embedders.choice import (
     missing_packages,
 )
 from evoke_proxy.adapters.embedders.download import fetch
-from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import Config, load
-from evoke_proxy.errors import ConfigError, DownloadError
+from evoke_proxy.errors import ConfigError, DownloadError, pip_install
 
 DESCRIPTION = f"""\
 Fetch, list or remove text encoders. They find blocks by meaning better than the built-in word

@@ -10,10 +10,9 @@ from importlib.util import find_spec
 from evoke_proxy.adapters.embedders.catalogue import EncoderStore, encoder_named, encoder_names
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
-from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Encoder
-from evoke_proxy.errors import ConfigError
+from evoke_proxy.errors import ConfigError, pip_install
 
 _log = logging.getLogger(__name__)
 # The packages that provide onnxruntime; exactly one of them must be installed.

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.adapters.extras import pip_install
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import FILES, Recipe, Vectors, pooled, recipe
-from evoke_proxy.errors import ConfigError, EmbedderError
+from evoke_proxy.errors import ConfigError, EmbedderError, pip_install
 
 _MODELS = ("model.onnx", "onnx/model.onnx")
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
