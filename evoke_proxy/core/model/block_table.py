@@ -258,7 +258,7 @@ class BlockTable(Sequence[Block]):
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""
-        at = np.flatnonzero(wanted) if wanted.dtype == np.bool_ else wanted
+        at = wanted.nonzero()[0] if wanted.dtype == np.bool_ else wanted
         return [self._blocks[i] for i in at.tolist()]
 
     def within(self, spans: Sequence[Span]) -> Mask:

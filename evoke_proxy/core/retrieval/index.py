@@ -301,14 +301,15 @@ class Index:
         """
         self.prepared = texts
 
-    def compare(self, query: Query) -> None:
-        """Compare the vectors of a query with the present blocks, before others are added.
+    def compare(self, query: Query, topic: Vectors | None) -> None:
+        """Compare the vectors of a query, and a topic, with the blocks before others are added.
 
-        A ranking for the same query then compares only what is added. It has the same result.
+        A ranking for the same query and topic then compares only what is added. It has the same
+        result.
         """
         clauses = [vector for vector in query.vectors if vector is not None]
         whole = [query.whole] if query.whole is not None else []
-        self._vectors.compare([clauses, whole])
+        self._vectors.compare([clauses, whole], topic)
 
     def expect_vectors(self, query: Query, topic: Vectors | None) -> None:
         """Announce what will be compared with the blocks, so that it is compared in one pass."""

@@ -147,13 +147,17 @@ class _SparseRows:
     """The values of a matrix [s, u] that are not 0, by rows; most words are in few units.
 
     Attributes:
-        starts: [s + 1] index of the first value of each row, then the number of values.
+        starts: [s] index of the first value of each row.
+        counts: [s] number of values of each row.
+        rows: [p] the row of each value, ascending.
         columns: [p] the column of each value, ascending within a row.
         values: [p] the values.
         n_columns: The number u of columns.
     """
 
     starts: Positions
+    counts: Positions
+    rows: Positions
     columns: Positions
     values: FloatArray
     n_columns: int
@@ -165,18 +169,16 @@ class _SparseRows:
         sums = np.asarray(np.bincount(cells, values, n_rows * n_columns), np.float64)
         filled = (sums > 0).nonzero()[0]  # of booleans: many times as fast
         starts = filled.searchsorted(np.arange(n_rows + 1) * n_columns)
-        columns = filled - (np.arange(n_rows) * n_columns).repeat(starts[1:] - starts[:-1])
-        return cls(starts, columns, sums[filled], n_columns)
+        counts = starts[1:] - starts[:-1]
+        rows = np.arange(n_rows).repeat(counts)
+        columns = filled - rows * n_columns
+        return cls(starts[:-1], counts, rows, columns, sums[filled], n_columns)
 
-    @property
-    def rows(self) -> Positions:
-        """The row of each value [p]."""
-        return np.arange(len(self.starts) - 1).repeat(self.counts)
-
-    @property
-    def counts(self) -> Positions:
-        """The number [s] of values of each row."""
-        return self.starts[1:] - self.starts[:-1]
+    def with_values(self, values: FloatArray) -> _SparseRows:
+        """Return a matrix with other values [p] in the same places."""
+        return _SparseRows(
+            self.starts, self.counts, self.rows, self.columns, values, self.n_columns
+        )
 
     def with_neighbours(self, shares: Sequence[float]) -> _SparseRows:
         """Add shares of the neighbours in the same row; see `fusion.with_neighbours`."""
@@ -186,7 +188,7 @@ class _SparseRows:
             before, after = columns >= distance, columns < self.n_columns - distance
             cells += [cells[0][before] - distance, cells[0][after] + distance]
             values += [share * self.values[before], share * self.values[after]]
-        shape = len(self.starts) - 1, self.n_columns
+        shape = len(self.starts), self.n_columns
         return self.summed(np.concatenate(cells), np.concatenate(values), shape)
 
     def sums(self, groups: Sequence[Sequence[int]]) -> FloatArray:
@@ -358,7 +360,7 @@ class UnitRanker:
             row_of, counts = {one: i for i, one in enumerate(stems)}, self._counts(stems)
         rows = [row_of[one] for one in stems]
         weights = self._rarity(counts)
-        covered = replace(counts, values=weights[counts.rows]).sums([rows])[0]
+        covered = counts.with_values(weights[counts.rows]).sums([rows])[0]
         share: FloatArray = covered / weights[rows].sum()
         return share
 
@@ -378,16 +380,17 @@ class UnitRanker:
         All texts are scored at once, because an array operation takes about as long for one text as
         for several.
         """
-        by_words, evidence = self._bm25(texts)
-        signals = [by_words, evidence, with_neighbours(by_words, _NEIGHBOUR_SCORES)]
+        found, evidence = self._bm25(texts)
         rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
         if rows:
             of_units = self._unit_cosines([one for one in cosines if one is not None])
-            signals += [of_units, with_neighbours(of_units, _NEIGHBOUR_SCORES)]
-        n, scaled = len(texts), standardized(np.concatenate(signals))
-        own, neighbours, near = scaled[:n], scaled[n : 2 * n], scaled[2 * n : 3 * n]
-        near += neighbours
-        by_meaning = scaled[3 * n : 3 * n + len(rows)], scaled[3 * n + len(rows) :]
+            found = np.concatenate([found, of_units])
+        n, end = len(texts), len(texts) + len(rows)
+        signals = [found, with_neighbours(found, _NEIGHBOUR_SCORES), evidence]
+        scaled = standardized(np.concatenate(signals))
+        own, near = scaled[:n], scaled[end : end + n]
+        near += scaled[2 * end :]
+        by_meaning = scaled[n:end], scaled[end + n : 2 * end]
         if len(rows) == n:  # the usual case; indexing with rows makes copies
             own += by_meaning[0]
             near += by_meaning[1]
@@ -552,14 +555,13 @@ class UnitRanker:
             words = dict.fromkeys(sorted(self._content_stems(unit)), _WORD_CERTAINTY)
             linking = words | dict(names)
         scores, total = dict[int, float](), math.log1p(self._n / 2)
-        for number, weight in linking.items():
-            if number in ignored:
-                continue
-            ignored.add(number)
+        followed = [number for number in linking if number not in ignored]
+        ignored.update(followed)
+        for number in followed:
             limit = _MAX_NAMED_UNITS if number in names else _MAX_WORD_UNITS
             units = self._units_with(number, limit)
             if len(units) > 1:
-                rarity = weight * math.log1p(self._n / len(units))
+                rarity = linking[number] * math.log1p(self._n / len(units))
                 for other in units:
                     scores[other] = scores.get(other, 0.0) + rarity
         scores.pop(unit, None)
@@ -582,7 +584,7 @@ class UnitRanker:
 def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) -> _SparseRows:
     """Return the BM25 scores of counts [s, u], for weights [s] and length normalizations [u]."""
     weighted = weights[counts.rows] * counts.values * (_K1 + 1)
-    return replace(counts, values=weighted / (counts.values + norms[counts.columns]))
+    return counts.with_values(weighted / (counts.values + norms[counts.columns]))
 
 
 def _asks(text: str) -> bool:
@@ -611,6 +613,8 @@ def _is_version(words: frozenset[int], other: frozenset[int], asked: set[int]) -
     It is when it contains each stem of the query (`asked`) that the other contains, and both have
     at least _MIN_SHARED_WORDS of all their stems in common.
     """
+    if min(len(words), len(other)) < _MIN_SHARED_WORDS * max(len(words), len(other)):
+        return False  # even if one has all stems of the other
     n_shared = len(words & other)
     n_all = len(words) + len(other) - n_shared
     return n_shared >= _MIN_SHARED_WORDS * n_all > 0 and other & asked <= words

@@ -143,16 +143,19 @@ class DocumentVectors:
             row[documents] = values
         return found
 
-    def compare(self, groups: Sequence[Sequence[Vectors]]) -> None:
+    def compare(self, groups: Sequence[Sequence[Vectors]], topic: Vectors | None = None) -> None:
         """Compute what `cosines` needs of the present documents for each group of unit vectors.
 
-        A later call for the same vectors compares only the documents that were added meanwhile. Its
-        result is the same, to the bit. What was computed before is forgotten.
+        Also what `topic_cosines` needs for `topic`. A later call for the same vectors compares only
+        the documents that were added meanwhile. Its result is the same, to the bit. What was
+        computed before is forgotten.
         """
         size = self._rows.shape[1]
         groups = [group for group in groups if group and group[0].shape[0] == size]
         with_rows = [one for group in groups if self._compares_all(group) for one in group]
         with_means = [one for group in groups if not self._compares_all(group) for one in group]
+        if topic is not None and topic.shape[0] == size:
+            with_means.append(topic)
         self._early = _EarlyProducts(
             _early_products(self._rows[: self._n_rows], with_rows),
             _early_products(self._means[: len(self._documents)], with_means),

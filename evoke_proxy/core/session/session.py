@@ -134,6 +134,8 @@ class Session:
         self.past_index = Index()
         self._can_adopt = can_adopt
         self._task = Task()
+        # The query that was compared last, the task before it, and the task after it.
+        self._compared: tuple[Query, Task, Task] | None = None
         # The tokens of the latest finished prompt.
         self._decoded: Tokens = self.layout.tokens
         # The turn in which a block was last recovered, by label.
@@ -233,7 +235,7 @@ class Session:
         pins = valid_pins(pins_before, layout)
         pinned_layout = with_pins(layout, pins, inputs.config)
         query = query_of(request) if query is None else query
-        task = self._task.after(query.topic, _task_boundary(layout, inputs))
+        task = self._task_after(query, _task_boundary(layout, inputs))
         policy_view = self._policy_view(inputs, pinned_layout, adopt_to, task)
         config, needed_budget = inputs.config, _needed_budget(policy_view, query, inputs.config)
         may_be_full = config.within_turn == "full" and _fits(policy_view, config, n_slot_cells)
@@ -264,6 +266,14 @@ class Session:
         if self.pins is pins_before:  # an operator may have changed them meanwhile
             self.pins = pins
         return turn
+
+    def compare(self, query: Query) -> None:
+        """Compare a query with the blocks before the turn that it belongs to begins.
+
+        This shortens `plan`, and changes no result.
+        """
+        self._compared = query, self._task, self._task.after(query.topic, None)
+        self.index.compare(query, self._compared[2].focus)
 
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
@@ -500,6 +510,14 @@ class Session:
     def _update_copies(self, plan: Plan) -> None:
         self.add_copies((save.label, save.span) for save in plan.saves)
         self.layout = self.layout.without_saved([drop.label for drop in plan.drops])
+
+    def _task_after(self, query: Query, new_start: int | None) -> Task:
+        """Return the task after a query; it is the one of `compare` when nothing has changed."""
+        if new_start is None and self._compared is not None:
+            compared, before, after = self._compared
+            if compared is query and before is self._task:
+                return after
+        return self._task.after(query.topic, new_start)
 
     def _marks_with(self, number: int, request: ChatRequest) -> dict[int, _Mark]:
         """Return the marks of all turns, with those of a request as turn `number`."""

@@ -108,7 +108,7 @@ class BlockVectors:
             conversation = self._continued(request)
             # While it is locked, a thread may change its index.
             if conversation is not None and not conversation.worker_lock.locked():
-                conversation.session.index.compare(query)
+                conversation.session.compare(query)
             return PreparedQuery(query=query, texts=self._prepared_texts(request, query))
 
     def _continued(self, request: ParsedChat) -> Conversation | None:

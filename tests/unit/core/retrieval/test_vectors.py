@@ -43,13 +43,17 @@ def test_a_comparison_is_made_again_after_a_document_was_added() -> None:
 @pytest.mark.parametrize("count", [70, 200, 2100])  # with all chunks, and with means first
 def test_documents_that_were_compared_early_have_the_same_cosines(count: int) -> None:
     early, other, added = _documents(count), _documents(count), _unit(3, 5)
-    clauses, whole = list(_unit(3, 2)), _unit(1, 3)[0]
-    early.compare([clauses, [whole], []])
+    clauses, whole, topic = list(_unit(3, 2)), _unit(1, 3)[0], _unit(1, 11)[0]
+    early.compare([clauses, [whole], []], topic)
     for documents in (early, other):
         documents.put(count, added)
     for vectors in (clauses, [whole], list(_unit(2, 7))):
         found, expected = (one.cosines(vectors, count + 1) for one in (early, other))
         assert found is not None and np.array_equal(found, expected)  # type: ignore[arg-type]
+    first, second = (one.topic_cosines(topic, count + 1) for one in (early, other))
+    assert first is not None and np.array_equal(first, second)  # type: ignore[arg-type]
+    of_topic = early._early.with_means[-1]
+    assert of_topic[0] is topic and len(of_topic[1]) == count // 256 * 256
     compared = early._early.with_means if count == 2100 else early._early.with_rows
     assert len(compared[0][1]) == (count if count == 2100 else 4 * count) // 256 * 256
 

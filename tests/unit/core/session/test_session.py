@@ -24,6 +24,7 @@ from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.accounting import TokenAccounting, forecast
 from evoke_proxy.core.session.past import Past
 from evoke_proxy.core.session.session import Session
@@ -492,6 +493,31 @@ def test_beginning_twice_is_one_turn() -> None:
     assert [b.label for b in first.view.blocks] == [b.label for b in second.view.blocks]
     engine.turn(conversation, [])
     assert engine.begin(conversation).number == 2
+
+
+def test_a_query_that_was_compared_before_gives_the_same_task() -> None:
+    vectors = np.eye(3, dtype=np.float32)
+    engines = compared, other = Engine(), Engine()
+    conversation = conversation_of(300)
+    for engine in engines:
+        engine.turn(conversation, [])
+    for vector in (vectors[0], vectors[0] * 0.6 + vectors[1] * 0.8, vectors[2]):
+        query, rendered = Query.of("w1 w2").embedded([vector]), conversation.rendered()
+        compared.session.compare(query)
+        turns = []
+        for engine in engines:
+            view = engine.slot.view(rendered.tokens.tolist())
+            turns.append(engine.session.begin(rendered, view, conversation.request(), query))
+            engine.session.applied(turns[-1], engine.session.plan(turns[-1]))
+        focuses = [turn.task.focus for turn in turns]
+        assert focuses[0] is not None and np.array_equal(*focuses)  # type: ignore[arg-type]
+        assert compared.session._compared is not None
+        assert turns[0].task is compared.session._compared[2]
+        # The same query again, after its turn: the topic counts once more.
+        draft = compared.session.draft()
+        view = compared.slot.view(rendered.tokens.tolist())
+        repeated = draft.begin(rendered, view, conversation.request(), query)
+        assert repeated.task is not turns[0].task
 
 
 def test_the_divergence_is_the_position_where_the_history_changed() -> None:

@@ -308,7 +308,7 @@ def test_the_rendering_is_requested_before_anything_is_prepared() -> None:
 
 def test_a_session_that_a_thread_works_on_is_not_compared() -> None:
     talk, compared = Continued(), list[Query]()
-    talk.session.index.compare = compared.append  # type: ignore[method-assign]
+    talk.session.compare = compared.append  # type: ignore[method-assign]
     talk.prepare()
     assert len(compared) == 1
 
