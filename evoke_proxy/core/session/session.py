@@ -541,13 +541,16 @@ class Session:
             )
             return layout.with_marks(inputs.request.keep_marks, inputs.marks)
 
+        def continuing() -> Layout:
+            return self._with_unconfirmed(layout_on(view))
+
         view, n_tokens = inputs.slot, len(inputs.rendered.tokens)
         n_past, block_tokens = view.n_past(n_tokens), inputs.config.block_tokens
         # Adopting pays only when the copies extend at least one block beyond the rows of the slot.
         copies_end = max(self.layout.copies_end, self.layout.returns_to(inputs.rendered.tokens))
         copies_extend_slot = copies_end >= n_past + block_tokens
         if not (self._can_adopt and copies_extend_slot and saves_evicted(inputs.config)):
-            return self._with_unconfirmed(layout_on(view)), 0, 0
+            return continuing(), 0, 0
         # On a slot of another session a few tokens may agree by chance. Blocks must not be split
         # there, because their copies are adopted.
         adopting = layout_on(replace(view, n_common=0, resident=()))
@@ -555,16 +558,14 @@ class Session:
         limit = min((n_tokens - 1, *(span.start for span in inputs.rendered.media)))
         adopt_to, last_end = adopting.saved_end(limit), adopting.last_saved_end(limit)
         if last_end < n_past + block_tokens:
-            return self._with_unconfirmed(layout_on(view)), 0, 0
-        continuing = self._with_unconfirmed(layout_on(view))
-        only_in_slot = continuing.in_cache & ~continuing.in_pool
-        if int(continuing.blocks.lengths[only_in_slot].sum()) >= block_tokens:
+            return continuing(), 0, 0
+        if n_past >= block_tokens and _tokens_only_in_slot(continuing()) >= block_tokens:
             last_end = adopt_to  # adopting would lose rows that have no copy
         elif not _has_room(n_tokens, inputs):
             adopt_to = last_end  # lost blocks are omitted, as others without room
         if adopt_to >= n_past + block_tokens:
             return adopting, adopt_to, last_end
-        return continuing, 0, last_end
+        return continuing(), 0, last_end
 
     def _with_unconfirmed(self, layout: Layout) -> Layout:
         """Return the layout with the copies that an unreported eviction may have made.
@@ -650,6 +651,11 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     essential = essential_blocks(view, query.files, config.budget)
     needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
+
+
+def _tokens_only_in_slot(layout: Layout) -> int:
+    """Return the number of tokens of resident blocks without a copy."""
+    return int(layout.blocks.lengths[layout.in_cache & ~layout.in_pool].sum())
 
 
 def _has_room(n_tokens: int, inputs: _TurnInputs) -> bool:
