@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,8 +15,7 @@ _TICKS = 5
 # Sizes of bars, and the margins of their chart.
 _BAR, _GAP, _BARS_LEFT, _BARS_RIGHT, _BARS_TOP = 9, 10, 190, 60, 60
 
-# (x, y), or (x, y, least, most) with an interval of y.
-Points = Sequence[tuple[float, ...]]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +26,23 @@ class _Axis:
     most: float
     first: float
     last: float
-    log: bool
 
     def at(self, value: float) -> float:
-        share = (self._flat(value) - self._flat(self.least)) / (
-            self._flat(self.most) - self._flat(self.least)
-        )
+        share = (value - self.least) / (self.most - self.least)
         return self.first + share * (self.last - self.first)
 
     def ticks(self) -> list[float]:
-        if not self.log:
-            return [self.least + (self.most - self.least) * i / _TICKS for i in range(_TICKS + 1)]
-        powers = range(round(math.log10(self.least)), round(math.log10(self.most)) + 1)
-        return [10.0**power for power in powers]
-
-    def _flat(self, value: float) -> float:
-        return math.log10(value) if self.log else value
+        return [self.least + (self.most - self.least) * i / _TICKS for i in range(_TICKS + 1)]
 
 
-def chart(
-    title: str, x_name: str, y_name: str, lines: Mapping[str, Points], *, log: bool = False
-) -> str:
-    """One line a name; "" without points. With `log` both axes are, and all values above 0.
-
-    Lines with intervals are drawn a little beside each other, so that none hides another.
-    """
+def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> str:
+    """One line a name, over axes that begin at 0; "" without points."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
-    xs, ys = ([point[i] for point in points] for i in (0, 1))
-    across = _Axis(*_edges(xs, log), _LEFT, _WIDTH - _RIGHT, log)
-    up = _Axis(*_edges(ys, log), _HEIGHT - _BOTTOM, _TOP, log)
+    x_most, y_most = (max(1e-9, *(point[i] for point in points)) for i in (0, 1))
+    across = _Axis(0.0, x_most, _LEFT, _WIDTH - _RIGHT)
+    up = _Axis(0.0, y_most, _HEIGHT - _BOTTOM, _TOP)
     below = _HEIGHT - _BOTTOM
     parts = [_grid(up.at(tick), _named(tick)) for tick in up.ticks()]
     parts += [
@@ -67,8 +51,7 @@ def chart(
     parts += [_text((_LEFT + _WIDTH - _RIGHT) / 2, below + 38, x_name, "middle", 12)]
     parts += [_text(_LEFT, _TOP - 6, y_name, "end", 11)]
     for number, (name, line) in enumerate(lines.items()):
-        aside = 5 * (number - len(lines) // 2) if len(line[0]) > 2 else 0
-        spots = [(across.at(x) + aside, *(up.at(y) for y in ys)) for x, *ys in line]
+        spots = [(across.at(x), up.at(y)) for x, y in line]
         colour = _COLOURS[number % len(_COLOURS)]
         parts.append(_line(spots, colour))
         parts.append(_key(_WIDTH - _RIGHT + 16, _TOP + 18 * number + 1, name, colour))
@@ -92,7 +75,7 @@ def bars(
     kinds = list(dict.fromkeys(kind for arm in arms for kind in whole[arm]))
     group = len(arms) * _BAR + _GAP
     height = _BARS_TOP + group * len(kinds) + 30
-    across = _Axis(0.0, 100.0, _BARS_LEFT, _WIDTH - _BARS_RIGHT, False)
+    across = _Axis(0.0, 100.0, _BARS_LEFT, _WIDTH - _BARS_RIGHT)
     names = {arm: colours[arm] for arm in arms} | ({"wanted": _WANTED} if wanted else {})
     step = min(100, (_WIDTH - _BARS_LEFT) // len(names))
     parts = [
@@ -118,13 +101,6 @@ def bars(
     return _svg(title, height, _BARS_LEFT, parts)
 
 
-def _edges(values: Sequence[float], log: bool) -> tuple[float, float]:
-    if log:
-        least, most = (math.log10(value) for value in (min(values), max(values)))
-        return 10.0 ** math.floor(least), 10.0 ** max(math.ceil(most), math.floor(least) + 1)
-    return 0.0, max(*values, 1e-9) if len(values) > 1 else max(values[0], 1e-9)
-
-
 def _named(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 or value == round(value) else f"{value:g}"
 
@@ -135,14 +111,10 @@ def _grid(y: float, name: str) -> str:
 
 
 def _line(spots: Points, colour: str) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in spots)
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-    for x, y, *interval in spots if len(spots) <= 12 else ():
+    for x, y in spots if len(spots) <= 12 else ():
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>')
-        if interval:
-            parts.append(
-                f'<path d="M{x:.1f} {interval[0]:.1f}V{interval[1]:.1f}" stroke="{colour}"/>'
-            )
     return "".join(parts)
 
 

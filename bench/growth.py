@@ -41,7 +41,6 @@ import numpy as np
 import orjson
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
-from bench.charts import chart
 from bench.driver import Bench, Report, Row, option
 from bench.growth_server import SilentServer, Talk, cpu_s
 from bench.stats import spread as spread_of
@@ -228,18 +227,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def picture(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the time of a turn over the number of saved blocks."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        name = "one conversation" if row["arm"] == "one" else f"conversations of {EACH}"
-        lines.setdefault(name, []).append((row["blocks"], row["own_ms"]))
-        if row["arm"] == "one":
-            lines.setdefault("of it planning", []).append((row["blocks"], row["planning_ms"]))
-    title = "The proxy's own time of a turn, ms, by saved blocks"
-    return chart(title, "numbers of saved blocks", "ms", lines, log=True)
-
-
 def _exponent(a: Mapping[str, Any], b: Mapping[str, Any], key: str) -> float:
     return round(math.log(b[key] / a[key]) / math.log(b["blocks"] / a["blocks"]), 2)
 
@@ -268,9 +255,9 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report times and exponents, with the picture."""
+    """Report times and exponents."""
     missed = [] if reached(rows) else [f"a turn of {MOST_MS} ms that grows as the blocks do"]
-    return Report(summarise(rows), missed, picture=picture(rows))
+    return Report(summarise(rows), missed)
 
 
 BENCH = Bench(

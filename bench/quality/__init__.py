@@ -5,4 +5,4 @@
 * `stack`: a patched llama-server and the proxy in front of it
 * `drive`: one session under one arm, turn by turn, with the token counts of every turn
 * `work`: what has run, and the runner
-* `summary`, `report`: the evaluation, in numbers and as tables and pictures"""
+* `summary`, `report`: the evaluation, in numbers and as tables"""

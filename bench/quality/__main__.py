@@ -4,8 +4,8 @@ Sends sessions of several kinds turn by turn through the proxy, once under every
 compression; the last turns ask for the facts. Every finished session is a line of
 out/bench/quality.jsonl, and an interrupted run continues from there. Results of another model,
 server or version of the proxy's sources do not count. Without --tuning the sessions are those of
-the seed for reporting; do not tune anything on them. Beside the record there are `.md` with all
-tables and misses, and three `.svg`. `--part 1/2` and `--part 2/2` can run at the same time.
+the seed for reporting; do not tune anything on them. Beside the record there is a `.md` with all
+tables and misses. `--part 1/2` and `--part 2/2` can run at the same time.
 
 Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
 with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
@@ -22,7 +22,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bench import record
@@ -53,7 +52,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
-    """Report the bars; write the tables and pictures."""
+    """Report the bars; write the tables."""
     found = summarise(records)
     about = [
         f"`{shlex.join(['python', '-m', 'bench.quality', *sys.argv[1:]])}`",
@@ -61,13 +60,9 @@ def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Rep
         f" {'tuning' if args.tuning else 'reporting'} seeds; {record.checkout()};"
         f" {record.machine()}.",
     ]
-    texts = {".md": report.text(found, records, about)}
-    texts |= {f"-{cell}.svg": report.curves(found["rows"], cell) for cell in plan.HEADLINES}
-    texts["-cells.svg"] = report.bars(found["rows"])
-    out = args.out or record.path_of(name)
+    out = (args.out or record.path_of(name)).with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)
-    for ending, text in texts.items():
-        Path(f"{out.with_suffix('')}{ending}").write_text(text, encoding="utf-8")
+    out.write_text(report.text(found, records, about), encoding="utf-8")
     said = [
         f"{'ok    ' if check['ok'] else 'MISSED'} {check['bar']}: {check['measured']}"
         f" (wanted {check['wanted']})"

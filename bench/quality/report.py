@@ -1,4 +1,4 @@
-"""Writes the results: Markdown tables, the lost questions by cause, and pictures."""
+"""Writes the results: Markdown tables, and the lost questions by cause."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import charts
 from bench.quality.plan import CEILING
 from bench.quality.summary import Record, Row
 from evoke_proxy.core.model.blocks import Span, clipped, count
 
 PUBLISHED = Path(__file__).with_name("published.md")
-_SHADES = ("#8fc7a4", "#3f9562", "#1b6e3c")
 _COLUMNS = (
     *("arm", "facts", "sessions", "recall", "95 %", "ceiling", "share of ceiling", "95 %"),
     *("lost / gained", "p", "gold resident", "decoded again", "peak / budget", "s"),
@@ -42,8 +40,6 @@ def text(found: Mapping[str, Any], records: Sequence[Record], about: Sequence[st
     ]
     parts = ["# Recall on a budget", *about, "## Bars"]
     parts.append(table(("what", "wanted", "measured", "reached"), checks))
-    for policy in ("evoke", "oracle"):
-        parts += [f"## {policy}: share of the ceiling by cell", _matrix(found["rows"], policy)]
     parts += ["## All figures", _HOW]
     for cell in dict.fromkeys(row["cell"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["cell"] == cell]
@@ -80,21 +76,6 @@ def _percent(value: float | None) -> str:
 
 def _interval(edges: Sequence[float] | None) -> str:
     return "-" if edges is None else f"{100 * edges[0]:.1f} to {100 * edges[1]:.1f}"
-
-
-def _matrix(rows: Sequence[Row], policy: str) -> str:
-    """A line a cell, a column a compression: share of the ceiling, gold resident, facts."""
-    plain = [row for row in rows if row["policy"] == policy and is_plain(row)]
-    ratios = sorted({row["ratio"] for row in plain})
-    lines = []
-    for cell in dict.fromkeys(row["cell"] for row in plain):
-        here = {row["ratio"]: row for row in plain if row["cell"] == cell}
-        cells = (
-            f"{_percent(r['share'])} (there: {_percent(r['visible'])}, n = {r['n']})" if r else "-"
-            for r in (here.get(ratio) for ratio in ratios)
-        )
-        lines.append((cell, _percent(next(iter(here.values()))["ceiling"]), *cells))
-    return table(("cell", "ceiling", *(f"{ratio:g}x" for ratio in ratios)), lines)
 
 
 def _depths(rows: Sequence[Row]) -> str:
@@ -146,33 +127,3 @@ def _misses(records: Sequence[Record], policy: str = "evoke") -> str:
     if len(found) > _MOST_MISSES:
         parts.append(f"{len(found) - _MOST_MISSES} more are in the journal.")
     return "\n\n".join(parts) + "\n"
-
-
-def curves(rows: Sequence[Row], cell: str) -> str:
-    """Draw the share of the ceiling by compression, a line a policy; "" without data."""
-    lines: dict[str, list[tuple[float, ...]]] = {}
-    for row in rows:
-        if row["cell"] == cell and is_plain(row) and row["share"] is not None:
-            edges = row["share_95"] or (row["share"], row["share"])
-            shares = (min(100.0, 100 * share) for share in (row["share"], *edges))
-            lines.setdefault(row["policy"], []).append((row["ratio"], *shares))
-    title = f"Recall as a share of never evicting ({cell})"
-    ordered = {policy: sorted(line) for policy, line in lines.items()}
-    return charts.chart(title, "session tokens / budget", "percent", ordered)
-
-
-def bars(rows: Sequence[Row], policy: str = "evoke") -> str:
-    """Draw the share of the ceiling of one policy by cell and compression; "" without data."""
-    whole: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["policy"] == policy and is_plain(row) and row["share"]:
-            share = min(100.0, 100 * row["share"])
-            whole.setdefault(f"{row['ratio']:g}x", {})[row["cell"]] = share
-    title = f"{policy}: recall as a share of never evicting, by kind of session, %"
-    ratios = sorted(whole, key=lambda name: float(name[:-1]))
-    return charts.bars(title, whole, {}, dict(zip(ratios, _SHADES, strict=False)))
-
-
-def is_plain(row: Row) -> bool:
-    """Whether the arm is a policy and a compression alone."""
-    return bool(row["arm"] == f"{row['policy']}@{row['ratio'] or 0:g}x")

@@ -124,8 +124,6 @@ def test_the_report_lists_every_cell_and_every_miss() -> None:
     assert "## Questions that evoke lost\n\n1 in all." in text
     assert "| other \\| text | not chosen |" in text
     assert "| facts5 | evoke@8x | 1 | 0 | 0 | 0 |" in text
-    assert "<polyline" in report.curves(result["rows"], "multi-fact")
-    assert "<rect" in report.bars(result["rows"])
 
 
 def test_a_miss_has_a_cause_and_a_partly_resident_fact_was_cut_in_two() -> None:
