@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from evoke_proxy.demo.processes import free_port, proxy_command, server_command, serving
+from evoke_proxy.demo.processes import free_port, proxy_command, serving
 
 _TIMEOUT_S = 900.0
 
@@ -100,17 +100,6 @@ def running(server: Path, model: Path, *options: str, saves: bool = True) -> Ite
         command += [*(("--slot-save-path", folder) if saves else ()), *options]
         with serving(command, port, Path(folder) / "llama-server.log"):
             yield Llama(port, Path(folder) if saves else None)
-
-
-@contextmanager
-def served(server: Path, model: Path, threads: int, options: Sequence[str] = ()) -> Iterator[int]:
-    """The port of a server without blocks, which runs until the block is left."""
-    port = free_port()
-    command = [*server_command(server, model, port, blocks=False), *options]
-    command[command.index("-t") + 1] = str(threads)
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(command, port, Path(folder) / "llama-server.log"):
-            yield port
 
 
 @dataclass(frozen=True, slots=True)

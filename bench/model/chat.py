@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bench.model import text, vocab
-from bench.model.facts import KINDS, Fact
+from bench.model.facts import Fact
 
 START, END = "<|im_start|>", "<|im_end|>\n"
 HEAD = 3  # tokens of `<|im_start|>role\n`: every role name is one token
@@ -18,7 +18,6 @@ HEAD = 3  # tokens of `<|im_start|>role\n`: every role name is one token
 # Loss weights: what the user says teaches little, the answers to questions teach everything.
 SYSTEM_W, USER_W, CHATTER_W, ACK_W, ANSWER_W = 0.02, 0.02, 0.06, 0.1, 1.0
 FIRST_W = 3.0  # the value's first token decides which fact it is, or that there is none
-TAGS = (*KINDS, "updated", "paraphrase", "unknown", "number", "pair", "code")
 Span = tuple[int, int]
 
 
