@@ -288,6 +288,14 @@ class Metrics:
             "Tokens at the beginning of new conversations whose rows another conversation of the"
             " tenant had.",
         )
+        self._reanchored = self._counter(
+            "evoke_reanchored_tokens",
+            "Tokens of edited prompts (policy.reanchor: approximate): moved, their rows were turned"
+            " to new positions; decoded, those before and between them.",
+            "kind",
+        )
+        for kind in ("moved", "decoded"):
+            self._reanchored.labels(kind=kind)
         self.probes = self._counter("evoke_probes", "Attention probes, by result.", "result")
         self.probe_tokens = self._counter(
             "evoke_probe_tokens", "Tokens that attention probes decoded."
@@ -562,6 +570,11 @@ class Metrics:
         prompt = "whole" if is_whole else "part"
         self.drafts.labels(result="accepted", prompt=prompt).inc(accepted)
         self.drafts.labels(result="refused", prompt=prompt).inc(max(0, drafted - accepted))
+
+    def count_reanchored(self, moved: int, decoded: int) -> None:
+        """Count the tokens of an edited prompt whose rows were moved, and those decoded for it."""
+        self._reanchored.labels(kind="moved").inc(moved)
+        self._reanchored.labels(kind="decoded").inc(decoded)
 
     def count_evictions(self, reason: str, count: int) -> None:
         """Count evicted blocks; `reason` is one of EVICTION_REASONS."""

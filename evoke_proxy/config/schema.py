@@ -25,6 +25,7 @@ RECOVERIES = ("kv_restore", "discard")
 RECALLS = ("text", "model", "fused", "none")
 PASTS = ("off", "quote")
 WITHIN_TURNS = ("budget", "full")
+REANCHORS = ("exact", "approximate")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEVICES = ("auto", "cpu", "cuda")
@@ -288,6 +289,15 @@ class PolicyOptions:
     past_tokens: Count = setting(
         1024,
         "Most tokens of such quotations in one request; with a budget at most a quarter of it.",
+        reloadable=True,
+    )
+    reanchor: str = setting(
+        "exact",
+        "What happens with the text behind an edit: a message that the client has changed, inserted"
+        " or removed. exact: it is decoded again. approximate: its rows are moved to their new"
+        " positions, and only the first block behind the edit is decoded again; those rows still"
+        " depend on the old text. For models with dense memory on patched servers.",
+        choices=REANCHORS,
         reloadable=True,
     )
     within_turn: str = setting(

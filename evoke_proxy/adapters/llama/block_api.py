@@ -197,6 +197,14 @@ class BlockApi:
                 size, start = 0, len(spans)
         return first if len(parts) < 2 else first | {f"key_{key}": _joined(parts)}
 
+    async def load_at(self, view: SlotView, label: str, at: int, owner: Mapping[str, str]) -> int:
+        """Insert the rows and tokens of a copy at position `at`; returns the epoch of the slot.
+
+        Later rows move up, and keys are rotated to their new positions. Raises PlanRefused.
+        """
+        body = {"epoch": view.epoch, "names": [label], "at": at, **owner}
+        return _epoch(await self.run(view.id, "block-load", body))
+
     async def drop_copies(self, labels: Collection[str], tenant: str) -> None:
         """Delete saved blocks of a tenant by label; PlanRefused when llama-server refuses."""
         for names in batches_of_names(sorted(labels)):

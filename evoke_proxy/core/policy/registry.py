@@ -119,6 +119,15 @@ def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatA
     return _choice(policy, policy.choose, view, query, config).scores
 
 
+def budget_without_plan(config: PolicyConfig) -> DecodeBudget:
+    """Return the budget that llama-server enforces by itself, without a plan of a policy."""
+    if config.budget is None or policy_of(config).choose is None:
+        return DecodeBudget(0)
+    return DecodeBudget(
+        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
+    )
+
+
 def saves_evicted(config: PolicyConfig) -> bool:
     """Return whether evicted blocks are saved and may be loaded again."""
     return policy_of(config).saves_evicted and config.recovery == "kv_restore"

@@ -34,6 +34,7 @@ class ServerInfo:
             models).
         capturable: layers whose attention can be captured.
         can_probe: whether a request can be decoded just to capture its attention.
+        can_rotate: whether rows can be moved to other positions: their keys can be rotated.
         can_hold_media: whether prompts with images or sounds have blocks.
         n_ctx: maximum number of tokens of a slot's context, resident or not; None when unknown.
         n_cells: cells that a slot may use, alone or shared with other slots; None when unknown.
@@ -55,6 +56,7 @@ class ServerInfo:
     needs_full_state: bool = False
     capturable: tuple[int, ...] = ()
     can_probe: bool = False
+    can_rotate: bool = False
     can_hold_media: bool = False
     n_ctx: int | None = None
     n_cells: int | None = None
@@ -114,6 +116,7 @@ class ServerInfo:
             needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),
             capturable=_capturable(props.get("evoke")),
             can_probe="probe" in _features(props.get("evoke")),
+            can_rotate="compact" in _features(props.get("evoke")),
             can_hold_media="media" in _features(props.get("evoke")),
             n_ctx=_limit(props.get("evoke"), "n_ctx_logical"),
             n_cells=_limit(props.get("evoke"), "n_cells"),

@@ -34,6 +34,7 @@ from evoke_proxy.core.policy.standing import (
 from evoke_proxy.core.policy.turn import DecidedTurn, Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView, Task, keep_scores
 from evoke_proxy.core.prompt.layout import Layout, SavedRange, wire_name
+from evoke_proxy.core.prompt.moved_text import MovedText, moved_text
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens, common_prefix
 from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.request.chat import ChatRequest
@@ -52,6 +53,8 @@ _NO_MARK: _Mark = (False, 1.0)
 # At most this many blocks are indexed when the turn has ended, in milliseconds, if its plan did not
 # need the index.
 _FEW_BLOCKS = 32
+# Runs of text at other positions than before are decoded again when they have fewer tokens.
+_MIN_MOVED = 128
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -136,6 +139,8 @@ class Session:
         self._task = Task()
         # The query that was compared last, the task before it, and the task after it.
         self._compared: tuple[Query, Task, Task] | None = None
+        # Copies of blocks of the previous prompt at their positions in the next one.
+        self._moved: tuple[SavedRange, ...] = ()
         # The tokens of the latest finished prompt.
         self._decoded: Tokens = self.layout.tokens
         # The turn in which a block was last recovered, by label.
@@ -255,6 +260,7 @@ class Session:
             kept_budget=inputs.config.budget,
             copies_end=copies_end,
         )
+        self._moved = ()
         self._turn_marks = dict(inputs.marks)
         if quotes_past(inputs.config):
             self.past = after_request(self.past, self.layout, rendered, request)
@@ -445,6 +451,25 @@ class Session:
             for block in blocks.pick(blocks.ends < len(rendered.tokens))
         ]
 
+    def moved_text(self, rendered: Rendered, view: SlotView, request: ChatRequest) -> MovedText:
+        """Return what a prompt has of the previous one at other positions.
+
+        `view` is the slot as this session's last reply left it. Nothing when the prompt continues
+        the previous one, or returns to an earlier one. Changes nothing.
+        """
+        layout, tokens = self.layout, rendered.tokens
+        shared = common_prefix(layout.tokens, tokens)
+        if shared >= layout.generation or layout.returns_to(tokens) > shared:
+            return MovedText()
+        config, messages = effective_config(self.config, request), messages_of(rendered, request)
+        after = layout.reconcile(rendered, view, messages, self.turns + 1, config)
+        saved = layout.in_pool & ~layout.blocks.labelled(self._outdated)
+        return moved_text(layout, after, view.resident, saved, _MIN_MOVED)
+
+    def blocks_moved(self, copies: Iterable[tuple[str, Span]]) -> None:
+        """Record copies, by label and range, of rows at their positions in the next prompt."""
+        self._moved += tuple(SavedRange(label, span) for label, span in copies)
+
     def unsaved(self, view: SlotView) -> list[Save]:
         """Return saves of the resident blocks without a current copy.
 
@@ -534,11 +559,12 @@ class Session:
         """
 
         messages = messages_of(inputs.rendered, inputs.request)
+        before = self.layout
+        if self._moved:
+            before = replace(before, ranges=before.ranges + self._moved)
 
         def layout_on(slot: SlotView) -> Layout:
-            layout = self.layout.reconcile(
-                inputs.rendered, slot, messages, inputs.number, inputs.config
-            )
+            layout = before.reconcile(inputs.rendered, slot, messages, inputs.number, inputs.config)
             return layout.with_marks(inputs.request.keep_marks, inputs.marks)
 
         def continuing() -> Layout:

@@ -96,11 +96,14 @@ class ShadowAudit:
         server.slots.on_close.append(self._stop)
 
     def select(self, turn: PreparedTurn) -> PreparedTurn:
-        """Return the turn, marked and with a reader of its answer if it is drawn."""
+        """Return the turn, marked and with a reader of its answer if it is drawn.
+
+        With a share above 0, turns whose rows were moved to new positions are always drawn.
+        """
         share = self._server.monitor.config.audit.share
         if not share or not isinstance(turn, BudgetedTurn) or not self._is_auditable(turn):
             return turn
-        if random.random() >= share:
+        if random.random() >= share and not turn.is_reanchored:
             return turn
         return replace(turn, answer=turn.answer or AnswerReader(), is_audited=True)
 
@@ -117,7 +120,8 @@ class ShadowAudit:
         conversation, accounting = turn.remembered, outcome.accounting
         if conversation is None or accounting is None or not outcome.is_finished:
             return
-        if accounting.marker != "ok" or not accounting.omitted or turn.budget is None:
+        differs = accounting.omitted > 0 or turn.is_reanchored
+        if accounting.marker != "ok" or not differs or turn.budget is None:
             self._count("nothing_omitted")
             return
         self._waiting.pop(conversation.id, None)

@@ -10,10 +10,8 @@ import logging
 from dataclasses import dataclass, replace
 
 from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
-from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.plan import DecodeBudget
 from evoke_proxy.core.policy.lost_blocks import Refill
-from evoke_proxy.core.policy.registry import policy_of
+from evoke_proxy.core.policy.registry import budget_without_plan
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.accounting import TokenAccounting
@@ -90,12 +88,3 @@ class LostBlocks:
         await calls.blocks.run_plan(PlanCall(step.saves, after, owner))
         session.saved(step.saves)
         return after
-
-
-def budget_without_plan(config: PolicyConfig) -> DecodeBudget:
-    """The budget that llama-server enforces by itself, without a plan of the proxy."""
-    if config.budget is None or policy_of(config).choose is None:
-        return DecodeBudget(0)
-    return DecodeBudget(
-        config.budget, config.sink_tokens, config.recent_tokens, config.block_tokens
-    )

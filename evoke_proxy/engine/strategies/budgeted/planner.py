@@ -16,7 +16,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
 from evoke_proxy.core.policy.quotation import QuotedRequest
-from evoke_proxy.core.policy.registry import policy_of, saves_evicted
+from evoke_proxy.core.policy.registry import budget_without_plan, policy_of, saves_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
@@ -35,11 +35,7 @@ from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
-from evoke_proxy.engine.strategies.budgeted.lost_blocks import (
-    LostBlocks,
-    RefillRecord,
-    budget_without_plan,
-)
+from evoke_proxy.engine.strategies.budgeted.lost_blocks import LostBlocks, RefillRecord
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, divided
 from evoke_proxy.errors import PlanRefused, PromptTooLong
@@ -259,10 +255,11 @@ class Planner:
         moved = "" if plan.moves_nothing else ":moved"
         full = ":full" if started.is_full else ""
         past = ":past" if recalled is not None and recalled.is_past else ""
+        reanchored = ":reanchored" if turn.reanchored.moved else ""
         return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
-            decision=started.config.name + moved + full + past,
+            decision=started.config.name + moved + full + past + reanchored,
             plan=plan,
             budget=(plan.stream.budget if plan.stream is not None else 0) or None,
             response_headers=headers,
@@ -273,6 +270,7 @@ class Planner:
             writes_back=(started.config.writeback or started.is_full)
             and saves_evicted(started.config),
             is_full=started.is_full,
+            is_reanchored=turn.reanchored.moved > 0,
         )
 
     def _past(self, turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
@@ -460,6 +458,10 @@ def _verbose_reply(
     extra = usage_outcome(started, plan, quoted)
     if started.needed_budget:
         extra["needed_budget"] = started.needed_budget
+    reanchored = turn.reanchored
+    if reanchored.moved:
+        extra["reanchored"] = {"moved": reanchored.moved, "decoded": reanchored.decoded}
+        headers["X-Evoke-Reanchored"] = f"tokens={reanchored.moved};decoded={reanchored.decoded}"
     if probe.result is not None:
         extra["probe"] = probe.result.summary(plan)
     if "as_text" in extra or (quoted is not None and quoted.is_past):

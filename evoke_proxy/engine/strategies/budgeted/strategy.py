@@ -27,6 +27,7 @@ from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.audit import ShadowAudit
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.prefetch import Prefetcher
+from evoke_proxy.engine.strategies.budgeted.reanchoring import Reanchoring
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.shared_prefixes import SharedPrefixes
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
@@ -74,6 +75,7 @@ class BudgetedStrategy(CacheStrategy):
         self._vectors = vectors
         self._prefetcher = Prefetcher(server, planner, records, vectors)
         self._failures = PreparationFailures(server.monitor, server.metrics)
+        self._reanchoring = Reanchoring(server, planner)
         self._audit = ShadowAudit(server)
 
     async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
@@ -147,6 +149,7 @@ class BudgetedStrategy(CacheStrategy):
                 turn = await self._admitted(turn, scope, lease, began)
             scope.trace.stage = "share"
             await self._prefixes.adopt(turn, scope)
+            turn = await self._reanchoring.apply(turn, scope)
             if self._planner.exceeds_context(turn.rendered):
                 return self._too_long(scope.turn)
             planned = await self._planner.plan(turn, scope)

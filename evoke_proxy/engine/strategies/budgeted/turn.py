@@ -20,6 +20,16 @@ from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.server.turn import PreparedTurn
 
 
+@dataclass(frozen=True, slots=True)
+class Reanchored:
+    """What was done for a prompt that was edited, see `policy.reanchor`. Counts are tokens."""
+
+    # Tokens whose rows were moved to new positions.
+    moved: int = 0
+    # Tokens that were decoded before and between them.
+    decoded: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class RenderedTurn:
     """A request of a conversation as tokens, and the slot that is leased for it."""
@@ -37,6 +47,7 @@ class RenderedTurn:
     # New texts of the conversation, analysed while the prompt was rendered.
     texts: PreparedTexts = NOTHING_PREPARED
     slot: int
+    reanchored: Reanchored = Reanchored()
 
     @property
     def view(self) -> SlotView:
@@ -77,6 +88,8 @@ class BudgetedTurn(PreparedTurn):
     drift: Drift | None = None
     # It was drawn for an audit, for which `answer` reads its text.
     is_audited: bool = False
+    # Rows were moved to new positions for it.
+    is_reanchored: bool = False
 
     @classmethod
     def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
