@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,3 +114,25 @@ def test_whole_prompts_that_together_exceed_shared_cells_do_not_fail() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(post, range(4))) == [200] * 4
+
+
+def test_the_start_says_which_budget_recorded_conversations_need(
+    port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = {"snapshots__directory": str(tmp_path)}
+    with proxy(port, policy__budget=BUDGET, **directory) as running:
+        client = agent(running, "recorded")
+        client.say(f"Step 1. {FILLER}")
+        prompt = client.say(f"Step 2. {FILLER}").accounting["n_prompt"]
+        running.wait_for_background()
+    said = "1 recorded conversations exceed their budget"
+    for budget in (BUDGET, 4096):
+        caplog.clear()
+        with proxy(port, policy__budget=budget, **directory):
+            messages = [record.getMessage() for record in caplog.records]
+            (needed,) = [text for text in messages if said in text] or [""]
+        assert bool(needed) == (budget == BUDGET)
+        if needed:
+            (tokens,) = re.findall(r"policy.budget to (\d+) tokens", needed)
+            assert BUDGET < int(tokens) < prompt + 512
+    assert said not in caplog.text

@@ -211,6 +211,14 @@ class Session:
         """The tokens of the latest prompt."""
         return self.layout.tokens
 
+    @property
+    def budget_for_system(self) -> int:
+        """The least budget that holds the system prompt with tools of its latest prompt; or 0."""
+        n_system = int(self.layout.blocks.lengths[system_blocks(self.layout.blocks)].sum())
+        if not n_system:
+            return 0
+        return budget_for(n_system + self.config.block_tokens, None, self.config)
+
     def begin(
         self,
         rendered: Rendered,

@@ -413,3 +413,21 @@ class BudgetedStrategy(CacheStrategy):
     def server_started(self, server: ServerInfo) -> None:
         """See CacheStrategy."""
         self._records.server_started(server)
+
+    def selected(self, server: ServerInfo) -> None:
+        """Say which budget recorded conversations need, if their own prompts exceed it."""
+        sessions = [each.session for each in self._server.conversations]
+        short = [
+            session.budget_for_system
+            for session in sessions
+            if session.config.budget is not None
+            and session.config.within_turn != "full"
+            and session.budget_for_system > session.config.budget
+        ]
+        if short:
+            _log.warning(
+                "system prompt and tools of %d recorded conversations exceed their budget, so a"
+                " part is hidden: set policy.budget to %d tokens, or policy.within_turn to full",
+                len(short),
+                max(short),
+            )
