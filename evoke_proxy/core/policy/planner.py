@@ -293,14 +293,13 @@ class _Planner:
         """
         blocks = self._view.blocks
         is_new = blocks.starts >= self._view.decode_from
-        pinned = np.flatnonzero(blocks.pinned & (resident | is_new)).tolist()
-        others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks).tolist()
+        pinned = (blocks.pinned & (resident | is_new)).nonzero()[0]
+        others = by_score(wanted & ~blocks.pinned, self._choice.scores, blocks)
         sink = self._config.sink_tokens
         lengths = blocks.ends - np.maximum(blocks.starts, np.minimum(sink, blocks.ends))
         indexes = list[int]()
         for each, spared in ((pinned, 0), (others, n_incomplete)):
-            for i in each:
-                length = int(lengths[i])
+            for i, length in zip(each.tolist(), lengths[each].tolist(), strict=True):
                 if length <= room - spared:
                     indexes.append(i)
                     room -= length

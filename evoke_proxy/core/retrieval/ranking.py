@@ -206,17 +206,22 @@ class _SparseRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TextScores:
-    """The scores of the units for one text.
+    """The scores of the units for one text, or for each of t texts.
 
     Attributes:
-        scores: [u] fused score; the mean unit has 0.
-        evidence: [u] above 0 where a signal found something in the unit or in its neighbours.
-        own: [u] the part of the score that the unit has without its neighbours.
+        scores: [u] or [t, u] fused score; the mean unit has 0.
+        evidence: As many numbers, above 0 where a signal found something in the unit or in its
+            neighbours.
+        own: As many numbers: the part of the score that the unit has without its neighbours.
     """
 
     scores: FloatArray
     evidence: FloatArray
     own: FloatArray
+
+    def __getitem__(self, at: int | slice) -> _TextScores:
+        """The scores of one of the texts, or of several."""
+        return _TextScores(self.scores[at], self.evidence[at], self.own[at])
 
     def plus(self, other: _TextScores, weight: float) -> _TextScores:
         """Return these scores plus `weight` times the others, with the evidence of both."""
@@ -280,13 +285,14 @@ class UnitRanker:
             [*whole, *query.clauses],
             [*[topic_cosines] * len(whole), *(cosines or [None] * len(query.clauses))],
         )
-        clauses = scored[len(whole) :]
-        context = clauses[n_asked:]
-        texts = [self._in_context(one, context) for one in scored[: len(whole) + n_own]]
+        n_first, n_texts = len(whole) + n_own, len(whole) + len(query.clauses)
+        context = [scored[i] for i in range(len(whole) + n_asked, n_texts)]
+        in_context = self._in_context(scored[:n_first], context)
+        texts = [in_context[i] for i in range(n_first)]
         if model_relevance is not None and query.n_own == 1:
             texts[0] = texts[0].plus(model_scores, 1.0)
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
-        texts += clauses[n_own:n_asked]
+        texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
@@ -372,10 +378,8 @@ class UnitRanker:
             scores, weight = scores.plus(one, weight), weight / 2
         return scores
 
-    def _score(
-        self, texts: Sequence[str], cosines: Sequence[FloatArray | None]
-    ) -> list[_TextScores]:
-        """Return the scores of the units for each text.
+    def _score(self, texts: Sequence[str], cosines: Sequence[FloatArray | None]) -> _TextScores:
+        """Return the scores [t, u] of the units for each text.
 
         All texts are scored at once, because an array operation takes about as long for one text as
         for several.
@@ -410,7 +414,7 @@ class UnitRanker:
                 of_units = self._units.maxima(mentions)[: self._n]
                 scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
                 evidence[i] = np.maximum(evidence[i], of_units)
-        return [_TextScores(*each) for each in zip(scores, evidence, own, strict=True)]
+        return _TextScores(scores, evidence, own)
 
     def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
         """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
