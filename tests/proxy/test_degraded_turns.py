@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from conversation import FILLER, ChatClient, events
@@ -98,6 +99,20 @@ def test_a_body_that_llama_server_refuses_counts_as_a_bypass() -> None:
     ):
         answer = ask(running.port, "POST", "/v1/chat/completions", BODY, JSON)
         assert answer.status == 400
+        assert running.metric("evoke_bypass_total", reason="invalid") == 1
+        assert running.metric("evoke_degraded_total", stage="render") == 0
+        assert running.metric("evoke_budget_breach_total") == 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tools": "all"}, {"tools": [{}]}, {"reasoning_format": "x"}], ids=str
+)
+def test_a_wrong_field_that_llama_server_answers_with_500_is_no_failure_and_no_breach(
+    patched_port: int, wrong: dict[str, Any]
+) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **wrong}).encode()
+    with proxy(patched_port, policy__budget=512) as running:
+        assert ask(running.port, "POST", "/v1/chat/completions", body, JSON).status == 500
         assert running.metric("evoke_bypass_total", reason="invalid") == 1
         assert running.metric("evoke_degraded_total", stage="render") == 0
         assert running.metric("evoke_budget_breach_total") == 0

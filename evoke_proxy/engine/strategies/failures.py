@@ -22,17 +22,16 @@ class PreparationFailures:
         self._monitor = monitor
         self._metrics = metrics
 
-    def decide(self, trace: RequestTrace, error: Exception) -> str:
+    def decide(self, trace: RequestTrace, error: Exception, was_rendered: bool = False) -> str:
         """The decision for a request without a plan: "bypass:..." or "degraded:...".
 
         A body that llama-server refuses to render is the client's fault, and llama-server reports
-        the error to the client.
+        the error to the client. `was_rendered`: it has rendered the body before.
         """
         if isinstance(error, UpstreamError):
             trace.note_failure(error)
             self._monitor.report_failure(error)
-        is_rejected = isinstance(error, UpstreamRejected) and error.status == 400
-        if trace.stage == "render" and is_rejected:
+        if trace.stage == "render" and _is_invalid(error, was_rendered):
             self._metrics.bypass.labels(reason=INVALID).inc()
             return f"bypass:{INVALID}"
         self._metrics.degraded.labels(stage=trace.stage).inc()
@@ -44,3 +43,15 @@ class PreparationFailures:
         else:
             _log.error("a request gets no plan: its stage %r failed", trace.stage, exc_info=error)
         return f"degraded:{trace.stage}"
+
+
+def _is_invalid(error: Exception, was_rendered: bool) -> bool:
+    """Whether the body is the cause of an error of rendering.
+
+    llama-server answers 400 to some bodies, and 500 to others: to tools that are no list, for
+    example. A body that it has rendered before is not the cause of the latter.
+    """
+    if not isinstance(error, UpstreamRejected):
+        return False
+    is_raised = error.status == 500 and error.error.get("type") == "server_error"
+    return error.status == 400 or (is_raised and not was_rendered)

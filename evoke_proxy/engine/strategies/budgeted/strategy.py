@@ -96,7 +96,8 @@ class BudgetedStrategy(CacheStrategy):
         except (RequestError, CapacityError):
             raise
         except Exception as error:
-            decision = self._failures.decide(scope.trace, error)
+            was_rendered = scope.turn.conversation is not None
+            decision = self._failures.decide(scope.trace, error, was_rendered)
             scope.turn = replace(scope.turn, decision=decision)
             if decision.startswith("bypass:"):
                 return scope.turn

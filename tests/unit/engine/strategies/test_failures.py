@@ -16,34 +16,43 @@ from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.errors import EvokeError, PlanRefused, UpstreamRejected, UpstreamTimeout
 
 SECRET = "text of the prompt"
+RAISED = UpstreamRejected(500, b'{"error":{"code":500,"type":"server_error","message":"no"}}')
 INVALID = UpstreamRejected(
     400, json.dumps({"error": {"type": "invalid_request_error", "message": SECRET}}).encode()
 )
 
 
-def decide(stage: str, error: Exception) -> tuple[str, Metrics]:
+def decide(stage: str, error: Exception, was_rendered: bool = False) -> tuple[str, Metrics]:
     metrics, trace = Metrics(), RequestTrace(0.0)
     trace.stage = stage
     config = Config()
     monitor = ServerMonitor(LlamaClient(config.upstream), config, metrics)
-    return PreparationFailures(monitor, metrics).decide(trace, error), metrics
+    return PreparationFailures(monitor, metrics).decide(trace, error, was_rendered), metrics
 
 
 def count(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(name, labels) or 0.0
 
 
-def test_a_body_that_cannot_be_rendered_is_the_fault_of_the_client() -> None:
-    decision, metrics = decide("render", INVALID)
+@pytest.mark.parametrize("error", [INVALID, RAISED])
+def test_a_body_that_cannot_be_rendered_is_the_fault_of_the_client(error: Exception) -> None:
+    decision, metrics = decide("render", error)
     assert decision == "bypass:invalid"
     assert count(metrics, "evoke_bypass_total", reason="invalid") == 1
     assert count(metrics, "evoke_degraded_total", stage="render") == 0
+
+
+def test_an_error_of_a_body_that_was_rendered_before_is_not_the_fault_of_the_client() -> None:
+    decision, metrics = decide("render", RAISED, was_rendered=True)
+    assert decision == "degraded:render"
+    assert count(metrics, "evoke_degraded_total", stage="render") == 1
 
 
 @pytest.mark.parametrize(
     ("stage", "error"),
     [
         ("plan", INVALID),
+        ("plan", RAISED),
         ("render", UpstreamRejected(500, b"{}")),
         ("render", UpstreamTimeout("no answer", "")),
         ("plan", PlanRefused("stale_epoch")),
