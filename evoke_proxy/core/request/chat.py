@@ -43,6 +43,9 @@ __all__ = [
 # Limits on the text of a tool call in the query: characters per argument, and number of arguments.
 _MAX_ARGUMENT_CHARS = 200
 _MAX_ARGUMENTS = 16
+# Limits on the tool calls of one answer that are read: their number, and the characters and
+# elements of all arguments that are parsed. The event loop parses them in a few milliseconds.
+_MAX_CALLS, _MAX_PARSED_CHARS, _MAX_PARSED_ELEMENTS = 64, 1 << 20, 8192
 
 # A transcript has at most this many messages before it: system prompts.
 _MAX_BEFORE_TRANSCRIPT = 4
@@ -123,12 +126,15 @@ class ChatRequest:
         answer's tool calls, because these name the requested file by its path.
         """
         texts, calls = self._latest
-        return "\n".join([*map(_arguments, calls), *texts])
+        parsed = set(_parsable(calls))
+        arguments = (_arguments(call, i in parsed) for i, call in enumerate(calls[:_MAX_CALLS]))
+        return "\n".join([*arguments, *texts])
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths in the tool calls of the last answer."""
-        return tuple(dict.fromkeys(path for call in self._latest[1] if (path := call.path)))
+        _, calls = self._latest
+        return tuple(dict.fromkeys(path for i in _parsable(calls) if (path := calls[i].path)))
 
     @property
     def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
@@ -209,10 +215,25 @@ def _is_batch(prompt: list[Any]) -> bool:
     return len(prompt) > 1 and all(isinstance(item, str | list | dict) for item in prompt)
 
 
-def _arguments(call: ToolCall) -> str:
-    """The values in a call's arguments, one per line; the raw text when it is not JSON."""
+def _parsable(calls: Sequence[ToolCall]) -> Iterator[int]:
+    """The indexes of the first calls whose arguments are together parsed in a few milliseconds."""
+    n_chars = n_elements = 0
+    for i, call in enumerate(calls[:_MAX_CALLS]):
+        if n_chars + len(call.arguments) > _MAX_PARSED_CHARS:
+            continue
+        more = call.arguments.count(",")
+        if n_elements + more <= _MAX_PARSED_ELEMENTS:
+            n_chars, n_elements = n_chars + len(call.arguments), n_elements + more
+            yield i
+
+
+def _arguments(call: ToolCall, is_parsed: bool) -> str:
+    """The values in a call's arguments, one per line; the raw text when these are not parsed."""
+    if not is_parsed:
+        return call.arguments[:_MAX_ARGUMENT_CHARS]
     try:
-        value = json.loads(call.arguments)
+        # As texts: the time to convert an integer grows with the square of its digits.
+        value = json.loads(call.arguments, parse_int=str)
     except (ValueError, RecursionError):
         return call.arguments[:_MAX_ARGUMENT_CHARS]
     leaves = islice(_leaves(value), _MAX_ARGUMENTS)

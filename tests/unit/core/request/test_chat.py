@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -122,6 +123,41 @@ def test_the_arguments_of_an_answered_tool_call_are_in_the_query(
     # a call without a result is not in the query
     assert parse_chat("chat", {"messages": messages[:2]}).query == "a"
     assert parse_chat("chat", {"messages": messages[:2]}).files == ()
+
+
+def _with_calls(arguments: list[str]) -> ChatRequest:
+    """Return a request whose last answer has a tool call with each of these arguments."""
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": each}}
+        for i, each in enumerate(arguments)
+    ]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c0", "content": "long"},
+    ]
+    return parse_chat("chat", {"messages": messages})
+
+
+def test_arguments_that_take_long_to_parse_are_not_parsed() -> None:
+    many = json.dumps({"path": "many", "lines": [1] * 20_000})
+    large = json.dumps({"path": "large", "content": "x" * (2 << 20)})
+    chat = _with_calls([many, '{"path": "first"}', large, '{"path": "second"}'])
+    assert chat.files == ("first", "second")
+    assert chat.query.split("\n") == [many[:200], "first", large[:200], "second", "long"]
+    assert len(_with_calls([json.dumps({"path": str(i)}) for i in range(4000)]).files) == 64
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [json.dumps([1] * 500_000), json.dumps([int("1" * 4300)] * 200), json.dumps({"path": "a"})],
+    ids=["elements", "digits", "calls"],
+)
+def test_the_tool_calls_of_a_large_body_are_read_in_milliseconds(arguments: str) -> None:
+    chat = _with_calls([arguments] * min(4000, (4 << 20) // len(arguments)))
+    began = time.thread_time()
+    assert len(chat.query) + len(chat.files) > 0
+    assert time.thread_time() - began < 0.025
 
 
 @pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])
