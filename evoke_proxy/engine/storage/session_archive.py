@@ -50,6 +50,8 @@ _MAX_MANIFEST_BYTES = 32 << 20
 _MAX_TEXT_BYTES = 256 << 20
 _MAX_READ_BYTES = 64 << 20
 _COPY_BYTES = 1 << 20
+# Characters of the name of an entry in an error: names can have any length.
+_NAME_CHARS = 100
 # The folder in the block folder where files are written before they are verified. A later import
 # deletes those that are left, so no other program may use names like this.
 _INCOMING = ".evoke-import-"
@@ -204,6 +206,22 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
 
     Raises ValueError or TarError unless all of it is as it was written, for this model.
     """
+    try:
+        found, texts = _entries(file, folder)
+        if _MANIFEST not in texts:
+            raise ValueError("the list of its entries is missing")
+        manifest = json.loads(texts.pop(_MANIFEST))
+    except RecursionError as error:  # of the parsers of JSON and of the headers of an entry
+        raise ValueError("its headers or the list of its entries are nested too deeply") from error
+    del found[_MANIFEST]
+    return _verified(manifest, found, texts, model)
+
+
+def _entries(file: BinaryIO, folder: Path) -> tuple[dict[str, tuple[int, str]], dict[str, bytes]]:
+    """Return size and SHA-256 of each entry, and the contents of those that are no blocks.
+
+    Raises ValueError or TarError for entries that an archive never has, and RecursionError.
+    """
     found: dict[str, tuple[int, str]] = {}
     texts: dict[str, bytes] = {}
     n_text = 0
@@ -213,7 +231,7 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
             is_plain = entry.type == tarfile.REGTYPE and not entry.issparse()
             content = archive.extractfile(entry) if is_plain else None
             if content is None or entry.name in found or len(found) >= _MAX_ENTRIES:
-                raise ValueError(f"the entry {entry.name!r} is not expected")
+                raise ValueError(f"the entry {entry.name[:_NAME_CHARS]!r} is not expected")
             limit = _MAX_MANIFEST_BYTES if entry.name == _MANIFEST else _MAX_RECORD_BYTES
             if BLOCK_FILE.fullmatch(entry.name):
                 found[entry.name] = entry.size, _copied(content, folder / entry.name)
@@ -225,14 +243,7 @@ def _unpack(file: BinaryIO, folder: Path, model: str) -> tuple[Origin, Sequence[
                 raise ValueError(f"its records have more than {_MAX_TEXT_BYTES} bytes")
             texts[entry.name] = data = content.read()
             found[entry.name] = len(data), hashlib.sha256(data).hexdigest()
-    if _MANIFEST not in texts:
-        raise ValueError("the list of its entries is missing")
-    try:
-        manifest = json.loads(texts.pop(_MANIFEST))
-    except RecursionError as error:
-        raise ValueError("the list of its entries is nested too deeply") from error
-    del found[_MANIFEST]
-    return _verified(manifest, found, texts, model)
+    return found, texts
 
 
 def _verified(

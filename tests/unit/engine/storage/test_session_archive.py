@@ -274,9 +274,29 @@ def _long_header() -> bytes:
     return info.tobuf() + bytes(65 << 20)
 
 
+def _many_headers() -> bytes:
+    """An archive whose first entry has 3,000 headers, each with a name for it."""
+    info = tarfile.TarInfo("././@LongLink")
+    info.type, info.size = tarfile.GNUTYPE_LONGNAME, 512
+    header = info.tobuf(tarfile.GNU_FORMAT) + b"a" * 512
+    return header * 3000 + tarfile.TarInfo("record-0").tobuf() + bytes(1024)
+
+
+def _long_name() -> bytes:
+    """An archive with a directory whose name has a million characters."""
+    info = tarfile.TarInfo("a" * 1_000_000)
+    info.type = tarfile.DIRTYPE
+    return info.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
-    [(_sparse, "is not expected"), (_long_header, "a header has more than")],
+    [
+        (_sparse, "is not expected"),
+        (_long_header, "a header has more than"),
+        (_many_headers, "nested too deeply"),
+        (_long_name, "the entry 'a{100}' is not expected"),
+    ],
 )
 def test_a_small_archive_cannot_fill_the_disk_or_the_memory(
     tmp_path: Path, make: Callable[[], bytes], expected: str
