@@ -1,7 +1,7 @@
 """Limits the number of open client connections.
 
-Above the limit a new connection displaces an idle one of the address with the most connections, or
-is answered with status 503 and closed. A connection takes one file descriptor, and a second one
+Above the limit a new connection displaces another one, see `ConnectionLimit.displace`, or is
+answered with status 503 and closed. A connection takes one file descriptor, and a second one
 while a request runs. Without a limit, a client that opens thousands of connections would leave no
 file descriptors for llama-server, snapshots and the admin API.
 """
@@ -30,6 +30,9 @@ _OTHER_FILES = 256
 # them at a time, and how long each.
 _REFUSALS = 64
 _REFUSAL_S = 1.0
+# A body that arrives for more seconds than this may be displaced by a connection of its own
+# address, which may be that of a server in front of many clients.
+_SLOW_BODY_S = 10.0
 
 
 class ClientSite(web.BaseSite):
@@ -86,21 +89,23 @@ class ConnectionLimit:
         asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 
     def displace(self, connections: list[RequestHandler], newcomer: asyncio.Transport) -> bool:
-        """Close the oldest idle connection of the address with the most connections.
+        """Close a connection in favour of a new one; returns whether one was closed.
 
-        Closes none when the address of the newcomer has as many connections. Returns whether a
-        connection was closed.
+        If an address has more connections than that of the newcomer, this is its oldest idle
+        connection, or else the one whose request body has been arriving for longest. Otherwise it
+        is one of the newcomer's own address whose body has been arriving for over `_SLOW_BODY_S`.
         """
         open_now = [one for one in connections if isinstance(one, ClientConnection)]
-        counts = Counter(one.peer for one in open_now)
+        counts, own = Counter(one.peer for one in open_now), peer_of(newcomer)
         most, count = max(counts.items(), key=lambda entry: entry[1], default=("", 0))
-        if counts[peer_of(newcomer)] + 1 >= count:
-            return False
-        idle = next((one for one in open_now if one.peer == most and one.is_idle), None)
-        if idle is not None:
+        if counts[own] + 1 < count:
+            victim = _idle_or_slowest(open_now, most)
+        else:
+            victim = _slowest(open_now, own, _SLOW_BODY_S)
+        if victim is not None:
             self._dropped.inc()
-            idle.displace()
-        return idle is not None
+            victim.displace()
+        return victim is not None
 
     def forget(self, transport: asyncio.Transport) -> None:
         """Stop counting a refused connection, which is closed now."""
@@ -129,6 +134,21 @@ class _Gate(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._transport is not None:
             self._limit.forget(self._transport)
+
+
+def _idle_or_slowest(connections: list[ClientConnection], peer: str) -> ClientConnection | None:
+    """The oldest idle connection of an address, or else the one with the slowest body."""
+    idle = next((one for one in connections if one.peer == peer and one.is_idle), None)
+    return idle or _slowest(connections, peer, 0.0)
+
+
+def _slowest(
+    connections: list[ClientConnection], peer: str, least_s: float
+) -> ClientConnection | None:
+    """The connection of an address whose body arrives for longest, and over `least_s` seconds."""
+    own = (one for one in connections if one.peer == peer)
+    slowest = max(own, key=lambda one: one.body_s, default=None)
+    return slowest if slowest is not None and slowest.body_s > least_s else None
 
 
 def _refusal(most: int) -> bytes:

@@ -97,6 +97,8 @@ class ClientConnection(RequestHandler):
         self._socket: asyncio.Transport | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
+        # When the latest bytes arrived that began a request, event loop time.
+        self._began_at = 0.0
         # Bytes that are parsed later, while aiohttp has paused reading; None when it has not.
         self._unparsed: bytearray | None = None
         self._pause_timer: asyncio.TimerHandle | None = None
@@ -106,6 +108,17 @@ class ClientConnection(RequestHandler):
         """Whether the connection is open and has no request."""
         is_open = self._socket is not None and not self._socket.is_closing()
         return is_open and self._current_request is None and not self._messages
+
+    @property
+    def body_s(self) -> float:
+        """Seconds since the current request began, while its body arrives; 0 for no such body."""
+        socket = self._socket
+        if socket is None or socket.is_closing() or self._current_request is None:
+            return 0.0
+        # While the proxy does not read, the client is not the cause.
+        if self._current_request.content.is_eof() or not socket.is_reading():
+            return 0.0
+        return self._loop.time() - self._began_at
 
     @property
     def is_closing(self) -> bool:
@@ -212,6 +225,7 @@ class ClientConnection(RequestHandler):
 
     def _parse(self, data: bytes) -> None:
         if self._current_request is None and not self._messages:
+            self._began_at = self._loop.time()
             started = _REQUEST_LINE.match(data)
             if started:
                 self._request_line = (started[1], started[2])

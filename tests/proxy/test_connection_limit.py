@@ -7,6 +7,7 @@ import contextlib
 import json
 import resource
 import socket
+import time
 
 import pytest
 from fake_upstream import FakeUpstream
@@ -100,6 +101,51 @@ def test_a_new_connection_displaces_one_of_the_address_with_the_most_connections
             assert extra.recv(100).startswith(b"HTTP/1.1 503 ")
         assert running.metric(DROPPED, reason="connections") == 2
         assert _answer_on(other).startswith(b"HTTP/1.1 200 ")
+
+
+SLOW = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{"
+
+
+def _is_closed(client: socket.socket) -> bool:
+    """Whether the proxy closes a connection without an answer."""
+    with contextlib.suppress(ConnectionResetError):
+        return client.recv(100) == b""
+    return True
+
+
+def test_slow_bodies_of_one_address_leave_connections_to_another(echo: FakeUpstream) -> None:
+    with proxy(echo.port, limits__connections=8) as running, contextlib.ExitStack() as stack:
+        many = [stack.enter_context(_open(running.port)) for _ in range(8)]
+        for number, client in enumerate(many, 1):
+            client.sendall(SLOW)
+            until(lambda n=number: running.gateway.metrics.in_flight._value.get() == n)  # type: ignore[misc]
+        other = stack.enter_context(socket.socket())
+        other.settimeout(TIMEOUT_S)
+        other.bind(("127.0.0.2", 0))
+        other.connect(("127.0.0.1", running.port))
+        assert _answer_on(other).startswith(b"HTTP/1.1 200 ")
+        assert _is_closed(many[0])
+        # These bodies are not slow yet, so another connection of their address displaces none.
+        with _open(running.port) as extra:
+            assert extra.recv(100).startswith(b"HTTP/1.1 503 ")
+        many[1].sendall(b" " * 998 + b"}")
+        assert many[1].recv(4096).startswith(b"HTTP/1.1 ")
+
+
+def test_a_body_that_is_slow_for_long_is_displaced_by_its_own_address(
+    echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limit, "_SLOW_BODY_S", 0.2)
+    with proxy(echo.port, limits__connections=2) as running, contextlib.ExitStack() as stack:
+        slow, idle = (stack.enter_context(_open(running.port)) for _ in range(2))
+        slow.sendall(SLOW)
+        until(lambda: running.gateway.metrics.in_flight._value.get() == 1)
+        time.sleep(0.3)
+        assert _answer_on(stack.enter_context(_open(running.port))).startswith(b"HTTP/1.1 200 ")
+        assert _is_closed(slow)
+        with _open(running.port) as extra:  # an idle one of the same address is not displaced
+            assert extra.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert _answer_on(idle).startswith(b"HTTP/1.1 200 ")
 
 
 def test_the_limit_on_open_files_suffices_for_the_connections() -> None:
