@@ -44,6 +44,7 @@ class StoreState:
         ram_dropped: Number of saved blocks that were dropped because there was no room.
         disk_budget: Disk space that the server may use (--evoke-disk); 0 without a disk tier.
         disk_used: Disk space in use; 0 without a disk tier.
+        disk_deleted: Number of files that were deleted to make room, or because of damage.
         disk_problem: Why the disk tier cannot be used, or its last error; empty without a problem.
         row_bytes: KV bytes of one token.
         host_free: Free memory of this machine; None when llama-server runs on another one, or when
@@ -55,6 +56,7 @@ class StoreState:
     ram_dropped: int = 0
     disk_budget: int = 0
     disk_used: int = 0
+    disk_deleted: int = 0
     disk_problem: str = ""
     row_bytes: int = 0
     host_free: int | None = None
@@ -200,6 +202,8 @@ def hints(found: Eviction) -> list[str]:
          " what works"),
         (found.store is None and not found.is_patched, "to evict and recover, build the patched"
          f" llama-server (`evoke-proxy build-server`), then {_start_with(found)}"),
+        (_is_disk_full(found.store), "files of saved blocks were deleted although --evoke-disk has"
+         " room: the disk itself may be full. Make room on it, or name another directory"),
         (found.n_slots == 1, "there is one slot: side requests of agents (titles, subagents) and"
          " the conversation use it alternately; -np 2 (`evoke-proxy up --sessions 2`) gives two,"
          " which share the cells of -c"),
@@ -213,6 +217,13 @@ def hints(found: Eviction) -> list[str]:
          " more: run evoke-proxy embedder fetch"),
     )  # fmt: skip
     return [text for applies, text in rules if applies]
+
+
+def _is_disk_full(store: StoreState | None) -> bool:
+    """Whether files were deleted far below the limit, as on a disk that others fill."""
+    if store is None:
+        return False
+    return store.disk_deleted > 0 and store.disk_used < store.disk_budget // 2
 
 
 def _start_with(found: Eviction) -> str:
@@ -265,6 +276,7 @@ def parse_store(answer: Mapping[str, Any], host_free: int | None) -> StoreState:
         ram_dropped=int(ram.get("n_dropped") or 0),
         disk_budget=int(tier.get("budget") or 0),
         disk_used=int(tier.get("used") or 0),
+        disk_deleted=int(tier.get("n_deleted") or 0),
         disk_problem=str(tier.get("unusable") or tier.get("last_error") or ""),
         row_bytes=int(answer.get("row_bytes") or 0),
         host_free=host_free,

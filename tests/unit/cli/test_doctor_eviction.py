@@ -93,11 +93,19 @@ def test_an_unpatched_server_needs_a_change_only_for_a_configured_budget() -> No
         (replace(FINE, n_slots=1), "-np 2"),
         (replace(FINE, n_cells=16_384), "-no-kvu"),
         (replace(FINE, thoughts="removed"), "--reasoning-budget 0"),
+        (
+            replace(FINE, store=replace(STORE, disk_deleted=9, disk_used=500 * MIB)),
+            "the disk itself may be full",
+        ),
     ],
 )
 def test_a_hint_names_the_option_or_command_to_use(state: Eviction, expected: str) -> None:
     (text,) = hints(state)
     assert expected in text
+
+
+def test_files_that_were_deleted_at_the_limit_are_no_hint() -> None:
+    assert hints(replace(FINE, store=replace(STORE, disk_deleted=9, disk_used=900 * MIB))) == []
 
 
 def test_the_built_in_vectors_are_only_a_hint() -> None:
@@ -112,9 +120,10 @@ def test_the_store_state_is_parsed_from_the_reply_about_a_slot() -> None:
     assert parse_store({"ram": ram, "disk": None, "row_bytes": 8}, 7) == StoreState(
         ram_budget=100, ram_used=40, ram_dropped=2, row_bytes=8, host_free=7
     )
-    tier = {"budget": 9, "used": 3, "last_error": "no space"}
+    tier = {"budget": 9, "used": 3, "n_deleted": 4, "last_error": "no space"}
     found = parse_store({"ram": ram, "disk": tier}, None)
     assert (found.disk_budget, found.disk_used, found.disk_problem) == (9, 3, "no space")
+    assert found.disk_deleted == 4
     assert parse_store({"disk": {"unusable": "not a folder"}}, None).disk_problem == "not a folder"
 
 
