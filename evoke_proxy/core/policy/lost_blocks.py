@@ -16,6 +16,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, Mask
 from evoke_proxy.core.model.blocks import Block, count
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Plan, Save
+from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.registry import decide
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
@@ -85,6 +86,9 @@ def refills(
     n_redecoded = sum(int(blocks.ends[end - 1] - blocks.starts[first]) for first, end in runs)
     if needs_all and copies_end - view.decode_from < n_redecoded + _MIN_SAVED_TOKENS:
         return ()
+    must_stay = (chosen & lost & required_blocks(as_saved, config.sink_tokens)).any()
+    if not needs_all and n_redecoded < config.block_tokens and not must_stay:
+        return ()  # adopting the rows before them costs more than so few tokens are worth
     room = view.n_free + count(view.resident)
     room = room if config.budget is None else min(room, config.budget)
     steps = list[Refill]()

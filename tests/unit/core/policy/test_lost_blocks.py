@@ -77,6 +77,16 @@ def test_a_lost_block_before_a_wanted_one_is_decoded_with_it() -> None:
     assert [blocks for _, blocks in found] == [[4, 5]]
 
 
+def test_less_than_a_block_is_decoded_only_where_it_must_stay() -> None:
+    texts = list(FILLER)
+    texts[4] = "the ferry leaves at nine"
+    larger = replace(CONFIG, block_tokens=65)
+    assert steps(adopting("sssddsssssss", texts=texts), larger) != []
+    assert steps(adopting("ssssdsssssss", texts=texts), CONFIG) == [([0, 3], [4])]
+    assert steps(adopting("ssssdsssssss", texts=texts), larger) == []
+    assert [blocks for _, blocks in steps(adopting("dsssssssssss", texts=texts), larger)] == [[0]]
+
+
 def test_many_scattered_blocks_are_decoded_in_few_steps() -> None:
     texts = [f"text {i}" for i in range(40)]
     view = adopting("sd" * 19 + "ss", adopt_to=64, texts=texts)
