@@ -93,9 +93,13 @@ async def _answer(request: web.Request, engine: ProxyGateway) -> web.StreamRespo
     if request.path in endpoints.HEALTH_PATHS:
         return await relay.health(request, engine.upstream)
     # A body that sets parameters is read and checked whole, as is every body where clients have
-    # keys. The structure of other bodies is measured while they are forwarded.
+    # keys, also that of a GET: each body that llama-server waits for takes one of its threads. A
+    # preflight has no key, and llama-server answers it without its body. The structure of other
+    # bodies is measured while they are forwarded.
     is_checked = request.path in endpoints.JSON_PATHS or request.path in endpoints.FORM_PATHS
-    if request.method == "POST" and (is_checked or engine.config.security.keys_file):
+    has_keys, is_post = bool(engine.config.security.keys_file), request.method == "POST"
+    is_read = is_post and (is_checked or has_keys)
+    if is_read or (has_keys and request.can_read_body and request.method != "OPTIONS"):
         async with read_body(request, engine.config) as body:
             headers, target = relay.request_headers(request), relay.raw_target(request)
             queue = request.app[RELAY_QUEUE]

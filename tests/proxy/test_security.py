@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import fake_upstream as fake_upstream_module
@@ -174,6 +175,25 @@ def test_bodies_that_the_proxy_cannot_read_are_refused_with_keys(
     answer = ask(keyed.port, "POST", "/v1/chat/completions", body, {**_bearer(ALICE), **headers})
     assert answer.status == 400
     assert echo.requests == []
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_body_takes_no_thread_of_llama_server_before_it_is_complete(
+    echo: FakeUpstream, keyed: RunningProxy, method: str
+) -> None:
+    path = "/tokenize" if method == "POST" else "/v1/models"
+    head = f"{method} {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {ALICE}\r\n"
+    lost, in_flight = echo.lost, keyed.gateway.metrics.in_flight._value.get
+    with ExitStack() as stack:
+        for number in range(1, 21):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", keyed.port)))
+            client.sendall(f"{head}Content-Length: 10\r\n\r\n1".encode())
+            until(lambda n=number: in_flight() == n)  # type: ignore[misc]
+        client.settimeout(TIMEOUT_S)
+        client.sendall(b"234567890")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+    until(lambda: in_flight() == 0)
+    assert (len(echo.requests), echo.requests[0].body, echo.lost) == (1, b"1234567890", lost)
 
 
 def test_health_and_preflights_need_no_key(keyed: RunningProxy) -> None:
