@@ -145,7 +145,7 @@ class LimitsConfig:
     body_bytes: Count = setting(
         64 * 1024 * 1024,
         "Largest body, bytes, of a request that the proxy parses: requests that generate, count"
-        " tokens, tokenize, embed or rank, and every POST if security.keys_file is set. Other"
+        " tokens, tokenize, embed or rank, and all others if security.keys_file is set. Other"
         " bodies are streamed without a limit.",
     )
     bodies_mib: Count = setting(
