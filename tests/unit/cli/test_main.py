@@ -48,7 +48,7 @@ def test_wrong_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixt
 
 def test_options_for_the_server_need_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "-m", "model.gguf", "--flash-attn", "on"])
+        main(["plan", "model.gguf", "--flash-attn", "on"])
     assert "--flash-attn on; options for llama-server follow --" in capsys.readouterr().err
 
 
