@@ -124,3 +124,4 @@ def test_moved_turns_are_audited() -> None:
         client.messages[5]["content"] = f"My code name is blue tiger. {FILLER}"
         client.say("What is my code name?")
         until(lambda: running.metric("evoke_audits_total", result="done") == 1, "an audit")
+        assert running.metric("evoke_audits_total", result="nothing_omitted") == 0
