@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies capture decode limit overhead stall quality evidence tasks session restart soak growth agent opencode
+BENCHES := support latency copies capture decode limit overhead stall placement quality evidence tasks session restart soak growth agent opencode
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -49,6 +49,7 @@ check: venv
 ## make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache
 ## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it,
 ##                      ARGS=ceilings for what the model knows, ARGS=unseen, ARGS=hybrid
+## make bench-placement recall by position of a recovered block, by distance
 ##@ Cost: what a turn, a copy and a restart take
 ## make bench-overhead  time that the proxy adds to a request and to a budgeted turn
 ## make bench-session   time that a budget costs: a long conversation, and sixteen at once

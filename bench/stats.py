@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,13 @@ def mcnemar(lost: int, gained: int) -> float:
     n = lost + gained
     tail = sum(math.comb(n, i) for i in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / float(2**n))
+
+
+def share_of(right: int, total: int) -> dict[str, Any]:
+    """Return `n`, `right`, `share` and Wilson's interval of independent questions."""
+    share = right / total
+    interval = [round(edge, 4) for edge in wilson(share, total)]
+    return {"n": total, "right": right, "share": share, "interval_95": interval}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
