@@ -4,8 +4,9 @@ Sends sessions of several kinds turn by turn through the proxy, once under every
 compression; the last turns ask for the facts. Every finished session is a line of
 out/bench/quality.jsonl, and an interrupted run continues from there. Results of another model,
 server or version of the proxy's sources do not count. Without --tuning the sessions are those of
-the seed for reporting; do not tune anything on them. Beside the record there is a `.md` with all
-tables and misses. `--part 1/2` and `--part 2/2` can run at the same time.
+the seeds of `protocol.toml`, whose hash the record has; do not tune anything on them. Beside the
+record there is a `.md` with all tables and misses. `--part 1/2` and `--part 2/2` can run at the
+same time.
 
 Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
 with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
@@ -54,11 +55,13 @@ def _part(text: str) -> tuple[int, int]:
 def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
     """Report the bars; write the tables."""
     found = summarise(records)
+    if name == "quality":
+        found["protocol_sha256"] = plan.PROTOCOL_HASH
     about = [
         f"`{shlex.join(['python', '-m', 'bench.quality', *sys.argv[1:]])}`",
         f"{len(records)} sessions x arms; model {(args.model or bundled_model()).name};"
         f" {'tuning' if args.tuning else 'reporting'} seeds; {record.checkout()};"
-        f" {record.machine()}.",
+        f" {record.machine()}; protocol {plan.PROTOCOL_HASH}.",
     ]
     out = (args.out or record.path_of(name)).with_suffix(".md")
     out.parent.mkdir(parents=True, exist_ok=True)

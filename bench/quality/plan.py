@@ -1,9 +1,14 @@
-"""The arms, the cells and the plans: what is run, in an order in which a run may stop anywhere."""
+"""The arms, the cells and the plans: what is run, in an order in which a run may stop anywhere.
+
+The full plan, its seeds and its bars are those of `protocol.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import bench.policies  # noqa: F401 -- registers what is compared with
@@ -128,22 +133,18 @@ class Unit:
         return f"{self.cell}/{self.script.name}/{self.arm.name}"
 
 
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+
+
+_PROTOCOL = Path(__file__).with_name("protocol.toml").read_bytes()
+PROTOCOL: Mapping[str, Any] = tomllib.loads(_PROTOCOL.decode())
+PROTOCOL_HASH = hashlib.sha256(_PROTOCOL).hexdigest()
 # What the bars are about: more than 200 facts each in the full form.
-HEADLINES = {"needle": ("needle",), "multi-fact": ("facts5", "facts12", "facts20", "codes")}
+HEADLINES: Mapping[str, Sequence[str]] = PROTOCOL["headlines"]
 FULL = Plan(
-    (
-        Cell("needle", "needle", 4000, 20, core=5, best=20, asked=10, wide=4, controls=RATIOS),
-        Cell("facts5", "facts5", 4000, 8, core=2, best=8, asked=2, controls=RATIOS),
-        Cell("facts12", "facts12", 4000, 6, 1, 4, core=4, best=6, asked=2, controls=RATIOS),
-        Cell("facts20", "facts20", 4000, 4, core=1, best=4, asked=3, controls=RATIOS),
-        Cell("codes", "codes", 4000, 3, times=3, core=1, best=3, asked=1, controls=RATIOS),
-        Cell("updates", "updates", 4000, 13),
-        Cell("files", "files", 4000, 7, times=2),
-        Cell("rereads", "rereads-apart", 2500, 27, times=2),
-        Cell("paraphrase", "paraphrase", 4000, 9, times=4, asked=6),
-        Cell("unknown", "unknown-said", 4000, 5, times=4),
-        Cell("long", "facts12", 7000, 5, core=2),
-    )
+    tuple(Cell(name, **_tuples(cell)) for name, cell in PROTOCOL["cells"].items()),
+    tuple(PROTOCOL["compressions"]),
 )
 QUICK = Plan((Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1)), (8.0,))
 # Shorter, for models with recurrent layers.

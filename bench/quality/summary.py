@@ -6,24 +6,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.quality.plan import CEILING, HEADLINES
+from bench.quality.plan import CEILING, HEADLINES, PROTOCOL
 from bench.stats import clustered, mcnemar, share_interval
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
 Which = Callable[[Record, Mapping[str, Any]], bool]
-BARS = {3.6: 0.98, 8.0: 0.97, 16.0: 0.95}
+_BARS = PROTOCOL["bars"]
+BARS: Mapping[float, float] = dict(zip(PROTOCOL["compressions"], _BARS["least"], strict=True))
 # Who says to reach them, beside our policy by text in HEADLINES: text alone cannot find what shares
 # no word with the question.
-CLAIMS: Mapping[str, Sequence[str]] = {
-    **dict.fromkeys(HEADLINES, ("evoke+model", "evoke+fused")),
-    "paraphrase": ("evoke+model", "evoke+fused"),
-}
-_DISCARD_SLACK = 0.05
-# How near to the ceiling the oracle must be: answers change both ways where the model is unsure.
-_ORACLE_LEAST, _ORACLE_P = 0.99, 0.05
-# Where the model does not know what nobody has evicted, nothing can be said of evicting.
-_CEILING_LEAST, _MIN_QUESTIONS = 0.98, 50
+CLAIMS: Mapping[str, Sequence[str]] = PROTOCOL["claims"]
 
 
 def summarise(records: Sequence[Record]) -> dict[str, Any]:
@@ -149,16 +142,20 @@ def checks(found: Mapping[str, Any]) -> list[Row]:
 def _tells_ceiling(row: Row) -> bool:
     """Whether a cell, or several that are one, has questions enough to say what the model knows."""
     parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
-    return row["arm"] == CEILING and row["cell"] not in parts and row["n"] >= _MIN_QUESTIONS
+    return (
+        row["arm"] == CEILING
+        and row["cell"] not in parts
+        and row["n"] >= _BARS["ceiling_questions"]
+    )
 
 
 def _of_ceiling(row: Row) -> Row:
     low, high = row["recall_95"]
     return {
         "bar": f"{row['cell']}: {CEILING}",
-        "wanted": f">= {_CEILING_LEAST:.0%}: the model can be asked this",
+        "wanted": f">= {_BARS['ceiling_least']:.0%}: the model can be asked this",
         "measured": f"{row['recall']:.1%} of {row['n']} facts ({low:.1%} to {high:.1%})",
-        "ok": row["recall"] >= _CEILING_LEAST,
+        "ok": row["recall"] >= _BARS["ceiling_least"],
     }
 
 
@@ -169,11 +166,11 @@ def _checks_of(rows: Sequence[Row], cell: str, ratio: float, least: float) -> li
     if ours is not None and ours["share"] is not None:
         made.append(_reached(ours, least))
     if best is not None and best["share"] is not None:
-        ok = best["share"] >= _ORACLE_LEAST and best["p"] > _ORACLE_P
+        ok = best["share"] >= _BARS["oracle_least"] and best["p"] > _BARS["oracle_p"]
         made.append(_check(best, "the ceiling: >= 99%, p > 0.05", ok))
     if discarded is not None:
         said = f"recall <= gold resident {discarded['visible']:.1%} + 5 points"
-        ok = discarded["recall"] <= discarded["visible"] + _DISCARD_SLACK
+        ok = discarded["recall"] <= discarded["visible"] + _BARS["discard_slack"]
         made.append({**_check(discarded, said, ok), "measured": f"{discarded['recall']:.1%}"})
     return made
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bench.quality import report
 from bench.quality.__main__ import PLANS
-from bench.quality.plan import FULL, HEADLINES, QUICK, RATIOS, Arm
+from bench.quality.plan import FULL, HEADLINES, PROTOCOL, QUICK, RATIOS, Arm
 from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, right, scripts
 from bench.quality.summary import checks, summarise
 from bench.record import Journal
@@ -184,7 +184,7 @@ def test_a_share_without_a_loss_still_has_an_interval() -> None:
     assert share_interval([5] * 40, [0] * 40, [5] * 40) == clustered([5] * 40, [5] * 40)
     # The third session has no question that counts.
     interval = share_interval([5, 5, 0], [0, 0, 0], [5, 5, 0])
-    assert interval == wilson(1.0, 10)
+    assert interval == wilson(1.0, 2)  # perfect sessions count as one observation each
 
 
 def test_a_journal_continues_after_an_incomplete_line(tmp_path: Path) -> None:
@@ -201,6 +201,7 @@ def test_a_journal_continues_after_an_incomplete_line(tmp_path: Path) -> None:
 
 def test_tuning_and_reporting_share_no_session() -> None:
     assert not set(TUNING) & set(REPORTING)
+    assert range(*PROTOCOL["seeds"]) == REPORTING
     tuning = scripts(TUNING.start, "facts5", 1000, 2)
     reporting = scripts(REPORTING.start, "facts5", 1000, 2)
     assert {script.name for script in tuning}.isdisjoint(script.name for script in reporting)
