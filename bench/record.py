@@ -66,7 +66,7 @@ def checkout() -> str:
 
 
 def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None) -> Path:
-    """Write `out/bench/NAME.json` (or `out`) with command, machine, its load, rows and summary.
+    """Write `out/bench/NAME.json` (or `out`) with command, commit, machine, load, rows, summary.
 
     A part of a bench is named after a space: `latency memcpy` is `latency_memcpy.json`.
     """
@@ -74,6 +74,7 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
     path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": shlex.join(["python", "-m", f"bench.{name.split()[0]}", *sys.argv[1:]]),
+        "commit": checkout(),
         "machine": machine(),
         # Times on a busy machine are worth less: over the last 1, 5 and 15 minutes.
         "load_average": [round(load, 2) for load in os.getloadavg()],

@@ -21,6 +21,7 @@ EXTRA = (
     "CONTRIBUTING.md",
     "SECURITY.md",
     "bench/README.md",
+    "bench/results/README.md",
     "deploy/README.md",
     "evoke_proxy/models/MODEL_CARD.md",
     "patches/API.md",

@@ -77,12 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of questions and texts (drawn, and printed)")
     parser.add_argument("--model", type=Path, help="your own GGUF file")
     parser.add_argument("--threads", type=int, default=1, help="of llama-server (1)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (all)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)} (all)")
     parser.add_argument("--out", type=Path, default=Path("out/proof"), help="folder (out/proof)")
     args = parser.parse_args(argv)
+    wanted = args.parts.split(",")
+    if unknown := [name for name in wanted if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
     began, load = time.monotonic(), os.getloadavg()[0]
-    found = run(parts.Reader(seed, args.model, args.threads), args.parts.split(","))
+    found = run(parts.Reader(seed, args.model, args.threads), wanted)
     about = {
         "seed": seed,
         "model": args.model.name if args.model else "bundled, and random weights",
