@@ -21,8 +21,8 @@ from evoke_proxy.core.request.json_parsing import json_text
 PLACEHOLDERS = ("Go on.", "\n\n 7")
 # Kinds of boundaries at which a snapshot is taken. The history up to a message of the user stays a
 # prefix of the next request. A template may rewrite the history inside a tool loop or after an
-# answer.
-USER, STEP = "user", "step"
+# answer. A prefix is a beginning that other conversations may have, too.
+USER, STEP, PREFIX = "user", "step", "prefix"
 _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 

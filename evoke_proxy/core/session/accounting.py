@@ -6,7 +6,7 @@ A prompt token is exactly one of *decoded*, *recovered*, *resident before* and *
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,14 @@ class TokenAccounting:
     marker: str = ""
     auto_evicted: tuple[tuple[Span, str | None], ...] = ()
     reused_rendering: bool | None = None
+
+    def with_prefilled(self, n_tokens: int) -> TokenAccounting:
+        """Count tokens that were decoded before the request was forwarded as decoded.
+
+        llama-server counts them as resident.
+        """
+        n = min(n_tokens, self.resident_before)
+        return replace(self, decoded=self.decoded + n, resident_before=self.resident_before - n)
 
     @classmethod
     def parse(cls, timings: object) -> TokenAccounting | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 
 _MIB = 1024 * 1024
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -30,7 +30,7 @@ class Snapshot:
     fingerprint: str
     # The conversation, or the branch of one, that it belongs to.
     branch: str
-    # Where in the conversation it was taken: USER or STEP.
+    # Where in the conversation it was taken: USER, STEP or PREFIX.
     kind: str
     # Size and SHA-256 of the file.
     n_bytes: int
@@ -161,8 +161,10 @@ def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
     """Return the unpinned snapshots of the same branch and kind that are a prefix of a new one.
 
     The new one replaces them, so a branch keeps two: one at the latest boundary after a message of
-    the user, and one at the latest step.
+    the user, and one at the latest step. States that other conversations may begin with stay.
     """
+    if new.kind == PREFIX:
+        return []
     return [
         old
         for old in snapshots

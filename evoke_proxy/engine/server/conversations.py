@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from evoke_proxy.config import LimitsConfig, PolicyConfig
@@ -37,6 +38,8 @@ from evoke_proxy.engine.server.conversation_index import ConversationIndex
 _MAX_RECORDS = 256
 # Blocks whose vectors wait to be written to disk.
 _MAX_UNWRITTEN = 1024
+# Conversations of a tenant that a prompt is compared with, the most recently used ones.
+_MAX_RECENT = 64
 # Ids of forgotten conversations that are remembered: more than slots and tenants can still name.
 _MAX_FORGOTTEN = 4096
 
@@ -693,6 +696,11 @@ class Conversations:
         its slot may have holes that nothing can fill.
         """
         return id not in self._by_id and id not in self._forgotten
+
+    def recent(self, tenant: str, but: Conversation) -> Iterator[Conversation]:
+        """The most recently used committed conversations of a tenant, except `but`; at most 64."""
+        own = (each for each in reversed(self._by_id.values()) if each.tenant == tenant)
+        return islice((each for each in own if each.is_committed and each is not but), _MAX_RECENT)
 
     def find(self, rendered: Rendered, hint: Hint | None, tenant: str) -> Conversation | None:
         """The conversation that a prompt continues; None when it continues none.

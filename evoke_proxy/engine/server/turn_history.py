@@ -46,6 +46,7 @@ def _record(turn: PreparedTurn, outcome: Outcome, number: int) -> TurnRecord:
     if accounting is None:
         return _without_accounting(turn, outcome, number)
     evicted, recovered = moved_spans(turn.plan, accounting)
+    accounting = accounting.with_prefilled(turn.n_prefilled)
     return TurnRecord(
         number=number,
         at=round(time.time(), 3),

@@ -26,6 +26,7 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/strategies/budgeted/prefetch.py": "proxy/test_prefetch.py",
     "engine/strategies/budgeted/reanchoring.py": "proxy/test_reanchoring.py",
     "engine/strategies/budgeted/shared_prefixes.py": "proxy/test_shared_prefixes.py",
+    "engine/strategies/budgeted/shared_states.py": "proxy/test_shared_states.py",
     "engine/strategies/budgeted/write_back.py": "proxy/test_writeback.py",
     "engine/strategies/slot_assignment.py": "proxy/test_slot_placement.py",
     "engine/strategies/snapshots/slot_placement.py": "proxy/test_snapshots.py",

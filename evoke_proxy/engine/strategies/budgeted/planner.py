@@ -245,6 +245,8 @@ class Planner:
         applied, spoken, (headers, extra) = meanwhile.result()
         if extra is not None and refill.n_tokens:
             extra["redecoded"] = refill.n_tokens
+        if extra is not None and scope.turn.n_prefilled:
+            extra["prefilled"] = scope.turn.n_prefilled
         session.record(applied)
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"

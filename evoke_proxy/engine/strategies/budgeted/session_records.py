@@ -250,7 +250,7 @@ class SessionPersistence:
         self._home = home
         self._homes = homes
         self._conversations = conversations
-        self._slot_snapshots = slot_snapshots
+        self.slot_snapshots = slot_snapshots
         self.discovery = discovery
         self._spill = CopySpill()
         self._records: SessionRecords | None = None
@@ -308,7 +308,7 @@ class SessionPersistence:
         """
         conversation = job.conversation
         sent = conversation.budgeted.take_sent()
-        if sent is None or self._slot_snapshots is None or conversation.budgeted.epoch is None:
+        if sent is None or self.slot_snapshots is None or conversation.budgeted.epoch is None:
             return
 
         async def render(body: bytes) -> Tokens:
@@ -316,7 +316,7 @@ class SessionPersistence:
 
         tokens = await next_turn_prefix(sent.body, sent.answer, render)
         if tokens is not None and len(tokens) > len(conversation.session.tokens):
-            await self._slot_snapshots.decode_ahead(job, tokens)
+            await self.slot_snapshots.decode_ahead(job, tokens)
 
     def copies_since(self, conversation: Conversation) -> str:
         """Return a version of the copy list: `save` needs the changes after it."""
@@ -344,9 +344,9 @@ class SessionPersistence:
             return
         if self._conversations.get(conversation.id) is not conversation:
             return  # it was deleted, and must not be recorded again
-        if self._server.needs_full_state and self._slot_snapshots is not None:
+        if self._server.needs_full_state and self.slot_snapshots is not None:
             job.lease.check()
-            await self._slot_snapshots.save(job)
+            await self.slot_snapshots.save(job)
         job.lease.end()
         await self._records.write(conversation, recorded)
         if self._conversations.get(conversation.id) is not conversation:
@@ -381,14 +381,14 @@ class SessionPersistence:
         Returns False when no snapshot reaches further in the prompt than the slot. Raises
         UpstreamError.
         """
-        if self._slot_snapshots is None or not self._server.needs_full_state:
+        if self.slot_snapshots is None or not self._server.needs_full_state:
             return False
-        await self._slot_snapshots.repository.refresh()
-        match = await self._slot_snapshots.restore(turn)
+        await self.slot_snapshots.repository.refresh()
+        match = await self.slot_snapshots.restore(turn)
         if match is None:
             return False
         answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
-        self._slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
+        self.slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
         return True
 
 

@@ -1,12 +1,16 @@
 """Saves and restores whole slots of a patched server, including their holes.
 
 Models with recurrent states or attention windows need this: copies of blocks do not contain those.
+States without holes are shared by the conversations of a tenant, see shared_states.py.
 """
 
 from __future__ import annotations
 
-from evoke_proxy.core.prompt.rendered import Tokens, has_media
-from evoke_proxy.core.request.look_ahead import STEP
+import numpy as np
+
+from evoke_proxy.adapters.llama.block_api import LATEST
+from evoke_proxy.core.prompt.rendered import SlotView, Tokens, has_media
+from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.snapshots import Match, best
 from evoke_proxy.engine.server.conversations import Conversations
@@ -105,9 +109,104 @@ class SlotSnapshots:
             return None
         return match if await self._transfers.restore(match, turn.slot, api) else None
 
+    async def shared_slot(self, turn: RenderedTurn) -> SharedSlot:
+        """The slot of a turn, for states that the conversations of its tenant share.
+
+        Raises UpstreamError.
+        """
+        fingerprint = await turn.calls.stock.fingerprint()
+        return SharedSlot(self._probe, self._transfers, self.repository, turn, fingerprint)
+
     def record_reuse(self, match: Match, n_tokens: int) -> None:
         """Record how many tokens a slot holds after a restore."""
         self._transfers.record_reuse(match, n_tokens)
+
+
+class SharedSlot:
+    """A slot that is given shared states, and saved as such."""
+
+    def __init__(
+        self,
+        probe: ServerProbe,
+        transfers: SnapshotTransfers,
+        repository: SnapshotRepository,
+        turn: RenderedTurn,
+        fingerprint: str,
+    ) -> None:
+        """`turn` has the lease of the slot; `fingerprint` is that of llama-server."""
+        self._probe = probe
+        self._transfers = transfers
+        self._repository = repository
+        self._turn = turn
+        self._fingerprint = fingerprint
+        # Whether all rows of the slot were decoded with every earlier row in the cache.
+        self._is_whole = False
+
+    async def find(self, tokens: Tokens) -> Match | None:
+        """The longest shared state with which these tokens begin, or None.
+
+        At least one token is left, which llama-server has to decode.
+        """
+        await self._repository.refresh()
+        owned = self._repository.of(self._turn.request.tenant, self._fingerprint)
+        shared = [it for it in owned if it.kind == PREFIX and self._transfers.may_restore(it)]
+        return best(shared, tokens[:-1], partial=False)
+
+    async def restore(self, match: Match) -> bool:
+        """Verify a state and fill the slot with it; False when that is not possible."""
+        turn = self._turn
+        if not await self._transfers.restore(match, turn.slot, turn.calls.stock):
+            return False
+        view = await self._view()
+        self._transfers.record_reuse(match, view.n_tokens)
+        return True
+
+    async def decode(self, tokens: Tokens) -> int:
+        """Decode these tokens in the slot; returns how many of them were not in it.
+
+        Without the epoch of the slot, llama-server reuses no row that was decoded while an earlier
+        one was missing. Raises UpstreamError.
+        """
+        turn = self._turn
+        done = await turn.calls.stock.prefill(tokens, turn.slot)
+        self._probe.costs.prefilled(done.decoded, done.seconds)
+        view = await self._view()
+        self._is_whole = view.n_tokens == len(tokens) == view.n_reusable
+        return done.decoded
+
+    async def save(self, tokens: Tokens, is_expected: bool) -> bool:
+        """Save the slot, which has exactly `tokens`; False when it is not saved.
+
+        `is_expected`: other conversations have these tokens. Otherwise saving has to keep to its
+        share of the time. Raises UpstreamError.
+        """
+        conversation, transfers = self._turn.conversation, self._transfers
+        if not self._is_whole or len(tokens) <= self._probe.behaviour.window_tokens:
+            return False
+        if not is_expected and transfers.seconds_until_save() > 0:
+            return False
+        existing = await self.find(tokens)
+        gain = len(tokens) - (existing.shared if existing is not None else 0)
+        n_bytes = len(tokens) * self._probe.costs.bytes_per_token
+        is_worth_it = self._probe.costs.worth_saving(gain, len(tokens), waited_for=True)
+        if not is_worth_it or not self._repository.has_room(conversation.tenant, n_bytes):
+            return False
+        label = SnapshotLabel(
+            conversation.tenant, self._fingerprint, conversation.id, PREFIX, float(len(tokens))
+        )
+        turn = self._turn
+        return await transfers.save(turn.slot, tokens, label, turn.calls.stock)
+
+    async def is_complete(self, tokens: Tokens) -> bool:
+        """Wait until a state that was saved can be restored; False when it cannot."""
+        await self._transfers.seals_ended()
+        tenant = self._turn.request.tenant
+        states = self._repository.of(tenant, self._fingerprint)
+        return any(np.array_equal(it.tokens, tokens) for it in states if it.kind == PREFIX)
+
+    async def _view(self) -> SlotView:
+        # Without a tenant no copies are listed.
+        return SlotView.parse(await self._turn.calls.blocks.slot(self._turn.slot, "", LATEST))
 
 
 def _reaches_beyond(match: Match | None, n_past: int) -> bool:

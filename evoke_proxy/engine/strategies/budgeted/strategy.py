@@ -30,6 +30,7 @@ from evoke_proxy.engine.strategies.budgeted.prefetch import Prefetcher
 from evoke_proxy.engine.strategies.budgeted.reanchoring import Reanchoring
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.shared_prefixes import SharedPrefixes
+from evoke_proxy.engine.strategies.budgeted.shared_states import SharedStates
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.failures import PreparationFailures
@@ -68,6 +69,7 @@ class BudgetedStrategy(CacheStrategy):
     ) -> None:
         self._server = server
         self._prefixes = SharedPrefixes(server)
+        self._states = SharedStates(server, planner, records.slot_snapshots)
         self._slots = slots
         self._planner = planner
         self._records = records
@@ -150,6 +152,7 @@ class BudgetedStrategy(CacheStrategy):
                 turn = await self._admitted(turn, scope, lease, began)
             scope.trace.stage = "share"
             await self._prefixes.adopt(turn, scope)
+            turn = await self._states.adopt(turn, scope)
             turn = await self._reanchoring.apply(turn, scope)
             if self._planner.exceeds_context(turn.rendered):
                 return self._too_long(scope.turn)
@@ -334,7 +337,8 @@ class BudgetedStrategy(CacheStrategy):
             metrics.renderings.labels(result=result).inc()
         metrics.redecoded.inc(max(0, conversation.session.redecoded))
         metrics.count_evictions("decode", len(accounting.auto_evicted))
-        metrics.count_tokens({kind: getattr(accounting, kind) for kind in TOKEN_KINDS})
+        counted = accounting.with_prefilled(turn.n_prefilled)
+        metrics.count_tokens({kind: getattr(counted, kind) for kind in TOKEN_KINDS})
 
     def _count_drift(self, conversation: Conversation, drift: Drift, n_decoded: int) -> None:
         """Record and count why a prompt did not continue the previous one, and what it cost."""

@@ -41,6 +41,7 @@ class SnapshotTransfers:
         self._metrics = metrics
         self._tasks = tasks
         self._refused: set[str] = set()  # ids of snapshots that llama-server did not restore
+        self._seals: set[asyncio.Task[None]] = set()  # of files that become snapshots now
 
     def find(self, tenant: str, tokens: Tokens) -> Match | None:
         """Return the snapshot that saves most of decoding these tokens; None without any."""
@@ -48,8 +49,12 @@ class SnapshotTransfers:
         if self._probe.disabled_reason or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
-        usable = (item for item in snapshots if item.id not in self._refused)
+        usable = (item for item in snapshots if self.may_restore(item))
         return best(usable, tokens, behaviour.can_restore_partly)
+
+    def may_restore(self, snapshot: Snapshot) -> bool:
+        """Return whether llama-server has not refused to restore a snapshot."""
+        return snapshot.id not in self._refused
 
     async def restore(self, match: Match, slot: int, api: StockApi) -> bool:
         """Verify a snapshot and fill a slot with it; return False when that is not possible.
@@ -181,8 +186,15 @@ class SnapshotTransfers:
             self._probe.clears_idle_slots |= not copied.n_tokens
             self._discard(part, "emptied", f"it held {copied.n_tokens} tokens, not {len(tokens)}")
             return False
-        self._tasks.run(self._seal(part, copied, tokens, label), "sealing a snapshot")
+        seal = self._tasks.run(self._seal(part, copied, tokens, label), "sealing a snapshot")
+        self._seals.add(seal)
+        seal.add_done_callback(self._seals.discard)
         return True
+
+    async def seals_ended(self) -> None:
+        """Wait until the files that were saved so far are snapshots or were discarded."""
+        if self._seals:
+            await asyncio.wait(set(self._seals))
 
     async def _run_to_end(self, work: Coroutine[Any, Any, bool], what: str) -> bool:
         """Wait for work that runs to its end even when the caller is cancelled."""

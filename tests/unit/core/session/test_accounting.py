@@ -88,3 +88,10 @@ def test_rows_in_the_slot_before_an_adoption_do_not_count() -> None:
     )
     plan = Plan(adopt=Adopt(64, ("a", "b"), (Span(0, 16), Span(40, 64))))
     assert counts(forecast(view, plan)) == (36, 40, 0, 24)
+
+
+def test_tokens_that_were_decoded_before_the_request_count_as_decoded() -> None:
+    reported = TokenAccounting(decoded=10, recovered=3, resident_before=80, omitted=7, n_prompt=100)
+    counted = reported.with_prefilled(60)
+    assert counts(counted) == (70, 3, 20, 7) and counted.n_prompt == 100
+    assert counts(reported.with_prefilled(99)) == (90, 3, 0, 7)

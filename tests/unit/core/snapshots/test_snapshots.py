@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_fixtures import NOW, snapshot, tokens
 
-from evoke_proxy.core.request.look_ahead import STEP
+from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     best,
@@ -57,6 +57,13 @@ def test_a_branch_keeps_its_newest_of_each_kind() -> None:
     elsewhere, edited = snapshot("5", [1], branch="c"), snapshot("6", [9])
     snapshots = [first, second, step, pinned, elsewhere, edited]
     assert superseded(snapshots, second) == [first]
+
+
+def test_prefixes_of_a_branch_stay_because_other_conversations_may_begin_with_each() -> None:
+    first, second = (snapshot(id, [1, 2][:n], kind=PREFIX) for n, id in ((1, "1"), (2, "2")))
+    step = snapshot("3", [1, 2, 3], kind=STEP)
+    assert superseded([first, second], second) == []
+    assert superseded([first, second, step], step) == []
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 from session_fixtures import session_record
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
-from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
+from evoke_proxy.engine.server.conversations import (
+    Arrival,
+    Conversation,
+    Conversations,
+    SentTurn,
+)
 
 POLICY = PolicyConfig()
 
@@ -69,3 +76,13 @@ def test_a_forgotten_conversation_is_not_resumed_from_its_slot() -> None:
     assert not conversations.may_resume(conversation.id)
     conversations.forget(conversation)
     assert not conversations.may_resume(conversation.id)
+
+
+def test_recent_conversations_are_committed_ones_of_the_tenant() -> None:
+    conversations = Conversations(PolicyConfig(), 100)
+    rendered = Rendered(np.arange(9, dtype=np.int32), 9, ())
+    started = [conversations.start(rendered, None, tenant) for tenant in ("a", "a", "b", "a")]
+    for each in started[:3]:
+        conversations.commit(each, Arrival(rendered))
+    assert list(conversations.recent("a", started[3])) == [started[1], started[0]]
+    assert list(conversations.recent("a", started[1])) == [started[0]]
