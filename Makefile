@@ -41,7 +41,7 @@ test: build .venv/clients
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
-	$(BIN)/mypy --strict evoke_proxy bench
+	$(BIN)/mypy --strict evoke_proxy bench recipes
 	$(BIN)/python -m pytest -q tests/unit/house/test_floors.py
 
 ##@ Recall: does the model see what the question needs

@@ -1,1 +1,1 @@
-"""How the bundled recall model is made: corpus, tokenizer, training, export, evaluation."""
+"""The corpus of the bundled model, from which the benches draw sessions, too."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.export_minilm import ensure
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.config import EmbedderConfig
+from recipes.export_minilm import ensure
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,10 @@ import pytest
 from embedder_texts import LONG, TEXTS
 
 from bench import export_minilm
-from bench.export_minilm import ExportError, read_safetensors
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.bm25 import terms_of
+from recipes.export_minilm import ExportError, read_safetensors
 
 REFERENCE = np.load(Path(__file__).parent / "reference.npz")["vectors"]
 # The largest difference of a cosine or of one component. Measured: 5e-7 and 3e-7.

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from bench import record
 from bench.evidence.conversations import conversations
 from bench.model.vocab import NEW_QUESTIONS
-from bench.word_vectors import encoded, is_word_piece, make, rarity_weights, vocabulary
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.models import word_vectors_file
+from recipes.word_vectors import encoded, is_word_piece, make, rarity_weights, vocabulary
 
 UNKNOWN = "[UNK]"
 
@@ -101,7 +101,7 @@ def test_the_table_has_the_pieces_of_the_vocabulary(names: list[str]) -> None:
 def test_the_rows_are_those_of_the_encoder(minilm_directory: Path, names: list[str]) -> None:
     """Each row is a weighted linear map of the encoder's; the residual is rounding to int8.
 
-    The map is fitted to 2,000 tokens; `python -m bench.word_vectors` makes the whole table.
+    The map is fitted to 2,000 tokens; `python -m recipes.word_vectors` makes the whole table.
     """
     kept = [token for token, name in enumerate(names) if is_word_piece(name)]
     chosen = sorted(random.Random(5).sample(range(len(kept)), 2000))
@@ -120,8 +120,8 @@ def test_the_rows_are_those_of_the_encoder(minilm_directory: Path, names: list[s
 def test_a_table_made_twice_has_the_same_bytes(
     minilm_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.word_vectors.is_word_piece", lambda name: name[:2] == "wa")
-    monkeypatch.setattr("bench.word_vectors.DIMENSIONS", 8)
+    monkeypatch.setattr("recipes.word_vectors.is_word_piece", lambda name: name[:2] == "wa")
+    monkeypatch.setattr("recipes.word_vectors.DIMENSIONS", 8)
     first, second = make(minilm_directory), make(minilm_directory, threads=2)
     for name, array in first.items():
         assert np.array_equal(array, second[name]), name

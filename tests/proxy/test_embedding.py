@@ -14,7 +14,7 @@ from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, proxy, until
 
 import bench.policies  # noqa: F401 -- registers baselines
-from bench.export_minilm import ensure
+from recipes.export_minilm import ensure
 
 BUDGET = 320
 TOPIC_BUDGET = 180  # enough for one of the three topics

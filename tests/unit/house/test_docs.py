@@ -68,7 +68,7 @@ def test_settings_metrics_and_files_exist(name: str) -> None:
     ]
     assert missing == []
     paths = re.findall(
-        r"`((?:evoke_proxy|tests|deploy|bench|patches|config|docker)/[\w./-]*\w)`", text
+        r"`((?:evoke_proxy|tests|deploy|bench|recipes|patches|config|docker)/[\w./-]*\w)`", text
     )
     assert [path for path in paths if not (ROOT / path).exists()] == []
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]

@@ -21,11 +21,11 @@ SOURCES = {
     ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts]): path.read_text("utf-8")
     for path in sorted(ROOT.rglob("*.py"))
 }
-# The benches follow the rules for names, parameters and calls, without exceptions.
-BENCH = ROOT.parent / "bench"
+# The benches and recipes follow the rules for names, parameters and calls, without exceptions.
 BENCH_SOURCES = {
-    ".".join(["bench", *path.relative_to(BENCH).with_suffix("").parts]): path.read_text("utf-8")
-    for path in sorted(BENCH.rglob("*.py"))
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path.read_text("utf-8")
+    for folder in ("bench", "recipes")
+    for path in sorted((ROOT.parent / folder).rglob("*.py"))
 }
 # Functions of the engine and the adapters that take a client's headers, by module: those that send
 # a request as it is, and those that bind the key of a client to calls.

@@ -22,22 +22,22 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import record
-from bench.model.checkpoint import load, save
-from bench.model.muon import Muon
-from bench.model.network import Model, Shape, is_matrix
-from bench.model.progress import Averages, Log
-from bench.model.rows import PHASES, Batch, start_worker
+from recipes import command
+from recipes.model.checkpoint import load, save
+from recipes.model.muon import Muon
+from recipes.model.network import Model, Shape, is_matrix
+from recipes.model.progress import Averages, Log
+from recipes.model.rows import PHASES, Batch, start_worker
 
 _EXAMPLES = """examples:
-  python -m bench.model.train --out out/model/run --tokens 60e6 --threads 2
-  python -m bench.model.train --out out/model/more --init evoke_proxy/models/tiny-recall-f16.gguf \\
+  python -m recipes.model.train --out out/model/run --tokens 60e6 --threads 2
+  python -m recipes.model.train --out out/model/more --init MODEL.gguf \\
       --rate 0.008 --adam-rate 0.0011 --decay 0.85 --tokens 15e6
   two ranks on one machine (run both):
-  python -m bench.model.train --out out/model/two --world 2 --rank 0 --threads 1 --tokens 15e6
-  python -m bench.model.train --out out/model/two --world 2 --rank 1 --threads 1 --tokens 15e6
+  python -m recipes.model.train --out out/model/two --world 2 --rank 0 --threads 1 --tokens 15e6
+  python -m recipes.model.train --out out/model/two --world 2 --rank 1 --threads 1 --tokens 15e6
   a GPU, 32 times the rows a step:
-  python -m bench.model.train --out out/model/gpu --device cuda --workers 14 --scale 32
+  python -m recipes.model.train --out out/model/gpu --device cuda --workers 14 --scale 32
 """
 _LOG_S, _SAVE_S = 20.0, 120.0
 _TAUGHT_W = 0.06  # tokens of at least this weight are always among those the loss is taken at
@@ -243,7 +243,7 @@ def layer_numbers(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = record.command("model.train", __doc__, _EXAMPLES)
+    parser = command("model.train", __doc__, _EXAMPLES)
     parser.add_argument("--out", type=Path, default=Path("out/model/run"))
     parser.add_argument("--init", type=Path, help="a .pt or .gguf file to go on from")
     parser.add_argument("--tokens", type=float, default=60e6, help="of all ranks together (60e6)")

@@ -3,7 +3,7 @@
 The output projections of the new layers are zero, so that they add nothing at first. The
 architecture `lfm2` normalises queries and keys, which the model was not trained with: the weights
 of the norms are the mean sizes of its own queries and keys on chats of the corpus, over tokens and
-heads. Recall is damaged at first; `bench.model.train --init` restores it."""
+heads. Recall is damaged at first; `recipes.model.train --init` restores it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bench import record
-from bench.model.checkpoint import load, save
-from bench.model.network import Layer, Model, NormedBlock
-from bench.model.rows import encoder, row
-from bench.model.train import layer_numbers
+from recipes import command
+from recipes.model.checkpoint import load, save
+from recipes.model.network import Layer, Model, NormedBlock
+from recipes.model.rows import encoder, row
+from recipes.model.train import layer_numbers
 
 _EXAMPLES = """examples:
-  python -m bench.model.grow evoke_proxy/models/tiny-recall-f16.gguf out/model/grown.pt
-  python -m bench.model.train --init out/model/grown.pt --out out/model/hybrid --tokens 4e6
+  python -m recipes.model.grow evoke_proxy/models/tiny-recall-f16.gguf out/model/grown.pt
+  python -m recipes.model.train --init out/model/grown.pt --out out/model/hybrid --tokens 4e6
 """
 _ROWS, _LENGTH = 12, 512
 
@@ -64,7 +64,7 @@ def _sizes(model: Model, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def main() -> None:
     """Grow one model."""
-    parser = record.command("model.grow", __doc__, _EXAMPLES)
+    parser = command("model.grow", __doc__, _EXAMPLES)
     parser.add_argument("model", type=Path, help="a .pt or .gguf file")
     parser.add_argument("out", type=Path, help="the .pt file to write")
     parser.add_argument(

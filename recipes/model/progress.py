@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench.model.rows import Batch
+from recipes.model.rows import Batch
 
 
 class Averages:

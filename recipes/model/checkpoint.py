@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bench.model.network import Model, Shape
+from recipes.model.network import Model, Shape
 
 Array = TypeVar("Array", Tensor, Any)
 
@@ -25,7 +25,7 @@ def save(path: Path, model: Model, step: int, tokens: int) -> None:
 
 
 def load(path: Path) -> Model:
-    """Return the model of a .pt checkpoint or of a .gguf file made by `bench.model.export`."""
+    """Return the model of a .pt checkpoint or of a .gguf file made by `recipes.model.export`."""
     shape, state = _from_gguf(path) if path.suffix == ".gguf" else _from_checkpoint(path)
     model = Model(shape)
     model.load_state_dict(state)

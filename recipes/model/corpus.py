@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bench.model import facts, text, vocab
-from bench.model.chat import SYSTEM_W, USER_W, Builder, Chat, Encoder
 from bench.model.facts import Fact
+from recipes.model.chat import SYSTEM_W, USER_W, Builder, Chat, Encoder
 
 QUESTION_TOKENS = 44
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import record
-from bench.model.checkpoint import architecture, halves, load
-from bench.model.network import Model, Shape
-from bench.model.rows import TOKENIZER
+from recipes import command
+from recipes.model.checkpoint import architecture, halves, load
+from recipes.model.network import Model, Shape
+from recipes.model.rows import TOKENIZER
 
 Array = npt.NDArray[np.floating[Any]]
 CHAT_TEMPLATE = (
@@ -22,13 +22,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _EXAMPLES = """examples:
-  python -m bench.model.export out/model/run/final.pt out/model/tiny-recall-f16.gguf
+  python -m recipes.model.export out/model/run/final.pt out/model/tiny-recall-f16.gguf
 """
 
 
 def main() -> None:
     """Export one checkpoint."""
-    parser = record.command("model.export", __doc__, _EXAMPLES)
+    parser = command("model.export", __doc__, _EXAMPLES)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--context", type=int, default=8192, help="declared context (8192)")

@@ -1,6 +1,6 @@
 """Makes the table of word vectors that the proxy embeds texts with by default.
 
-    python -m bench.word_vectors [FILE]
+    python -m recipes.word_vectors [FILE]
 
 A static embedding as model2vec makes it (Minish Lab, 2024): each token of all-MiniLM-L6-v2 passes
 through the encoder by itself, the mean of all tokens is removed, and 256 principal components stay.
@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import record
-from bench.export_minilm import ExportError, ensure
 from evoke_proxy.models import word_vectors_file
+from recipes import command
+from recipes.export_minilm import ExportError, ensure
 
 DIMENSIONS = 256
 LEVELS = 127
@@ -111,8 +111,8 @@ def make(directory: Path, threads: int = 1) -> dict[str, npt.NDArray[Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make the table; returns the exit code."""
-    parser = record.command(
-        "word_vectors", __doc__, "example:\n  python -m bench.word_vectors out/word-vectors.npz"
+    parser = command(
+        "word_vectors", __doc__, "example:\n  python -m recipes.word_vectors out/word-vectors.npz"
     )
     parser.add_argument(
         "file", type=Path, nargs="?", default=word_vectors_file(), help="default: the package's"

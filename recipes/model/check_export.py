@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from bench import record
 from bench.llama import Llama
-from bench.model.chat import Builder, Encoder
-from bench.model.checkpoint import load
-from bench.model.network import Model
-from bench.model.rows import encoder
 from bench.model.tasks import TASKS, Session, exchange, session
 from evoke_proxy.demo.processes import free_port, server_command, serving
+from recipes import command
+from recipes.model.chat import Builder, Encoder
+from recipes.model.checkpoint import load
+from recipes.model.network import Model
+from recipes.model.rows import encoder
 
 _EXAMPLES = """examples:
-  python -m bench.model.check_export build/bin/llama-server evoke_proxy/models/tiny-recall-f16.gguf
+  python -m recipes.model.check_export out/llama-server evoke_proxy/models/tiny-recall-f16.gguf
 """
 _FOREIGN = "éàüßñçøλЖ漢字日本語한국어🙂🚀—“”‘’…€½²\u00a0\u200b\tаб"
 _AWKWARD = (
@@ -95,7 +95,7 @@ class Agreement:
 
 def main() -> None:
     """Check one exported model."""
-    parser = record.command("model.check_export", __doc__, _EXAMPLES)
+    parser = command("model.check_export", __doc__, _EXAMPLES)
     parser.add_argument("server", type=Path, help="a llama-server binary")
     parser.add_argument("model", type=Path, help="the .gguf file")
     parser.add_argument("--checkpoint", type=Path, help="compare with this .pt (default: the file)")
@@ -106,9 +106,9 @@ def main() -> None:
     port, (_, encode) = free_port(), encoder()
     llama = Llama(port)
     model, rng, agreement = load(args.checkpoint or args.model), random.Random(4242), Agreement()
-    command = server_command(args.server, args.model, port, blocks=False)
+    llama_command = server_command(args.server, args.model, port, blocks=False)
     with tempfile.TemporaryDirectory() as folder:
-        with serving(command, port, Path(folder) / "server.log"):
+        with serving(llama_command, port, Path(folder) / "server.log"):
             print(f"texts {args.texts}, cut differently: {check_tokens(llama, encode, args.texts)}")
             for length in (500, 1000, 2000):
                 for task in TASKS:
