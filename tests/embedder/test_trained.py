@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from embedder_texts import LONG, TEXTS
 
-from bench import export_minilm
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.bm25 import terms_of
+from recipes import export_minilm
 from recipes.export_minilm import ExportError, read_safetensors
 
 REFERENCE = np.load(Path(__file__).parent / "reference.npz")["vectors"]
