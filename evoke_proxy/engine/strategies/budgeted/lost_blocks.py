@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
 from evoke_proxy.core.policy.lost_blocks import Refill
@@ -15,6 +16,7 @@ from evoke_proxy.core.policy.registry import budget_without_plan
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
@@ -52,7 +54,10 @@ class LostBlocks:
         # A call with tokens does not select the adapters that a request names for itself.
         if record.is_tried or "lora" in turn.chat.keys:
             return None
-        steps = turn.conversation.session.lost_block_steps(started)
+        find = partial(turn.conversation.session.lost_block_steps, started)
+        n_tokens = len(started.rendered.tokens)
+        long = is_long(n_tokens, n_tokens, 0)
+        steps = await self._server.worker.run(turn.conversation, long, find)
         if not steps:
             return None
         record.is_tried = True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import PlanCall
 from evoke_proxy.adapters.metrics import Metrics
@@ -24,7 +25,9 @@ from evoke_proxy.core.policy.registry import budget_without_plan, saves_evicted
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.moved_text import MovedBlock, MovedText
+from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
@@ -48,7 +51,7 @@ class Reanchoring:
 
         What llama-server refuses to move is decoded. Raises UpstreamError.
         """
-        text = self._movable(turn)
+        text = await self._movable(turn)
         if sum(len(block.old) for block in text.blocks) < _MIN_TOKENS:
             return turn
         scope.trace.stage = "reanchor"
@@ -70,7 +73,7 @@ class Reanchoring:
         scope.trace.stage = "render"
         return replace(await self._planner.rendered_anew(turn), reanchored=done)
 
-    def _movable(self, turn: RenderedTurn) -> MovedText:
+    async def _movable(self, turn: RenderedTurn) -> MovedText:
         """What the prompt needs at other positions; nothing where rows cannot move."""
         conversation, view, rendered = turn.conversation, turn.view, turn.rendered
         session = conversation.session
@@ -82,7 +85,10 @@ class Reanchoring:
         has_adapters = "lora" in turn.chat.keys
         if not is_own or not saves_evicted(config) or rendered.media or has_adapters:
             return MovedText()
-        return session.moved_text(rendered, view, turn.chat)
+        n_shared = common_prefix(session.tokens, rendered.tokens)
+        long = is_long(len(rendered.tokens), n_shared, 0)
+        find = partial(session.moved_text, rendered, view, turn.chat)
+        return await self._server.worker.run(conversation, long, find)
 
 
 class _Move:
