@@ -40,7 +40,6 @@ from evoke_proxy.core.retrieval.bm25 import (
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.ranking import UnitRanker
-from evoke_proxy.core.retrieval.stemming import stem
 from evoke_proxy.core.retrieval.units import Units
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, outlier_scores
 
@@ -629,18 +628,9 @@ class _BlockSource:
             documents = self.positions[documents]
         return numbers, documents, counts
 
-    def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
-        """Return the most similar indexed term of each term that no block contains.
-
-        A term without a similar one is left out.
-        """
-        stems = list(map(stem, terms))
-        if None not in self.inverted.stem_numbers(stems) or "grams" not in self.signals:
-            return {}
-        pairs = zip(terms, stems, strict=True)
-        unknown = [term for term, one in pairs if not self.inverted.has_stem(one)]
-        found = zip(unknown, self.inverted.similar_terms(unknown), strict=True)
-        return {term: similar[0][0] for term, similar in found if similar}
+    def similar(self, terms: Sequence[str]) -> Sequence[Sequence[tuple[str, float]]]:
+        """Return for each term the indexed terms of similar spelling; see `UnitSource`."""
+        return self.inverted.similar_terms(terms) if "grams" in self.signals else [()] * len(terms)
 
     def mentions(self, text: str) -> FloatArray | None:
         """Return [n] above 0 for blocks that a text mentions by name, more for later ones.

@@ -75,6 +75,9 @@ _MAX_READ_BLOCKS = 8
 # Among this many of the best units of a ranking, a later version of a unit comes before the earlier
 # one. See `_is_version`, which requires this share of common words.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
+# A word that no ranked unit contains is replaced by the word that is spelt most like it, from this
+# similarity on.
+_MIN_SIMILARITY = 0.7
 # Longest query, in terms.
 _MAX_TERMS = 256
 # The texts of a query are scored together while they have at most this many scores of stems and
@@ -98,10 +101,10 @@ class UnitSource(Protocol):
         """Terms of texts of queries that were computed before, see `terms_of`."""
         ...
 
-    def corrected(self, terms: Sequence[str]) -> Mapping[str, str]:
-        """Return the most similar indexed term of each term that no block contains.
+    def similar(self, terms: Sequence[str]) -> Sequence[Sequence[tuple[str, float]]]:
+        """Return for each term the indexed terms of similar spelling, each with its similarity.
 
-        A term without a similar one is left out.
+        The similarity is in [0.5, 1]; the most similar term comes first.
         """
         ...
 
@@ -489,12 +492,42 @@ class UnitRanker:
         stems = self._stems_of.get(text)
         if stems is None:
             terms = list(dict.fromkeys(self._terms(text)))[:_MAX_TERMS]
-            corrected = self._source.corrected(terms)
-            if corrected:
-                terms = [corrected.get(term, term) for term in terms]
-            stems = list(dict.fromkeys(map(stem, terms)))
+            of_terms = list(map(stem, terms))
+            unknown = [
+                i
+                for i, one in enumerate(of_terms)
+                if one not in self._function_stems and not self._is_ranked(one)
+            ]
+            if unknown:
+                of_terms = self._corrected(terms, of_terms, unknown)
+            stems = list(dict.fromkeys(of_terms))
             self._stems_of[text] = stems
         return stems
+
+    def _corrected(
+        self, terms: Sequence[str], stems: list[str], unknown: Sequence[int]
+    ) -> list[str]:
+        """Return the stems of terms; those at the positions `unknown` are corrected if possible.
+
+        A term is replaced by the most similar one that a ranked unit contains.
+        """
+        similar = self._source.similar([terms[i] for i in unknown])
+        for i, others in zip(unknown, similar, strict=True):
+            likely = (stem(other) for other, similarity in others if similarity >= _MIN_SIMILARITY)
+            stems[i] = next(filter(self._is_ranked, likely), stems[i])
+        return stems
+
+    def _is_ranked(self, word_stem: str) -> bool:
+        """Return whether a ranked unit contains a form of a word."""
+        (number,) = self._source.stem_numbers([word_stem])
+        if number is None:
+            return False
+        unit_of, n_ranked = self._unit_of_block, self._n
+        return any(
+            unit_of(block) < n_ranked
+            for blocks in self._source.blocks_with(number)
+            for block in blocks
+        )
 
     def _terms(self, text: str) -> Sequence[str]:
         """Return the terms of a text of the query."""

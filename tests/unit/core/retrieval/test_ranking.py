@@ -24,15 +24,20 @@ def blocks_of(texts: list[str], session: str = "s") -> BlockTable:
     )
 
 
-def order(query: Query, texts: list[str], model: dict[int, float] | None = None) -> list[int]:
-    """The numbers of the ranked messages; each message is one block."""
-    blocks = blocks_of(texts)
+def order(
+    query: Query, texts: list[str], model: dict[int, float] | None = None, asked: str = ""
+) -> list[int]:
+    """The numbers of the ranked messages; each message is one block.
+
+    With `asked`, the question is the last message, as in a conversation.
+    """
+    blocks = blocks_of([*texts, asked] if asked else texts)
     relevance = None
     if model is not None:
         relevance = np.zeros(len(texts))
         relevance[list(model)] = list(model.values())
     units = Units.of(blocks, 64)
-    return Index().unit_order(query, blocks, units, len(blocks), relevance).tolist()
+    return Index().unit_order(query, blocks, units, len(texts), relevance).tolist()
 
 
 def test_a_message_with_other_word_forms_is_ranked_first() -> None:
@@ -83,6 +88,18 @@ def test_a_function_word_that_is_a_noun_or_a_verb_of_the_question_counts() -> No
 def test_a_misspelt_word_is_corrected() -> None:
     texts = [*FILLER[:4], "The committee met in Oslo.", *FILLER[4:]]
     assert order(Query.of("comittee?"), texts)[0] == 4
+
+
+def test_a_misspelt_word_is_corrected_though_the_question_contains_it() -> None:
+    texts = [*FILLER[:4], "The committee met in Oslo.", *FILLER[4:]]
+    question = "Where did the comittee meet?"
+    assert order(Query.of(question), texts, asked=question)[0] == 4
+
+
+def test_a_word_that_is_spelt_much_unlike_the_others_is_not_replaced() -> None:
+    texts = [*FILLER[:4], "Martin met the committee in Oslo.", *FILLER[4:], "Where is Bergen?"]
+    question = "Where does Marta commute?"
+    assert 4 not in order(Query.of(question), texts, asked=question)[:1]
 
 
 def test_the_messages_for_each_question_of_a_turn_are_ranked_early() -> None:
