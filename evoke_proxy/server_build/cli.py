@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pin",
         default="",
         metavar="NAME",
-        help="build this supported version of llama.cpp, such as b11549 (default: 0c1e57098)",
+        help="build this supported version of llama.cpp, such as 0c1e57098 (default: b11549)",
     )
     parser.add_argument(
         "--source",

@@ -134,10 +134,10 @@ def test_digest_follows_patches_and_sources(patches: Path) -> None:
 
 def test_this_checkout_has_its_patches_and_a_complete_pin() -> None:
     pin = read_pin(patches_dir())
-    assert pin.requirement == "llama-cpp-python==0.3.36"
-    assert pin.file_name == "llama_cpp_python-0.3.36.tar.gz"
-    assert len(pin.sha256) == 64 and pin.size == 76_589_250
-    assert list(pin_directories(patches_dir())) == ["0c1e57098", "b11549"]
+    assert pin.requirement == "xllamacpp==2026.10.11549"
+    assert pin.file_name == "xllamacpp-2026.10.11549.tar.gz"
+    assert len(pin.sha256) == 64 and pin.size == 37_722_765
+    assert list(pin_directories(patches_dir())) == ["b11549", "0c1e57098"]
 
 
 def test_a_further_pin_adds_patches_and_replaces_those_with_the_same_number(patches: Path) -> None:
