@@ -41,20 +41,25 @@ size_t bytes_of(const json & value) {
     return n;
 }
 
-// The parser in a session has the schemas of the tools and of the reply as JSON values, which take about so many times the
-// bytes of their text.
+// The parser in a session has the schemas of the tools and of the reply as trees, which take about so many times the bytes of
+// their text.
 constexpr size_t BYTES_OF_SCHEMA = 16;
+
+// Returns how many bytes of a request may be schemas: all but its messages. The members with schemas are not looked up by
+// their names, because they differ between dialects and a client may write them with escapes.
+size_t schema_bytes(const std::string & body) {
+    size_t n = body.size();
+    for (const char * key : { "messages", "input", "system", "instructions" }) {
+        n -= server_blocks_member_text(body, key).size();
+    }
+    return n;
+}
 
 // Returns about how many bytes of memory a rendering takes.
 size_t bytes_of(const server_blocks_rendering & rendering) {
-    size_t n = rendering.body.size() + bytes_of(rendering.parsed);
-    if (const size_t session = server_blocks_session_bytes(rendering.session)) {
-        n += session;
-        for (const char * key : { "tools", "response_format", "json_schema" }) {
-            n += BYTES_OF_SCHEMA*server_blocks_member_text(rendering.body, key).size();
-        }
-    }
-    return n;
+    const size_t n       = rendering.body.size() + bytes_of(rendering.parsed);
+    const size_t session = server_blocks_session_bytes(rendering.session);
+    return session == 0 ? n : n + session + BYTES_OF_SCHEMA*schema_bytes(rendering.body);
 }
 
 std::string_view trimmed(std::string_view text) {

@@ -44,12 +44,18 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 EACH = pytest.mark.parametrize("dialect", DIALECTS)
 
 
-def keep(server: Llama, dialect: str, body: bytes, **more: object) -> str:
-    """Renders a body, and returns the id of its rendering."""
+def render(server: Llama, dialect: str, body: bytes, **more: object) -> str:
+    """Renders a body, and returns the id of its rendering; empty when it is not kept."""
     call = json.dumps({"dialect": dialect, "keep": True, **more}).encode()
     status, raw = server.raw("POST", "/evoke/render", call[:-1] + b', "body":' + body + b"}")
     assert status == 200, raw
     rendering: str = json.loads(raw)["rendering"]
+    return rendering
+
+
+def keep(server: Llama, dialect: str, body: bytes, **more: object) -> str:
+    """Renders a body, and returns the id of its rendering, which must be kept."""
+    rendering = render(server, dialect, body, **more)
     assert len(rendering) == 32
     return rendering
 
@@ -177,6 +183,43 @@ def test_a_tenant_with_many_renderings_loses_its_own_oldest(one: Llama) -> None:
         for text, rendering in ((body, first), (small, oldest), (small, newest))
     ]
     assert reused == [True, False, True]
+
+
+# A rendering of more than 16 MiB is not kept. Each part of this unused member is five bytes of text
+# and takes 64 bytes of memory.
+NESTED = b'"input":[0' + 270_000 * b",[[]]" + b"]"
+# The parser of a reply takes about 16 times the bytes of a schema.
+LARGE = json.dumps({"type": "object", "description": (1 << 20) * "x"}).encode()
+
+
+def test_an_unused_member_of_a_body_counts_for_its_memory(one: Llama) -> None:
+    messages = json.dumps(MESSAGES).encode()
+    assert render(one, "chat", b'{"messages":%b,%b}' % (messages, NESTED)) == ""
+    keep(one, "chat", b'{"messages":%b,%b}' % (messages, NESTED[: len(NESTED) // 2] + b"]"))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name", "wrapped"),
+    [
+        ("chat", b"response_format", b'{"type":"json_schema","json_schema":{"schema":%b}}'),
+        ("chat", b"response_form\\u0061t", b'{"type":"json_schema","json_schema":{"schema":%b}}'),
+        ("chat", b"json\\u005fschema", b"%b"),
+        ("responses", b"text", b'{"format":{"type":"json_schema","schema":%b}}'),
+    ],
+)
+def test_a_schema_counts_for_its_memory_under_each_name(
+    one: Llama, dialect: str, name: bytes, wrapped: bytes
+) -> None:
+    prompt = b'"input":"Hi"' if dialect == "responses" else b'"messages":%b'
+    prompt = prompt.replace(b"%b", json.dumps(MESSAGES).encode())
+    body = b'{%b,"%b":%b}'
+    assert render(one, dialect, body % (prompt, name, wrapped % LARGE)) == ""
+    keep(one, dialect, body % (prompt, name, wrapped % LARGE.replace(1000 * b"x", b"")))
+
+
+def test_messages_do_not_count_as_schemas(one: Llama) -> None:
+    messages = b"[" + (2 << 20) * b" " + json.dumps(MESSAGES).encode()[1:]
+    keep(one, "chat", b'{"messages":%b}' % messages)
 
 
 def test_keep_must_be_true_or_false(one: Llama) -> None:

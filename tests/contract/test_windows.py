@@ -1,7 +1,7 @@
 """What a stock server reuses of a restored slot with sliding windows.
 
-core/snapshots/state_file.py works around these two behaviours of upstream. If the first test
-fails, upstream has changed and that module is no longer needed.
+core/snapshots/state_file.py works around the first of these behaviours of upstream. If that test
+fails, upstream has changed and the module is no longer needed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ def restored(server: Llama, name: str, prompt: list[int]) -> Any:
     return server.complete(prompt, marker=False, n_predict=3, n_probs=4)
 
 
-@pytest.mark.parametrize(
+WINDOWS = pytest.mark.parametrize(
     ("shape", "attention"), [("tiny-gemma", "on"), ("tiny-gemma", "off"), ("tiny-gpt-oss", "on")]
 )
+
+
+@WINDOWS
 def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, attention: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
+        options += ("--ctx-checkpoints", "0")
         with running(False, *options, model=ensure(SHAPES[shape])) as server:
             tokens = server.tokens(sample_text(250))
             cut, more = tokens[:300], tokens[300:320]
@@ -53,6 +57,30 @@ def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, atten
             assert best_logprobs(repeated) == pytest.approx(best_logprobs(live), abs=1e-3)
             # a prompt that diverges earlier is decoded whole
             assert restored(server, "whole", cut[:-9] + more)["timings"]["cache_n"] == 0
+
+
+@WINDOWS
+def test_the_checkpoints_of_a_slot_file_end_before_its_last_tokens(
+    shape: str, attention: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
+        with running(False, *options, model=ensure(SHAPES[shape])) as server:
+            tokens = server.tokens(sample_text(250))
+            cut, more = tokens[:300], tokens[300:320]
+            server.complete(cut, marker=False, n_predict=0)
+            server.post("/slots/0?action=save", {"filename": "whole"})
+            live = server.complete(cut + more, marker=False, n_predict=3, n_probs=4)
+            with_checkpoints = Path(folder, "whole").read_bytes()[4] >= 4  # the version
+            reused = restored(server, "whole", cut + more)["timings"]["cache_n"]
+            assert 0 < reused < len(cut) if with_checkpoints else reused == 0
+            assert SnapshotFiles(Path(folder)).complete("whole")
+            repeated = restored(server, "whole", cut + more)
+            assert repeated["timings"]["cache_n"] == len(cut)
+            assert best_logprobs(repeated) == pytest.approx(best_logprobs(live), abs=1e-3)
+            # a prompt that diverges after the last checkpoint continues from there
+            diverged = restored(server, "whole", cut[: reused + 2] + more)
+            assert diverged["timings"]["cache_n"] == reused
 
 
 @pytest.mark.parametrize("kept", ["in a file", "in RAM"])
