@@ -210,6 +210,8 @@ def test_an_unused_member_of_a_body_counts_for_its_memory(one: Llama) -> None:
 def test_a_schema_counts_for_its_memory_under_each_name(
     one: Llama, dialect: str, name: bytes, wrapped: bytes
 ) -> None:
+    if "0c1e57098" in one.get("/props")["build_info"]:
+        pytest.skip("this release keeps no parser with a rendering")
     prompt = b'"input":"Hi"' if dialect == "responses" else b'"messages":%b'
     prompt = prompt.replace(b"%b", json.dumps(MESSAGES).encode())
     body = b'{%b,"%b":%b}'

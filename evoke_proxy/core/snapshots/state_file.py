@@ -9,10 +9,11 @@ content does not matter: `missing` copies another row.
 The format is that of llama_kv_cache::state_write, K rows and V rows by layer, in a file of
 llama_state_seq_save_file. Two versions of it are read (LLAMA_STATE_SEQ_VERSION in include/llama.h):
 
-* 3, of the pinned llama.cpp;
-* 4, of newer ones (seen in b11549): each stream states the sizes of the rotations of its keys and
-  values before its rows, and llama-server appends the slot's context checkpoints to the file
-  (save_slot_checkpoints in tools/server/server-context.cpp).
+* 3, of 0c1e57098 and other releases of that time;
+* 4, of b11549: each stream states the sizes of the rotations of its keys and values before its
+  rows, and llama-server appends the slot's context checkpoints to the file (save_slot_checkpoints
+  in tools/server/server-context.cpp). A restored slot then continues from the last checkpoint that
+  the prompt shares, which is some tokens before its end; with the missing row, from its end.
 
 A file of another version, or with other contents, is left unchanged.
 """
