@@ -1,8 +1,9 @@
 """Reads the rows of a slot from a slot file, position by position, and compares them bit by bit.
 
-The format is that of `llama_state_seq_save_file` of llama.cpp, version 3: magic, version, tokens,
-the cells of one stream with their positions, the keys of each layer, then the values of each layer,
-row by row. Values are stored in rows only with flash attention."""
+The format is that of `llama_state_seq_save_file` of llama.cpp, versions 3 and 4: magic, version,
+tokens, the cells of one stream with their positions, in version 4 the sizes of the rotations of
+keys and values, the keys of each layer, then the values of each layer, row by row. Values are
+stored in rows only with flash attention. What follows is not read: context checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAGIC, VERSION = 0x67677371, 3
+MAGIC, VERSIONS = 0x67677371, (3, 4)
 
 
 def rows(path: Path) -> dict[int, bytes]:
     """Keys and values of all layers by position; ValueError on a file of another kind."""
     reader = _Reader(path.read_bytes())
-    if reader.numbers("<II") != (MAGIC, VERSION):
-        raise ValueError(f"{path} is no slot file of version {VERSION}")
+    magic, version = reader.numbers("<II")
+    if magic != MAGIC or version not in VERSIONS:
+        raise ValueError(f"{path} is no slot file of version 3 or 4")
     reader.take(4 * reader.numbers("<I")[0])
     if reader.numbers("<I") != (1,):
         raise ValueError(f"{path} has rows of several streams")
@@ -32,6 +34,8 @@ def rows(path: Path) -> dict[int, bytes]:
     transposed, n_layers = reader.numbers("<II")
     if transposed:
         raise ValueError(f"{path} has its values by column: flash attention was off")
+    if version > 3:
+        reader.take(8)
     parts: list[list[bytes]] = [[] for _ in positions]
     for _ in range(2 * n_layers):
         _, size = reader.numbers("<iQ")

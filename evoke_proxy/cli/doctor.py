@@ -263,7 +263,8 @@ def advice(findings: Findings, *, gets_blocks: bool = False) -> list[str]:
          " snapshots.directory to DIR: otherwise nothing survives a restart"),
         (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to the"
          f" directory that the server saves slots to: {findings.no_files}"),
-        (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves nothing"),
+        (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves little or"
+         " nothing"),
         (findings.reuse.full, "start it without --swa-full, which snapshots do not need: a slot"
          " file or the RAM cache contains only the latest tokens of layers with a sliding window,"
          " but with --swa-full the server reuses them for prompts that differ before these tokens"),
@@ -446,7 +447,7 @@ class _Examination:
                 restored_extends=restored_extends,
                 restored_edited=restored_edited,
                 windows=windows,
-                full=2 * unedited >= n_tokens,
+                full=unedited == n_tokens,  # context checkpoints end some tokens before
             ),
             speeds=replace(
                 speeds,

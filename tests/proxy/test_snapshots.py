@@ -114,8 +114,9 @@ def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> No
 
 
 def test_restores_that_save_nothing_stop_and_are_reported(tmp_path: Path) -> None:
-    """llama-server cannot continue from files of models with recurrent layers and windows."""
-    deployment = Deployment(tmp_path, "tiny-lfm2-window", ("--cache-ram", "0"))
+    """Without checkpoints no file of a model with recurrent layers and windows is continued."""
+    options = ("--cache-ram", "0", "--ctx-checkpoints", "0")
+    deployment = Deployment(tmp_path, "tiny-lfm2-window", options)
     with deployment.server_and_proxy(look_ahead=False) as running:
         chats = [long_chat(300, start) for start in (0, 7)]
         for turn in range(3):

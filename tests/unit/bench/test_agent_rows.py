@@ -10,20 +10,21 @@ import pytest
 from bench.agent_rows import MAGIC, Witness, rows
 
 
-def slot_file(path: Path, contents: dict[int, bytes]) -> Path:
+def slot_file(path: Path, contents: dict[int, bytes], version: int = 4) -> Path:
     """Writes a slot file as llama.cpp does: one layer, keys and values of two bytes per row."""
-    data = struct.pack("<III2i", MAGIC, 3, 2, 7, 8) + struct.pack("<II", 1, len(contents))
+    data = struct.pack("<III2i", MAGIC, version, 2, 7, 8) + struct.pack("<II", 1, len(contents))
     data += b"".join(struct.pack("<iI", at, 1) + struct.pack("<i", 0) for at in contents)
-    data += struct.pack("<II", 0, 1)
+    data += struct.pack("<II", 0, 1) + (bytes(8) if version > 3 else b"")
     for part in (slice(0, 2), slice(2, 4)):
         data += struct.pack("<iQ", 1, 2) + b"".join(row[part] for row in contents.values())
     path.write_bytes(data)
     return path
 
 
-def test_rows_of_a_slot_file_are_read_by_position(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4])
+def test_rows_of_a_slot_file_are_read_by_position(version: int, tmp_path: Path) -> None:
     contents = {5: b"kKvV", 3: b"abcd"}
-    path = slot_file(tmp_path / "slot", contents)
+    path = slot_file(tmp_path / "slot", contents, version)
     assert rows(path) == contents
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="too early"):
