@@ -15,7 +15,14 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto
 table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .7rem; }
 th { text-align: left; border-bottom: 1px solid #999; } td { font-variant-numeric: tabular-nums; }
 .holds { color: #1b6e3c; } .fails { color: #b3261e; font-weight: bold; } svg { max-width: 100%; }
+.table { overflow-x: auto; }
 """
+_INTRODUCTION = (
+    "evoke-proxy lets parts of a conversation leave the KV cache of llama-server, and copies them"
+    " back when a question needs them. This page is one run on this machine, on questions and texts"
+    " that its seed has drawn. Each part has bars that were fixed before; one that does not hold"
+    " makes the run fail. What the project does badly is in docs/negative-results.md."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ def holds(parts: Sequence[Part]) -> bool:
 
 def text(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
     """Return the page as plain text."""
-    lines = [f"evoke-proxy: proof with seed {about['seed']}", _summary(parts)]
+    lines = [f"evoke-proxy: proof with seed {about['seed']}", _INTRODUCTION, _summary(parts)]
     lines += [f"{name}: {value}" for name, value in about.items()]
     for number, part in enumerate(parts, 1):
         lines += ["", f"{number}. {part.title} ({part.seconds:.0f} s)", f"   {part.question}", ""]
@@ -99,12 +106,14 @@ def text(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
 def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
     """Return the page as HTML, without scripts or files of its own."""
     body = [f"<h1>evoke-proxy: proof with seed {about['seed']}</h1>"]
+    body.append(f"<p>{escape(_INTRODUCTION)}</p>")
     is_good = holds(parts)
     body.append(f'<p class="{"holds" if is_good else "fails"}">{escape(_summary(parts))}</p>')
     facts = ((escape(str(name)), escape(str(value))) for name, value in about.items())
     body.append(_table(("", ""), facts))
     for number, part in enumerate(parts, 1):
-        body.append(f"<h2>{number}. {escape(part.title)}</h2><p>{escape(part.question)}</p>")
+        took = f"{part.question} ({part.seconds:.0f} s)"
+        body.append(f"<h2>{number}. {escape(part.title)}</h2><p>{escape(took)}</p>")
         if part.rows:
             cells = ([escape(_value(row.get(name))) for name in part.columns] for row in part.rows)
             body.append(_table([escape(name) for name in part.columns], cells))
@@ -117,7 +126,8 @@ def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
         body.append(_table(("", "bar", "measured", "wanted"), bars))
     inside = "\n".join(body)
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>evoke-proxy: proof</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>evoke-proxy: proof</title>'
         f"<style>{_STYLE}</style><body>{inside}</body></html>\n"
     )
 
@@ -142,4 +152,4 @@ def _value(value: object) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     lines = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{lines}</table>"
+    return f'<div class="table"><table><tr>{head}</tr>{lines}</table></div>'
