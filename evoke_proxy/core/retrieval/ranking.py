@@ -64,9 +64,12 @@ _READ_ANY, _READ_STATEMENTS, _MAX_HOPS = 2, 8, 5
 _MAX_NAMED_UNITS, _MAX_WORD_UNITS = 6, 4
 # Only units with at least this share of the best unit's score are read.
 _MIN_READ_SCORE = 0.5
-# Certainty that a rare word links two units as a name does, and factor of the weight of a unit that
-# is no statement.
+# Certainty that a rare word links two units as a name does, and factor of the closeness of a unit
+# that is no statement.
 _WORD_CERTAINTY, _NOT_STATED = 0.5, 0.5
+# Links of less closeness are not followed, because each found unit takes room from the ranking by
+# the question. A name that only two units contain, one of them no statement, is just close enough.
+_MIN_CLOSENESS = 0.5
 # It also reads at most this many of the units that it has found. The weight of a found unit is
 # multiplied by _HOP_WEIGHT for each name in its chain.
 _MAX_READ, _HOP_WEIGHT = 8, 0.9
@@ -543,7 +546,8 @@ class UnitRanker:
 
         Names of the query are left out: the first look-up has found them. Units that are found are
         read as well, the closest first, so that a chain of names is followed. Statements, those
-        with `points` [u], come before other units that are as close.
+        with `points` [u], come before other units that are as close. Units that are less close than
+        _MIN_CLOSENESS are left out.
         """
         texts = dict.fromkeys((query.text, *query.clauses))
         stems = set(map(stem, chain.from_iterable(map(self._terms, texts))))
@@ -564,10 +568,12 @@ class UnitRanker:
             del waiting[unit]
             if hops[unit]:
                 found.setdefault(unit)
-            for other, weight in self._linked(unit, ignored, bool(points[unit])):
-                weight *= _HOP_WEIGHT * weights[unit]
+            for other, closeness in self._linked(unit, ignored, bool(points[unit])):
                 if not points[other]:
-                    weight *= _NOT_STATED
+                    closeness *= _NOT_STATED
+                if closeness < _MIN_CLOSENESS:
+                    continue
+                weight = _HOP_WEIGHT * closeness * weights[unit]
                 if other not in hops:
                     hops[other] = hops[unit] + 1
                     if hops[other] < _MAX_HOPS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,24 @@ def test_names_in_the_best_message_are_looked_up_too() -> None:
     facts = {3: "The red report was written by Mira Kolt.", 15: "Downtown, Kolt has a flat."}
     texts = [facts.get(i, text) for i, text in enumerate(FILLER)]
     assert 15 in order(Query.of("Who wrote the red report?"), texts)[:6]
+
+
+def test_a_name_in_several_answers_is_not_looked_up() -> None:
+    fact = "The red report was written by Mira Kolt."
+
+    def ranked(answers: dict[int, str]) -> list[int]:
+        texts = [answers.get(i, fact if i == 3 else text) for i, text in enumerate(FILLER)]
+        blocks = BlockTable(
+            replace(block, role=Role.ASSISTANT if i in answers else Role.USER)
+            for i, block in enumerate(blocks_of(texts))
+        )
+        units = Units.of(blocks, 64)
+        query = Query.of("Who wrote the red report?")
+        return Index().unit_order(query, blocks, units, len(blocks)).tolist()
+
+    answers = {n: f"In flat {n}, Kolt has a cat." for n in (8, 12, 16)}
+    assert 16 in ranked({16: answers[16]})
+    assert not set(answers) & set(ranked(answers))
 
 
 def test_a_chain_of_names_is_followed_from_a_value() -> None:
