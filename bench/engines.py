@@ -174,7 +174,8 @@ class InProcess:
         """Return a new conversation."""
         config = replace(self._policy.with_budget(budget), **setting.policy)  # type: ignore[arg-type]
         encoder = None if setting.embedder == "none" else self.encoders[setting.embedder]
-        slot = SlotInProcess(config, self._renderer, encoder, embeds_first=False)
+        is_immediate = encoder is not None and encoder.is_immediate
+        slot = SlotInProcess(config, self._renderer, encoder, embeds_first=is_immediate)
 
         def resident(messages: Sequence[Message]) -> Ranges:
             rows = slot.ask(messages).copy()

@@ -1,21 +1,22 @@
 """Runs a session's decisions against a slot that exists only as numbers.
 
 The whole decision code runs: segmentation, index, query, policy and planner. A plan is applied as
-llama-server applies it, and the prompt is decoded under the plan's decode budget: blocks leave in
-the plan's order, then oldest first. Rows have no content.
+llama-server applies it, and the prompt is decoded under the plan's decode budget, in batches as
+large as llama-server makes them: blocks leave in the plan's order, then oldest first. Rows have no
+content.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from bench.vocabulary import Renderer
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import Mask
-from evoke_proxy.core.model.blocks import Block, Span
+from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.registry import Quote, policy_of
 from evoke_proxy.core.policy.turn import Turn
@@ -28,6 +29,8 @@ from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.session.session import Session
 
 _N_CELLS = 1 << 20
+# The largest batch of a prompt (`--batch-size` of llama-server).
+_BATCH_TOKENS = 2048
 
 
 class SlotInProcess:
@@ -43,8 +46,8 @@ class SlotInProcess:
     ) -> None:
         """Begin a session.
 
-        With `embeds_first` every block has its vector before the turn is planned, else after it,
-        as in the proxy: then a first turn is planned without vectors.
+        With `embeds_first` every block but those of the last message has its vector before the turn
+        is planned, as in the proxy with an immediate encoder, else after the turn.
         """
         self._session = Session("bench", "bench", config)
         self._renderer = renderer
@@ -62,7 +65,7 @@ class SlotInProcess:
         view = self._view(rendered)
         query = self._query(request)
         turn = self._session.begin(rendered, view, request, query)
-        if self._embeds_first and self._add_block_vectors():
+        if self._embeds_first and self._add_block_vectors(turn.view.blocks[-1].message):
             turn = self._session.begin(rendered, view, request, query)
         plan = self._session.plan(turn)
         self.quoted = ()
@@ -88,7 +91,8 @@ class SlotInProcess:
         # Write-back: while no request runs, the proxy copies what has no copy.
         saves = self._session.unsaved(self._view(rendered))
         self._session.add_copies([(save.label, save.span) for save in saves])
-        self._add_block_vectors()
+        if not self._embeds_first:
+            self._add_block_vectors()
         return self._rows
 
     def _with_text(
@@ -121,12 +125,13 @@ class SlotInProcess:
             return query
         return query.embedded([*self._encoder.queries(query.texts)])
 
-    def _add_block_vectors(self) -> bool:
+    def _add_block_vectors(self, last_message: int | None = None) -> bool:
+        """Embed the blocks without vectors but those of a message; return whether any had none."""
         if self._encoder is None:
             return False
         index = self._session.index
         index.update(self._session.layout.blocks)
-        lacking = index.without_vectors(1 << 20)
+        lacking = [b for b in index.without_vectors(1 << 20) if b.message != last_message]
         chunks = [(block.label, chunks_of(block.text) or (block.text,)) for block in lacking]
         if not chunks:
             return False
@@ -150,59 +155,67 @@ class SlotInProcess:
         for load in plan.loads:
             rows[load.span.start : load.span.end] = True
         stream = plan.stream or DecodeBudget(0)
-        evicted = _decode(rows, n_past, stream)
+        evicted = decode(rows, n_past, stream)
         self._tokens, self._rows = rendered.tokens, rows
         return evicted
 
 
-def _decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str]]:
+def decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str]]:
     """Give rows to the positions from `start` on, within the decode budget."""
     evicted: list[tuple[Span, str]] = []
-    if not stream.budget:
-        rows[start:] = True
-        return evicted
-    waiting = list(stream.order)
-    spared = np.zeros(len(rows), np.bool_)
-    spared[: stream.sink] = True
-    for span in stream.protect:
-        spared[span.start : span.end] = True
-    at, n_rows = start, int(rows.sum())
+    at = start
     while at < len(rows):
-        n = min(stream.block, len(rows) - at)
-        while n_rows + n > stream.budget:
-            span_and_label = _next_evicted(rows, at, stream, spared, waiting)
-            if span_and_label is None:
-                break
-            evicted.append(span_and_label)
-            n_rows = int(rows.sum())
-        n = min(n, stream.budget - n_rows)
+        n = min(_BATCH_TOKENS, len(rows) - at)
+        if stream.budget:
+            for span, label in _evictions(rows, at, n, stream):
+                rows[span.start : span.end] = False
+                evicted.append((span, label))
+            n = min(n, stream.budget - int(rows.sum()))
         if n <= 0:
             raise RuntimeError("the decode budget has no room for a token")
         rows[at : at + n] = True
-        at, n_rows = at + n, n_rows + n
+        at += n
     return evicted
 
 
-def _next_evicted(
-    rows: Mask, at: int, stream: DecodeBudget, spared: Mask, waiting: list[Block]
-) -> tuple[Span, str] | None:
-    """Evict the next block of the order that is decoded, or else the oldest rows."""
-    recent = max(0, at - stream.recent)
-    for i, block in enumerate(waiting):
+def _evictions(rows: Mask, at: int, n: int, stream: DecodeBudget) -> Iterator[tuple[Span, str]]:
+    """Yield what leaves before a batch of up to `n` tokens from `at` on, as `make_room` of C++.
+
+    Blocks of the order that are decoded leave first, then aligned ranges, the oldest first; a range
+    that the recent tokens cut short leaves only where the batch has less room than a block.
+    """
+    evictable = rows.copy()
+    evictable[: stream.sink] = False
+    for span in stream.protect:
+        evictable[span.start : span.end] = False
+    n_rows, recent = int(rows.sum()), max(0, at - max(1, stream.recent))
+    n_least = min(n, stream.block)
+    for block in stream.order:
         span = block.span
-        if span.end <= recent and rows[span.start : span.end].any():
-            del waiting[i]
-            rows[span.start : span.end] = False
-            return span, block.label
-    free = np.flatnonzero(rows[:recent] & ~spared[:recent])
-    if not len(free):
-        return None
-    first = int(free[0])
-    end = first
-    while end < recent and end - first < stream.block and rows[end] and not spared[end]:
-        end += 1
-    rows[first:end] = False
-    return Span(first, end), f"auto/{first}-{end}"
+        if n_rows + n <= stream.budget:
+            return
+        if span.end <= recent and evictable[span.start : span.end].all():
+            evictable[span.start : span.end] = False
+            n_rows -= len(span)
+            yield span, block.label
+    for span, is_full in _aligned(evictable[:recent], stream.block):
+        n_room = stream.budget - n_rows
+        if n_room >= n or (not is_full and n_room >= n_least):
+            return
+        n_rows -= len(span)
+        yield span, f"auto/{span.start}-{span.end}"
+
+
+def _aligned(evictable: Mask, size: int) -> list[tuple[Span, bool]]:
+    """Cut evictable positions at multiples of `size`; a range that ends inside one comes last."""
+    found, end = list[tuple[Span, bool]](), len(evictable)
+    for run in spans_of(evictable):
+        at = run.start
+        while at < run.end:
+            stop = min(run.end, at + size - at % size)
+            found.append((Span(at, stop), not (stop == end and stop % size)))
+            at = stop
+    return sorted(found, key=lambda each: not each[1])
 
 
 def spans_of(rows: Mask) -> tuple[Span, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bench.slot_in_process import SlotInProcess
+from bench.slot_in_process import SlotInProcess, decode
 from bench.vocabulary import Renderer
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.model.blocks import Role, Span
+from evoke_proxy.core.model.plan import DecodeBudget
 from evoke_proxy.core.request.messages import Message
 
 FACT = "The access code of the Oslo vault is 48213."
@@ -25,6 +27,15 @@ def test_a_sentence_starts_after_the_space() -> None:
     (start,) = (int(at) for at in rendered.sentence_starts)
     assert 0 < start < rendered.generation < len(rendered.tokens)
     assert rendered.spans[0].span.end == rendered.generation
+
+
+def test_a_batch_is_as_large_as_the_room_beside_what_stays() -> None:
+    rows = np.zeros(230, np.bool_)
+    evicted = decode(rows, 0, DecodeBudget(budget=100, sink=4, recent=16, block=16))
+    # A batch of 100 tokens; before 76 more, all leaves but sink and recent tokens and a range that
+    # these cut short; before the last 54, only what makes room for them.
+    assert [span for span, _ in evicted] == [Span(max(4, at), at + 16) for at in range(0, 144, 16)]
+    assert rows.sum() == 4 + (230 - 144)
 
 
 def test_the_message_with_the_answer_is_resident_within_the_budget() -> None:
