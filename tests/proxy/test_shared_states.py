@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER
+from conversation import FILLER, ChatClient
 from harness import RunningProxy, ask, llama_server, proxy, server_binary, server_counter
 from tenant_keys import KEYS, proxy_with_keys
 
@@ -202,3 +202,72 @@ def test_a_state_fits_the_budget(tmp_path: Path) -> None:
                 is_shared = running.metric("evoke_shared_tokens_total") > 0
                 assert is_shared == (budget == 2048)
                 assert running.metric("evoke_budget_breach_total") == 0
+
+
+@contextmanager
+def decodes_at_most(port: int, n_tokens: int) -> Iterator[None]:
+    """A block in which a llama-server decodes no more prompt tokens than this."""
+    before = decoded(port)
+    yield
+    assert decoded(port) - before <= n_tokens
+
+
+def parent_of_agents(running: RunningProxy) -> ChatClient:
+    """A conversation of two turns with the system prompt of the agents."""
+    client = ChatClient(running.port, "parent")
+    client.messages[0]["content"] = SYSTEM
+    for number in range(2):
+        client.say(f"Fact {number}: {FILLER}{FILLER}")
+    return client
+
+
+@pytest.mark.parametrize("shape", (HYBRID, "tiny-gemma"))
+@pytest.mark.parametrize("n_slots", (1, 2))
+def test_a_branch_begins_with_the_state_of_its_session(
+    tmp_path: Path, shape: str, n_slots: int
+) -> None:
+    """At once after the latest reply of the session, which goes on as before."""
+    with deployed(tmp_path, shape, n_slots) as (running, port):
+        client = parent_of_agents(running)
+        sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        path = f"/evoke/sessions/{sessions[0]['id']}/fork"
+        assert ask(running.port, "POST", path, b'{"name": "branch"}', JSON).status == 200
+        branch = ChatClient(running.port, "branch", messages=list(client.messages))
+        with decodes_at_most(port, 150):
+            branch.say("Which number?")
+        with decodes_at_most(port, 150):
+            client.say("Say it again.")
+        assert running.metric("evoke_degraded_total", stage="share") == 0
+
+
+@pytest.mark.parametrize("shape", (HYBRID, "tiny-gemma"))
+def test_a_session_that_agents_displace_is_saved_before(tmp_path: Path, shape: str) -> None:
+    """It returns without a prefill; undo continues from the state of its system prompt."""
+    with deployed(tmp_path, shape, n_slots=1) as (running, port):
+        client = parent_of_agents(running)
+        with decodes_at_most(port, 150):
+            for number in range(2):
+                ask_agent(running.port, agent_body(number))
+        with decodes_at_most(port, 60):
+            client.say("Go on.")
+        del client.messages[-3:]
+        with decodes_at_most(port, 900):
+            assert client.say("Something else.").accounting["n_prompt"] > 2200
+
+
+def test_a_state_with_missing_text_is_not_shared(tmp_path: Path) -> None:
+    """Its snapshots are not those that a branch may begin with."""
+    budget = 1024
+    with serve(tmp_path, n_slots=1) as port:
+        with proxy(port, policy__budget=budget, **settings_for(tmp_path)) as running:
+            client = ChatClient(running.port, "parent")
+            kinds = set()
+            for number in range(12):
+                client.say(f"Fact {number}: {FILLER}{FILLER}")
+                running.wait_for_background()
+                sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+                shown = ask(running.port, "GET", f"/evoke/sessions/{sessions[0]['id']}").body
+                for item in json.loads(shown)["snapshots"]:
+                    kinds.add(item["kind"])
+                    assert item["kind"] == "step" or item["n_tokens"] <= budget
+            assert kinds == {"whole", "step"}

@@ -105,6 +105,20 @@ class SlotView:
         rows_after = any(end < span.end and span.start < self.n_common for span in self.resident)
         return end if rows_after and end < self.n_common else None
 
+    @property
+    def n_continued(self) -> int:
+        """Number of leading tokens of the prompt that a recurrent state can certainly continue.
+
+        All of the slot, if the prompt continues it, else those up to the last context checkpoint
+        that the slot states: a recurrent state cannot go back to any other position.
+        """
+        n_whole = self.n_common
+        if self.n_reusable is not None:
+            n_whole = min(n_whole, self.n_reusable)
+        if self.n_common == self.n_tokens:
+            return self.n_common
+        return max((span.end for span in self.non_evictable if span.end <= n_whole), default=0)
+
     def n_past(self, n_prompt: int) -> int:
         """Number of leading positions of an `n_prompt`-token prompt that need no decoding.
 

@@ -21,8 +21,9 @@ from evoke_proxy.core.request.json_parsing import json_text
 PLACEHOLDERS = ("Go on.", "\n\n 7")
 # Kinds of boundaries at which a snapshot is taken. The history up to a message of the user stays a
 # prefix of the next request. A template may rewrite the history inside a tool loop or after an
-# answer. A prefix is a beginning that other conversations may have, too.
-USER, STEP, PREFIX = "user", "step", "prefix"
+# answer. Other conversations may begin with a prefix, and with a whole history: a step without
+# missing rows of a patched server.
+USER, STEP, PREFIX, WHOLE = "user", "step", "prefix", "whole"
 _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 

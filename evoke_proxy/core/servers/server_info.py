@@ -32,6 +32,8 @@ class ServerInfo:
             slot.
         needs_full_state: whether copies of blocks lack a part of a slot's state (hybrid and iSWA
             models).
+        is_recurrent: whether its slots have a recurrent state, which cannot go back to an earlier
+            position but to a context checkpoint.
         capturable: layers whose attention can be captured.
         can_probe: whether a request can be decoded just to capture its attention.
         can_rotate: whether rows can be moved to other positions: their keys can be rotated.
@@ -54,6 +56,7 @@ class ServerInfo:
     has_disk: bool = False
     can_find: bool = False
     needs_full_state: bool = False
+    is_recurrent: bool = False
     capturable: tuple[int, ...] = ()
     can_probe: bool = False
     can_rotate: bool = False
@@ -114,6 +117,7 @@ class ServerInfo:
             has_disk="disk" in _features(props.get("evoke")),
             can_find="find" in _features(props.get("evoke")),
             needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),
+            is_recurrent=_memory(props.get("evoke")) == "hybrid",
             capturable=_capturable(props.get("evoke")),
             can_probe="probe" in _features(props.get("evoke")),
             can_rotate="compact" in _features(props.get("evoke")),

@@ -30,7 +30,7 @@ class Snapshot:
     fingerprint: str
     # The conversation, or the branch of one, that it belongs to.
     branch: str
-    # Where in the conversation it was taken: USER, STEP or PREFIX.
+    # Where in the conversation it was taken: USER, STEP, PREFIX or WHOLE.
     kind: str
     # Size and SHA-256 of the file.
     n_bytes: int

@@ -164,7 +164,8 @@ class SessionAdmin:
         if hint is None:
             raise RequestError("name: must be 1 to 256 printable ASCII characters")
         parent = self._live(id)
-        if not self._server.info.can_share:
+        info, has_directory = self._server.info, self.context.records.slot_snapshots is not None
+        if not (info.can_share or (info.needs_full_state and has_directory)):
             raise RequestError(
                 "this llama-server cannot share rows between sessions, so that a branch would be"
                 " decoded anew",

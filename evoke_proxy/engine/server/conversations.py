@@ -127,12 +127,19 @@ class BudgetedState:
     epoch: int | None = None
     # Tokens that were resident after the latest turn.
     n_resident: int = 0
+    # Tokens of the snapshot from which its slot was filled; 0 when it was not. A slot with windows
+    # cannot go back to fewer.
+    n_restored: int = 0
     # What llama-server captures of the attention in its slot; None when it captures nothing.
     capture: Capture | None = None
     # The llama-server instance that refused to capture attention for it; None without a refusal.
     capture_refused_by: str | None = None
     # The latest request and its reply, from which the next turn is predicted; None once it is used.
     sent: SentTurn | None = None
+    # Whether no other conversation may begin with the rows in its slot, even if llama-server has
+    # all of them: they were made under adapters of a request, or come from an earlier process or a
+    # snapshot, which do not say what was visible when they were decoded.
+    is_private: bool = False
     # Whether a restart may have deleted its rows and copies.
     is_unconfirmed: bool = False
     # Whether it was identified by what llama-server has of it, and its copies are not known yet.
@@ -143,7 +150,9 @@ class BudgetedState:
     @classmethod
     def of_record(cls, record: SessionRecord) -> BudgetedState:
         """The state of a recorded conversation: rows and copies may be gone."""
-        return cls(epoch=record.epoch, previous_slot=record.slot, is_unconfirmed=True)
+        return cls(
+            epoch=record.epoch, previous_slot=record.slot, is_private=True, is_unconfirmed=True
+        )
 
     def for_other_server(self) -> BudgetedState:
         """A copy for another llama-server, which has no rows and no copies of the conversation."""
@@ -151,6 +160,7 @@ class BudgetedState:
             self,
             epoch=None,
             n_resident=0,
+            n_restored=0,
             capture=None,
             sent=None,
             is_unconfirmed=True,
@@ -165,9 +175,16 @@ class BudgetedState:
         """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
         self.epoch, self.n_resident = epoch, self.n_resident - n_rows
 
-    def slot_restored(self, epoch: int) -> None:
-        """Record that a snapshot was restored into its slot, which has this epoch now."""
-        self.epoch = epoch
+    def slot_restored(self, epoch: int, n_tokens: int, is_whole: bool) -> None:
+        """Record that a snapshot of `n_tokens` was restored into its slot, and the epoch after it.
+
+        `is_whole`: other conversations may begin with it, too.
+        """
+        self.epoch, self.n_restored, self.is_private = epoch, n_tokens, not is_whole
+
+    def adapters_used(self) -> None:
+        """Record that rows are decoded under adapters that a request names."""
+        self.is_private = True
 
     def slot_unknown(self) -> None:
         """Record that the contents of its slot are unknown."""
@@ -211,14 +228,15 @@ class BudgetedState:
 
     def rows_lost(self) -> None:
         """Record that none of the conversation's rows are in a slot."""
-        self.epoch, self.n_resident = None, 0
+        self.epoch, self.is_private = None, False
+        self.n_resident = self.n_restored = 0
 
     def identified(self, epoch: int | None) -> None:
         """Record that it continues a session that only llama-server knew.
 
         `epoch` is that of the slot with its rows; None when no slot has them.
         """
-        self.epoch, self.must_find_copies = epoch, True
+        self.epoch, self.must_find_copies, self.is_private = epoch, True, True
 
     def copies_found(self) -> None:
         """Record that llama-server has listed its copies."""
@@ -235,9 +253,10 @@ class BudgetedState:
         still be in it; None for any other.
         """
         slot, self.previous_slot = self.previous_slot, None
-        self.n_resident, self.is_unconfirmed = 0, True
+        self.n_resident = self.n_restored = 0
+        self.is_unconfirmed = True
         if slot is None:
-            self.epoch = None
+            self.epoch, self.is_private = None, False
         return slot
 
 

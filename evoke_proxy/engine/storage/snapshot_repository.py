@@ -67,7 +67,7 @@ class SnapshotLabel:
     fingerprint: str
     # The conversation, or the branch of one, that it belongs to.
     branch: str
-    # Where in the conversation it ends: USER, STEP or PREFIX.
+    # Where in the conversation it ends: USER, STEP, PREFIX or WHOLE.
     kind: str
     # Estimated seconds to decode its tokens.
     prefill_s: float

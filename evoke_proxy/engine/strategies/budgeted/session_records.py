@@ -25,6 +25,7 @@ from evoke_proxy.adapters.llama.block_api import (
     copies_in,
     copies_of,
 )
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens
@@ -33,14 +34,15 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
+from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
-from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
+from evoke_proxy.engine.strategies.budgeted.turn import JobLease, RenderedTurn, SlotJob
 from evoke_proxy.engine.strategies.snapshots.lookahead import next_turn_prefix
-from evoke_proxy.errors import SnapshotUnusable
+from evoke_proxy.errors import EvokeError, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 # Blocks of one session whose vectors are recorded: 12 MiB with four vectors of 384 numbers for each
@@ -307,7 +309,7 @@ class SessionPersistence:
         EvokeErrors.
         """
         conversation = job.conversation
-        sent = conversation.budgeted.take_sent()
+        sent = conversation.budgeted.sent
         if sent is None or self.slot_snapshots is None or conversation.budgeted.epoch is None:
             return
 
@@ -317,6 +319,8 @@ class SessionPersistence:
         tokens = await next_turn_prefix(sent.body, sent.answer, render)
         if tokens is not None and len(tokens) > len(conversation.session.tokens):
             await self.slot_snapshots.decode_ahead(job, tokens)
+        if conversation.budgeted.sent is sent:  # not before: a request may have preempted it
+            conversation.budgeted.take_sent()
 
     def copies_since(self, conversation: Conversation) -> str:
         """Return a version of the copy list: `save` needs the changes after it."""
@@ -375,20 +379,49 @@ class SessionPersistence:
         )
         conversation.budgeted.copies_confirmed()
 
-    async def restore_slot(self, turn: RenderedTurn) -> bool:
+    async def restore_slot(self, turn: RenderedTurn) -> Match | None:
         """Fill the slot of a turn from a snapshot, when the model needs its full state.
 
-        Returns False when no snapshot reaches further in the prompt than the slot. Raises
+        Returns None when no snapshot reaches further in the prompt than the slot. Raises
         UpstreamError.
         """
         if self.slot_snapshots is None or not self._server.needs_full_state:
-            return False
+            return None
         await self.slot_snapshots.repository.refresh()
-        match = await self.slot_snapshots.restore(turn)
-        if match is None:
+        view, n_past = turn.view, turn.view.n_past(len(turn.rendered.tokens))
+        if self._server.is_recurrent:
+            n_past = view.n_continued
+        elif view.n_common < turn.conversation.budgeted.n_restored:
+            n_past = 0  # the windows of the slot begin behind the end of what is common
+        match = await self.slot_snapshots.restore(turn, n_past)
+        if match is not None:
+            answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
+            self.slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
+        return match
+
+    async def save_displaced(
+        self, conversation: Conversation, calls: ServerCalls, lease: JobLease
+    ) -> bool:
+        """Save the slot of a conversation that another one needs, when it needs its full state.
+
+        `lease` is that of the slot. Returns whether it was saved. When llama-server fails, the rows
+        are lost, and the next turn of the conversation decodes them again. Raises Preempted.
+        """
+        snapshots = self.slot_snapshots
+        if snapshots is None or not self._server.needs_full_state or conversation.ephemeral:
             return False
-        answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
-        self.slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
+        job = SlotJob(conversation=conversation, calls=calls, lease=lease)
+        try:
+            # Without a tenant no copies are listed.
+            view = SlotView.parse(await calls.blocks.slot(job.slot, "", LATEST))
+            is_own = conversation.budgeted.epoch == view.epoch and not view.busy
+            if not is_own or not snapshots.is_worth_saving(conversation, view):
+                return False
+            await self.decode_next_turn(job)
+            await snapshots.save_displaced(job)
+        except EvokeError as error:
+            _log.warning("session %s leaves its slot unsaved: %s", conversation.id, error)
+            return False
         return True
 
 

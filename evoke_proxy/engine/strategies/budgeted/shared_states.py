@@ -20,10 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from evoke_proxy.core.policy.turn import effective_config
-from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix, has_media
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix, has_media
+from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SharedSlot, SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
 from evoke_proxy.errors import UpstreamRejected
@@ -31,6 +34,8 @@ from evoke_proxy.errors import UpstreamRejected
 _log = logging.getLogger(__name__)
 # Fewer tokens are decoded sooner than a state is found, verified and restored.
 _MIN_TOKENS = 256
+# Seconds between two attempts to lease a slot in which background work ends, and their number.
+_POLL_S, _MAX_POLLS = 0.05, 30
 # The most states that one request saves.
 _MAX_BOUNDARIES = 4
 
@@ -90,12 +95,13 @@ class SharedStates:
     """Saves and restores states at the boundaries of new conversations at one llama-server."""
 
     def __init__(
-        self, server: ServerResources, planner: Planner, snapshots: SlotSnapshots | None
+        self, server: ServerResources, planner: Planner, records: SessionPersistence
     ) -> None:
-        """Without `snapshots`, the directory of slots, nothing is shared."""
+        """Without a directory for slots in `records` nothing is shared."""
         self._server = server
         self._planner = planner
-        self._snapshots = snapshots
+        self._records = records
+        self._snapshots = records.slot_snapshots
         self._starts: list[_Start] = []
         # States that will be saved, or are being written.
         self._pending: list[_Boundary] = []
@@ -115,6 +121,7 @@ class SharedStates:
         scope.keep_open(self._running(start))
         slot = await self._snapshots.shared_slot(turn)
         try:
+            await self._save_live(self._snapshots, start)
             n_restored = await self._restore(slot, start)
             n_decoded = await self._save(slot, start)
         finally:
@@ -124,7 +131,7 @@ class SharedStates:
         scope.turn = replace(scope.turn, n_prefilled=n_decoded)
         scope.trace.stage = "render"
         turn = await self._planner.rendered_anew(turn)
-        turn.conversation.budgeted.slot_restored(turn.view.epoch)
+        turn.conversation.budgeted.slot_restored(turn.view.epoch, n_restored, is_whole=True)
         if n_restored:
             self._server.metrics.shared.inc(n_restored)
             _log.info(
@@ -151,6 +158,35 @@ class SharedStates:
         finally:
             self._starts.remove(start)
 
+    async def _save_live(self, snapshots: SlotSnapshots, start: _Start) -> None:
+        """Save the idle slot of a conversation that a prompt continues: a branch of it begins.
+
+        Its latest reply may be so recent that the slot was not saved yet.
+        """
+        turn = start.turn
+        for view in turn.rendered.slots:
+            parent = self._server.conversations.get(view.session)
+            is_other = view.id != turn.slot and view.tenant == start.tenant
+            if parent is None or not is_other or view.n_common < parent.generation:
+                continue
+            lease = await self._lease(view.id, parent)
+            if lease is not None:
+                async with lease:
+                    await self._records.save_displaced(parent, turn.calls, lease)
+                await snapshots.saves_ended()
+
+    async def _lease(self, slot: int, parent: Conversation) -> BackgroundLease | None:
+        """Lease the slot of another conversation; None when a request has it.
+
+        Background work in it may take a second to end.
+        """
+        for _ in range(_MAX_POLLS):
+            lease = self._server.slots.background(slot, parent.id, alone=False)
+            if lease is not None or parent.in_use:
+                return lease
+            await asyncio.sleep(_POLL_S)
+        return None
+
     async def _restore(self, slot: SharedSlot, start: _Start) -> int:
         """Restore the longest state of a prompt, and announce the boundaries behind it.
 
@@ -158,7 +194,9 @@ class SharedStates:
         Waits while another request is going to save a longer state. If that fails, the prompt has
         no boundaries, so that no request waits for one failure after the other.
         """
-        n_kept = _kept(start.turn.view)
+        view, is_recurrent = start.turn.view, self._server.monitor.server.is_recurrent
+        # A slot with windows can be continued at its end; from which other positions is not stated.
+        n_kept = view.n_continued if is_recurrent or view.n_common == view.n_tokens else 0
         has_failed = False
         while True:
             # A snapshot is not found while it is restored into another slot.
@@ -265,15 +303,3 @@ class SharedStates:
     def _end(self, boundary: _Boundary) -> None:
         self._pending.remove(boundary)
         boundary.done.set()
-
-
-def _kept(view: SlotView) -> int:
-    """The number of tokens of a prompt that llama-server certainly reuses in a slot.
-
-    All of the slot, if the prompt continues it, else those up to the last context checkpoint that
-    is stated: from any other position neither a recurrent state nor a window can be continued.
-    """
-    n_whole = view.n_common if view.n_reusable is None else min(view.n_common, view.n_reusable)
-    if n_whole == view.n_tokens:
-        return n_whole
-    return max((span.end for span in view.non_evictable if span.end <= n_whole), default=0)

@@ -6,19 +6,29 @@ States without holes are shared by the conversations of a tenant, see shared_sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from evoke_proxy.adapters.llama.block_api import LATEST
-from evoke_proxy.core.prompt.rendered import SlotView, Tokens, has_media
-from evoke_proxy.core.request.look_ahead import PREFIX, STEP
+from evoke_proxy.core.model.counts import seconds_of
+from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix, has_media
+from evoke_proxy.core.request.look_ahead import PREFIX, STEP, WHOLE
 from evoke_proxy.core.session.accounting import TokenAccounting
-from evoke_proxy.core.snapshots.snapshots import Match, best
-from evoke_proxy.engine.server.conversations import Conversations
+from evoke_proxy.core.snapshots.costs import cost_of
+from evoke_proxy.core.snapshots.snapshots import Match, Snapshot, best
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
 from evoke_proxy.engine.strategies.snapshots.lookahead import decode_steps
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+
+# Kinds of snapshots that other conversations of the tenant may begin with.
+SHARED_KINDS = (PREFIX, WHOLE)
+# Fewer tokens are decoded sooner than a slot is saved and restored.
+_MIN_GAIN = 256
 
 
 class SlotSnapshots:
@@ -68,33 +78,68 @@ class SlotSnapshots:
         room on the disk, and for a conversation that was forgotten. Raises EvokeErrors when a call
         fails.
         """
+        if self._transfers.seconds_until_save() <= 0:
+            await self._save(job)
+
+    async def save_displaced(self, job: SlotJob) -> None:
+        """Save the slot of a job now, because another conversation needs it; see `save`."""
+        await self._save(job)
+
+    async def _save(self, job: SlotJob) -> None:
         conversation, api = job.conversation, job.calls.stock
         tokens = conversation.session.tokens
-        if self._transfers.seconds_until_save() > 0:
-            return
         if len(tokens) <= self._probe.behaviour.window_tokens or has_media(tokens):
             return
         n_bytes = len(tokens) * self._probe.costs.bytes_per_token
         if not self.repository.has_room(conversation.tenant, n_bytes):
             return
         fingerprint = await api.fingerprint()
+        # Without a tenant no copies are listed.
+        view = SlotView.parse(await job.calls.blocks.slot(job.slot, "", LATEST))
         is_registered = self._conversations.get(conversation.id) is conversation
         if not is_registered and not conversation.has_moved:
             return  # it was forgotten in the meantime, and nothing would delete the snapshot
+        is_whole = view.n_reusable == view.n_tokens and not conversation.budgeted.is_private
         # The time to decode it is unknown; the number of tokens makes a longer snapshot worth more.
         label = SnapshotLabel(
-            conversation.tenant, fingerprint, conversation.id, STEP, float(len(tokens))
+            conversation.tenant,
+            fingerprint,
+            conversation.id,
+            WHOLE if is_whole else STEP,
+            float(len(tokens)),
         )
         await self._transfers.save_with_answer(job.slot, tokens, label, api)
 
-    async def restore(self, turn: RenderedTurn) -> Match | None:
+    def is_worth_saving(self, conversation: Conversation, view: SlotView) -> bool:
+        """Return whether the slot of a conversation is worth a save that a request waits for.
+
+        `view` is the slot as the latest reply of the conversation left it.
+        """
+        tenant, tokens = conversation.tenant, conversation.session.tokens
+        own = [it for it in self.repository.snapshots if it.tenant == tenant]
+        branch = [it for it in own if it.branch == conversation.id]
+        if any(it.n_tokens >= view.n_tokens and _begins(it, tokens) for it in branch):
+            return False  # it was saved after the latest reply
+        usable = branch + [it for it in own if it.kind in SHARED_KINDS]
+        existing = best(usable, tokens, partial=False)
+        gain = view.n_tokens - (existing.shared if existing is not None else 0)
+        if gain < _MIN_GAIN:
+            return False
+        return self._probe.costs.worth_saving(gain, view.n_tokens, waited_for=True)
+
+    def note_timings(self, timings: Mapping[str, Any] | None) -> None:
+        """Learn from a reply how fast llama-server decodes prompts."""
+        _, decoded, _ = cost_of(timings or {}, {})
+        self._probe.costs.prefilled(decoded, seconds_of((timings or {}).get("prompt_ms")))
+
+    async def restore(self, turn: RenderedTurn, n_past: int) -> Match | None:
         """Restore the snapshot that shares the most leading tokens with a prompt into its slot.
 
-        Returns None when no snapshot of the conversation shares more tokens than the slot has, or
-        when it cannot be restored. After a match the caller must call `record_reuse`.
+        Returns None when no snapshot of the conversation shares more than the `n_past` tokens that
+        the slot has, or when it cannot be restored. After a match the caller must call
+        `record_reuse`.
         """
         conversation, tokens, api = turn.conversation, turn.rendered.tokens, turn.calls.stock
-        n_past = turn.view.n_past(len(tokens))
         own = [
             item
             for item in self.repository.snapshots
@@ -109,6 +154,14 @@ class SlotSnapshots:
             return None
         return match if await self._transfers.restore(match, turn.slot, api) else None
 
+    def record_reuse(self, match: Match, n_tokens: int) -> None:
+        """Record how many tokens a slot holds after a restore."""
+        self._transfers.record_reuse(match, n_tokens)
+
+    async def saves_ended(self) -> None:
+        """Wait until the slots that were saved so far can be restored."""
+        await self._transfers.seals_ended()
+
     async def shared_slot(self, turn: RenderedTurn) -> SharedSlot:
         """The slot of a turn, for states that the conversations of its tenant share.
 
@@ -116,10 +169,6 @@ class SlotSnapshots:
         """
         fingerprint = await turn.calls.stock.fingerprint()
         return SharedSlot(self._probe, self._transfers, self.repository, turn, fingerprint)
-
-    def record_reuse(self, match: Match, n_tokens: int) -> None:
-        """Record how many tokens a slot holds after a restore."""
-        self._transfers.record_reuse(match, n_tokens)
 
 
 class SharedSlot:
@@ -149,7 +198,7 @@ class SharedSlot:
         """
         await self._repository.refresh()
         owned = self._repository.of(self._turn.request.tenant, self._fingerprint)
-        shared = [it for it in owned if it.kind == PREFIX and self._transfers.may_restore(it)]
+        shared = [it for it in owned if it.kind in SHARED_KINDS and self._transfers.may_restore(it)]
         return best(shared, tokens[:-1], partial=False)
 
     async def restore(self, match: Match) -> bool:
@@ -202,11 +251,15 @@ class SharedSlot:
         await self._transfers.seals_ended()
         tenant = self._turn.request.tenant
         states = self._repository.of(tenant, self._fingerprint)
-        return any(np.array_equal(it.tokens, tokens) for it in states if it.kind == PREFIX)
+        return any(np.array_equal(it.tokens, tokens) for it in states if it.kind in SHARED_KINDS)
 
     async def _view(self) -> SlotView:
         # Without a tenant no copies are listed.
         return SlotView.parse(await self._turn.calls.blocks.slot(self._turn.slot, "", LATEST))
+
+
+def _begins(snapshot: Snapshot, tokens: Tokens) -> bool:
+    return common_prefix(snapshot.tokens, tokens) == len(tokens)
 
 
 def _reaches_beyond(match: Match | None, n_past: int) -> bool:

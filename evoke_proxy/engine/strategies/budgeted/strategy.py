@@ -31,7 +31,8 @@ from evoke_proxy.engine.strategies.budgeted.reanchoring import Reanchoring
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.shared_prefixes import SharedPrefixes
 from evoke_proxy.engine.strategies.budgeted.shared_states import SharedStates
-from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SHARED_KINDS
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, RequestLease
 from evoke_proxy.engine.strategies.budgeted.write_back import WriteBack
 from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
@@ -69,7 +70,7 @@ class BudgetedStrategy(CacheStrategy):
     ) -> None:
         self._server = server
         self._prefixes = SharedPrefixes(server)
-        self._states = SharedStates(server, planner, records.slot_snapshots)
+        self._states = SharedStates(server, planner, records)
         self._slots = slots
         self._planner = planner
         self._records = records
@@ -148,6 +149,8 @@ class BudgetedStrategy(CacheStrategy):
                 texts=prepared.texts,
                 slot=lease.slot,
             )
+            if "lora" in request.chat.keys:
+                conversation.budgeted.adapters_used()
             with lease.vacating():
                 turn = await self._admitted(turn, scope, lease, began)
             scope.trace.stage = "share"
@@ -182,6 +185,7 @@ class BudgetedStrategy(CacheStrategy):
     ) -> RenderedTurn:
         """The turn rendered on its slot, after its rows were restored and those of others saved."""
         trace, planner = scope.trace, self._planner
+        turn = await self._with_displaced_saved(turn, scope, lease)
         turn = await self._restored(turn, scope)
         shorter = await planner.truncate(turn)
         if shorter is not turn or lease.has_changed(rendered_at):
@@ -200,16 +204,36 @@ class BudgetedStrategy(CacheStrategy):
         await self._slots.save_rows(victim, turn.view, turn.calls.blocks)
         return turn
 
+    async def _with_displaced_saved(
+        self, turn: RenderedTurn, scope: TurnScope, lease: SlotLease
+    ) -> RenderedTurn:
+        """The turn after whole slots were saved that it displaces; rendered anew if they changed.
+
+        These are its slot, with the rows of another conversation, and the slot that its own
+        conversation moves from.
+        """
+        displaced = [(self._server.conversations.get(lease.victim), lease.slot)]
+        if lease.previous is not None:
+            displaced.append((turn.conversation, lease.previous))
+        has_saved = False
+        for conversation, slot in displaced:
+            if conversation is not None:
+                own = RequestLease((slot,))
+                has_saved |= await self._records.save_displaced(conversation, turn.calls, own)
+        return await self._planner.rendered_anew(turn) if has_saved else turn
+
     async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
         """The turn, after a snapshot was restored if copies of blocks do not suffice."""
         conversation = turn.conversation
         if conversation.budgeted.is_unconfirmed:
             await self._records.reconcile_copies(turn)
-        if not await self._records.restore_slot(turn):
+        match = await self._records.restore_slot(turn)
+        if match is None:
             return turn
         scope.trace.stage = "render"
         turn = await self._planner.rendered_anew(turn)
-        conversation.budgeted.slot_restored(turn.view.epoch)
+        is_whole = match.snapshot.kind in SHARED_KINDS
+        conversation.budgeted.slot_restored(turn.view.epoch, match.shared, is_whole)
         return turn
 
     async def _rendered_when_idle(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
@@ -295,6 +319,8 @@ class BudgetedStrategy(CacheStrategy):
         if outcome.accounting is not None:
             self._account(turn, conversation, outcome.accounting)
             conversation.budgeted_history.reply_ended(outcome.timings)
+            if self._records.slot_snapshots is not None:
+                self._records.slot_snapshots.note_timings(outcome.timings)
             timings = outcome.timings or {}
             drafted, accepted = (
                 token_count(timings.get(name)) for name in ("draft_n", "draft_n_accepted")

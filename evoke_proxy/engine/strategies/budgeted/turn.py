@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
@@ -16,8 +17,9 @@ from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.server.turn import PreparedTurn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,42 @@ class RenderedTurn:
         return slot_in(self.rendered, self.slot)
 
 
+class JobLease(Protocol):
+    """A lease for work in a slot: a BackgroundLease, or that of a request which needs the slot."""
+
+    @property
+    def slots(self) -> tuple[int, ...]: ...
+    def check(self) -> None: ...
+    def end(self) -> None: ...
+    async def run(self, work: Coroutine[Any, Any, T]) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLease:
+    """The lease of a request, for work in its slot that no other request preempts."""
+
+    slots: tuple[int, ...]
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing: the request keeps its lease."""
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a call."""
+        return await work
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotJob:
-    """Background work in the slot of a conversation, after one of its turns."""
+    """Work in the slot of a conversation, after one of its turns."""
 
     conversation: Conversation
     # Makes calls with the key of the turn's client.
     calls: ServerCalls
     # Leases the slot, and locks the session.
-    lease: BackgroundLease
+    lease: JobLease
 
     @property
     def slot(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,12 @@ def test_images_are_parsed_and_are_no_tokens() -> None:
     assert Rendered.parse({"tokens": [5], "generation": 1}).media == ()
     with pytest.raises(UpstreamProtocolError):
         Rendered.parse(answer | {"media": [[3, 1]]})
+
+
+def test_a_recurrent_state_continues_at_the_end_of_its_slot_or_at_a_checkpoint() -> None:
+    held = (Span(39, 40), Span(69, 70), Span(89, 90))
+    slot = SlotView(0, 1, 100, 100, (Span(0, 100),), 0, non_evictable=held)
+    assert slot.n_continued == 100
+    assert replace(slot, n_common=80).n_continued == 70
+    assert replace(slot, n_common=80, n_reusable=60).n_continued == 40
+    assert replace(slot, n_common=30).n_continued == 0

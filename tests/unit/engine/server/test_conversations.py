@@ -12,6 +12,7 @@ from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.server.conversations import (
     Arrival,
+    BudgetedState,
     Conversation,
     Conversations,
     SentTurn,
@@ -86,3 +87,20 @@ def test_recent_conversations_are_committed_ones_of_the_tenant() -> None:
         conversations.commit(each, Arrival(rendered))
     assert list(conversations.recent("a", started[3])) == [started[1], started[0]]
     assert list(conversations.recent("a", started[1])) == [started[0]]
+
+
+def test_rows_are_private_from_an_unknown_snapshot_or_adapters_until_they_are_lost() -> None:
+    state = BudgetedState()
+    assert not state.is_private
+    state.slot_restored(7, 90, is_whole=False)
+    assert (state.epoch, state.n_restored, state.is_private) == (7, 90, True)
+    state.rows_lost()
+    assert (state.epoch, state.n_restored, state.is_private) == (None, 0, False)
+    state.slot_restored(8, 90, is_whole=True)
+    assert not state.is_private
+    state.adapters_used()
+    assert state.is_private
+    state.server_restarted()
+    assert not state.is_private and not state.n_restored
+    state.identified(9)
+    assert state.is_private

@@ -26,12 +26,16 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
     requested, or before that with `begins`."""
     conversation: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
     conversation.session = SimpleNamespace(tokens=PROMPT)
+    conversation.budgeted = SimpleNamespace(is_private=False)
     conversations, saved = {"b": conversation}, []
 
     async def fingerprint() -> str:
         if not begins:
             conversations.clear()
         return "f"
+
+    async def slot(*_: object) -> dict[str, Any]:
+        return {"id": 0, "epoch": 1, "n_tokens": 9, "resident": [[0, 9]], "n_free": 0}
 
     async def save_with_answer(*_: object) -> bool:
         saved.append(1)
@@ -51,7 +55,7 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
         repository=repository,
         conversations=registered,
     )
-    calls: Any = SimpleNamespace(stock=api)
+    calls: Any = SimpleNamespace(stock=api, blocks=SimpleNamespace(slot=slot))
     lease: Any = SimpleNamespace(slots=(0,))
     asyncio.run(slots.save(SlotJob(conversation=conversation, calls=calls, lease=lease)))
     return len(saved)
@@ -93,9 +97,8 @@ def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
         calls=SimpleNamespace(stock=api),
         rendered=SimpleNamespace(tokens=PROMPT),
         slot=0,
-        view=SimpleNamespace(n_past=lambda _: n_past),
     )
-    asyncio.run(slots.restore(turn))
+    asyncio.run(slots.restore(turn, n_past))
     return filled, len(fingerprint_calls)
 
 
