@@ -4,8 +4,9 @@ Questions of one session are not independent, so every interval allows for it:
 
 * a share: Wilson's interval for n / deff questions. deff is the variance of the ratio estimator
   over sessions (Cochran, "Sampling Techniques", 1977, 6.4) over that of n independent questions,
-  and at least 1. Where all answers are right, or all wrong, it cannot be estimated: then deff is
-  its largest value, questions by session, as if each session were one observation.
+  and at least 1. Where all answers are right, or all wrong, or of one session, it cannot be
+  estimated: then deff is its largest value, questions by session, as if each session were one
+  observation.
 * a share of the ceiling: the same over the questions that the ceiling answered. Where an arm also
   answered others, the share is a ratio that may be over 1; then percentiles of a bootstrap that
   draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
@@ -40,10 +41,8 @@ def design_effect(right: Sequence[int], asked: Sequence[int]) -> float:
     """
     n, k = sum(asked), len(asked)
     share = sum(right) / n
-    if not 0 < share < 1:
+    if k < 2 or not 0 < share < 1:
         return n / k
-    if k < 2:
-        return 1.0
     residuals = sum((x - share * m) ** 2 for x, m in zip(right, asked, strict=True))
     return max(1.0, k / (k - 1) * residuals / n / (share * (1 - share)))
 
