@@ -73,14 +73,14 @@ class KeepaliveStream:
             if since is not None:
                 due_s = max(since, sent_at) + self._interval_s - loop.time()
             if due_s is not None and due_s <= 0:
-                await self._send_comment()
+                await self._send_comment(trace)
                 sent_at = loop.time()
                 continue
             with suppress(TimeoutError):
                 async with asyncio.timeout(due_s):
                     await trace.wait_changed.wait()
 
-    async def _send_comment(self) -> None:
+    async def _send_comment(self, trace: RequestTrace) -> None:
         """Send a comment, and the head of the stream before the first one."""
         if self.response is None:
             headers = CIMultiDict({"Content-Type": "text/event-stream"})
@@ -89,7 +89,7 @@ class KeepaliveStream:
             self.response = Relayed(200, "OK", headers)
             await self.response.prepare(self._request)
         guard = self._request.app[SLOW_CLIENT_GUARD]
-        await guard.write(self._request, self.response, _WAITING)
+        await guard.write(self._request, self.response, _comment(trace))
 
     async def fail(
         self, response: Relayed, error: EvokeError | ConnectionResetError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -271,3 +272,19 @@ def test_a_state_with_missing_text_is_not_shared(tmp_path: Path) -> None:
                     kinds.add(item["kind"])
                     assert item["kind"] == "step" or item["n_tokens"] <= budget
             assert kinds == {"whole", "step"}
+
+
+def test_comments_say_how_much_of_a_prefix_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the state of the prefix is made, as afterwards."""
+    monkeypatch.setattr("evoke_proxy.engine.server.prefill_progress._POLL_S", 0.02)
+    settings = {**settings_for(tmp_path), "limits__keepalive_s": 0.02}
+    body = json.dumps(json.loads(agent_body(1)) | {"stream": True}).encode()
+    with serve(tmp_path) as port, proxy(port, **settings) as running:
+        answer = ask(running.port, "POST", PATH, body, JSON).body
+        assert answer.endswith(b"data: [DONE]\n\n")
+        shown = re.findall(rb": decoding the prompt: (\d+) of (\d+) tokens", answer)
+        assert any(0 < int(done) < 1800 < int(total) for done, total in shown), shown
+        sessions = json.loads(ask(running.port, "GET", "/evoke/sessions").body)["sessions"]
+        assert [each["prefill"] for each in sessions] == [None]

@@ -158,7 +158,7 @@ def test_comments_say_how_much_of_a_long_prompt_is_decoded(
     patched_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients that give up after a while without data wait for the first token."""
-    monkeypatch.setattr("evoke_proxy.engine.server.server._PREFILL_POLL_S", 0.02)
+    monkeypatch.setattr("evoke_proxy.engine.server.prefill_progress._POLL_S", 0.02)
     text = " ".join(f"Line {i} of this long text says nothing." for i in range(160))
     body = CHAT | {"messages": [{"role": "user", "content": text}]}
     with proxy(patched_port, limits__keepalive_s=0.05, policy__budget=None) as running:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from evoke_proxy.adapters.llama.client import AWAITED, LlamaClient
@@ -15,15 +16,13 @@ from evoke_proxy.engine.parsing.request import ParsedChat, ParsedRequest
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.finalizer import TurnFinalizer
 from evoke_proxy.engine.server.monitor import ServerMonitor
+from evoke_proxy.engine.server.prefill_progress import PrefillProgress
 from evoke_proxy.engine.server.reply import ReplyReader, facts_of
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, Strategies
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import publish_start
-from evoke_proxy.errors import EvokeError, UpstreamError
-
-# Seconds between two queries of how much of a prompt is decoded.
-_PREFILL_POLL_S = 1.0
+from evoke_proxy.errors import UpstreamError
 
 
 class Server:
@@ -112,7 +111,8 @@ class Server:
             opening = self.client.open(
                 "POST", incoming.target, incoming.forwarded_headers, turn.forwarded.content
             )
-            with self._following_prefill(strategy, turn, trace):
+            progress = PrefillProgress(trace, turn.remembered, self.resources.feed)
+            with progress.following(partial(strategy.prefill, turn)):
                 async with opening as opened:
                     yield Exchange(
                         reply=opened,
@@ -139,48 +139,6 @@ class Server:
         result = await self.strategy.prefetch(draft, calls)
         self.resources.metrics.prefetches.labels(result=result.reason or "done").inc()
         return result
-
-    @contextmanager
-    def _following_prefill(
-        self, strategy: CacheStrategy, turn: PreparedTurn, trace: RequestTrace
-    ) -> Iterator[None]:
-        """Publish how much of the prompt is decoded, once a second until all of it is."""
-        loop = asyncio.get_running_loop()
-        follower = loop.create_task(self._follow_prefill(strategy, turn, trace))
-        try:
-            yield
-        finally:
-            follower.cancel()
-            self._publish_prefill(turn, trace, None)
-
-    async def _follow_prefill(
-        self, strategy: CacheStrategy, turn: PreparedTurn, trace: RequestTrace
-    ) -> None:
-        AWAITED.set(None)  # the request does not wait for these calls
-        prefill: tuple[int, int] | None = None
-        while prefill is None or prefill[0] < prefill[1]:
-            await asyncio.sleep(_PREFILL_POLL_S)
-            try:
-                prefill = await strategy.prefill(turn)
-            except EvokeError:  # the request itself reports the failure
-                break
-            if prefill is None:
-                break
-            self._publish_prefill(turn, trace, prefill)
-        self._publish_prefill(turn, trace, None)
-
-    def _publish_prefill(
-        self, turn: PreparedTurn, trace: RequestTrace, prefill: tuple[int, int] | None
-    ) -> None:
-        trace.prefill = prefill
-        conversation = turn.remembered
-        if conversation is not None and prefill != conversation.prefill:
-            conversation.note_prefill(prefill)
-            if prefill is not None:
-                tokens, prompt = prefill
-                self.resources.feed.publish(
-                    "prefill", session=conversation.id, tokens=tokens, prompt=prompt
-                )
 
     def _commit(self, turn: PreparedTurn, trace: RequestTrace) -> None:
         """Make the request the latest of its conversation, directly before it is forwarded."""

@@ -21,6 +21,7 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/admin/admin.py": "proxy/test_admin_api.py",
     "engine/admin/overview.py": "proxy/test_admin_api.py",
     "engine/admin/sessions.py": "proxy/test_admin_api.py",
+    "engine/server/prefill_progress.py": "proxy/test_stream_keepalive.py",
     "engine/strategies/budgeted/lost_blocks.py": "proxy/test_lost_blocks.py",
     "engine/strategies/budgeted/planner.py": "proxy/test_budget.py",
     "engine/strategies/budgeted/prefetch.py": "proxy/test_prefetch.py",

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix, has_media
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.prefill_progress import PrefillProgress
 from evoke_proxy.engine.server.slot_queue import BackgroundLease
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
@@ -123,7 +124,9 @@ class SharedStates:
         try:
             await self._save_live(self._snapshots, start)
             n_restored = await self._restore(slot, start)
-            n_decoded = await self._save(slot, start)
+            progress = PrefillProgress(scope.trace, scope.turn.remembered, self._server.feed)
+            with progress.following(slot.progress):
+                n_decoded = await self._save(slot, start)
         finally:
             self._give_up(start.boundaries)
         if not n_restored and not start.boundaries:

@@ -253,6 +253,11 @@ class SharedSlot:
         states = self._repository.of(tenant, self._fingerprint)
         return any(np.array_equal(it.tokens, tokens) for it in states if it.kind in SHARED_KINDS)
 
+    async def progress(self) -> tuple[int, int]:
+        """How many tokens the slot has, and how many the prompt of its turn has."""
+        n_prompt = len(self._turn.rendered.tokens)
+        return min((await self._view()).n_tokens, n_prompt), n_prompt
+
     async def _view(self) -> SlotView:
         # Without a tenant no copies are listed.
         return SlotView.parse(await self._turn.calls.blocks.slot(self._turn.slot, "", LATEST))
