@@ -61,7 +61,7 @@ REQUIRED = (
     "evoke_proxy/_config/evoke.example.yaml",
     "evoke_proxy/_config/evoke.schema.json",
 )
-FORBIDDEN = ("tests/", "bench/", ".ci/", "evoke_proxy/_patches/upstream")
+FORBIDDEN = ("tests/", "bench/", "recipes/", ".ci/", "evoke_proxy/_patches/upstream")
 
 
 class ReleaseError(Exception):
