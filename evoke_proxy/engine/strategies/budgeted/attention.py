@@ -132,15 +132,15 @@ class Prober:
         """
         (started, _), conversation, metrics = planned, turn.conversation, self._server.metrics
         reason = "off" if record.result is not None else self._declined(conversation, started)
-        if reason != "off":
-            metrics.probes.labels(result=reason or "made").inc()
-        if reason:
-            return planned
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
-        first = session.plan(roomy)
-        if first.infeasible or first.over_capacity:
+        first = planned[1] if reason else session.plan(roomy)
+        if not reason and (first.infeasible or first.over_capacity):
+            reason = "no_room"
+        if reason != "off":
+            metrics.probes.labels(result=reason or "made").inc()
+        if reason:
             return planned
         record.result = ProbeResult(first, 0, 0.0)  # tried, should it be refused
         more = [*self._attention.ops(started.config, conversation), PROBE]
