@@ -35,8 +35,9 @@ from evoke_proxy.errors import UpstreamRejected
 _log = logging.getLogger(__name__)
 # Fewer tokens are decoded sooner than a state is found, verified and restored.
 _MIN_TOKENS = 256
-# Seconds between two attempts to lease a slot in which background work ends, and their number.
-_POLL_S, _MAX_POLLS = 0.05, 30
+# Seconds between two attempts to lease a slot in which background work ends, or which is saved for
+# another branch, and their number.
+_POLL_S, _MAX_POLLS = 0.05, 200
 # The most states that one request saves.
 _MAX_BOUNDARIES = 4
 
@@ -170,7 +171,9 @@ class SharedStates:
         for view in turn.rendered.slots:
             parent = self._server.conversations.get(view.session)
             is_other = view.id != turn.slot and view.tenant == start.tenant
-            if parent is None or not is_other or view.n_common < parent.generation:
+            if parent is None or not is_other:
+                continue
+            if view.n_common < max(parent.generation, _MIN_TOKENS):
                 continue
             lease = await self._lease(view.id, parent)
             if lease is not None:
@@ -181,7 +184,7 @@ class SharedStates:
     async def _lease(self, slot: int, parent: Conversation) -> BackgroundLease | None:
         """Lease the slot of another conversation; None when a request has it.
 
-        Background work in it may take a second to end.
+        Background work in it, or a save for another branch, may take seconds.
         """
         for _ in range(_MAX_POLLS):
             lease = self._server.slots.background(slot, parent.id, alone=False)
