@@ -49,7 +49,7 @@ class RecordingStream(KeepaliveStream):
         self.sent_at: list[float] = []
         self.is_disconnected = is_disconnected
 
-    async def _send_comment(self) -> None:
+    async def _send_comment(self, trace: RequestTrace) -> None:
         if self.is_disconnected:
             raise ConnectionResetError
         self.sent_at.append(asyncio.get_running_loop().time())
