@@ -80,7 +80,7 @@ _MAX_READ_BLOCKS = 8
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 # A word that no ranked unit contains is replaced by the word that is spelt most like it, from this
 # similarity on.
-_MIN_SIMILARITY = 0.7
+_MIN_SIMILARITY = 0.8
 # Longest query, in terms.
 _MAX_TERMS = 256
 # The texts of a query are scored together while they have at most this many scores of stems and
