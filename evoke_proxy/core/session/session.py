@@ -411,12 +411,15 @@ class Session:
         )
         self._unconfirmed = {}
 
-    def confirm_copies(self, copies: Mapping[str, Span]) -> None:
-        """Keep the possibly lost copies that llama-server reports with the same range, by label."""
+    def confirm_copies(self, copies: Mapping[str, Span]) -> int:
+        """Keep the possibly lost copies that llama-server reports with the same range, by label.
+
+        Returns how many are lost.
+        """
         expected, self._possibly_lost = self._possibly_lost, {}
-        self.add_copies(
-            (label, span) for label, span in expected.items() if copies.get(label) == span
-        )
+        kept = [(label, span) for label, span in expected.items() if copies.get(label) == span]
+        self.add_copies(kept)
+        return len(expected) - len(kept)
 
     def resume(self, tokens: Tokens, copies: Mapping[str, Span]) -> None:
         """Continue a session of an earlier proxy process, before its first turn here.

@@ -374,10 +374,17 @@ class SessionPersistence:
         if server is not self._server:
             return
         copies = copies_in(answer).items()
-        conversation.session.confirm_copies(
+        n_lost = conversation.session.confirm_copies(
             {name: Span(copy["p0"], copy["p1"]) for name, copy in copies}
         )
         conversation.budgeted.copies_confirmed()
+        if n_lost:
+            _log.info(
+                "session %s: %d saved blocks are not used, because llama-server does not have them"
+                " or another version, model or KV type wrote them; needed text is decoded again",
+                conversation.id,
+                n_lost,
+            )
 
     async def restore_slot(self, turn: RenderedTurn) -> Match | None:
         """Fill the slot of a turn from a snapshot, when the model needs its full state.

@@ -109,6 +109,13 @@ class ServerProbe:
         self._stated_fingerprint, self.fingerprint = stated, with_layout(stated, self._layout)
         level = logging.WARNING if self.disabled_reason else logging.INFO
         _log.log(level, "%s", self.describe())
+        snapshots = self._repository.snapshots
+        if snapshots and all(item.fingerprint != self.fingerprint for item in snapshots):
+            _log.warning(
+                "no snapshot of %d is of this llama-server: those of another build, model, context"
+                " or cache layout are not used, and their text is decoded again",
+                len(snapshots),
+            )
 
     async def detect_memory(
         self, part: str, copied: SlotCopy, behaviour: ServerBehaviour | None = None
