@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.engines import InProcess, Setting
 from evoke_proxy.core.policy import standing
-from evoke_proxy.core.retrieval import bm25, index, ranking
+from evoke_proxy.core.retrieval import bm25, ranking
 
 SIGNALS = ("stems", "neighbours", "vectors", "second look", "standing share")
 _DRAWS = 2000
@@ -44,7 +44,7 @@ def _nothing(*_: object) -> Any:
 # What replaces the code of a signal: object, name, value.
 _REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
     "stems": (
-        *((module, "stem", _same) for module in (bm25, index, ranking)),
+        *((module, "stem", _same) for module in (bm25, ranking)),
         *((module, "FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)) for module in (bm25, ranking)),
     ),
     "neighbours": ((ranking, "with_neighbours", _same),),
