@@ -8,9 +8,12 @@ import anthropic
 import pytest
 from comparison import AskBoth
 from harness import RunningProxy
-from weather import CALL_PREFIX, QUESTION, TOOLS
+from weather import QUESTION, TOOLS
 
 TOOL = TOOLS["/v1/messages"]
+# The start of a tool call. Of arguments that begin in it llama-server streams only the rest, since
+# b11549, and the library cannot parse that.
+CALL_PREFIX = "<tool_call>\n"
 USER_MESSAGE = {"role": "user", "content": QUESTION}
 REQUESTS: dict[str, dict[str, Any]] = {
     "plain": {
@@ -76,7 +79,7 @@ def dumped(items: list[Any]) -> list[dict[str, Any]]:
 
 def request_fields(kind: str) -> dict[str, Any]:
     """Return the arguments of a request with greedy sampling."""
-    return {"model": "tiny", "max_tokens": 24, "extra_body": {"temperature": 0}} | REQUESTS[kind]
+    return {"model": "tiny", "max_tokens": 160, "extra_body": {"temperature": 0}} | REQUESTS[kind]
 
 
 @KINDS
