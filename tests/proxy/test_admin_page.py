@@ -67,12 +67,16 @@ async def _check_page(running: RunningProxy, program: str, script: str) -> None:
 
 
 async def _check_focus_order(page: Page) -> None:
-    """Tab reaches each control, with an outline, and begins again after the last one."""
+    """Tab reaches each control, with an outline, and begins again after the last one.
+
+    Each event of the log has a link to its session; how many have come by now is not fixed.
+    """
     focused = """(() => { const node = document.activeElement, seen = window.seen ??= new Set();
         if (node === document.body || seen.has(node)) return null;
         seen.add(node);
-        const style = getComputedStyle(node);
-        return [node.id || node.className || node.textContent, style.outlineStyle]; })()"""
+        const name = node.id || node.className || node.textContent;
+        return [node.closest("#events ol") ? "event" : name, getComputedStyle(node).outlineStyle];
+        })()"""
     stops: list[Any] = []
     await page.evaluate("document.activeElement.blur()")
     for _ in range(40):
@@ -85,7 +89,9 @@ async def _check_focus_order(page: Page) -> None:
     assert len(stops) < 40, "the focus is trapped"
     assert all(outline == "solid" for _, outline in stops), stops
     wanted = ("skip", "budget", "keep", "delete", "own", "events")
-    assert set(wanted) <= set(names) and len(names) == len(set(names)) + names.count("Set") - 1
+    assert set(wanted) <= set(names), names
+    controls = [name for name in names if name != "event"]
+    assert len(controls) == len(set(controls)) + names.count("Set") - 1, names
     (blocks,) = [name for name in names if name.startswith("block ")]
     assert names.index("own") < names.index(blocks) < names.index("events")
 
