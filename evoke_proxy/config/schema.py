@@ -272,8 +272,9 @@ class PolicyOptions:
         "text",
         "How the policy evoke finds the blocks that a question needs. text: by common words, and by"
         " vectors if there is an embedder. model: by the attention of the model at the start of an"
-        " answer; for that the end of the prompt is decoded twice. fused: as text, and as model"
-        " only if text gives no clear result. none: does not look for them.",
+        " answer; for that the end of the prompt is decoded twice. A turn without room or time for"
+        " that is ranked by text. fused: as text, and as model only if text gives no clear result."
+        " none: does not look for them.",
         choices=RECALLS,
         reloadable=True,
     )

@@ -71,3 +71,26 @@ def test_no_probe_is_made_when_text_is_certain_and_probes_are_slow(
     text, usage, _ = ask_question(client, "What is my residence?")
     assert "amber falcon" in text and "probe" not in usage
     assert patched_proxy.metric("evoke_probes_total", result="too_dear") == declined + 1
+
+
+def test_a_turn_that_is_too_slow_to_probe_is_ranked_by_text(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_prober(patched_proxy), "pace", FixedSpeed(1))
+    client = conversation_with_evicted_fact(patched_proxy.port, "probing slowly", "model")
+    declined = patched_proxy.metric("evoke_probes_total", result="too_dear")
+    text, usage, accounting = ask_question(client, "What is my residence?")
+    assert "amber falcon" in text and "probe" not in usage
+    assert patched_proxy.metric("evoke_probes_total", result="too_dear") == declined + 1
+    assert accounting["n_resident_peak"] <= BUDGET
+
+
+def test_a_turn_without_room_for_a_probe_is_ranked_by_text(patched_proxy: RunningProxy) -> None:
+    client = conversation_with_evicted_fact(patched_proxy.port, "probing narrowly", "model")
+    # An answer that the server did not generate is decoded with the question.
+    client.messages[-1]["content"] = "The harbor keeps seven slow boats near its lamps. " * 3
+    declined = patched_proxy.metric("evoke_probes_total", result="no_room")
+    text, usage, accounting = ask_question(client, "What is my residence?")
+    assert "amber falcon" in text and "probe" not in usage
+    assert patched_proxy.metric("evoke_probes_total", result="no_room") == declined + 1
+    assert accounting["n_resident_peak"] <= BUDGET

@@ -10,7 +10,7 @@ decoded again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,18 @@ def reason_to_skip(
         return "long_tail"
     certainty = confidence if config.recall == "fused" else 0.0
     return "too_dear" if seconds > (1.0 - certainty) * _MAX_PROBE_S else ""
+
+
+def config_of_unprobed(view: PolicyView, config: PolicyConfig) -> PolicyConfig:
+    """Return the settings of a turn in which only the model was to rank, and was not asked.
+
+    Such a turn is ranked by text. Returns `config` itself for all other turns, and where no block
+    could be recovered.
+    """
+    was_asked = view.model_relevance is not None
+    if config.recall != "model" or was_asked or not len(evicted_with_copy(view)):
+        return config
+    return replace(config, recall="text")
 
 
 def evicted_with_copy(view: PolicyView) -> Positions:

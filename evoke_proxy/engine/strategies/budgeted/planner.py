@@ -15,6 +15,7 @@ from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall, copies_in
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
+from evoke_proxy.core.policy.probe import config_of_unprobed
 from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.policy.registry import budget_without_plan, policy_of, saves_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
@@ -225,6 +226,10 @@ class Planner:
         if recalled is None:
             trace.stage = "probe"
             started, plan = await self._prober.probe(turn, scope, probe, (started, plan))
+            config = config_of_unprobed(started.view, started.config)
+            if config is not started.config:
+                started = replace(started, config=config)
+                plan = await self._compute(turn, partial(session.plan, started))
         trace.stage = "plan"
         trace.add_step("plan", began, loop.time())
         more = self._attention.ops(started.config, conversation)

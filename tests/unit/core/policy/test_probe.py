@@ -19,6 +19,7 @@ from evoke_proxy.core.policy.probe import (
     DecodeSpeed,
     ProbeResult,
     blocks_with_rows,
+    config_of_unprobed,
     evicted_with_copy,
     model_relevance,
     most_likely,
@@ -141,6 +142,18 @@ def test_a_block_that_the_model_attends_to_is_loaded_without_a_common_word(recal
     assert (
         registry.decide(replace(view, model_relevance=relevance), question, text_only).loads == ()
     )
+
+
+def test_a_turn_that_only_the_model_was_to_rank_is_ranked_by_text_when_it_is_not_asked() -> None:
+    by_model = replace(CONFIG, recall="model")
+    assert config_of_unprobed(VIEW, by_model) == replace(CONFIG, recall="text")
+    asked = replace(VIEW, model_relevance=np.zeros(8))
+    assert config_of_unprobed(asked, by_model) is by_model
+    nothing_out = block_view(FILLER[:8], "rrrrrrrr", tail=64)
+    assert config_of_unprobed(nothing_out, by_model) is by_model
+    for recall in ("text", "fused", "none"):
+        other = replace(CONFIG, recall=recall)
+        assert config_of_unprobed(VIEW, other) is other
 
 
 def test_fused_recall_loads_the_matches_of_the_text_and_of_the_model() -> None:
