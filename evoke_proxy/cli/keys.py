@@ -6,6 +6,7 @@ import argparse
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from evoke_proxy.adapters.secret_files import read_secret, write_secret
@@ -92,8 +93,7 @@ def _act(arguments: argparse.Namespace, path: Path) -> int:
     text = read_secret(path, _SETTING) if path.exists() else ""
     keys = Keys.parse(text)
     if arguments.action == "list":
-        for caller in keys.callers.values():
-            print(f"{caller.name} {caller.tenant}")
+        _print_callers(list(keys.callers.values()))
         return 0
     if not arguments.name:
         raise ConfigError(f"keys {arguments.action}: give the name of the key")
@@ -111,6 +111,13 @@ def _act(arguments: argparse.Namespace, path: Path) -> int:
         )
     _add(path, text, Caller(name, checked_name(arguments.tenant or name)))
     return 0
+
+
+def _print_callers(callers: Sequence[Caller]) -> None:
+    rows = [("name", "tenant"), *((caller.name, caller.tenant) for caller in callers)]
+    width = max(len(name) for name, _ in rows)
+    for name, tenant in rows:
+        print(f"{name:{width}}  {tenant}")
 
 
 def _add(path: Path, text: str, caller: Caller) -> None:

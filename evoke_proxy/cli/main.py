@@ -95,8 +95,9 @@ class CommandModule(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (by default sys.argv) names; returns its exit code."""
-    arguments = _parsed(list(sys.argv[1:] if argv is None else argv))
     try:
+        # Parsing imports the command's modules, which takes a while.
+        arguments = _parsed(list(sys.argv[1:] if argv is None else argv))
         code = _load(arguments.command).run(arguments)
         sys.stdout.flush()
         return code

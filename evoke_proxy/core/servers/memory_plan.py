@@ -207,6 +207,11 @@ def make_plan(shape: ModelShape, machine: Machine, wanted: PlanOptions) -> Memor
     row_bytes = int(_row_bytes(shape, wanted.kv))
     cells = wanted.cells or _cells(shape, machine, wanted, context, notes)
     cells = min(_padded(cells), _padded(context)) if wanted.cells is None else _padded(cells)
+    if wanted.cells and cells != wanted.cells:
+        notes.append(
+            f"Each session gets {cells} cells and not {wanted.cells}: llama-server rounds them up"
+            f" to a multiple of {_CELL_STEP}."
+        )
     has_blocks = bool(shape.layers) and wanted.ram_mib != 0
     if not shape.layers:  # the cells of llama-server limit a conversation, although none has rows
         context = cells = min(_padded(context), cells) if wanted.cells else _padded(context)

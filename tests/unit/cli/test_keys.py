@@ -41,6 +41,17 @@ def test_a_missing_file_of_keys_is_an_error(
     assert not path.exists()
 
 
+def test_keys_are_listed_under_headings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "keys")
+    assert main(["keys", "add", "alice", "--tenant", "research", "--file", path]) == 0
+    assert main(["keys", "add", "bo", "--file", path]) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", "--file", path]) == 0
+    assert capsys.readouterr().out == "name   tenant\nalice  research\nbo     bo\n"
+
+
 def test_a_name_that_has_a_key_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "keys")
     assert main(["keys", "add", "alice", "--file", path]) == 0

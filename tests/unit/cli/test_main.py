@@ -74,3 +74,13 @@ def test_the_exit_code_follows_from_the_outcome(
     monkeypatch.setattr(main_module, "COMMANDS", (Command("go", "goes", "a_command"),))
     assert main(["go", "--word", "x"]) == code
     assert capsys.readouterr().err == ("evoke-proxy: wrong: a key\n" if code == 2 else "")
+
+
+def test_an_interrupt_while_a_command_is_imported_causes_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str) -> None:
+        raise KeyboardInterrupt(name)
+
+    monkeypatch.setattr(main_module, "_load", load)
+    assert main(["serve"]) == 1

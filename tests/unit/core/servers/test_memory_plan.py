@@ -130,8 +130,16 @@ def test_a_draft_model_and_a_projector_take_their_share_of_the_device() -> None:
     assert plan.row_bytes == alone.row_bytes, "blocks have no rows of the draft"
 
 
+@pytest.mark.parametrize(("wanted", "cells"), [(10, 256), (256, 256), (5000, 5120)])
+def test_cells_that_llama_server_rounds_up_give_a_note(wanted: int, cells: int) -> None:
+    plan = make_plan(DENSE, ROOMY, PlanOptions(cells=wanted))
+    text = f"gets {cells} cells and not {wanted}: llama-server rounds them up to a multiple of 256"
+    assert plan.cells == cells
+    assert any(text in note for note in plan.notes) is (cells != wanted)
+
+
 def test_cells_beyond_the_context_give_a_note() -> None:
-    (note,) = make_plan(DENSE, ROOMY, PlanOptions(context=4096, cells=5000)).notes
+    (note,) = make_plan(DENSE, ROOMY, PlanOptions(context=4096, cells=5120)).notes
     assert "1024 cells of each session are never used: --cells 4096 is enough" in note
     assert not make_plan(DENSE, ROOMY, PlanOptions(context=4000, cells=4096)).notes
 
