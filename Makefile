@@ -163,7 +163,8 @@ tools:
 
 ##@ Release: nothing is published
 ## make release         wheel, sdist, SBOM and licences in dist/, tested in an empty environment;
-##                      ARGS=--server also compiles and packs llama-server for x86-64
+##                      ARGS=--server also compiles and packs llama-server for x86-64,
+##                      ARGS=--unreleased packs changes that no version has yet
 ## make requirements    pins all dependencies of the images with hashes: release/requirements
 ##@ Tidy
 ## make clean           delete everything but the built servers

@@ -2,9 +2,11 @@
 
 make release                  the proxy
 make release ARGS=--server    the wheel with llama-server as well, which takes 10 minutes and more
+make release ARGS=--unreleased    the packages of changes that no version has yet, to try them
 
 The wheel is installed in empty environments, by `uv tool install` and by `pipx install`, and run
 there. A release needs a version with a dated section in CHANGELOG.md, and an empty [Unreleased].
+With --unreleased the second is not required; the packages then have the latest version's number.
 """
 
 from __future__ import annotations
@@ -72,9 +74,12 @@ def main() -> int:
     """Build a release; the exit code is 1 when something is wrong."""
     parser = argparse.ArgumentParser("make release", description=__doc__)
     parser.add_argument("--server", action="store_true", help="build the wheel with llama-server")
+    parser.add_argument(
+        "--unreleased", action="store_true", help="build with changes that no version has"
+    )
     arguments = parser.parse_args()
     try:
-        version = check_version()
+        version = check_version(arguments.unreleased)
         shutil.rmtree(DIST, ignore_errors=True)
         wheel = build(ROOT, "wheel", "sdist")
         check_wheel(wheel)
@@ -93,15 +98,18 @@ def main() -> int:
     return 0
 
 
-def check_version() -> str:
+def check_version(allows_unreleased: bool = False) -> str:
     """Return the version; raises ReleaseError unless the changelog is complete.
 
-    It needs a dated section of the version, and nothing may be left in [Unreleased].
+    It needs a dated section of the version. Nothing may be left in [Unreleased], unless that is
+    allowed.
     """
     text = (ROOT / "evoke_proxy/__init__.py").read_text("utf-8")
     version = re.findall(r'^__version__ = "(.*)"$', text, re.MULTILINE)[0]
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
-    problem = changelog_problem(changelog, version) or unreleased_problem(changelog)
+    problem = changelog_problem(changelog, version)
+    if not allows_unreleased:
+        problem = problem or unreleased_problem(changelog)
     if problem:
         raise ReleaseError(problem)
     return str(version)
@@ -129,7 +137,10 @@ def unreleased_problem(text: str) -> str:
     _, _, rest = text.partition("\n## [Unreleased]\n")
     listed, _, _ = rest.partition("\n## [")
     if listed.strip():
-        return "CHANGELOG.md: move what [Unreleased] lists to the section of the version"
+        return (
+            "CHANGELOG.md: move what [Unreleased] lists to the section of the version, or give"
+            " --unreleased to try the packages"
+        )
     return ""
 
 

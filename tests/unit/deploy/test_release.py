@@ -61,6 +61,19 @@ def test_changes_that_no_version_has_are_not_released() -> None:
     assert "what [Unreleased] lists" in make.unreleased_problem(listed)
 
 
+def test_unreleased_changes_are_packed_only_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evoke_proxy").mkdir()
+    (tmp_path / "evoke_proxy/__init__.py").write_text('__version__ = "1.2.3"\n', "utf-8")
+    text = GOOD.replace("[Unreleased]\n", "[Unreleased]\n\n### Fixed\n\n- A fault.\n")
+    (tmp_path / "CHANGELOG.md").write_text(text, "utf-8")
+    monkeypatch.setattr(make, "ROOT", tmp_path)
+    with pytest.raises(make.ReleaseError, match="--unreleased to try"):
+        make.check_version()
+    assert make.check_version(allows_unreleased=True) == "1.2.3"
+
+
 def test_a_program_that_does_not_serve_is_named_and_none_is_left() -> None:
     dead = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(make.ReleaseError, match="does not serve"), make._ending(dead):
