@@ -23,13 +23,31 @@ def result(name: str) -> Any:
 
 def found(path: Sequence[Any]) -> Any:
     """Return the value at a path of `published.toml`."""
-    value = result(path[0])
+    if path[0] in ("least", "most"):
+        return (min if path[0] == "least" else max)(matching(path[1:]))
+    return matching(path)[0]
+
+
+def matching(path: Sequence[Any]) -> list[Any]:
+    """Return all values at a path."""
+    values = [result(path[0])]
     for key in path[1:]:
         if isinstance(key, Mapping):
-            value = next(row for row in value if key.items() <= row.items())
+            values = [row for value in values for row in value if has(row, key)]
+        elif isinstance(key, list):
+            values = [value[each] for value in values for each in key if each in value]
+        elif isinstance(key, float):
+            values = [value * key for value in values]
         else:
-            value = value[key]
-    return value
+            values = [value[key] for value in values]
+    return values
+
+
+def has(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    return all(
+        row.get(key) in (value if isinstance(value, list) else [value])
+        for key, value in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure["text"][:40])
