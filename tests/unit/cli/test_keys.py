@@ -41,9 +41,7 @@ def test_a_missing_file_of_keys_is_an_error(
     assert not path.exists()
 
 
-def test_keys_are_listed_under_headings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_are_listed_under_headings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "keys")
     assert main(["keys", "add", "alice", "--tenant", "research", "--file", path]) == 0
     assert main(["keys", "add", "bo", "--file", path]) == 0
