@@ -51,7 +51,7 @@ def test_the_commands_for_keys_work_as_documented(
     for command in run:
         arguments = shlex.split(command.replace("/etc/evoke-proxy", str(tmp_path)))[1:]
         assert main(arguments) == 0, command
-    assert "alice research" in capsys.readouterr().out
+    assert "alice  research" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", TEXTS)
