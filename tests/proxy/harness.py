@@ -80,9 +80,10 @@ def ask(
         connection.close()
 
 
-def server_counter(port: int, name: str) -> int:
-    """Return the value of a counter in llama-server's own metrics."""
-    lines = ask(port, "GET", "/metrics").body.decode().splitlines()
+def server_counter(port: int, name: str, model: str = "") -> int:
+    """Return the value of a counter in llama-server's own metrics; `model` is one of a router."""
+    path = f"/metrics?model={model}" if model else "/metrics"
+    lines = ask(port, "GET", path).body.decode().splitlines()
     (total,) = [line for line in lines if line.startswith(f"llamacpp:{name} ")]
     return int(float(total.split()[1]))
 

@@ -191,7 +191,7 @@ def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Pat
 
 
 def test_a_state_fits_the_budget(tmp_path: Path) -> None:
-    """Neither a prefix that is longer than the budget, nor one that fits it, breaks it."""
+    """Of a prefix that is longer than the budget as much is shared as the budget holds."""
     with serve(tmp_path) as port:
         for budget in (1024, 2048):
             with proxy(port, policy__budget=budget, **settings_for(tmp_path)) as running:
@@ -200,8 +200,8 @@ def test_a_state_fits_the_budget(tmp_path: Path) -> None:
                     answer = ask(running.port, "POST", PATH, body, JSON)
                     accounting = json.loads(answer.body)["timings"]["evoke"]
                     assert accounting["n_resident_peak"] <= budget
-                is_shared = running.metric("evoke_shared_tokens_total") > 0
-                assert is_shared == (budget == 2048)
+                n_shared = running.metric("evoke_shared_tokens_total")
+                assert n_shared >= 2 * min(budget, 1500)
                 assert running.metric("evoke_budget_breach_total") == 0
 
 

@@ -87,7 +87,8 @@ def test_lookahead_reduces_the_decoded_tokens_of_a_hybrid_model_to_a_fifth(
 def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> None:
     """Two snapshots are kept: of the latest step, and of the history up to the last user message.
 
-    The second one is needed because the template changes the steps once the user writes again.
+    The second one is needed because the template changes the steps once the user writes again. A
+    third one has the tools alone, for other conversations.
     """
     deployment, chat = Deployment(tmp_path, HYBRID, QWEN), long_chat(400)
     chat.fields = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
@@ -102,7 +103,7 @@ def test_the_last_user_message_before_a_tool_loop_is_saved(tmp_path: Path) -> No
             chat.messages.append(result)
             chat.ask(running.port)
             running.wait_for_background()
-        assert len(deployment.files()) == 2
+        assert len(deployment.files()) == 3
     for continues, limit in ((True, SLACK), (False, 500)):
         if not continues:
             chat.messages.append({"role": "assistant", "content": "Done."})

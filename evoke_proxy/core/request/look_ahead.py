@@ -55,6 +55,27 @@ def next_turns(body: bytes, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
     return first, second
 
 
+def openings(body: bytes) -> tuple[bytes, ...]:
+    """Two requests that end with different messages in place of the first one of the user.
+
+    Another conversation that begins alike has the common prefix of their renderings, whatever its
+    user writes. Returns none for a request without a message of the user.
+    """
+    text = json_text(boundary(body))
+    members = [member for member in JsonScanner(text).document() if member.key == "messages"]
+    if not members or text[members[-1].value] != "[":
+        return ()
+    for span in JsonScanner(text).elements(members[-1].value):
+        message = json.loads(text[span.value : span.end])
+        if isinstance(message, dict) and message.get("role") == "user":
+            before, behind = text[: span.start], text[members[-1].end - 1 :]
+            return tuple(
+                f"{before}{json.dumps({'role': 'user', 'content': content})}{behind}".encode()
+                for content in PLACEHOLDERS
+            )
+    return ()
+
+
 def snapshot_obstacle(request: ChatRequest) -> str:
     """Why no snapshot is made of a chat request; empty when one can be made.
 

@@ -267,9 +267,14 @@ class SlotPool:
         self.forget(session)
         self._slots[slot].holder = session
 
+    @property
+    def n_busy(self) -> int:
+        """The number of busy slots."""
+        return sum(slot.busy for slot in self._slots)
+
     def alone(self) -> bool:
         """Whether at most one slot is busy, and no request waits."""
-        return sum(slot.busy for slot in self._slots) <= 1 and not self.queued
+        return self.n_busy <= 1 and not self.queued
 
     def idle(self) -> bool:
         """Whether no request runs or waits, apart from background work."""

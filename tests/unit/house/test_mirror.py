@@ -30,6 +30,7 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/strategies/budgeted/shared_states.py": "proxy/test_shared_states.py",
     "engine/strategies/budgeted/write_back.py": "proxy/test_writeback.py",
     "engine/strategies/slot_assignment.py": "proxy/test_slot_placement.py",
+    "engine/strategies/snapshots/shared_beginnings.py": "proxy/test_shared_beginnings.py",
     "engine/strategies/snapshots/slot_placement.py": "proxy/test_snapshots.py",
     "web/chat.py": "proxy/test_stream_keepalive.py",
     "web/prefetch.py": "proxy/test_prefetch.py",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +18,7 @@ from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.look_ahead import STEP, kind_of
+from evoke_proxy.core.request.look_ahead import PREFIX, STEP, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, has_restarted
@@ -26,11 +28,18 @@ from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue, until_over
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
+from evoke_proxy.engine.strategies.beginnings import Beginning
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.shared_beginnings import (
+    RestoreLock,
+    SharedBeginnings,
+)
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
+# Seconds that a request whose slot was restored may take to start in llama-server.
+_MAX_START_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +68,23 @@ class SnapshotTurn(PreparedTurn):
     answer: AnswerReader = field(default_factory=AnswerReader)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """A part of a prompt that is decoded, and then saved, before the request is forwarded."""
+
+    # The prompt up to the end of the step.
+    tokens: Tokens
+    # The kind of snapshot.
+    kind: str
+    # What the slot has before it, and how many tokens of the prompt that is expected to be.
+    live: SlotContents | None
+    reuse: int
+    # It is saved even if that exceeds the share of the time that saves may take.
+    is_urgent: bool = False
+    # Requests with a slot that wait until it is saved.
+    n_waiting: int = 0
+
+
 class SlotPlacement:
     """Restores, decodes and saves slots for turns; writes `Conversation.snapshots`."""
 
@@ -80,15 +106,20 @@ class SlotPlacement:
         self._slots = slots
         self._conversations = conversations
         self._metrics = metrics
+        self._beginnings = SharedBeginnings(conversations, transfers)
+        self._restores = asyncio.Lock()
 
     async def prepare(
         self, scope: TurnScope, turn: SnapshotTurn, conversation: Conversation, lease: SlotLease
     ) -> SnapshotTurn:
         """Restore the part of the prompt that is cheaper to restore than to decode.
 
-        Saves the boundary of the prompt when that is worth it. `scope.turn` is the stage that was
-        reached, also when this raises.
+        Saves the boundary of the prompt when that is worth it, and before it the beginning that
+        other conversations may have. `scope.turn` is the stage that was reached, also when this
+        raises.
         """
+        lock = RestoreLock(self._restores)
+        beginning = await self._begin(scope, turn, conversation, lock)
         scope.trace.stage = "look"
         slots = await self._list_slots(turn, lease)
         turn = replace(
@@ -131,8 +162,12 @@ class SlotPlacement:
             restored = await self._restore(scope, turn, placement)
             if restored is not None:
                 live = restored
-                branch = placement.restore.snapshot.branch
-                conversation.snapshots.branch_continued(branch)
+                branch = turn.branch
+                if placement.restore.snapshot.kind != PREFIX:
+                    branch = placement.restore.snapshot.branch
+                    conversation.snapshots.branch_continued(branch)
+                elif not conversation.is_committed:
+                    self._metrics.shared.inc(placement.restore.shared)
                 turn = replace(
                     turn,
                     decision="restored",
@@ -146,10 +181,67 @@ class SlotPlacement:
             slot=slot_to_name(situation, turn.predicted_ram),
         )
         scope.turn = turn
-        if self._may_save(turn, live):
-            turn = await self._save_boundary(scope, turn, live, placement.reuse)
-            scope.turn = turn
+        step = _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+        turn, step = await self._save_beginnings(scope, turn, step, beginning)
+        if self._may_save(turn, step):
+            turn, _ = await self._save(scope, turn, step)
+        elif lock.is_locked and turn.restored is not None:
+            # Whether the state was reused is known as soon as its own text is decoded.
+            turn, _ = await self._decode(scope, turn, replace(step, tokens=goal))
+        if lock.is_locked:
+            await self._release(lock, turn.calls.stock)
         return turn
+
+    async def _begin(
+        self,
+        scope: TurnScope,
+        turn: SnapshotTurn,
+        conversation: Conversation,
+        lock: RestoreLock,
+    ) -> Beginning:
+        """The first request of a conversation, after states that others save for it were saved.
+
+        Without states for any other request. Only one first request at a time restores a state that
+        was never restored before, and of a server that empties idle slots, any: `lock` then keeps
+        others from that.
+        """
+        beginning = Beginning(turn.request.tenant, turn.prompt)
+        is_long = len(turn.prompt) > self._config.min_tokens
+        if conversation.is_committed or not is_long or self._probe.disabled_reason:
+            return beginning
+        scope.trace.stage = "share"
+        scope.keep_open(self._beginnings.running(beginning))
+        await self._beginnings.begin(beginning, conversation, turn.body, turn.calls.stock)
+        scope.keep_open(closing(lock))
+        await lock.take()
+        match = self._transfers.find(turn.request.tenant, turn.prompt[:-1])
+        is_proven = match is not None and self._transfers.was_useful(match.snapshot)
+        if match is None or (is_proven and not self._may_clear):
+            lock.close()
+        return beginning
+
+    @property
+    def _may_clear(self) -> bool:
+        """Whether a request that starts empties the slots that were prepared for others."""
+        return self._probe.clears_idle_slots and len(self._slots.pool) > 1
+
+    async def _release(self, lock: RestoreLock, api: StockApi) -> None:
+        """Let other first requests restore slots, once that cannot affect this one."""
+        if not self._may_clear:
+            lock.close()
+            return
+        before = _tasks_of(await api.list_slots())
+
+        async def has_not_started() -> bool:
+            return _tasks_of(await api.list_slots()) == before
+
+        async def wait() -> None:
+            loop = asyncio.get_running_loop()
+            until = loop.time() + _MAX_START_S
+            with closing(lock):
+                await until_over(has_not_started, lambda: loop.time() > until)
+
+        self._transfers.run(wait(), "waiting for the start of a request")
 
     async def _list_slots(
         self, turn: SnapshotTurn, lease: SlotLease
@@ -199,65 +291,101 @@ class SlotPlacement:
             min_prefix=min_prefix,
         )
 
-    def _may_save(self, turn: SnapshotTurn, live: SlotContents | None) -> bool:
-        """Whether to decode and save the boundary; counts the reason if not."""
-        if len(turn.boundary) < self._config.min_tokens or _holds(live, turn.boundary):
+    def _may_save(self, turn: SnapshotTurn, step: _Step) -> bool:
+        """Whether to decode and save the end of a step; counts the reason if not."""
+        if len(step.tokens) < self._config.min_tokens or _holds(step.live, step.tokens):
             return False
         reason = self._transfers.reason_not_to_save(
-            turn.request.tenant, turn.boundary, waited_for=True
+            turn.request.tenant, step.tokens, waited_for=True
         )
-        if not reason and self._transfers.seconds_until_save() > 0:
+        if not reason and not step.is_urgent and self._transfers.seconds_until_save() > 0:
             reason = "rate"
         pool = self._slots.pool
-        if not reason and self._probe.clears_idle_slots and not (len(pool) == 1 or pool.alone()):
+        is_alone = len(pool) == 1 or pool.alone() or 0 < step.n_waiting == pool.n_busy - 1
+        if not reason and self._probe.clears_idle_slots and not is_alone:
             reason = "cleared"  # another request may empty the slot before it is saved
         if reason and reason != "there":
             self._metrics.saves.labels(result=f"skipped_{reason}").inc()
         return not reason
 
-    async def _save_boundary(
-        self, scope: TurnScope, turn: SnapshotTurn, live: SlotContents | None, reuse: int
-    ) -> SnapshotTurn:
-        """Decode up to the boundary, and save the slot."""
+    async def _save_beginnings(
+        self, scope: TurnScope, turn: SnapshotTurn, step: _Step, beginning: Beginning
+    ) -> tuple[SnapshotTurn, _Step]:
+        """Decode and save what other conversations may begin with.
+
+        Returns the turn, and the step to the boundary behind it.
+        """
+        for state in beginning.states:
+            part = replace(
+                step,
+                tokens=state.tokens,
+                kind=PREFIX,
+                is_urgent=self._beginnings.is_expected(beginning, state),
+                n_waiting=self._beginnings.n_that_wait(beginning, state),
+            )
+            if not self._may_save(turn, part):
+                self._beginnings.give_up([state])
+                continue
+            turn, state.is_saved = await self._save(scope, turn, part)
+            step = replace(step, live=None, reuse=0)
+            if not state.is_saved:
+                self._beginnings.give_up(beginning.states)
+                break
+            self._transfers.run(self._beginnings.finish(state), "sharing a state")
+            # What is left up to the boundary is saved as well, if that is worth it.
+            step = replace(step, is_urgent=True)
+        return turn, step
+
+    async def _save(
+        self, scope: TurnScope, turn: SnapshotTurn, step: _Step
+    ) -> tuple[SnapshotTurn, bool]:
+        """Decode up to the end of a step, and save the slot; returns whether that succeeded."""
+        turn, slot = await self._decode(scope, turn, step)
+        scope.trace.stage = "save"
+        if slot is None or not await self._probe.is_same_server(turn.calls.stock):
+            return turn, False
+        label = self.label(turn.request.tenant, turn.branch, step.kind, len(step.tokens))
+        return turn, await self._transfers.save(slot, step.tokens, label, turn.calls.stock)
+
+    async def _decode(
+        self, scope: TurnScope, turn: SnapshotTurn, step: _Step
+    ) -> tuple[SnapshotTurn, int | None]:
+        """Decode up to the end of a step; returns the slot that has it, if that is leased."""
         api = turn.calls.stock
         scope.trace.stage = "prefill"
         try:
-            done = await api.prefill(turn.boundary, turn.slot)
+            done = await api.prefill(step.tokens, turn.slot)
         except UpstreamRejected as error:
             # Most likely the prompt is too long, which llama-server reports to the client.
             self._metrics.saves.labels(result="skipped_rejected").inc()
             _log.info("llama-server refused to decode up to the boundary: status %d", error.status)
-            return turn
-        turn = self._learn_from_prefill(turn, live, done, reuse)
+            return turn, None
+        turn = self._learn_from_prefill(turn, step, done)
         scope.turn = turn
         if len(self._slots.pool) > 1 and not self._probe.clears_idle_slots:
             # llama-server may have chosen another slot: follow it, unless a request has that one.
             lease = scope.leases[0]
             if done.slot != lease.slot and not self._slots.exchange(lease, done.slot):
                 self._metrics.saves.labels(result="skipped_cleared").inc()
-                return replace(turn, slot=lease.slot)
+                scope.turn = replace(turn, slot=lease.slot)
+                return scope.turn, None
             turn = replace(turn, slot=done.slot, slots=(lease.slot,))
             scope.turn = turn
-        scope.trace.stage = "save"
-        if await self._probe.is_same_server(api):
-            label = self.label(
-                turn.request.tenant, turn.branch, kind_of(turn.chat), len(turn.boundary)
-            )
-            await self._transfers.save(done.slot, turn.boundary, label, api)
-        return turn
+        return turn, done.slot
 
     def _learn_from_prefill(
-        self, turn: SnapshotTurn, live: SlotContents | None, done: PrefillResult, reuse: int
+        self, turn: SnapshotTurn, step: _Step, done: PrefillResult
     ) -> SnapshotTurn:
         """Record what a prefill shows about the costs and the behaviour of the server."""
         self._probe.costs.prefilled(done.decoded, done.seconds)
         if turn.restored is not None:
             self._transfers.record_reuse(turn.restored, done.cached)
-        elif live is not None and reuse and not live.exact:
-            promised = min(reuse, len(turn.boundary))
+        elif step.live is not None and step.reuse and not step.live.exact:
+            promised = min(step.reuse, len(step.tokens))
             self._probe.behaviour.rollback.record(promised, done.cached)
         self._note_ram(turn, done.cached)
-        return replace(turn, n_prefilled=done.decoded, restored=None, predicted_ram=None)
+        n_prefilled = turn.n_prefilled + done.decoded
+        return replace(turn, n_prefilled=n_prefilled, restored=None, predicted_ram=None)
 
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
         """Record whether the RAM cache had the predicted contents."""
@@ -319,7 +447,7 @@ class SlotPlacement:
         If the slot of the turn is unknown, wait until all requests that may be the turn's have
         ended: those that began after the turn was prepared and run at the first poll.
         """
-        earlier = {(status.id, status.task) for status in turn.slots_before or ()}
+        earlier = _tasks_of(turn.slots_before)
         first: list[set[tuple[int, int | None]]] = []
 
         async def busy() -> bool:
@@ -353,6 +481,11 @@ def _slot_of_reply(
     new = [item for item in slots if before.get(item.id) != item.task and not item.busy]
     fitting = [item for item in new if abs(item.n_tokens - n_tokens) <= 2]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _tasks_of(slots: Sequence[SlotStatus] | None) -> set[tuple[int, int | None]]:
+    """The slots, each with its latest task."""
+    return {(status.id, status.task) for status in slots or ()}
 
 
 def _holds(contents: SlotContents | None, tokens: Tokens) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
@@ -41,6 +42,7 @@ class SnapshotTransfers:
         self._metrics = metrics
         self._tasks = tasks
         self._refused: set[str] = set()  # ids of snapshots that llama-server did not restore
+        self._useful: set[str] = set()  # ids of snapshots whose restore has saved decoding
         self._seals: set[asyncio.Task[None]] = set()  # of files that become snapshots now
 
     def find(self, tenant: str, tokens: Tokens) -> Match | None:
@@ -49,8 +51,17 @@ class SnapshotTransfers:
         if self._probe.disabled_reason or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
-        usable = (item for item in snapshots if self.may_restore(item))
+        # One that was of use stays so while it is restored into another slot.
+        usable = (
+            replace(item, suspect=False) if item.suspect and self.was_useful(item) else item
+            for item in snapshots
+            if self.may_restore(item)
+        )
         return best(usable, tokens, behaviour.can_restore_partly)
+
+    def was_useful(self, snapshot: Snapshot) -> bool:
+        """Return whether a restore of a snapshot by this process has saved decoding."""
+        return snapshot.id in self._useful
 
     def may_restore(self, snapshot: Snapshot) -> bool:
         """Return whether llama-server has not refused to restore a snapshot."""
@@ -104,6 +115,8 @@ class SnapshotTransfers:
         """Record how many tokens of the prompt were not decoded thanks to a restore."""
         behaviour = self._probe.behaviour
         useful = behaviour.restore.record(match.shared, cached)
+        if useful:
+            self._useful.add(match.snapshot.id)
         if not match.extends:
             behaviour.partial_restore.record(match.shared, cached)
         self._repository.end_restore(match.snapshot, useful)
@@ -195,6 +208,10 @@ class SnapshotTransfers:
         """Wait until the files that were saved so far are snapshots or were discarded."""
         if self._seals:
             await asyncio.wait(set(self._seals))
+
+    def run(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        """Run work in the background that waits for files."""
+        self._tasks.run(work, what)
 
     async def _run_to_end(self, work: Coroutine[Any, Any, bool], what: str) -> bool:
         """Wait for work that runs to its end even when the caller is cancelled."""

@@ -18,6 +18,7 @@ from evoke_proxy.core.request.look_ahead import (
     continued,
     kind_of,
     next_turns,
+    openings,
     probe_bodies,
     snapshot_obstacle,
     stability,
@@ -59,6 +60,18 @@ def test_the_expected_next_turns_differ_only_in_their_last_message(
     for turn_body, text in zip(next_turns(body, reply), PLACEHOLDERS, strict=True):
         expected = [*messages, reply, {"role": "user", "content": text}]
         assert json.loads(turn_body)["messages"] == expected
+
+
+def test_openings_end_with_other_messages_in_place_of_the_first_one_of_the_user() -> None:
+    system = b'{"role" : "system","content":"h\\u0069"}'
+    rest = b'{"role":"assistant","content":"y"},{"role":"user","content":"z"}'
+    body = b'{"messages":[' + system + b', {"role":"user","content":"x"},' + rest + b'],"n":1}'
+    for opening, text in zip(openings(body), PLACEHOLDERS, strict=True):
+        messages = json.loads(opening)["messages"]
+        assert messages[1:] == [{"role": "user", "content": text}]
+        assert system in opening and opening.endswith(b'"n":1}')
+    assert openings(b'{"messages":[' + system + b"]}") == ()
+    assert openings(b'{"messages":3}') == openings(b"{}") == ()
 
 
 def _chat(**fields: Any) -> Any:

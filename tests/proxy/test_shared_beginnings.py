@@ -1,0 +1,167 @@
+"""At a stock llama-server a new conversation begins with the saved state of a common prefix.
+
+Requests are those of sub-agents with one system prompt. Counts include what the proxy decodes.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ask as request
+from harness import bare_llama_server, proxy, server_binary, server_counter
+from stock_deployment import SAVE_ALWAYS, Deployment, decoded, final_metric
+from tenant_keys import KEYS, proxy_with_keys
+from test_shared_states import BRIEFING, JSON, N_AGENTS, N_OWN, PATH, agent_body
+
+from bench.random_models import SHAPES, ensure
+
+HYBRID = "tiny-qwen35"
+SHAPE_NAMES = (HYBRID, "tiny-gemma", "tiny-dense")
+# Slots with cells of their own; slots that share cells, which llama-server empties when idle.
+SEPARATE = ("-np", "4", "-no-kvu", "-c", "16384")
+EMPTIED = ("-np", "4", "-kvu", "-c", "16384")
+N_PREFIX = 1500
+
+
+def ask_agent(port: int, body: bytes, headers: Mapping[str, str] = JSON) -> Mapping[str, Any]:
+    """Send a request of a sub-agent; returns the reply."""
+    answer = request(port, "POST", PATH, body, {**JSON, **headers})
+    assert answer.status == 200, answer.body
+    reply: Mapping[str, Any] = json.loads(answer.body)
+    return reply
+
+
+def ask_agents(port: int, bodies: Sequence[bytes], at_once: int) -> int:
+    """Send the requests of sub-agents, `at_once` at a time; returns the longest prompt."""
+    with ThreadPoolExecutor(at_once) as pool:
+        replies = list(pool.map(lambda body: ask_agent(port, body), bodies))
+    return max(reply["usage"]["prompt_tokens"] for reply in replies)
+
+
+@pytest.mark.parametrize("at_once", [1, N_AGENTS])
+@pytest.mark.parametrize("options", [SEPARATE, EMPTIED], ids=["separate", "emptied"])
+@pytest.mark.parametrize("shape", SHAPE_NAMES)
+def test_sub_agents_decode_a_common_prefix_once(
+    tmp_path: Path, shape: str, options: tuple[str, ...], at_once: int
+) -> None:
+    """Ten on four slots, one after the other and all at once."""
+    deployment = Deployment(tmp_path, shape, options)
+    with deployment.server() as port, deployment.proxy(port) as running:
+        before = decoded(port)
+        n_prompt = ask_agents(running.port, [agent_body(i) for i in range(N_AGENTS)], at_once)
+        assert n_prompt > N_PREFIX
+        assert decoded(port) - before <= 1.05 * n_prompt + N_OWN * N_AGENTS
+        assert final_metric(running, "evoke_degraded_total", stage="share") == 0
+        assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0
+
+
+@pytest.mark.parametrize("at_once", [1, N_AGENTS])
+def test_a_common_beginning_of_user_messages_is_shared(tmp_path: Path, at_once: int) -> None:
+    """One after the other, the second agent finds what is common, and saves that state."""
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    with deployment.server() as port, deployment.proxy(port) as running:
+        before = decoded(port)
+        bodies = [agent_body(i, briefing=BRIEFING) for i in range(N_AGENTS)]
+        n_prompt = ask_agents(running.port, bodies, at_once)
+        n_briefing = 950
+        assert decoded(port) - before <= 1.05 * n_prompt + N_OWN * N_AGENTS + n_briefing
+
+
+@pytest.mark.parametrize("shape", SHAPE_NAMES)
+def test_a_shared_state_gives_the_answer_of_a_decoded_prefix(tmp_path: Path, shape: str) -> None:
+    """The same tokens with the same log probabilities, bit by bit."""
+    body, answers = agent_body(7, n_tokens=24), []
+    for name, has_other in (("alone", False), ("after another", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        deployment = Deployment(folder, shape, SEPARATE)
+        with deployment.server_and_proxy(look_ahead=False) as running:
+            if has_other:
+                ask_agent(running.port, agent_body(1))
+            answers.append(ask_agent(running.port, body)["choices"][0])
+            useful = final_metric(running, "evoke_snapshot_restores_total", result="useful")
+            assert useful == has_other
+    assert answers[0]["message"] == answers[1]["message"]
+    assert answers[0]["logprobs"] == answers[1]["logprobs"]
+
+
+def test_a_state_belongs_to_its_tenant(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
+    settings["snapshots__directory"] = str(tmp_path)
+    with (
+        deployment.server() as port,
+        proxy_with_keys(port, tmp_path, **settings) as running,
+    ):
+        before = decoded(port)
+        for tenant, number, is_new in (("alice", 1, True), ("bob", 2, True), ("bob", 3, False)):
+            key = {"Authorization": f"Bearer {KEYS[tenant]}"}
+            ask_agent(running.port, agent_body(number), key)
+            n_decoded = decoded(port) - before
+            before += n_decoded
+            assert (n_decoded > N_PREFIX) == is_new
+
+
+def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    with deployment.server_and_proxy() as running:
+        body = agent_body(0)
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", running.port)) as leaving:
+            leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            with ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(ask_agent, running.port, agent_body(i)) for i in (1, 2, 3)]
+                leaving.close()
+                assert all(each.result()["choices"] for each in asked)
+
+
+def test_agents_of_the_messages_api_share_a_state(tmp_path: Path) -> None:
+    """Their requests name no slot."""
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    with deployment.server() as port, deployment.proxy(port) as running:
+        before, prompts = decoded(port), []
+        for number in range(4):
+            system, user = json.loads(agent_body(number))["messages"]
+            body = {"system": system["content"], "messages": [user], "max_tokens": 4}
+            answer = request(running.port, "POST", "/v1/messages", json.dumps(body).encode(), JSON)
+            usage = json.loads(answer.body)["usage"]
+            prompts.append(usage["input_tokens"] + usage.get("cache_read_input_tokens", 0))
+        assert max(prompts) > N_PREFIX
+        assert decoded(port) - before <= 1.05 * max(prompts) + N_OWN * len(prompts)
+
+
+def test_agents_of_each_model_of_a_router_share_a_state(tmp_path: Path) -> None:
+    models, slots = tmp_path / "models", tmp_path / "slots"
+    models.mkdir()
+    slots.mkdir()
+    names = (HYBRID, "tiny-lfm2")
+    for shape in names:
+        (models / f"{shape}.gguf").symlink_to(ensure(SHAPES[shape]))
+    options = ["--models-dir", str(models), "--slot-save-path", str(slots), "--metrics"]
+    options += ["-np", "4", "-no-kvu", "-c", "16384", "-t", "1"]
+    settings = {f"snapshots__{key}": value for key, value in SAVE_ALWAYS.items()}
+    settings["snapshots__directory"] = str(slots)
+    with bare_llama_server(server_binary(patched=False), *options) as port:
+        with proxy(port, **settings) as running:
+            for name in names:
+                bodies = [json.loads(agent_body(i)) | {"model": name} for i in range(N_AGENTS)]
+                sent = [json.dumps(body).encode() for body in bodies]
+                n_prompt = ask_agents(running.port, sent, N_AGENTS)
+                n_decoded = server_counter(port, "prompt_tokens_total", name)
+                assert N_PREFIX < n_decoded <= 1.05 * n_prompt + N_OWN * N_AGENTS
+
+
+def test_agents_do_not_wait_for_a_server_that_cannot_save(tmp_path: Path) -> None:
+    server, other = tmp_path / "server", tmp_path / "other"
+    server.mkdir()
+    other.mkdir()
+    deployment = Deployment(server, HYBRID, SEPARATE)
+    with deployment.server() as port, deployment.proxy(port, directory=str(other)) as running:
+        ask_agents(running.port, [agent_body(i) for i in range(N_AGENTS)], N_AGENTS)
+        assert final_metric(running, "evoke_snapshot_saves_total", result="saved") == 0
