@@ -3,8 +3,11 @@
 Length: one slot with `--cells` cells is asked for `--tokens` tokens. Without eviction it stops when
 the cells are full and is restarted until it has generated as many, to compare the speed.
 Throughput: slots that share `--shared` cells are asked for `--each` tokens each, at the same time;
-a binary search finds the largest number that all complete. Speed is tokens per second of processor
-time of the server.
+a binary search finds the largest number that all complete. `by_count` is the speed of 1, 2, 4, ...
+at once, 0 from where the cells are full. Speed is tokens per second of processor time of the
+server.
+
+Part `shift`: what a long answer leaves of what was said before it, see `bench/shift.py`.
 
 *Against* the server without eviction. *Fails* when a generation with eviction ends early."""
 
@@ -16,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bench.driver import Bench, Report, Row, option
+from bench import shift
+from bench.driver import Bench, Report, Row, option, run_parts
 from bench.llama import Llama, running
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.server_build import ensure_server
@@ -27,7 +31,8 @@ ARMS = {
     "scored": ("--kv-eviction", "2"),
     "attention": ("--kv-eviction", "3"),
 }
-SLOTS = 16
+SLOTS = 32
+_COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def ask(server: Llama, prompt: Sequence[int], tokens: int) -> Any:
@@ -97,8 +102,10 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             row = length(one, args.tokens)
         shared = ("-c", str(args.shared), "-np", str(SLOTS), "-kvu")
         with running(server, model, *shared, *options) as many:
+            by_count = {str(n): round(together(many, n, args.each)) for n in _COUNTS}
             count, speed = most(many, args.each)
-        yield {"arm": arm, **row, "most_at_once": count, "together_per_cpu_s": speed}
+        row |= {"most_at_once": count, "together_per_cpu_s": speed, "by_count": by_count}
+        yield {"arm": arm, **row}
 
 
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
@@ -115,12 +122,12 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
 BENCH = Bench(
     "limit", __doc__, "--cells 2048 --tokens 50000", measure, report,
     ("arm", "asked", "generated", "per_cpu_s", "n_resident_peak", "evicted", "saved",
-     "most_at_once", "together_per_cpu_s"),
+     "most_at_once", "together_per_cpu_s", "by_count"),
     (option("--shape", "long-2", choices=sorted(SHAPES)),
      option("--cells", 1024, "of the one slot"), option("--tokens", 20_000, "asked of it"),
-     option("--shared", 4096, "cells that 16 slots share"),
+     option("--shared", 4096, "cells that 32 slots share"),
      option("--each", 700, "tokens asked of each")),
 )  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(BENCH.main())
+    sys.exit(run_parts({"shift": shift.BENCH, "all": BENCH}, ["all"]))

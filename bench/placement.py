@@ -1,9 +1,10 @@
-"""Where should a recovered block land: at its own positions, or at the end of the text?
+"""Where should a recovered block land, and when: before or after the question is decoded?
 
 A fact is stated first, its rows are saved and evicted, other text is decoded without them, and a
 question asks for the fact. The bench calls the server directly, without the proxy. Arms:
 
 * `original`: the rows are loaded at their own positions before the question
+* `late`: the same after the question is decoded; only its last token sees the fact
 * `tail`: the gap is closed, and the rows are moved to the end of the text
 * `native`: the message with the fact is decoded again at the end of the text
 * `never`: nothing is evicted
@@ -27,7 +28,7 @@ from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragra
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("never", "original", "tail", "native", "discard")
+ARMS = ("never", "original", "late", "tail", "native", "discard")
 _ANSWER: dict[str, Any] = {"n_predict": 32, "stop": ["<|im_end|>"]}
 
 
@@ -73,8 +74,8 @@ class Session:
         llama, (p0, p1) = self._llama, self._fact_span
         llama.complete(self._tokens[: self._answered])
         llama.act("block-save", name="fact", p0=p0, p1=p1, evict=True)
-        llama.complete(self._tokens[: self._asked])
-        if arm == "original":
+        llama.complete(self._tokens[: self._asked] if arm != "late" else self._tokens)
+        if arm in ("original", "late"):
             llama.act("block-load", names=["fact"])
         if arm != "tail":
             return self._tokens
@@ -97,7 +98,7 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each distance, session and arm."""
-    options = ("-c", "8192", "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
+    options = ("-c", str(args.cells), "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
     with running(ensure_server(), bundled_model(), *options) as llama:
         for distance in args.distances:
             for seed in range(args.first, args.first + args.seeds):
@@ -119,7 +120,8 @@ BENCH = Bench(
     "placement", __doc__, "--seeds 5 --distances 500 2000", measure, report,
     ("distance", "arm", "n", "right", "share", "interval_95"),
     (option("--seeds", 20, "how many sessions"), option("--first", 0, "the first seed"),
-     option("--distances", (500, 2000, 6000), "tokens between")),
+     option("--distances", (500, 2000, 6000), "tokens between"),
+     option("--cells", 8192, "of the slot; more than the trained length for longer distances")),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ same time.
 Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
 with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
 `unseen` (questions that the training of the bundled model did not have, found by text, by the model
-itself and by both).
+itself and by both), `crossover` (InfLLM at every compression).
 
 *Against* no eviction, the oracle, `discard`, every other policy. *Fails* on a bar of
 `bench/quality/summary.py`."""
@@ -95,7 +95,7 @@ _OPTIONS = (
     option("--part", help="every Nth session, from the Kth (1/1)", type=_part, metavar="K/N"),
 )
 PLANS = {"full": plan.FULL, "quick": plan.QUICK, "hybrid": plan.HYBRID, "ceilings": plan.CEILINGS,
-         "unseen": plan.UNTRAINED}  # fmt: skip
+         "unseen": plan.UNTRAINED, "crossover": plan.CROSSOVER}  # fmt: skip
 PARTS = {
     name: Bench(
         each := "quality" if name == "full" else f"quality {name}", __doc__,

@@ -66,7 +66,8 @@ class Cell:
     """Sessions of one kind. All get the ceiling and our own policy, the first `best` of them the
     oracle and the first `core` of them `discard` beside it, at compressions `controls`, the first
     `asked` ours with the model's own recall, the first `wide` every other policy at OTHERS_AT.
-    `times`: how many of the task's sessions are told and asked in one."""
+    `times`: how many of the task's sessions are told and asked in one. `others` and `others_at`
+    replace all other policies and OTHERS_AT."""
 
     name: str
     task: str
@@ -78,6 +79,8 @@ class Cell:
     best: int = 3
     asked: int = 0
     controls: Sequence[float] = (OTHERS_AT,)
+    others: Sequence[str] = OTHERS
+    others_at: Sequence[float] = (OTHERS_AT,)
 
     def arms(self, session: int, ratios: Sequence[float]) -> list[Arm]:
         """Those that the session of this number is run under; the ceiling alone without ratios."""
@@ -88,7 +91,7 @@ class Cell:
         if session < self.asked:
             found += [Arm(OURS, ratio, recall) for recall in RECALLS for ratio in ratios]
         if session < self.wide:
-            found += [Arm(name, OTHERS_AT) for name in OTHERS]
+            found += [Arm(name, ratio) for name in self.others for ratio in self.others_at]
         return found
 
 
@@ -157,6 +160,15 @@ HYBRID = Plan(
     ),
     _SHORT,
 )
+
+
+def _against_infllm(task: str) -> Cell:
+    others = ("infllm", "infllm_k2")
+    return Cell(task, task, 4000, 4, core=0, best=0, wide=4, others=others, others_at=RATIOS)
+
+
+# InfLLM looks up 8 or 2 blocks whatever the budget is: where it overtakes, and where it loses.
+CROSSOVER = Plan((_against_infllm("needle"), _against_infllm("facts12")))
 # What the model answers when nothing is evicted: about 60 questions for each task and length.
 _PROBES = {"needle": 10, "facts12": 12, "facts20": 20, "updates": 4, "files": 4, "rereads": 4,
            "unknown": 3, "unknown-said": 3, "rereads-apart": 2}  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench import limit
+from bench import limit, shift
 
 
-@pytest.mark.parametrize("largest", [0, 1, 5, 15, 16])
+@pytest.mark.parametrize("largest", [0, 1, 5, 31, 32])
 def test_the_search_finds_the_largest_number_of_conversations_that_work(
     largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -16,3 +16,10 @@ def test_the_search_finds_the_largest_number_of_conversations_that_work(
 
     monkeypatch.setattr(limit, "together", together)
     assert limit.most(None, 10) == (largest, 10.0 * largest)  # type: ignore[arg-type]
+
+
+def test_context_shift_drops_the_oldest_half_behind_what_is_kept() -> None:
+    left = shift.rows_left([1, 2, 3], range(10, 20), kept=1, cells=8)
+    # Full at 7 tokens: 1 stays, three of the other six go; full again at 7.
+    assert left == [1, 14, 15, 16, 17, 18, 19]
+    assert shift.rows_left([1, 2], [3, 4], kept=1, cells=8) == [1, 2, 3, 4]
