@@ -82,36 +82,6 @@ def _calling(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
     )
 
 
-def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
-    """A stream of one call, as Anthropic's Messages have it."""
-    usage = {"input_tokens": 1, "output_tokens": 1}
-    message: Json = {
-        "id": id,
-        "type": "message",
-        "role": "assistant",
-        "model": "random",
-        "content": [],
-    }
-    message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
-    delta = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
-    ends = {"stop_reason": "tool_use", "stop_sequence": None}
-    stream_events: list[Json] = [
-        {"type": "message_start", "message": message},
-        {
-            "type": "content_block_start",
-            "index": 0,
-            "content_block": {"type": "tool_use", "id": id, "name": name, "input": {}},
-        },
-        {"type": "content_block_delta", "index": 0, "delta": delta},
-        {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": ends, "usage": {"output_tokens": 1}},
-        {"type": "message_stop"},
-    ]
-    return b"".join(
-        f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in stream_events
-    )
-
-
 def relayed(relay: Relay) -> AbstractContextManager[int]:
     """The port where a relay listens until the block is left."""
 

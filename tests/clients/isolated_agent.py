@@ -26,7 +26,7 @@ from gguf import GGUFReader
 
 from bench.llama import proxied
 from bench.random_models import SHAPES, ensure
-from bench.scripted import Calling, Relay, calling_in_messages, relayed
+from bench.scripted import Calling, Relay, relayed
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
@@ -105,6 +105,36 @@ def qwen(program: str, home: Path, port: int) -> Turns:
     command = [program, "--auth-type", "openai", "--openai-api-key", "any", "-m", "random"]
     command += ["--openai-base-url", f"http://127.0.0.1:{port}/v1"]
     return [[*command, FIRST]], {}
+
+
+def calling_in_messages(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
+    """A stream of one call, as Anthropic's Messages have it."""
+    usage = {"input_tokens": 1, "output_tokens": 1}
+    message: dict[str, Any] = {
+        "id": id,
+        "type": "message",
+        "role": "assistant",
+        "model": "random",
+        "content": [],
+    }
+    message |= {"stop_reason": None, "stop_sequence": None, "usage": usage}
+    delta = {"type": "input_json_delta", "partial_json": json.dumps(arguments)}
+    ends = {"stop_reason": "tool_use", "stop_sequence": None}
+    stream_events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": message},
+        {
+            "type": "content_block_start",
+            "index": 0,
+            "content_block": {"type": "tool_use", "id": id, "name": name, "input": {}},
+        },
+        {"type": "content_block_delta", "index": 0, "delta": delta},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "message_delta", "delta": ends, "usage": {"output_tokens": 1}},
+        {"type": "message_stop"},
+    ]
+    return b"".join(
+        f"event: {it['type']}\ndata: {json.dumps(it)}\n\n".encode() for it in stream_events
+    )
 
 
 @dataclass(frozen=True, slots=True)
