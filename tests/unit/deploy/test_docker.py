@@ -427,7 +427,11 @@ def _built_server() -> Path | None:
     named = os.environ.get("EVOKE_PATCHED_SERVER")
     cache = cache_dir()
     spec = build_spec(True, find_toolchain(), None, patches_dir(), cache)
-    return Path(named) if named else finished_server(cache, spec.key)
+    if named:
+        return Path(named)
+    # With the web UI or without it.
+    built = (finished_server(cache, spec.server_key(has_ui)) for has_ui in (True, False))
+    return next((server for server in built if server is not None), None)
 
 
 def test_llama_variables_are_options_of_the_patched_server() -> None:
