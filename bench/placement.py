@@ -29,6 +29,7 @@ from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
 ARMS = ("never", "original", "late", "tail", "native", "discard")
+_TRAINED = 8192
 _ANSWER: dict[str, Any] = {"n_predict": 32, "stop": ["<|im_end|>"]}
 
 
@@ -98,7 +99,9 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each distance, session and arm."""
-    options = ("-c", str(args.cells), "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on")
+    options = ["-c", str(args.cells), "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on"]
+    if args.cells > _TRAINED:
+        options += ["--override-kv", f"llama.context_length=int:{args.cells}"]
     with running(ensure_server(), bundled_model(), *options) as llama:
         for distance in args.distances:
             for seed in range(args.first, args.first + args.seeds):
@@ -121,7 +124,7 @@ BENCH = Bench(
     ("distance", "arm", "n", "right", "share", "interval_95"),
     (option("--seeds", 20, "how many sessions"), option("--first", 0, "the first seed"),
      option("--distances", (500, 2000, 6000), "tokens between"),
-     option("--cells", 8192, "of the slot; more than the trained length for longer distances")),
+     option("--cells", _TRAINED, "of the slot; more than the trained length for longer distances")),
 )  # fmt: skip
 
 if __name__ == "__main__":
