@@ -82,7 +82,7 @@ def test_keys_add_prints_the_key_and_stores_its_hash(
     assert main(["keys", "add", "bob", "--file", path]) == 0
     capsys.readouterr()
     assert main(["keys", "list", "--file", path]) == 0
-    assert capsys.readouterr().out == "alice lab\nbob bob\n"
+    assert capsys.readouterr().out == "name   tenant\nalice  lab\nbob    bob\n"
     assert main(["keys", "remove", "alice", "--file", path]) == 0
     assert main(["keys", "remove", "alice", "--file", path]) == 2
     assert KeyFile(Path(path)).keys.caller(key) is None
