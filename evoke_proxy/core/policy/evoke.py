@@ -26,11 +26,17 @@ from evoke_proxy.core.policy.planner import (
     room_for_blocks,
 )
 from evoke_proxy.core.policy.registry import Choose, Policy, register
-from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
+from evoke_proxy.core.policy.selection import (
+    SelectionOrder,
+    blocks_to_keep,
+    leading_last,
+    select_blocks,
+)
 from evoke_proxy.core.policy.standing import (
     Room,
     asked_blocks,
     file_blocks,
+    leading_blocks,
     live_blocks,
     rule_blocks,
     system_blocks,
@@ -49,6 +55,9 @@ _MAX_UNIT_TOKENS = 768
 _MAX_UNIT_SHARE = 0.9
 # With more questions than this, the largest unit is smaller, so that each question gets one.
 _FEW_QUESTIONS = 3
+# Messages that only lead up to the question keep their places in the ranking within this share of
+# the room.
+_LEADING_SHARE = 0.1
 # What the ranking adds to a keep-score in [0, 1]: at least the largest keep-score, so that ranked
 # blocks come first.
 _RANKED = 1.0
@@ -106,6 +115,8 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         order = np.zeros(0, np.int64)
         if parameters.relevance > 0 and not _fits(view, config):
             order = _unit_order(view, query, config, units)
+            if room is not None:
+                order = leading_last(order, units, leading_blocks(view), int(_LEADING_SHARE * room))
         scores = keep + _ranked(order, units)
         if room is not None:
             # Newer live blocks score higher, in case not all of them fit beside the files.

@@ -19,10 +19,13 @@ from evoke_proxy.core.policy.planner import (
     first_fit,
 )
 from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.retrieval.fusion import Ranking, interleaved
 from evoke_proxy.core.retrieval.units import Units
 
 # Blocks with at least this score are taken before the ranking; see the scores of `policy.evoke`.
 BEFORE_RANKING = 3.0
+# Units that come later get this many tokens for each token of the others.
+_LATER_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +64,22 @@ def select_blocks(
         return taken | best_fit(optional & ~taken, worth, blocks, room)
 
     return fill_capacity(candidates, capacity, fill)
+
+
+def leading_last(order: Positions, units: Units, leads: Mask, room: int) -> Positions:
+    """Return the order with later places for units that only lead up to the question.
+
+    `leads` [n] are the blocks of such units. The first of them that fit into `room` tokens keep
+    their places.
+    """
+    later = units.maxima(leads) > 0
+    kept = first_fit(order[later[order]], units.lengths, room)
+    later &= ~kept
+    is_later = later[order]
+    if not is_later.any():
+        return order
+    rankings = Ranking(order[~is_later]), Ranking(order[is_later], _LATER_WEIGHT)
+    return interleaved(rankings, units.lengths)
 
 
 def blocks_to_keep(

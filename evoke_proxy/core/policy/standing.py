@@ -21,9 +21,13 @@ _SYSTEM_SHARE, _INSTRUCTION_SHARE, _RULES_SHARE = 0.5, 0.1, 0.15
 _TASK_SHARE, _RECENT_SHARE = 0.3, 0.1
 # The files that a turn works on have at most this share of the room.
 _MAX_FILE_SHARE = 0.5
+# At most this many messages directly before the question only lead up to it; one of them that is
+# of the user and has no question mark has at most this many tokens.
+_MAX_LEADING, _LEADING_TOKENS = 4, 32
 # Names of files with rules for agents; the newest reading of each applies to the whole project.
 _RULE_FILES = ("claude.md", "agents.md")
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
+_ASSISTANT = ROLES.index(Role.ASSISTANT)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +216,32 @@ def live_blocks(view: PolicyView, room: Room, rules: Mask) -> Mask:
     share = _TASK_SHARE if is_task else _RECENT_SHARE
     _take_newest(stays, blocks, range(start, end), int(share * capacity))
     return stays
+
+
+def leading_blocks(view: PolicyView) -> Mask:
+    """Return the blocks [n] of messages that only lead up to the question.
+
+    These are the messages directly before it in which the user asks something or says a few words,
+    and the answers to them. A statement of the user ends them. They are alike the question because
+    they are about the same, but rarely have the answer.
+    """
+    blocks, end = view.blocks, view.blocks.question_start
+    leads = np.zeros(len(blocks), np.bool_)
+    asks, states = view.index.asks(blocks), view.index.statement_points(blocks)
+    for _ in range(_MAX_LEADING):
+        if not end:
+            break
+        first = int(blocks.messages.searchsorted(blocks.messages[end - 1]))
+        role = blocks.roles[first]
+        if role == _USER and not asks[first:end].any():
+            length = int(blocks.ends[end - 1] - blocks.starts[first])
+            if length > _LEADING_TOKENS or states[first:end].any():
+                break
+        elif role not in (_USER, _ASSISTANT):
+            break
+        leads[first:end] = True
+        end = first
+    return leads
 
 
 def asked_blocks(view: PolicyView, capacity: int) -> Mask:

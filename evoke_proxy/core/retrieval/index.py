@@ -231,8 +231,8 @@ class Index:
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
-            statements=self._of_short_messages(self._statement_points, _STATEMENT_TOKENS),
-            asks=self._of_blocks(np.array(self._has_question_mark)),
+            statements=self.statement_points(blocks),
+            asks=self.asks(blocks),
             signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
@@ -267,6 +267,19 @@ class Index:
         """
         self.update(blocks)
         return self._of_short_messages(self._instruction_points, _INSTRUCTION_TOKENS)
+
+    def statement_points(self, blocks: BlockTable) -> FloatArray:
+        """Return the points [n] of each block as a short statement of the user; 0 when it is none.
+
+        See `retrieval.instructions.statement_points`.
+        """
+        self.update(blocks)
+        return self._of_short_messages(self._statement_points, _STATEMENT_TOKENS)
+
+    def asks(self, blocks: BlockTable) -> FloatArray:
+        """Return 1 for each block [n] with a question mark, else 0."""
+        self.update(blocks)
+        return self._of_blocks(np.array(self._has_question_mark))
 
     def _of_short_messages(self, points: array[float], max_tokens: int) -> FloatArray:
         """Return the points [n] of the blocks of short messages, given points by document number.

@@ -286,11 +286,17 @@ def _clauses_of(sentence: str) -> Iterator[str]:
 
 
 def _joined_names(sentence: str) -> list[str]:
-    """Split a sentence into clauses, but not between two names that have the same verb."""
+    """Split a sentence into clauses, but not between two names that have the same verb.
+
+    A part of function words only, as in "when and where was it sold", belongs to the next one.
+    """
     parts, start = list[str](), 0
     for gap in _CLAUSE_GAP.finditer(sentence):
         is_inside = _LAST_NAME.search(sentence, start, gap.start())
         if is_inside and _FIRST_NAME.match(sentence, gap.end()):
+            continue
+        words = map(str.lower, _WORD.findall(sentence, start, gap.start()))
+        if FUNCTION_WORDS.issuperset(words):
             continue
         parts.append(sentence[start : gap.start()])
         start = gap.end()

@@ -9,7 +9,12 @@ from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.policy.planner import candidates_of
-from evoke_proxy.core.policy.selection import SelectionOrder, blocks_to_keep, select_blocks
+from evoke_proxy.core.policy.selection import (
+    SelectionOrder,
+    blocks_to_keep,
+    leading_last,
+    select_blocks,
+)
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.units import Units
 
@@ -47,3 +52,13 @@ def test_new_blocks_are_kept_by_the_same_rule() -> None:
     selection = SelectionOrder(units, np.array([0, 1], np.int64), 0.0)
     mask = blocks_to_keep(selection, view, np.zeros(6), 64 * 2)
     assert np.flatnonzero(mask).tolist() == [3]
+
+
+def test_messages_that_lead_up_to_the_question_come_later_beyond_their_room() -> None:
+    view = block_view(FILLER[:6], "ssssrr")
+    units = Units.of(view.blocks, 64)
+    order, leads = np.array([5, 4, 0, 1, 2]), np.array([0, 0, 0, 0, 1, 1], bool)
+    first, second = (int(units.lengths[i]) for i in (5, 4))
+    assert leading_last(order, units, leads, first + second).tolist() == order.tolist()
+    assert leading_last(order, units, leads, first).tolist() == [5, 0, 1, 2, 4]
+    assert leading_last(order, units, leads, 0).tolist() == [0, 1, 2, 5, 4]

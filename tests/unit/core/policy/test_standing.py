@@ -17,6 +17,7 @@ from evoke_proxy.core.policy.standing import (
     Room,
     essential_blocks,
     file_blocks,
+    leading_blocks,
     live_blocks,
     most_essential_tokens,
     rule_blocks,
@@ -139,3 +140,23 @@ def test_essential_blocks_have_at_most_the_tokens_of_the_limit(room: int, random
     essential = essential_blocks(view, files, room)
     most = most_essential_tokens(view.blocks, files, room)
     assert int(view.blocks.lengths[essential].sum()) <= most
+
+
+def leading(texts: list[str], roles: dict[int, Role] | None = None) -> list[int]:
+    """Return which messages before the last one only lead up to it."""
+    view = view_of(texts, roles or dict.fromkeys(range(1, len(texts), 2), Role.ASSISTANT))
+    view.index.update(view.blocks)
+    return np.flatnonzero(leading_blocks(view)).tolist()
+
+
+def test_questions_and_answers_directly_before_the_question_lead_up_to_it() -> None:
+    exchange = ["Who wrote the song?", "Two of them did.", "Really?", "Yes, both."]
+    assert leading([*exchange, "And when was it released?"]) == [0, 1, 2, 3]
+    assert leading([*exchange, *exchange, "And when was it released?"]) == [4, 5, 6, 7]
+
+
+def test_a_statement_of_the_user_does_not_lead_up_to_the_question() -> None:
+    told = ["Who wrote the song?", "Two of them.", "My landlord forbids pets.", "Noted."]
+    assert leading([*told, "Could I adopt a kitten?"]) == [3]
+    assert leading(["Who wrote it?", "Two.", FILLER[2], "Noted.", "And when?"]) == [3]
+    assert leading(["Run it.", "ok", "Who?"], {1: Role.TOOL}) == []

@@ -21,6 +21,7 @@ from evoke_proxy.core.retrieval.query import Query, query_of, refers_back, split
           "What are the ports of cache?"]),
         ("What is the price of tea and the opening hours?",
          ["What is the price of tea?", "What is the opening hours?"]),
+        ("Do you know when and where it was sold?", ["Do you know when and where it was sold?"]),
         ("I like salt and pepper.", ["I like salt and pepper."]),
         ("Read config.env. Then run it.", ["Read config.env.", "Then run it."]),
         ("...", []),
