@@ -52,7 +52,7 @@ _NARROW_CHARS = 300
 # The longest message, in tokens, that is ranked and recovered as a whole, and its largest share of
 # the room.
 _MAX_UNIT_TOKENS = 768
-_MAX_UNIT_SHARE = 0.9
+_MAX_UNIT_SHARE = 0.95
 # With more questions than this, the largest unit is smaller, so that each question gets one.
 _FEW_QUESTIONS = 3
 # Messages that only lead up to the question keep their places in the ranking within this share of
