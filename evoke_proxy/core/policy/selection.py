@@ -72,7 +72,8 @@ def leading_last(order: Positions, units: Units, leads: Mask, room: int) -> Posi
     `leads` [n] are the blocks of such units. The first of them that fit into `room` tokens keep
     their places.
     """
-    later = units.maxima(leads) > 0
+    later = np.zeros(len(units), np.bool_)
+    later[units.of_block[leads]] = True
     kept = first_fit(order[later[order]], units.lengths, room)
     later &= ~kept
     is_later = later[order]
