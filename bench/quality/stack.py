@@ -39,8 +39,15 @@ class Stack:
         return [(a, b) for a, b in resident_now(self.upstream) or []]
 
     def clear(self) -> None:
-        """Empty the slot: a run does not begin on rows of the one before."""
-        Llama(self.upstream).erase()
+        """Empty the slot, and drop the copies of the run before.
+
+        Each run is a tenant of its own. When host memory is full, the tenant with most copies loses
+        some: that would be the running one.
+        """
+        llama = Llama(self.upstream)
+        before = llama.call("GET", "/slots/0/blocks")["tenant"]
+        llama.act("block-drop", all=True, tenant=before)
+        llama.erase()
 
 
 @dataclass(frozen=True, slots=True)
