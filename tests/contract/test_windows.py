@@ -7,6 +7,9 @@ fails, upstream has changed and the module is no longer needed.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,50 +40,71 @@ WINDOWS = pytest.mark.parametrize(
 )
 
 
-@WINDOWS
-def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, attention: str) -> None:
+@dataclass(frozen=True, slots=True)
+class SavedSlot:
+    """A slot with 300 tokens that was saved as `whole`, and went on with 20 more.
+
+    Attributes:
+        folder: The directory of the file.
+        server: The server of the slot.
+        cut: The saved tokens.
+        more: The tokens behind them.
+        live: The answer to both in the slot itself.
+    """
+
+    folder: Path
+    server: Llama
+    cut: list[int]
+    more: list[int]
+    live: Any
+
+    def cached(self, prompt: list[int]) -> int:
+        """The tokens of a prompt that are reused after the file was restored."""
+        return int(restored(self.server, "whole", prompt)["timings"]["cache_n"])
+
+    def check_completed(self) -> None:
+        """Complete the file; all its tokens are reused, and the answer is that of the slot."""
+        assert SnapshotFiles(self.folder).complete("whole")
+        repeated = restored(self.server, "whole", self.cut + self.more)
+        assert repeated["timings"]["cache_n"] == len(self.cut)
+        assert best_logprobs(repeated) == pytest.approx(best_logprobs(self.live), abs=1e-3)
+
+
+@contextmanager
+def saved_slot(shape: str, attention: str, *more_options: str) -> Iterator[SavedSlot]:
+    """A stock server of a model with windows, whose slot was saved."""
     with tempfile.TemporaryDirectory() as folder:
         options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
-        options += ("--ctx-checkpoints", "0")
-        with running(False, *options, model=ensure(SHAPES[shape])) as server:
+        with running(False, *options, *more_options, model=ensure(SHAPES[shape])) as server:
             tokens = server.tokens(sample_text(250))
             cut, more = tokens[:300], tokens[300:320]
             server.complete(cut, marker=False, n_predict=0)
             server.post("/slots/0?action=save", {"filename": "whole"})
             live = server.complete(cut + more, marker=False, n_predict=3, n_probs=4)
-            assert live["timings"]["cache_n"] == len(cut)
-            repeated = restored(server, "whole", cut + more)
-            assert repeated["timings"]["cache_n"] == 0  # the file as upstream wrote it
-            assert SnapshotFiles(Path(folder)).complete("whole")
-            repeated = restored(server, "whole", cut + more)
-            assert repeated["timings"]["cache_n"] == len(cut)
-            assert best_logprobs(repeated) == pytest.approx(best_logprobs(live), abs=1e-3)
-            # a prompt that diverges earlier is decoded whole
-            assert restored(server, "whole", cut[:-9] + more)["timings"]["cache_n"] == 0
+            yield SavedSlot(Path(folder), server, cut, more, live)
+
+
+@WINDOWS
+def test_a_restored_window_lacks_only_a_row_that_no_token_uses(shape: str, attention: str) -> None:
+    with saved_slot(shape, attention, "--ctx-checkpoints", "0") as slot:
+        assert slot.live["timings"]["cache_n"] == len(slot.cut)
+        assert slot.cached(slot.cut + slot.more) == 0  # the file as upstream wrote it
+        slot.check_completed()
+        # a prompt that diverges earlier is decoded whole
+        assert slot.cached(slot.cut[:-9] + slot.more) == 0
 
 
 @WINDOWS
 def test_the_checkpoints_of_a_slot_file_end_before_its_last_tokens(
     shape: str, attention: str
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        options = ("-np", "1", "-fa", attention, "--cache-ram", "0", "--slot-save-path", folder)
-        with running(False, *options, model=ensure(SHAPES[shape])) as server:
-            tokens = server.tokens(sample_text(250))
-            cut, more = tokens[:300], tokens[300:320]
-            server.complete(cut, marker=False, n_predict=0)
-            server.post("/slots/0?action=save", {"filename": "whole"})
-            live = server.complete(cut + more, marker=False, n_predict=3, n_probs=4)
-            with_checkpoints = Path(folder, "whole").read_bytes()[4] >= 4  # the version
-            reused = restored(server, "whole", cut + more)["timings"]["cache_n"]
-            assert 0 < reused < len(cut) if with_checkpoints else reused == 0
-            assert SnapshotFiles(Path(folder)).complete("whole")
-            repeated = restored(server, "whole", cut + more)
-            assert repeated["timings"]["cache_n"] == len(cut)
-            assert best_logprobs(repeated) == pytest.approx(best_logprobs(live), abs=1e-3)
-            # a prompt that diverges after the last checkpoint continues from there
-            diverged = restored(server, "whole", cut[: reused + 2] + more)
-            assert diverged["timings"]["cache_n"] == reused
+    with saved_slot(shape, attention) as slot:
+        with_checkpoints = Path(slot.folder, "whole").read_bytes()[4] >= 4  # the version
+        reused = slot.cached(slot.cut + slot.more)
+        assert 0 < reused < len(slot.cut) if with_checkpoints else reused == 0
+        slot.check_completed()
+        # a prompt that diverges after the last checkpoint continues from there
+        assert slot.cached(slot.cut[: reused + 2] + slot.more) == reused
 
 
 @pytest.mark.parametrize("kept", ["in a file", "in RAM"])

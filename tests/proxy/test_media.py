@@ -105,3 +105,17 @@ def test_a_conversation_with_images_survives_the_loss_of_its_slot(
     assert sum(again[kind] for kind in KINDS) == again["n_prompt"]
     assert again["marker"] == "ok" and again["omitted"] == 0
     assert again["recovered"] > 0 and again["decoded"] > IMAGE_ROWS
+
+
+def test_the_text_before_an_image_is_shared(sighted_proxy: RunningProxy) -> None:
+    """A new conversation decodes its own image, and what follows."""
+    text = "A text that two conversations begin with. " + FILLER * 8
+    before = sighted_proxy.metric("evoke_shared_tokens_total")
+    for seed, n_shared in ((1, 0), (2, 400)):
+        client = ChatClient(sighted_proxy.port, f"begins alike {seed}")
+        accounting = client.say(_with_image(text, seed)).accounting
+        assert accounting["marker"] == "ok" and accounting["omitted"] == 0
+        assert sighted_proxy.metric("evoke_shared_tokens_total") - before >= n_shared
+        if n_shared:
+            assert IMAGE_ROWS < accounting["decoded"] < accounting["n_prompt"] - n_shared
+    assert sighted_proxy.metric("evoke_degraded_total", stage="share") == 0

@@ -13,8 +13,9 @@ and gives them to no other session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import PlanCall
@@ -37,6 +38,63 @@ from evoke_proxy.errors import PlanRefused
 _log = logging.getLogger(__name__)
 # Fewer tokens are decoded as soon as they are saved, inserted and rendered once more.
 _MIN_TOKENS = 256
+# Most tokens that one call inserts, and the most of the budget: a part of these may have to leave.
+_MAX_JOINED, _MAX_JOINED_SHARE = 1024, 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class _Insertion:
+    """Blocks whose rows one call inserts: neighbours, before and after the edit.
+
+    Attributes:
+        blocks: The blocks, in order.
+        label: The copy that has their rows.
+    """
+
+    blocks: tuple[MovedBlock, ...]
+    label: str
+
+    @property
+    def old(self) -> Span:
+        """Their positions in the old prompt."""
+        return Span(self.blocks[0].old.start, self.blocks[-1].old.end)
+
+    @property
+    def start(self) -> int:
+        """Their first position in the new prompt."""
+        return self.blocks[0].start
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether there are several, in one copy that is made for this."""
+        return len(self.blocks) > 1
+
+
+def insertions(blocks: Sequence[MovedBlock], most: int, prefix: str) -> list[_Insertion]:
+    """Return what to insert, in order: resident neighbours of up to `most` tokens together.
+
+    Blocks that have left the slot are inserted alone, from their own copies. `prefix` begins the
+    labels of the others.
+    """
+    groups: list[list[MovedBlock]] = []
+    for block in blocks:
+        last = groups[-1][-1] if groups else None
+        is_next = last is not None and last.is_resident and block.is_resident
+        if last is not None and is_next and last.old.end == block.old.start:
+            n_tokens = block.old.end - groups[-1][0].old.start
+            if last.new.end == block.start and n_tokens <= most:
+                groups[-1].append(block)
+                continue
+        groups.append([block])
+    return [
+        _Insertion(
+            tuple(group),
+            f"{prefix}{group[0].old.start}-{group[-1].old.end}-j"
+            if len(group) > 1
+            else group[0].block.label,
+        )
+        for group in groups
+    ]
 
 
 class Reanchoring:
@@ -106,6 +164,14 @@ class _Move:
         self._n_rows = count(clipped(view.resident, Span(0, view.n_common)))
         n_cells = count(view.resident) + view.n_free
         self._limit = min(n_cells, self._config.budget or n_cells)
+        most = min(_MAX_JOINED, int(self._limit * _MAX_JOINED_SHARE))
+        self._insertions = insertions(text.blocks, most, f"{wire_name(session.id)}/")
+        self._without_copy = {
+            block.block.label
+            for item in self._insertions
+            for block in item.blocks
+            if item.is_joined and not block.is_saved
+        }
         # What was added to the slot, in order: moved blocks, and ranges decoded between them.
         self._added: list[MovedBlock | Span] = []
         self._n_moved = self._n_decoded = 0
@@ -118,20 +184,31 @@ class _Move:
     async def run(self) -> None:
         """Decode what is new, and insert the blocks, until the last block or until room ends."""
         await self._start()
-        for item in self._text.blocks:
-            n_new = item.start - self._end
-            if not await self._has_room(n_new + len(item.old)):
-                break
-            if n_new:
-                await self._decode(item.start)
-            await self._insert(item)
-        await self._evict(lambda item: isinstance(item, MovedBlock) and not item.is_resident)
+        try:
+            for item in self._insertions:
+                n_new = item.start - self._end
+                if not await self._has_room(n_new + len(item.old)):
+                    break
+                if n_new:
+                    await self._decode(item.start)
+                await self._insert(item)
+            await self._evict(lambda item: isinstance(item, MovedBlock) and not item.is_resident)
+        finally:
+            await self._drop_joined()
 
     async def _start(self) -> None:
         """Save the rows that have no copy, and end the order of evictions of the old prompt."""
-        missing = [item for item in self._text.blocks if not item.is_saved]
-        saves = tuple(Save(item.block.label, item.old) for item in missing)
+        missing = [it for it in self._insertions if it.is_joined or not it.blocks[0].is_saved]
+        saves = tuple(Save(item.label, item.old) for item in missing)
         await self._plan(Plan(saves=saves, stream=budget_without_plan(self._config)))
+
+    async def _drop_joined(self) -> None:
+        """Drop the copies that were made for several blocks."""
+        joined = [item.label for item in self._insertions if item.is_joined]
+        turn = self._turn
+        if joined:
+            with suppress(PlanRefused):
+                await turn.calls.blocks.drop_copies(joined, turn.request.tenant)
 
     async def _has_room(self, n_tokens: int) -> bool:
         """Whether the budget has room for more rows, if need be after evicting what was added."""
@@ -156,19 +233,19 @@ class _Move:
         self._n_rows += end - self._end
         self._end = end
 
-    async def _insert(self, item: MovedBlock) -> None:
-        """Insert the rows of a block at the end of the slot."""
+    async def _insert(self, item: _Insertion) -> None:
+        """Insert the rows of blocks at the end of the slot."""
         turn, conversation = self._turn, self._turn.conversation
         view = replace(turn.view, epoch=self._epoch)
         self._epoch = await turn.calls.blocks.load_at(
-            view, item.block.label, self._end, conversation.owner
+            view, item.label, self._end, conversation.owner
         )
         conversation.budgeted.plan_ran(self._epoch)
         n_tokens = len(item.old)
         self._end += n_tokens
         self._n_rows += n_tokens
         self._n_moved += n_tokens
-        self._added.append(item)
+        self._added += item.blocks
 
     async def _evict(self, may_leave: Callable[[MovedBlock | Span], bool]) -> None:
         """Save and evict what was added and may leave; the last row of the slot always stays."""
@@ -181,13 +258,13 @@ class _Move:
         session = self._turn.conversation.session
         prefix = f"{wire_name(session.id)}/"
         copies = [(f"{prefix}{it.start}-{it.end}-t{session.turns}m", it) for it in leaving]
+        outdated = {it.block.label for it in leaving.values() if isinstance(it, MovedBlock)}
+        outdated -= self._without_copy
         await self._plan(
             Plan(
                 saves=tuple(Save(label, span) for label, span in copies),
                 evicts=tuple(Evict(span, label) for label, span in copies),
-                drops=tuple(
-                    Drop(it.block.label) for it in leaving.values() if isinstance(it, MovedBlock)
-                ),
+                drops=tuple(map(Drop, sorted(outdated))),
             )
         )
         session.blocks_moved(copies)

@@ -3,7 +3,8 @@
 Sub-agents, titles and forks begin with the prompt of another conversation. llama-server gives the
 new session names for the complete copies that exist of its first blocks, and copies the rows that
 are in other slots; the plan of its first turn then adopts them. While another request decodes the
-same prefix, the new one waits for these rows instead of decoding them, too.
+same prefix, the new one waits for these rows instead of decoding them, too. Text behind an image or a
+sound is not shared.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class SharedPrefixes:
         blocks: Sequence[Save] = ()
         if self._server.monitor.server.can_share:
             blocks = session.first_blocks(rendered, turn.view, turn.chat)
+        if rendered.media:  # their tokens are not known to `block-share`
+            blocks = [it for it in blocks if it.span.end <= rendered.media[0].start]
         found: dict[str, Span] = {}
         if blocks and blocks[-1].span.end >= turn.view.n_common + _MIN_TOKENS:
             found = await self._find(turn, blocks)
@@ -116,10 +119,12 @@ class SharedPrefixes:
 
         None when no request has `_MIN_TOKENS` more.
         """
+        rendered = turn.rendered
+        tokens = rendered.tokens[: rendered.media[0].start] if rendered.media else rendered.tokens
         best, best_end = None, max(start, turn.view.n_common) + _MIN_TOKENS - 1
         for prefill in self._prefills:
             if prefill.tenant == turn.request.tenant and prefill.slot != turn.slot:
-                end = common_prefix(prefill.tokens, turn.rendered.tokens)
+                end = common_prefix(prefill.tokens, tokens)
                 if end > best_end:
                     best, best_end = prefill, end
         return best, best_end

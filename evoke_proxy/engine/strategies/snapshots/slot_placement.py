@@ -40,6 +40,8 @@ from evoke_proxy.errors import UpstreamError, UpstreamRejected
 _log = logging.getLogger(__name__)
 # Seconds that a request whose slot was restored may take to start in llama-server.
 _MAX_START_S = 2.0
+# Tokens behind a restored state that are decoded to see whether it is reused.
+_PROOF_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,12 +184,16 @@ class SlotPlacement:
         )
         scope.turn = turn
         step = _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+        if lock.is_locked and turn.restored is not None:
+            # Whether the state is reused is known once the first tokens behind it are decoded.
+            end = turn.restored.shared + _PROOF_TOKENS
+            turn, _ = await self._decode(scope, turn, replace(step, tokens=goal[:end]))
+            step = replace(step, live=None, reuse=0)
+            if not self._may_clear:
+                lock.close()
         turn, step = await self._save_beginnings(scope, turn, step, beginning)
         if self._may_save(turn, step):
             turn, _ = await self._save(scope, turn, step)
-        elif lock.is_locked and turn.restored is not None:
-            # Whether the state was reused is known as soon as its own text is decoded.
-            turn, _ = await self._decode(scope, turn, replace(step, tokens=goal))
         if lock.is_locked:
             await self._release(lock, turn.calls.stock)
         return turn
