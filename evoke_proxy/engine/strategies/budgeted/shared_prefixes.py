@@ -3,8 +3,8 @@
 Sub-agents, titles and forks begin with the prompt of another conversation. llama-server gives the
 new session names for the complete copies that exist of its first blocks, and copies the rows that
 are in other slots; the plan of its first turn then adopts them. While another request decodes the
-same prefix, the new one waits for these rows instead of decoding them, too. Text behind an image or a
-sound is not shared.
+same prefix, the new one waits for these rows instead of decoding them, too. Text behind an
+image or a sound is not shared.
 """
 
 from __future__ import annotations
