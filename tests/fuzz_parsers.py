@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -512,6 +513,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=30, help="for each target (30)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if importlib.util.find_spec("atheris") is None:
+        print("atheris is missing: make .venv/clients installs it", file=sys.stderr)
+        return 2
     unknown = set(arguments.targets).difference(TARGETS)
     if unknown:
         parser.error(f"no targets: {', '.join(sorted(unknown))}")
