@@ -48,7 +48,7 @@ check: venv
 ## make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget
 ## make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache
 ## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it,
-##                      ARGS=ceilings for what the model knows, ARGS=unseen, ARGS=hybrid
+##                      ARGS=ceilings for what the model knows, ARGS=unseen, ARGS=hybrid, ARGS=crossover
 ## make bench-placement recall by position of a recovered block, by distance
 ##@ Cost: what a turn, a copy and a restart take
 ## make bench-overhead  time that the proxy adds to a request and to a budgeted turn
@@ -63,7 +63,8 @@ check: venv
 ## make bench-restart   first token after a restart: cold, with the usual recipe, with ours
 ## make bench-peers     only that recipe and ours
 ##@ Limits and whole applications
-## make bench-limit     longest generation and parallel conversations in few cells
+## make bench-limit     longest generation and parallel conversations in few cells; ARGS=shift for what
+##                      context shift loses
 ## make bench-support   memory types and what they support: writes patches/SUPPORT.md
 ## make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact
 ## make bench-opencode  opencode on a budget, compared with an intact prefix cache
