@@ -21,7 +21,9 @@ from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.fetch import pristine_source, read_pin
 
-from .random_tensors import Tensor, add_settings, tensors
+from .random_tensors import add_settings, tensors
+from .sparse_tensors import head_sizes
+from .tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,12 @@ SHAPES = {
         _tiny("tiny-qwen35", "qwen35"),
         _tiny("tiny-mtp", "qwen35", mtp=True),
         _tiny("tiny-mamba", "mamba"),
+        _tiny("tiny-dsa", "deepseek32"),
+        _tiny("tiny-dsa-shared", "glm-dsa"),  # every other layer uses the index of the one before
+        _tiny("tiny-dsa-window", "dots3note", window=64),
+        Shape("tiny-msa", 4, 128, 4, 2, 64, 128, 8192, 10_000.0, "minimax-m3"),
+        _tiny("tiny-dsv4", "deepseek4", window=64),
+        _tiny("tiny-hybrid-index", "qwen4exp"),
         _tiny("tiny-longrope", "phi3"),  # RoPE factors for short texts and others for long ones
         _tiny("tiny-dense-thinks", "llama", thinks=True),
         _tiny("tiny-qwen35-thinks", "qwen35", thinks=True),
@@ -200,9 +208,10 @@ def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
     writer.add_feed_forward_length(shape.ff)
     writer.add_head_count(shape.heads)
     add_settings(writer, shape)
-    writer.add_key_length(shape.head_size)
-    writer.add_value_length(shape.head_size)
-    writer.add_rope_dimension_count(shape.head_size)
+    key, value, rotated = head_sizes(shape)
+    writer.add_key_length(key)
+    writer.add_value_length(value)
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(shape.theta)
     writer.add_layer_norm_rms_eps(1e-5)
     n_vocab = _add_vocabulary(writer, shape)

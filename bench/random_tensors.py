@@ -6,34 +6,26 @@ in the order of numpy: rows, then columns."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import gguf
 
+from . import sparse_tensors as sparse
+from .tensor import EXPERTS, EXPERTS_USED, Tensor
+
 if TYPE_CHECKING:
     from .random_models import Shape
 
-RECURRENT = frozenset(("mamba", "jamba", "lfm2", "qwen35"))  # on their even layers, or on all
-MROPE = frozenset(("qwen2vl", "qwen35"))
+RECURRENT = frozenset(
+    ("mamba", "jamba", "lfm2", "qwen35", "qwen4exp")
+)  # on their even layers, or on all
+MROPE = frozenset(("qwen2vl", "qwen35", "qwen4exp"))
+DELTA_NETS = frozenset(("qwen35", "qwen4exp"))
 
 _CONV = 4  # tokens a convolution sees
 _STATE = 16  # of a Mamba layer, for each channel
 _RANK = 8  # of a Mamba layer's step
-_EXPERTS, _EXPERTS_USED = 4, 2
 _SOFT_CAP = 0.5  # so low that random weights reach it
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """`exact`: kept at f32, as what is not multiplied must be. `sign` -1: all below zero. `factor`:
-    the value of all of it, where it has one dimension."""
-
-    name: str
-    size: tuple[int, ...]
-    exact: bool = False
-    sign: int = 1
-    factor: float = 1.0
 
 
 def is_recurrent(shape: Shape, layer: int) -> bool:
@@ -57,23 +49,25 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.arch == "gpt-oss":
         writer.add_expert_feed_forward_length(shape.ff)
     if shape.arch in MROPE:
-        quarter = shape.head_size // 8
+        quarter = sparse.head_sizes(shape)[2] // 8
         writer.add_rope_dimension_sections([quarter, quarter, 2 * quarter, 0])
     if shape.arch == "phi3":
         writer.add_rope_scaling_orig_ctx_len(shape.context // 8)
     if shape.arch == "lfm2":
         writer.add_shortconv_l_cache(_CONV)
     if shape.moe:
-        writer.add_expert_count(_EXPERTS)
-        writer.add_expert_used_count(_EXPERTS_USED)
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(EXPERTS_USED)
     if shape.arch in ("mamba", "jamba"):
         _add_ssm(writer, 2 * shape.width, _STATE, _RANK)
     if shape.mtp:
         writer.add_nextn_predict_layers(1)
-    if shape.arch == "qwen35":
+    if shape.arch in DELTA_NETS:
         writer.add_full_attention_interval(2)
         writer.add_ssm_group_count(shape.kv_heads)
         _add_ssm(writer, shape.heads * shape.head_size, shape.head_size, shape.heads)
+    if shape.arch in sparse.SPARSE:
+        sparse.add_sparse_settings(writer, shape)
 
 
 def _add_ssm(writer: gguf.GGUFWriter, inner: int, state: int, rank: int) -> None:
@@ -86,23 +80,38 @@ def _add_ssm(writer: gguf.GGUFWriter, inner: int, state: int, rank: int) -> None
 def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
     """All tensors of a model of this shape; the output matrix is the embedding."""
     yield Tensor("token_embd.weight", (n_vocab, shape.width))
-    name = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
-    yield Tensor(f"{name}.weight", (shape.width,))
+    if shape.arch != "qwen4exp":
+        name = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
+        yield Tensor(f"{name}.weight", (shape.width,))
+    yield from sparse.model_tensors(shape, n_vocab)
     if shape.arch == "gpt-oss":
         yield Tensor("output.weight", (n_vocab, shape.width))
     if shape.arch == "phi3":
         yield Tensor("rope_factors_long.weight", (shape.head_size // 2,), factor=8.0)
         yield Tensor("rope_factors_short.weight", (shape.head_size // 2,))
-    mixers = {"lfm2": _short_conv, "qwen35": _delta_net}
     for i in range(shape.layers):
-        mixer = mixers.get(shape.arch, _mamba) if is_recurrent(shape, i) else _attention
-        parts = [Tensor("attn_norm.weight", (shape.width,)), *mixer(shape)]
-        parts += [] if shape.arch == "mamba" else _feed_forward(shape)
-        for part in parts:
+        for part in _layer(shape, i):
             yield Tensor(f"blk.{i}.{part.name}", part.size, part.exact, part.sign)
     if shape.mtp:
         for part in _next_token_head(shape):
             yield Tensor(f"blk.{shape.layers}.{part.name}", part.size, part.exact, part.sign)
+
+
+def _layer(shape: Shape, layer: int) -> Iterator[Tensor]:
+    mixers = {"lfm2": _short_conv, "qwen35": _delta_net, "qwen4exp": _delta_net}
+    recurrent = is_recurrent(shape, layer)
+    if shape.arch != "qwen4exp":
+        yield Tensor("attn_norm.weight", (shape.width,))
+    if recurrent:
+        yield from mixers.get(shape.arch, _mamba)(shape)
+    elif shape.arch not in sparse.LATENT | {"deepseek4"}:
+        yield from _attention(shape)
+    if shape.arch in sparse.SPARSE:
+        yield from () if recurrent else sparse.layer_attention(shape, layer)
+        yield from sparse.layer_streams(shape)
+        yield from sparse.layer_experts(shape, layer)
+    elif shape.arch != "mamba":
+        yield from _feed_forward(shape)
 
 
 def _next_token_head(shape: Shape) -> Iterator[Tensor]:
@@ -117,12 +126,12 @@ def _next_token_head(shape: Shape) -> Iterator[Tensor]:
 
 def _attention(shape: Shape) -> Iterator[Tensor]:
     query, kv = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
-    gate = 2 if shape.arch == "qwen35" else 1  # its queries come with a gate of their size
+    gate = 2 if shape.arch in DELTA_NETS else 1  # its queries come with a gate of their size
     yield Tensor("attn_q.weight", (gate * query, shape.width))
     yield Tensor("attn_k.weight", (kv, shape.width))
     yield Tensor("attn_v.weight", (kv, shape.width))
     yield Tensor("attn_output.weight", (shape.width, query))
-    if shape.arch in ("gemma3", "lfm2", "qwen35"):
+    if shape.arch in ("gemma3", "lfm2", "qwen35", "qwen4exp", "minimax-m3"):
         yield Tensor("attn_q_norm.weight", (shape.head_size,))
         yield Tensor("attn_k_norm.weight", (shape.head_size,))
     if shape.arch == "gpt-oss":
@@ -138,8 +147,8 @@ def _feed_forward(shape: Shape) -> Iterator[Tensor]:
     if shape.arch in ("gemma2", "gemma3"):
         yield Tensor("post_ffw_norm.weight", (shape.width,))
     if shape.moe:
-        yield Tensor("ffn_gate_inp.weight", (_EXPERTS, shape.width), exact=True)
-    many, suffix = ((_EXPERTS,), "_exps") if shape.moe else ((), "")
+        yield Tensor("ffn_gate_inp.weight", (EXPERTS, shape.width), exact=True)
+    many, suffix = ((EXPERTS,), "_exps") if shape.moe else ((), "")
     if shape.arch == "phi3":  # the gate and what it is for are one matrix
         yield Tensor("ffn_up.weight", (2 * shape.ff, shape.width))
     else:
@@ -147,10 +156,10 @@ def _feed_forward(shape: Shape) -> Iterator[Tensor]:
         yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
     if shape.arch == "gpt-oss":
-        yield Tensor("ffn_gate_inp.bias", (_EXPERTS,))
-        yield Tensor("ffn_gate_exps.bias", (_EXPERTS, shape.ff), exact=True)
-        yield Tensor("ffn_up_exps.bias", (_EXPERTS, shape.ff), exact=True)
-        yield Tensor("ffn_down_exps.bias", (_EXPERTS, shape.width), exact=True)
+        yield Tensor("ffn_gate_inp.bias", (EXPERTS,))
+        yield Tensor("ffn_gate_exps.bias", (EXPERTS, shape.ff), exact=True)
+        yield Tensor("ffn_up_exps.bias", (EXPERTS, shape.ff), exact=True)
+        yield Tensor("ffn_down_exps.bias", (EXPERTS, shape.width), exact=True)
 
 
 def _mamba(shape: Shape) -> Iterator[Tensor]:

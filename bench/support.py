@@ -96,6 +96,12 @@ _KINDS = {
     "tiny-qwen2vl": "M-RoPE (qwen2vl)",
     "tiny-qwen35": "M-RoPE, hybrid with gated delta nets (qwen35)",
     "tiny-mamba": "recurrent (mamba)",
+    "tiny-dsa": "latent and sparse attention with an index (deepseek32)",
+    "tiny-dsa-shared": "the same, with an index in every other layer (glm-dsa)",
+    "tiny-dsa-window": "the same, with a window in every other layer (dots3note)",
+    "tiny-msa": "sparse attention by blocks (minimax-m3)",
+    "tiny-dsv4": "attention to compressed rows (deepseek4)",
+    "tiny-hybrid-index": "hybrid with an index of pools (qwen4exp)",
 }
 _PROJECTOR, _DRAFT, _RECURRENT = "PROJECTOR", "MODEL", "LFM2"
 _TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
@@ -107,9 +113,13 @@ _OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         *((*streams, "-fa", flash) for streams in _STREAMS for flash in ("on", "off")),
     ),
     "tiny-gemma": (("-fa", "on"), ("-fa", "off"), ("--swa-full",), *_STREAMS),
+    "tiny-dsa": (("-fa", "on"), ("-fa", "off"), _kv("q8_0", "q8_0", "on"), *_STREAMS),
+    "tiny-dsa-shared": (("-fa", "on"),),
+    "tiny-dsa-window": (("-fa", "on"), ("--swa-full",), *_STREAMS),
+    "tiny-msa": (("-fa", "on"), _kv("q8_0", "q8_0", "on"), ("-fa", "off"), *_STREAMS),
 }
 _USUAL = (("-fa", "on"), ("-fa", "off"), *_STREAMS)
-_ONCE = {"tiny-lfm2-window", "tiny-mamba"}
+_ONCE = {"tiny-lfm2-window", "tiny-mamba", "tiny-dsv4", "tiny-hybrid-index"}
 _SEEING = ("tiny-dense", "tiny-gemma", "tiny-qwen2vl")
 
 CASES = tuple(

@@ -32,7 +32,10 @@ from bench.random_models import SHAPES, ensure  # noqa: E402
 from evoke_proxy.server_build import BuildOptions, ensure_server  # noqa: E402
 from evoke_proxy.server_build.toolchain import SANITIZERS  # noqa: E402
 
-_SHAPES = ("dense", "bos", "moe", "gemma", "jamba", "lfm2", "qwen2vl", "qwen35")
+_SHAPES = (
+    *("dense", "bos", "moe", "gemma", "jamba", "lfm2", "qwen2vl", "qwen35"),
+    *("dsa", "dsa-window", "msa"),
+)
 _UNIFIED, _SEPARATE = ("-np", "2", "-kvu"), ("-np", "2", "-no-kvu")
 _FEW = ("-c", "1024", "--ctx-logical", "4096")
 _NORMED = ("--kv-eviction", "3", "--kv-aggregation", "norm_sum", "--kv-evictable-tokens", "256")

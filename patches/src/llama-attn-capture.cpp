@@ -418,6 +418,9 @@ const char * llama_attn_capture_unsupported(const llama_context * ctx) {
     if (ctx->get_model().hparams.is_mla()) {
         return "multi-head latent attention";
     }
+    if (llama_kv_block_kind(ctx).indexed) {
+        return "sparse attention";
+    }
     return ctx->get_model().arch == LLM_ARCH_GROK ? "an attention scale of its own" : nullptr;
 }
 

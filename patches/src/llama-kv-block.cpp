@@ -5,10 +5,15 @@
 #include "llama-hparams.h"
 #include "llama-impl.h"
 #include "llama-kv-cache.h"
+#include "llama-kv-cache-dsa.h"
+#include "llama-kv-cache-dsa-iswa.h"
+#include "llama-kv-cache-dsv4.h"
 #include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache-msa.h"
 #include "llama-kv-place.h"
 #include "llama-kv-staging.h"
 #include "llama-memory-hybrid.h"
+#include "llama-memory-hybrid-idx.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-model.h"
 
@@ -137,27 +142,39 @@ template <typename T> T * kv_block_exactly(llama_memory_i * mem) {
     return mem && typeid(*mem) == typeid(T) ? static_cast<T *>(mem) : nullptr;
 }
 
-// Returns the cache of the full-attention layers, or nullptr if this kind of memory is not supported.
-llama_kv_cache * kv_block_cache(const llama_context * ctx, llama_kv_block_memory & kind) {
+// The caches that block calls work on, and the kind of memory that they are in.
+struct kv_block_caches {
+    llama_kv_block_memory kind  = { "", false, false, false };
+    llama_kv_cache *      rows  = nullptr; // K and V of the full-attention layers; nullptr: this memory is not supported
+    llama_kv_cache *      index = nullptr; // where attention is sparse: the keys that choose rows, of the same rows in the same cells
+};
+
+kv_block_caches kv_block_find(const llama_context * ctx) {
     auto * mem = ctx ? ctx->get_memory() : nullptr;
     if (auto * dense = kv_block_exactly<llama_kv_cache>(mem)) {
-        kind = { "dense", false, false };
-        return dense;
+        return { { "dense", false, false, false }, dense, nullptr };
     }
     if (auto * iswa = kv_block_exactly<llama_kv_cache_iswa>(mem)) {
-        kind = { "iswa", true, false };
-        return iswa->get_base();
+        return { { "iswa", true, false, false }, iswa->get_base(), nullptr };
     }
     if (auto * hybrid = kv_block_exactly<llama_memory_hybrid>(mem)) {
-        kind = { "hybrid", false, true };
-        return hybrid->get_mem_attn();
+        return { { "hybrid", false, true, false }, hybrid->get_mem_attn(), nullptr };
     }
-    return nullptr;
+    if (auto * dsa = kv_block_exactly<llama_kv_cache_dsa>(mem)) {
+        return { { "dsa", false, false, true }, dsa->get_mla(), dsa->get_lid() };
+    }
+    if (auto * mixed = kv_block_exactly<llama_kv_cache_dsa_iswa>(mem)) {
+        return { { "dsa-iswa", true, false, true }, mixed->get_dsa()->get_mla(), mixed->get_dsa()->get_lid() };
+    }
+    if (auto * msa = kv_block_exactly<llama_kv_cache_msa>(mem)) {
+        return { { "msa", false, false, true }, msa->get_base(), msa->get_idx() };
+    }
+    return {};
 }
 
+// Returns the cache with K and V, for what is equal in both caches or does not concern the index.
 llama_kv_cache * kv_block_cache(const llama_context * ctx) {
-    llama_kv_block_memory kind;
-    return kv_block_cache(ctx, kind);
+    return kv_block_find(ctx).rows;
 }
 
 // Returns why a memory without such a cache is not supported.
@@ -172,7 +189,13 @@ const char * kv_block_no_cache(const llama_context * ctx) {
     if (kv_block_exactly<llama_memory_hybrid_iswa>(mem)) {
         return "hybrid memory with sliding windows";
     }
-    return "this kind of memory: its caches must agree cell for cell";
+    if (kv_block_exactly<llama_memory_hybrid_idx>(mem)) {
+        return "hybrid memory with an index of pools: keys of later rows change when earlier rows leave";
+    }
+    if (kv_block_exactly<llama_kv_cache_dsv4>(mem)) {
+        return "compressed memory (dsv4): a row is made from the rows before it";
+    }
+    return "this kind of memory";
 }
 
 } // namespace
@@ -192,13 +215,27 @@ struct llama_kv_block_state {
 struct llama_kv_block_access {
     llama_context *    ctx;
     llama_kv_cache &   kv;
+    llama_kv_cache *   index; // nullptr: there is none
     const llama_seq_id seq;
     const uint32_t     strm;
 
-    llama_kv_block_access(llama_context * ctx, llama_kv_cache & kv, llama_seq_id seq)
-        : ctx(ctx), kv(kv), seq(seq), strm(kv.seq_to_stream[seq]) {}
+    llama_kv_block_access(llama_context * ctx, const kv_block_caches & caches, llama_seq_id seq)
+        : ctx(ctx), kv(*caches.rows), index(caches.index), seq(seq), strm(kv.seq_to_stream[seq]) {}
 
     llama_kv_cells & cells() { return kv.v_cells[strm]; }
+
+    bool is_empty(uint32_t cell) const {
+        return kv.v_cells[strm].is_empty(cell) && (!index || index->v_cells[strm].is_empty(cell));
+    }
+
+    // Returns whether the index has the keys of all rows of [p0, p1) in the cells of these rows.
+    bool indexed(llama_pos p0, llama_pos p1) const {
+        if (!index) {
+            return true;
+        }
+        const auto & rows = kv.v_cells[strm].seq_pos_get(seq), & keys = index->v_cells[strm].seq_pos_get(seq);
+        return std::equal(rows.lower_bound({ p0, 0 }), rows.lower_bound({ p1, 0 }), keys.lower_bound({ p0, 0 }), keys.lower_bound({ p1, 0 }));
+    }
 
     static const char * unsupported(const llama_kv_cache & kv) {
         if (kv.other) {
@@ -274,10 +311,16 @@ struct llama_kv_block_access {
         return nullptr;
     }
 
-    static size_t row_size(const llama_kv_cache & kv) {
+    // An index has keys only: where its cache has memory for V, nothing is ever written there.
+    static size_t row_size(const kv_block_caches & caches) {
         size_t size = 0;
-        for (const auto & layer : kv.layers) {
-            size += k_row(kv, layer) + v_row(kv, layer);
+        for (const auto & layer : caches.rows->layers) {
+            size += k_row(*caches.rows, layer) + v_row(*caches.rows, layer);
+        }
+        if (caches.index) {
+            for (const auto & layer : caches.index->layers) {
+                size += k_row(*caches.index, layer);
+            }
         }
         return size;
     }
@@ -309,12 +352,9 @@ struct llama_kv_block_access {
     }
 
     // Waits for the graph where the host copies the rows of some layer itself.
-    void synchronize_host() const {
-        for (const auto & layer : kv.layers) {
-            if (is_host(layer.k) || (layer.v && is_host(layer.v))) {
-                ctx->synchronize();
-                return;
-            }
+    void synchronize_host(const std::vector<copy_part> & parts) const {
+        if (std::any_of(parts.begin(), parts.end(), [](const copy_part & part) { return is_host(part.band.tensor); })) {
+            ctx->synchronize();
         }
     }
 
@@ -333,14 +373,15 @@ struct llama_kv_block_access {
 
     // Copies all rows of all layers between the cells and `data`, whose layout does not depend on the cells.
     void copy(const std::vector<uint32_t> & cells_of_rows, uint8_t * data, bool to_host) {
-        synchronize_host();
         const uint32_t n_rows = (uint32_t) cells_of_rows.size();
+        auto parts = parts_of(n_rows, data);
+        synchronize_host(parts);
         auto runs = kv_block_runs(cells_of_rows);
         // in the order of the cells, so that memory is accessed in one direction
         std::sort(runs.begin(), runs.end(), [](const kv_block_run & a, const kv_block_run & b) { return a.cell < b.cell; });
         auto * state = kv.block_state.get();
-        copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size(kv) >= KV_BLOCK_STREAMED, state ? &state->traffic : nullptr };
-        auto parts = joined(params, parts_of(n_rows, data), n_rows);
+        copy_params params { ctx->get_sched(), to_host, to_host || n_rows*row_size({ {}, &kv, index }) >= KV_BLOCK_STREAMED, state ? &state->traffic : nullptr };
+        parts = joined(params, parts, n_rows);
         for (auto & part : parts) {
             set_tensor(params, part.band.tensor);
             if (state && params.backend && runs.size() > KV_BLOCK_FEW_RUNS) {
@@ -376,7 +417,7 @@ struct llama_kv_block_access {
         kv_block_stream_end();
     }
 
-    // Returns K of all layers, then V of all layers.
+    // Returns K of all layers, then V of all layers, then the keys of the index.
     std::vector<copy_part> parts_of(uint32_t n_rows, uint8_t * data) const {
         std::vector<copy_part> parts;
         for (const auto & layer : kv.layers) {
@@ -389,6 +430,11 @@ struct llama_kv_block_access {
                 parts.push_back({ { layer.v_stream[strm], v_row(kv, layer) }, n_columns, data });
                 data += parts.back().band.row*n_rows;
             }
+        }
+        for (size_t i = 0; index && i < index->layers.size(); ++i) {
+            const auto & layer = index->layers[i];
+            parts.push_back({ { layer.k_stream[strm], k_row(*index, layer) }, 0, data });
+            data += parts.back().band.row*n_rows;
         }
         return parts;
     }
@@ -519,9 +565,16 @@ struct llama_kv_block_access {
         }
     }
 
-    // Does what llama_kv_cache::seq_rm() does, in as many steps as the range has rows instead of all cells.
     uint32_t evict(llama_pos p0, llama_pos p1) {
-        auto & c = cells();
+        if (index) {
+            evict(*index, p0, p1);
+        }
+        return evict(kv, p0, p1);
+    }
+
+    // Does what llama_kv_cache::seq_rm() does, in as many steps as the range has rows instead of all cells.
+    uint32_t evict(llama_kv_cache & cache, llama_pos p0, llama_pos p1) const {
+        auto & c = cache.v_cells[strm];
         const auto & rows = c.seq_pos_get(seq);
         std::vector<uint32_t> found;
         for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
@@ -529,7 +582,7 @@ struct llama_kv_block_access {
         }
         for (const uint32_t cell : found) {
             if (c.seq_rm(cell, seq)) { // the cell is empty now: the search for empty cells starts there
-                kv.v_heads[strm] = std::min(kv.v_heads[strm], cell);
+                cache.v_heads[strm] = std::min(cache.v_heads[strm], cell);
             }
         }
         return (uint32_t) found.size();
@@ -544,7 +597,7 @@ struct llama_kv_block_access {
         n_same = 0;
         for (uint32_t i = 0; same && i < res.size(); ++i) {
             const uint32_t cell = block.cells[i];
-            if (cell < c.size() && c.is_empty(cell) && !taken[cell]) {
+            if (cell < c.size() && is_empty(cell) && !taken[cell]) {
                 res[i] = cell;
                 taken[cell] = true;
                 n_same++;
@@ -570,7 +623,7 @@ struct llama_kv_block_access {
         std::vector<uint32_t> lowest;
         uint32_t run = 0;
         for (uint32_t i = 0; n > 0 && i < c.size(); ++i) {
-            const bool ok = c.is_empty(i) && !taken[i];
+            const bool ok = is_empty(i) && !taken[i];
             run = ok ? run + 1 : 0;
             if (ok && lowest.size() < n) {
                 lowest.push_back(i);
@@ -588,7 +641,13 @@ struct llama_kv_block_access {
     // Writes the rows of a block into these cells, each row `shift` positions after the position it was saved from.
     void write(const llama_kv_block & block, const std::vector<uint32_t> & target, llama_pos shift) {
         copy(target, block.data, false);
-        auto & c = cells();
+        occupy(cells(), block, target, shift);
+        if (index) {
+            occupy(index->v_cells[strm], block, target, shift);
+        }
+    }
+
+    void occupy(llama_kv_cells & c, const llama_kv_block & block, const std::vector<uint32_t> & target, llama_pos shift) const {
         for (uint32_t i = 0; i < block.n_rows(); ++i) {
             c.pos_set(target[i], block.pos[i]);
             llama_kv_cell_ext ext;
@@ -609,8 +668,11 @@ bool llama_kv_block_place(const llama_kv_block_state * state, const llama_kv_cel
 }
 
 void llama_kv_block_enable(llama_context * ctx) {
-    if (auto * kv = kv_block_cache(ctx)) {
-        llama_kv_block_access::enable(*kv);
+    const auto caches = kv_block_find(ctx);
+    for (auto * kv : { caches.rows, caches.index }) {
+        if (kv) {
+            llama_kv_block_access::enable(*kv);
+        }
     }
 }
 
@@ -637,9 +699,7 @@ std::vector<int32_t> llama_kv_block_layers(const llama_context * ctx) {
 }
 
 llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx) {
-    llama_kv_block_memory kind { "", false, false };
-    kv_block_cache(ctx, kind);
-    return kind;
+    return kv_block_find(ctx).kind;
 }
 
 // Hashes how positions become angles and how attention is computed: rows of another set-up cannot be used.
@@ -667,8 +727,12 @@ int32_t llama_kv_block_rope_limit(const llama_context * ctx) {
 }
 
 uint64_t llama_kv_block_layout(const llama_context * ctx) {
-    const auto * kv = kv_block_cache(ctx);
-    return kv ? kv_block_mix(llama_kv_block_access::layout(*kv), kv_block_rope(ctx)) : 0;
+    const auto caches = kv_block_find(ctx);
+    if (!caches.rows) {
+        return 0;
+    }
+    const uint64_t h = kv_block_mix(llama_kv_block_access::layout(*caches.rows), kv_block_rope(ctx));
+    return caches.index ? kv_block_mix(h, llama_kv_block_access::layout(*caches.index)) : h;
 }
 
 uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter) {
@@ -714,8 +778,8 @@ void llama_kv_block_fence(llama_context * ctx) {
 }
 
 size_t llama_kv_block_row_size(const llama_context * ctx) {
-    const auto * kv = kv_block_cache(ctx);
-    return kv ? llama_kv_block_access::row_size(*kv) : 0;
+    const auto caches = kv_block_find(ctx);
+    return caches.rows ? llama_kv_block_access::row_size(caches) : 0;
 }
 
 uint32_t llama_kv_block_n_cells(const llama_context * ctx, llama_seq_id seq) {
@@ -784,12 +848,12 @@ static void kv_block_apply_shift(llama_context * ctx, const llama_kv_cache & kv)
 }
 
 bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range range, uint8_t * data, llama_kv_block & out) {
-    auto * kv = kv_block_cache(ctx);
-    if (!kv) {
+    const auto caches = kv_block_find(ctx);
+    if (!caches.rows) {
         return false;
     }
-    kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(ctx, *kv, seq);
+    kv_block_apply_shift(ctx, *caches.rows);
+    llama_kv_block_access access(ctx, caches, seq);
     const auto & cells = access.cells();
     const auto & rows  = cells.seq_pos_get(seq);
     const auto [p0, p1] = range;
@@ -803,13 +867,13 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range r
         block.x    .push_back(ext.x);
         block.y    .push_back(ext.y);
     }
-    if (block.pos.empty() || (llama_pos) block.pos.size() != p1 - p0) {
+    if (block.pos.empty() || (llama_pos) block.pos.size() != p1 - p0 || !access.indexed(p0, p1)) {
         return false;
     }
     block.p0     = p0;
     block.p1     = p1;
     block.layout = llama_kv_block_layout(ctx);
-    block.size   = llama_kv_block_access::row_size(*kv)*block.n_rows();
+    block.size   = llama_kv_block_access::row_size(caches)*block.n_rows();
     block.data   = data;
 
     block.n_runs = (uint32_t) kv_block_runs(block.cells).size();
@@ -819,20 +883,17 @@ bool llama_kv_block_save(llama_context * ctx, llama_seq_id seq, llama_kv_range r
 }
 
 uint32_t llama_kv_block_evict(llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1) {
-    auto * kv = kv_block_cache(ctx);
-    if (!kv) {
-        return 0;
-    }
-    return llama_kv_block_access(ctx, *kv, seq).evict(p0, p1);
+    const auto caches = kv_block_find(ctx);
+    return caches.rows ? llama_kv_block_access(ctx, caches, seq).evict(p0, p1) : 0;
 }
 
 int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_kv_block & block, bool same) {
-    auto * kv = kv_block_cache(ctx);
-    if (!kv || block.layout != llama_kv_block_layout(ctx)) {
+    const auto caches = kv_block_find(ctx);
+    if (!caches.rows || block.layout != llama_kv_block_layout(ctx)) {
         return -1;
     }
-    kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(ctx, *kv, seq);
+    kv_block_apply_shift(ctx, *caches.rows);
+    llama_kv_block_access access(ctx, caches, seq);
     int32_t n_same = 0;
     const auto target = access.place(block, same, n_same);
     if (target.empty()) {
@@ -843,9 +904,9 @@ int32_t llama_kv_block_load(llama_context * ctx, llama_seq_id seq, const llama_k
 }
 
 bool llama_kv_block_can_shift(const llama_context * ctx) {
-    llama_kv_block_memory kind { "", false, false };
-    const auto * kv = kv_block_cache(ctx, kind);
-    return kv && !kind.windowed && !kind.recurrent && kv->get_can_shift();
+    const auto caches = kv_block_find(ctx);
+    const auto & kind = caches.kind;
+    return caches.rows && !kind.windowed && !kind.recurrent && !kind.indexed && caches.rows->get_can_shift();
 }
 
 uint32_t llama_kv_block_compact(llama_context * ctx, llama_seq_id seq) {
@@ -871,7 +932,7 @@ int32_t llama_kv_block_insert(llama_context * ctx, llama_seq_id seq, const llama
         return -1;
     }
     kv_block_apply_shift(ctx, *kv);
-    llama_kv_block_access access(ctx, *kv, seq);
+    llama_kv_block_access access(ctx, kv_block_find(ctx), seq);
     int32_t n_same = 0;
     const auto target = access.place(block, true, n_same);
     if (target.empty()) {

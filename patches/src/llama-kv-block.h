@@ -35,16 +35,17 @@ struct llama_kv_block {
     uint32_t n_runs = 0; // how many contiguous runs of cells the save has copied
 
     size_t    size = 0;       // bytes in data: n_rows * llama_kv_block_row_size()
-    uint8_t * data = nullptr; // the caller's memory: K of each layer [row][k_row], then V of each layer
+    uint8_t * data = nullptr; // the caller's memory: K of each layer [row][k_row], then V of each layer, then keys of an index
 
     uint32_t n_rows() const { return (uint32_t) pos.size(); }
 };
 
 // The memory of a sequence. Block calls work on the rows of full attention; they leave windows and states alone.
 struct llama_kv_block_memory {
-    const char * name;      // "dense", "iswa", "hybrid"
+    const char * name;      // "dense", "iswa", "hybrid", "dsa", "dsa-iswa", "msa"
     bool         windowed;  // some layers have only the last rows, in a cache of their own
     bool         recurrent; // some layers have a state that cannot return to an earlier position
+    bool         indexed;   // attention is sparse: keys in a second cache, which are part of a row, choose the rows it reads
 };
 
 LLAMA_API llama_kv_block_memory llama_kv_block_kind(const llama_context * ctx);
@@ -88,7 +89,7 @@ LLAMA_API uint64_t llama_kv_block_adapter_id(const llama_adapter_lora * adapter)
 // has none or the cache is in host memory itself. An allocation may be of another type: the device may refuse.
 LLAMA_API ggml_backend_buffer_type_t llama_kv_block_host_buft(const llama_context * ctx);
 
-// Returns the bytes of one row (K and V of all layers).
+// Returns the bytes of one row (K and V of all layers, and its keys in an index).
 LLAMA_API size_t llama_kv_block_row_size(const llama_context * ctx);
 
 // Return the cells that the sequence can use, how many of them are empty, how many have a row of the sequence.
@@ -105,7 +106,7 @@ LLAMA_API llama_kv_ranges llama_kv_block_shared_ranges(const llama_context * ctx
 // Returns whether a row of [p0, p1) also belongs to another sequence.
 LLAMA_API bool llama_kv_block_shared(const llama_context * ctx, llama_seq_id seq, llama_pos p0, llama_pos p1);
 
-// Returns whether keys of this context can be rotated to other positions: dense memory, one position per row.
+// Returns whether keys of this context can be rotated to other positions: dense memory, no index, one position per row.
 LLAMA_API bool llama_kv_block_can_shift(const llama_context * ctx);
 
 // Closes all gaps of the sequence: every row moves down to the first free position; its key is rotated before the next

@@ -15,7 +15,7 @@
 
 struct server_blocks_context {
     llama_context *       ctx = nullptr;
-    llama_kv_block_memory memory { "", false, false };
+    llama_kv_block_memory memory { "", false, false, false };
     std::vector<server_blocks_slot_state> slots; // by id; empty while blocks are off
     server_blocks_draft   draft;                 // of speculative decoding
     int64_t               last_epoch = 0;        // counter of the slots' epochs

@@ -247,6 +247,8 @@ class Model:
     def capture(self, slot: int) -> None:
         """Captures attention during a chat; each row of attention sums to 1."""
         possible = self.server.get("/props")["evoke"]["limits"]["attention"]["layers"]
+        if not possible:  # latent or sparse attention
+            return self.chat(slot)
         layers = self.rng.sample(possible, self.rng.randint(1, len(possible)))
         window, per_head = self.rng.randint(1, 64), self.rng.random() < 0.3
         self.server.act("attn-capture", slot, layers=[])

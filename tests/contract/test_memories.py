@@ -24,6 +24,8 @@ from bench.random_models import SHAPES, ensure
 from bench.support import CASES, TABLE, Case, document, probe, row
 
 WINDOWED, HYBRIDS = "tiny-gemma", ("tiny-jamba", "tiny-lfm2", "tiny-qwen35")
+# Attention reads the rows that an index chooses; the keys of the index are in a cache of their own.
+INDEXED, INDEXED_WINDOWED = ("tiny-dsa", "tiny-dsa-shared", "tiny-msa"), "tiny-dsa-window"
 VOCABULARY = 4096  # more than any model has, so that all log probabilities are listed
 STREAM = {"budget": 192, "sink": 4, "recent": 32, "block": 32}
 
@@ -46,9 +48,11 @@ def test_the_table_has_no_other_rows() -> None:
     assert written.count("\n") == document([]).count("\n") + len(CASES)
 
 
-@pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+@pytest.mark.parametrize(
+    "shape", ["tiny-dense", WINDOWED, "tiny-qwen2vl", *HYBRIDS, *INDEXED, INDEXED_WINDOWED]
+)
 def test_evicting_and_loading_restores_the_whole_slot_state(shape: str, tmp_path: Path) -> None:
-    """The state file has rows, positions (also in an image), windows and recurrent states."""
+    """The state file has rows, positions (also in an image), windows, recurrent states, indexes."""
 
     def state(server: Llama, name: str) -> bytes:
         server.post("/slots/0?action=save", {"filename": name})
@@ -80,7 +84,7 @@ def test_a_slot_with_a_hole_is_restored_from_its_file(shape: str) -> None:
         assert answer["timings"]["evoke"]["decoded"] == reference["timings"]["evoke"]["decoded"]
 
 
-@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS, *INDEXED, INDEXED_WINDOWED])
 def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
     with serving(shape) as server:
         server.act("stream", **STREAM)
@@ -94,7 +98,7 @@ def test_a_budget_limits_rows_in_prefill_and_in_generation(shape: str) -> None:
         )
 
 
-@pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS])
+@pytest.mark.parametrize("shape", [WINDOWED, *HYBRIDS, INDEXED_WINDOWED])
 def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
     """An unmarked request is answered as if nothing had been evicted."""
     with serving(shape) as server:
@@ -113,6 +117,25 @@ def test_another_client_gets_a_correct_answer_after_a_hole(shape: str) -> None:
         # up to rounding: the cached prefix differs, so the batches have another shape
         rounding = largest_difference(whole, distributions(answer))
         assert rounding < min(ROUNDING, largest_difference(whole, holed) / 3)
+
+
+@pytest.mark.parametrize("shape", INDEXED)
+def test_after_a_hole_another_client_gets_the_answer_of_a_shorter_cached_prefix(shape: str) -> None:
+    """To the bit: what rounding does to the choice of rows is the same with and without a hole."""
+
+    def answer(server: Llama, tokens: list[int], evict: bool) -> Json:
+        server.erase()
+        server.complete(tokens, n_predict=1)
+        if evict:
+            server.act("block-evict", p0=40, p1=160)
+        return server.complete(prompt, marker=False, n_probs=VOCABULARY)
+
+    with serving(shape) as server:
+        prompt = server.tokens(sample_text(300))
+        shorter = answer(server, prompt[:40] + prompt[:200], evict=False)
+        holed = answer(server, prompt[:200], evict=True)
+        assert shorter["timings"]["cache_n"] == holed["timings"]["cache_n"] == 40
+        assert distributions(holed) == distributions(shorter)
 
 
 @pytest.mark.parametrize("shape", ["tiny-dense", WINDOWED, *HYBRIDS])
@@ -194,7 +217,33 @@ def test_the_row_of_a_checkpoint_is_not_evicted(shape: str) -> None:
         assert evoke["decoded"] == len(other) - last - 1
 
 
-@pytest.mark.parametrize("shape", [WINDOWED, HYBRIDS[0]])
+@pytest.mark.parametrize("shape", INDEXED)
+def test_a_block_of_a_model_with_an_index_outlives_the_server(shape: str, tmp_path: Path) -> None:
+    """The file of a copy has the keys of the index, too: the answer is the same to the bit."""
+    options = ("--evoke-disk", f"{tmp_path}:8")
+    with serving(shape, *options) as server:
+        prompt = server.tokens(sample_text(200))
+        server.complete(prompt, n_predict=1)
+        server.act("block-save", name="all", p0=0, p1=len(prompt))
+        never = distributions(server.complete(prompt, n_predict=8, n_probs=VOCABULARY))
+        server.post("/slots/0?action=block-spill", {"all": True})
+    with serving(shape, *options) as server:
+        server.act("block-adopt", tokens=prompt, names=["all"])
+        answer = server.complete(prompt, n_predict=8, n_probs=VOCABULARY)
+        assert answer["timings"]["evoke"]["decoded"] == 1
+        assert distributions(answer) == never
+
+
+@pytest.mark.parametrize("shape", INDEXED)
+def test_positions_of_a_model_with_an_index_are_not_shifted(shape: str) -> None:
+    with serving(shape) as server:
+        features = server.get("/props")["evoke"]["features"]
+        assert not {"compact", "attention"} & set(features)
+        server.complete(server.tokens(sample_text(100)), n_predict=1)
+        assert server.refuse("block-compact")["code"] == 501
+
+
+@pytest.mark.parametrize("shape", [WINDOWED, HYBRIDS[0], INDEXED_WINDOWED])
 def test_adopting_is_refused_for_models_with_state_besides_rows(shape: str) -> None:
     with serving(shape) as server:
         assert "adopt" not in server.get("/props")["evoke"]["features"]
@@ -207,7 +256,7 @@ def test_adopting_is_refused_for_models_with_state_besides_rows(shape: str) -> N
         assert server.slot() == before
 
 
-@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS])
+@pytest.mark.parametrize("shape", [WINDOWED, "tiny-qwen2vl", *HYBRIDS, *INDEXED, INDEXED_WINDOWED])
 @pytest.mark.parametrize("streams", ["-kvu", "-no-kvu"])
 def test_random_operations_and_invalid_calls(shape: str, streams: str) -> None:
     with serving(shape, "-np", "2", streams) as server:

@@ -30,8 +30,8 @@ class ServerInfo:
         has_disk: whether copies can be written to disk, where they survive a restart.
         can_find: whether it can list the saved blocks that fit a prompt, and the session of each
             slot.
-        needs_full_state: whether copies of blocks lack a part of a slot's state (hybrid and iSWA
-            models).
+        needs_full_state: whether copies of blocks lack a part of a slot's state (hybrids and
+            models with sliding windows).
         is_recurrent: whether its slots have a recurrent state, which cannot go back to an earlier
             position but to a context checkpoint.
         capturable: layers whose attention can be captured.
@@ -116,7 +116,7 @@ class ServerInfo:
             can_share="share" in _features(props.get("evoke")),
             has_disk="disk" in _features(props.get("evoke")),
             can_find="find" in _features(props.get("evoke")),
-            needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa"),
+            needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa", "dsa-iswa"),
             is_recurrent=_memory(props.get("evoke")) == "hybrid",
             capturable=_capturable(props.get("evoke")),
             can_probe="probe" in _features(props.get("evoke")),
