@@ -28,6 +28,8 @@ _MAX_CANDIDATES = 10
 _MIN_SIMILARITY = 0.5
 # Terms whose trigrams overlap less cannot have half of their bigrams in common.
 _MIN_TRIGRAM_OVERLAP = 0.2
+# Fewest letters of a term that is compared with others for typing errors.
+_MIN_MISSPELT = 5
 # Similarity of a term to one that contains it: port and ports, timeout and requesttimeout.
 _CONTAINMENT = 0.7
 
@@ -144,6 +146,24 @@ class FuzzyTerms:
 def comparable(term: str) -> bool:
     """Return whether a term is compared with others: 4 to 40 letters or digits, and no number."""
     return _MIN_CHARS <= len(term) <= _MAX_CHARS and term.isalnum() and not term.isdigit()
+
+
+def is_misspelt(term: str, other: str) -> bool:
+    """Return whether one typing error makes a term of another one.
+
+    An error adds, leaves out or replaces a letter, or exchanges two neighbours (Damerau, "A
+    Technique for Computer Detection and Correction of Spelling Errors", 1964). The first letter is
+    right, terms of fewer than 5 letters are too much alike, and another digit is another code.
+    """
+    n, longer = len(term), len(other) - len(term)
+    is_likely = n >= _MIN_MISSPELT and -1 <= longer <= 1 and term[0] == other[0] and term != other
+    if not is_likely or not (term + other).isalpha():
+        return False
+    i = next((i for i, pair in enumerate(zip(term, other, strict=False)) if pair[0] != pair[1]), n)
+    if longer:
+        return term[i + (longer < 0) :] == other[i + (longer > 0) :]
+    is_exchanged = term[i : i + 2] == other[i : i + 2][::-1] and term[i + 2 :] == other[i + 2 :]
+    return is_exchanged or term[i + 1 :] == other[i + 1 :]
 
 
 def _bigrams(term: str) -> set[str]:

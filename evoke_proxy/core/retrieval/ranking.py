@@ -24,6 +24,7 @@ from evoke_proxy.core.retrieval.fusion import (
     standardized,
     with_neighbours,
 )
+from evoke_proxy.core.retrieval.fuzzy import is_misspelt
 from evoke_proxy.core.retrieval.instructions import asks_for_advice
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
@@ -78,8 +79,8 @@ _MAX_READ_BLOCKS = 8
 # Among this many of the best units of a ranking, a later version of a unit comes before the earlier
 # one. See `_is_version`, which requires this share of common words.
 _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
-# A word that no ranked unit contains is replaced by the word that is spelt most like it, from this
-# similarity on.
+# A word that no ranked unit contains is replaced by one that a typing error makes of it, or by the
+# one that is spelt most like it, from this similarity on.
 _MIN_SIMILARITY = 0.8
 # Longest query, in terms.
 _MAX_TERMS = 256
@@ -512,12 +513,14 @@ class UnitRanker:
     ) -> list[str]:
         """Return the stems of terms; those at the positions `unknown` are corrected if possible.
 
-        A term is replaced by the most similar one that a ranked unit contains.
+        A term is replaced by one that a ranked unit contains: the most similar one that differs
+        from it by a typing error, else the most similar one.
         """
         similar = self._source.similar([terms[i] for i in unknown])
         for i, others in zip(unknown, similar, strict=True):
-            likely = (stem(other) for other, similarity in others if similarity >= _MIN_SIMILARITY)
-            stems[i] = next(filter(self._is_ranked, likely), stems[i])
+            likely = [other for other, _ in others if is_misspelt(terms[i], other)]
+            likely += [other for other, similarity in others if similarity >= _MIN_SIMILARITY]
+            stems[i] = next(filter(self._is_ranked, map(stem, likely)), stems[i])
         return stems
 
     def _is_ranked(self, word_stem: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms, comparable
+from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms, comparable, is_misspelt
 
 
 def fuzzy_terms(*terms: str) -> FuzzyTerms:
@@ -92,3 +92,32 @@ def test_every_result_is_an_added_term_with_its_similarity(
             if query in term or term in query:
                 expected = max(0.7, expected)
             assert similarity == pytest.approx(expected) and similarity >= 0.5
+
+
+@pytest.mark.parametrize(
+    "term", ["projct", "projcet", "prrojet", "pproject", "proiect", "projectt", "projec"]
+)
+def test_one_typing_error_makes_a_term_of_another(term: str) -> None:
+    assert is_misspelt(term, "project") == (term != "prrojet")
+
+
+def test_other_words_and_codes_are_no_typing_errors() -> None:
+    assert not is_misspelt("project", "project")
+    assert not is_misspelt("roject", "project")  # the first letter is right
+    assert not is_misspelt("part", "port")
+    assert not is_misspelt("code12345", "code12346")
+    assert not is_misspelt("marta", "martian")
+
+
+@given(st.text("abc", min_size=5, max_size=8), st.text("abc", min_size=5, max_size=8))
+def test_a_typing_error_is_one_edit(term: str, other: str) -> None:
+    def edits(word: str) -> set[str]:
+        cuts = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+        added = {a + c + b for a, b in cuts for c in "abc"}
+        left_out = {a + b[1:] for a, b in cuts if b}
+        replaced = {a + c + b[1:] for a, b in cuts if b for c in "abc"}
+        exchanged = {a + b[1] + b[0] + b[2:] for a, b in cuts if len(b) > 1}
+        return added | left_out | replaced | exchanged
+
+    is_one = other in edits(term) and term != other and term[0] == other[0]
+    assert is_misspelt(term, other) == is_one

@@ -92,6 +92,11 @@ def test_a_misspelt_word_is_corrected() -> None:
     assert order(Query.of("comittee?"), texts)[0] == 4
 
 
+def test_exchanged_letters_are_corrected_to_the_word_that_they_make() -> None:
+    texts = [*FILLER[:4], "The invoice went to Oslo.", *FILLER[4:]]
+    assert order(Query.of("invocie?"), texts)[0] == 4
+
+
 def test_a_misspelt_word_is_corrected_though_the_question_contains_it() -> None:
     texts = [*FILLER[:4], "The committee met in Oslo.", *FILLER[4:]]
     question = "Where did the comittee meet?"
