@@ -79,7 +79,10 @@ def leading_last(order: Positions, units: Units, leads: Mask, room: int) -> Posi
     is_later = later[order]
     if not is_later.any():
         return order
-    rankings = Ranking(order[~is_later]), Ranking(order[is_later], _LATER_WEIGHT)
+    first = order[~is_later]
+    # The best unit comes before all of these, also when it is long.
+    n_before = int(units.lengths[first[:1]].sum())
+    rankings = Ranking(first), Ranking(order[is_later], _LATER_WEIGHT, n_before)
     return interleaved(rankings, units.lengths)
 
 

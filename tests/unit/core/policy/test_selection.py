@@ -62,3 +62,14 @@ def test_messages_that_lead_up_to_the_question_come_later_beyond_their_room() ->
     assert leading_last(order, units, leads, first + second).tolist() == order.tolist()
     assert leading_last(order, units, leads, first).tolist() == [5, 0, 1, 2, 4]
     assert leading_last(order, units, leads, 0).tolist() == [0, 1, 2, 5, 4]
+
+
+def test_what_leads_up_to_the_question_does_not_come_before_the_best_long_message() -> None:
+    # Four blocks are one message of 256 tokens; the question before the last one has 8.
+    view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 0, 1, 2])
+    units = Units.of(view.blocks, 512)
+    lengths = units.lengths.tolist()
+    short = replace(units, lengths=np.array([*lengths[:-1], 8]))
+    leads = np.array([0, 0, 0, 0, 0, 1], bool)
+    assert len(lengths) == 3 and lengths[0] > 10 * 8
+    assert leading_last(np.array([0, 2, 1]), short, leads, 0).tolist() == [0, 1, 2]
