@@ -56,8 +56,8 @@ _MAX_UNIT_SHARE = 0.95
 # With more questions than this, the largest unit is smaller, so that each question gets one.
 _FEW_QUESTIONS = 3
 # Messages that only lead up to the question keep their places in the ranking within this share of
-# the room.
-_LEADING_SHARE = 0.1
+# the room, or within what two of the longest messages leave.
+_LEADING_SHARE, _EARLIER_TOKENS = 0.1, 2 * _MAX_UNIT_TOKENS
 # What the ranking adds to a keep-score in [0, 1]: at least the largest keep-score, so that ranked
 # blocks come first.
 _RANKED = 1.0
@@ -116,7 +116,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         if parameters.relevance > 0 and not _fits(view, config):
             order = _unit_order(view, query, config, units)
             if room is not None:
-                order = leading_last(order, units, leading_blocks(view), int(_LEADING_SHARE * room))
+                order = leading_last(order, units, leading_blocks(view), _leading_room(room))
         scores = keep + _ranked(order, units)
         if room is not None:
             # Newer live blocks score higher, in case not all of them fit beside the files.
@@ -172,6 +172,11 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
+
+
+def _leading_room(room: int) -> int:
+    """Return the tokens within which messages that lead up to the question keep their places."""
+    return max(int(_LEADING_SHARE * room), room - _EARLIER_TOKENS)
 
 
 def _standing_room(view: PolicyView, config: PolicyConfig, room: int) -> Room:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from policy_fixtures import CONFIG, FILLER, block_view
 
-from evoke_proxy.core.model.block_table import Positions
+from evoke_proxy.core.model.block_table import BlockTable, Positions
+from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.registry import decide
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
@@ -55,3 +56,26 @@ def test_a_prompt_that_may_not_fit_is_ranked(reason: str, n_ranked: list[int]) -
 def test_nothing_is_ranked_without_a_budget(n_ranked: list[int]) -> None:
     decide(block_view(FILLER[:8], "rrrsssrr"), QUERY, replace(CONFIG, budget=None))
     assert not n_ranked
+
+
+def test_the_last_answer_stays_in_a_budget_with_room_for_it_beside_long_messages() -> None:
+    facts = [f"The harbour master wrote this on day {i}: {text}" for i, text in enumerate(FILLER)]
+    about = "The name of the harbour master is on the plate of the harbour master's office."
+    texts = [*(facts * 9)[:45], "Who is in the office?", *[about] * 5, "What is the name?"]
+    view = block_view(texts, "s" * 45 + "r" * 7)
+    messages = [*range(45), 45, *[46] * 5, 47]
+    roles = {46: Role.ASSISTANT}
+    blocks = zip(view.blocks, messages, strict=True)
+    view = replace(
+        view,
+        blocks=BlockTable(
+            replace(block, message=m, role=roles.get(m, Role.USER)) for block, m in blocks
+        ),
+    )
+    n_tokens = int(view.blocks.lengths[:40].sum())
+    plan = decide(view, QUERY, replace(CONFIG, budget=n_tokens))
+    evicted = {evict.label for evict in plan.evicts}
+    assert plan.loads
+    answer = {block.label for block in view.blocks if block.message == 46}
+    assert len(answer) == 5
+    assert not answer & evicted
