@@ -22,6 +22,7 @@ from stock_deployment import SAVE_ALWAYS, Chat, Deployment, decoded, long_chat
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.engine.storage import snapshot_repository
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 # About half are truncated, the others have a flipped bit; unit tests of the repository damage more.
@@ -101,6 +102,40 @@ def test_damaged_files_are_not_restored_and_answers_are_correct(
     assert chat.reply == expected and decoded(port) - decoded_before <= 8
     proxied.wait_for_background()
     assert proxied.metric("evoke_snapshot_restores_total", result="useful") == 1
+
+
+def test_files_that_are_verified_while_they_are_restored_leave_no_damaged_rows(
+    deployment: Deployment, running: tuple[int, RunningProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server reads them, and its slot is emptied; it never aborts."""
+    port, proxied = running
+    monkeypatch.setattr(snapshot_repository, "_LARGE_BYTES", 1)
+    erase, emptied = StockApi.erase, list[int]()
+
+    async def recorded_erase(api: StockApi, slot: int) -> None:
+        emptied.append(slot)
+        await erase(api, slot)
+
+    monkeypatch.setattr(StockApi, "erase", recorded_erase)
+    chat, rng = _chat(11), random.Random(11)
+    chat.ask(proxied.port)
+    proxied.wait_for_background()
+    expected, before = chat.reply, _n_rejected(proxied)
+    quarantined = proxied.metric("evoke_snapshot_restores_total", result="quarantined")
+    for _ in range(N_DAMAGES):
+        damage(max(deployment.files(), key=lambda path: path.stat().st_mtime), rng)
+        _erase(port)
+        cached, new = chat.ask(proxied.port)
+        assert chat.reply == expected and cached + new > 64
+        proxied.wait_for_background()
+    assert _n_rejected(proxied) - before == N_DAMAGES
+    after = proxied.metric("evoke_snapshot_restores_total", result="quarantined")
+    assert after - quarantined == N_DAMAGES and len(emptied) > N_DAMAGES // 4
+    _erase(port)
+    decoded_before = decoded(port)
+    chat.ask(proxied.port)
+    assert chat.reply == expected and decoded(port) - decoded_before <= 8
+    proxied.wait_for_background()
 
 
 def test_llama_server_is_not_asked_to_restore_a_missing_file(

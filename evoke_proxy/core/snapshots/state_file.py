@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from evoke_proxy.core.prompt.rendered import Tokens
+
 # Reads `n_bytes` of a file at an offset; fewer at its end.
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
@@ -108,6 +110,22 @@ def caches(read: Read, size: int) -> tuple[Cache, ...]:
         if None not in read_caches
         else ()
     )
+
+
+def is_sound(read: Read, size: int, tokens: Tokens) -> bool:
+    """Return whether llama-server can read a file to its end, even if some bytes have changed.
+
+    That is so when it states these tokens, and known caches end where the file does: its sizes are
+    right then. llama-server copies rows without looking at them, and refuses types that are not
+    its own. False does not mean that the file is damaged: recurrent states are not known.
+    """
+    # llama-server puts the list of tokens into a list of its own; earlier versions do not
+    listed = np.concatenate([[-1, 1, len(tokens)], tokens, [0]])
+    forms = [
+        struct.pack("<I", len(form)) + form.astype("<i4").tobytes() for form in (tokens, listed)
+    ]
+    head = read(_HEAD.size - 4, len(forms[-1]))
+    return head.startswith(tuple(forms)) and any(cache.types for cache in caches(read, size))
 
 
 def first_cache(read: Read, size: int) -> Cache | None:

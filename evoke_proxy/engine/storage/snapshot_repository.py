@@ -34,6 +34,8 @@ from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
 
 _log = logging.getLogger(__name__)
 _KEY_SETTING = "snapshots.key_file"
+# To verify a smaller file takes less time than to make sure that it can be read meanwhile.
+_LARGE_BYTES = 16 << 20
 
 
 def disk_format(key_file: str) -> DiskFormat:
@@ -253,6 +255,18 @@ class SnapshotRepository:
             self.set_aside(snapshot, error.reason)
             await self.wait_for_deletions()
             raise
+
+    async def may_restore_unverified(self, snapshot: Snapshot) -> bool:
+        """Return whether llama-server may read the file of a snapshot while it is verified.
+
+        True for large, unencrypted files of which only rows can have changed: llama-server then
+        cannot fail because of damage, and the slot can be emptied afterwards.
+        """
+        if snapshot.n_bytes < _LARGE_BYTES or self._format.key_id:
+            return False
+        return await asyncio.to_thread(
+            self.files.is_sound, _file_name(snapshot), snapshot.n_bytes, snapshot.tokens
+        )
 
     @asynccontextmanager
     async def decrypted_file(self, snapshot: Snapshot) -> AsyncIterator[str]:

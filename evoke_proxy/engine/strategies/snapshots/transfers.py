@@ -78,8 +78,10 @@ class SnapshotTransfers:
 
     async def _restore(self, match: Match, slot: int, api: StockApi) -> bool:
         snapshot, began = match.snapshot, time.monotonic()
+        is_unverified = await self._repository.may_restore_unverified(snapshot)
         try:
-            await self._repository.verify(snapshot)
+            if not is_unverified:
+                await self._repository.verify(snapshot)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
@@ -91,7 +93,11 @@ class SnapshotTransfers:
             return False
         try:
             async with self._repository.decrypted_file(snapshot) as name:
-                copied = await api.restore(slot, name)
+                copied = await (
+                    self._restore_and_verify(snapshot, name, slot, api)
+                    if is_unverified
+                    else api.restore(slot, name)
+                )
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
@@ -110,6 +116,24 @@ class SnapshotTransfers:
         self._metrics.restore_seconds.observe(seconds)
         self._metrics.restored_bytes.inc(snapshot.n_bytes)
         return True
+
+    async def _restore_and_verify(
+        self, snapshot: Snapshot, name: str, slot: int, api: StockApi
+    ) -> SlotCopy:
+        """Fill a slot from a file that is verified meanwhile.
+
+        Raises SnapshotUnusable when the file is damaged; the slot is empty then.
+        """
+        copied, damage = await asyncio.gather(
+            api.restore(slot, name), self._repository.verify(snapshot), return_exceptions=True
+        )
+        if isinstance(copied, BaseException):
+            # damage is the reason of a refusal
+            raise damage if isinstance(copied, UpstreamRejected) and damage else copied
+        if damage is not None:
+            await api.erase(slot)
+            raise damage
+        return copied
 
     def record_reuse(self, match: Match, cached: int) -> None:
         """Record how many tokens of the prompt were not decoded thanks to a restore."""

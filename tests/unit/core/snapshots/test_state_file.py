@@ -6,6 +6,7 @@ import gzip
 import io
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from evoke_proxy.core.snapshots.state_file import (
     first_cache,
     has_windows,
     in_window,
+    is_sound,
     missing,
 )
 from evoke_proxy.errors import SnapshotUnusable
@@ -65,6 +67,29 @@ WINDOWED = {
     ]
     for version in (3, 4)
 }
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_file_whose_tokens_or_sizes_have_changed_is_not_sound(version: int) -> None:
+    appended = checkpoints(b"state") if version == 4 else b""
+    data = file(*WINDOWED[version], appended, version=version)
+    n_tokens = int.from_bytes(data[8:12], "little")
+    tokens = np.frombuffer(data, "<i4", n_tokens, 12).astype(np.int32)
+
+    def sound(changed: bytes, tokens: np.ndarray[Any, Any] = tokens) -> bool:
+        return is_sound(lambda at, n: changed[at : at + n], len(changed), tokens)
+
+    assert sound(data) and not sound(data[:-1]) and not sound(data + b"x")
+    assert not sound(data, tokens + 1) and not sound(data, tokens[:-1])
+    base, _ = caches(lambda at, n: data[at : at + n], len(data))
+    rows = {at for row in base.rows for at in range(row.at, row.at + N_TOKENS * row.size)}
+    sizes = {*range(12 + 4 * n_tokens), *range(base.at, base.at + 4)}
+    sizes |= {at for row in base.rows for at in range(row.at - 8, row.at)}
+    assert rows and sizes.isdisjoint(rows)
+    for at in rows | sizes:
+        changed = bytearray(data)
+        changed[at] ^= 0x80
+        assert sound(bytes(changed)) is (at in rows), at
 
 
 @given(
