@@ -22,7 +22,7 @@ from evoke_proxy.engine.strategies.beginnings import (
     PendingState,
 )
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
-from evoke_proxy.errors import UpstreamRejected
+from evoke_proxy.errors import PromptTooLong, UpstreamRejected
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ async def _start_of_user(body: bytes, prompt: Tokens, api: StockApi) -> int:
         return 0
     try:
         one, other = await asyncio.gather(*map(api.render, bodies))
-    except UpstreamRejected as error:
-        _log.debug("the beginning of a conversation is not rendered: status %d", error.status)
+    except (UpstreamRejected, PromptTooLong) as error:
+        _log.debug("the beginning of a conversation is not rendered: %s", type(error).__name__)
         return 0
     return common_prefix(one[: common_prefix(one, other)], prompt)
