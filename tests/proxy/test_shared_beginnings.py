@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 from harness import ask as request
-from harness import bare_llama_server, proxy, server_binary, server_counter
+from harness import bare_llama_server, proxy, server_binary, server_counter, until
 from stock_deployment import SAVE_ALWAYS, Deployment, decoded, final_metric
 from tenant_keys import KEYS, proxy_with_keys
 from test_shared_states import BRIEFING, JSON, N_AGENTS, N_OWN, PATH, agent_body
 
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
+from evoke_proxy.core.prompt.rendered import Tokens
 
 HYBRID = "tiny-qwen35"
 SHAPE_NAMES = (HYBRID, "tiny-gemma", "tiny-dense")
@@ -119,6 +121,30 @@ def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Pat
                 asked = [pool.submit(ask_agent, running.port, agent_body(i)) for i in (1, 2, 3)]
                 leaving.close()
                 assert all(each.result()["choices"] for each in asked)
+
+
+def test_agents_go_on_when_the_prefix_cannot_be_decoded_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not wait for the reply of the first one, which generates for long."""
+    prefill, failed = StockApi.prefill, list[int]()
+
+    async def fail_once(api: StockApi, tokens: Tokens, slot: int | None) -> PrefillResult:
+        if len(tokens) > N_PREFIX and not failed:
+            failed.append(len(tokens))
+            raise OSError("a bug")
+        return await prefill(api, tokens, slot)
+
+    monkeypatch.setattr(StockApi, "prefill", fail_once)
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    with deployment.server_and_proxy() as running, ThreadPoolExecutor(4) as pool:
+        slow = pool.submit(ask_agent, running.port, agent_body(0, n_tokens=1500))
+        until(lambda: bool(failed), "the first agent")
+        others = [pool.submit(ask_agent, running.port, agent_body(i)) for i in (1, 2, 3)]
+        assert all(each.result()["choices"] for each in others)
+        assert not slow.done()
+        assert slow.result()["choices"]
+        assert running.metric("evoke_degraded_total", stage="prefill") == 1
 
 
 def test_agents_of_the_messages_api_share_a_state(tmp_path: Path) -> None:

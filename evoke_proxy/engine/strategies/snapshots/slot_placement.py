@@ -69,6 +69,11 @@ class SnapshotTurn(PreparedTurn):
     min_prefix: int = 0
     answer: AnswerReader = field(default_factory=AnswerReader)
 
+    @property
+    def goal(self) -> Tokens:
+        """The part of the prompt that need not be decoded with the request itself."""
+        return self.boundary if len(self.boundary) else self.prompt[:-1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
@@ -120,8 +125,34 @@ class SlotPlacement:
         other conversations may have. `scope.turn` is the stage that was reached, also when this
         raises.
         """
+        beginning = Beginning(turn.request.tenant, turn.prompt)
         lock = RestoreLock(self._restores)
-        beginning = await self._begin(scope, turn, conversation, lock)
+        try:
+            await self._begin(scope, turn, beginning, lock)
+            turn, step = await self._reusing(scope, turn, conversation, lease)
+            if lock.is_locked and turn.restored is not None:
+                turn, step = await self._prove(scope, turn, step)
+                if not self._may_clear:
+                    lock.close()
+            turn, step = await self._save_beginnings(scope, turn, step, beginning)
+            if self._may_save(turn, step):
+                turn, _ = await self._save(scope, turn, step)
+            if lock.is_locked:
+                await self._release(lock, turn.calls.stock)
+        except BaseException:
+            # The request may be forwarded nevertheless, and its reply may take minutes.
+            lock.close()
+            self._beginnings.give_up(beginning.states)
+            raise
+        return turn
+
+    async def _reusing(
+        self, scope: TurnScope, turn: SnapshotTurn, conversation: Conversation, lease: SlotLease
+    ) -> tuple[SnapshotTurn, _Step]:
+        """Choose between the slot, the RAM cache and a snapshot, which is restored.
+
+        Returns the turn, and the step from there to the boundary.
+        """
         scope.trace.stage = "look"
         slots = await self._list_slots(turn, lease)
         turn = replace(
@@ -144,8 +175,7 @@ class SlotPlacement:
             behaviour=behaviour,
             min_gain_tokens=self._config.min_tokens // 2,
         )
-        goal = turn.boundary if len(turn.boundary) else turn.prompt[:-1]
-        match = self._transfers.find(turn.request.tenant, goal)
+        match = self._transfers.find(turn.request.tenant, turn.goal)
         placement = decide(situation, match, self._probe.costs)
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)
@@ -183,38 +213,30 @@ class SlotPlacement:
             slot=slot_to_name(situation, turn.predicted_ram),
         )
         scope.turn = turn
-        step = _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
-        if lock.is_locked and turn.restored is not None:
-            # Whether the state is reused is known once the first tokens behind it are decoded.
-            end = turn.restored.shared + _PROOF_TOKENS
-            turn, _ = await self._decode(scope, turn, replace(step, tokens=goal[:end]))
-            step = replace(step, live=None, reuse=0)
-            if not self._may_clear:
-                lock.close()
-        turn, step = await self._save_beginnings(scope, turn, step, beginning)
-        if self._may_save(turn, step):
-            turn, _ = await self._save(scope, turn, step)
-        if lock.is_locked:
-            await self._release(lock, turn.calls.stock)
-        return turn
+        return turn, _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+
+    async def _prove(
+        self, scope: TurnScope, turn: SnapshotTurn, step: _Step
+    ) -> tuple[SnapshotTurn, _Step]:
+        """Decode the first tokens behind a restored state: whether it is reused is known then."""
+        end = (turn.restored.shared if turn.restored is not None else 0) + _PROOF_TOKENS
+        turn, _ = await self._decode(scope, turn, replace(step, tokens=turn.goal[:end]))
+        return turn, replace(step, live=None, reuse=0)
 
     async def _begin(
-        self,
-        scope: TurnScope,
-        turn: SnapshotTurn,
-        conversation: Conversation,
-        lock: RestoreLock,
-    ) -> Beginning:
-        """The first request of a conversation, after states that others save for it were saved.
+        self, scope: TurnScope, turn: SnapshotTurn, beginning: Beginning, lock: RestoreLock
+    ) -> None:
+        """Wait for the states that others save for the first request of a conversation.
 
-        Without states for any other request. Only one first request at a time restores a state that
-        was never restored before, and of a server that empties idle slots, any: `lock` then keeps
+        Does nothing for other requests. Only one first request at a time restores a state that was
+        never restored before, and of a server that empties idle slots, any: `lock` then keeps
         others from that.
         """
-        beginning = Beginning(turn.request.tenant, turn.prompt)
-        is_long = len(turn.prompt) > self._config.min_tokens
-        if conversation.is_committed or not is_long or self._probe.disabled_reason:
-            return beginning
+        conversation = turn.conversation
+        if conversation is None or conversation.is_committed or self._probe.disabled_reason:
+            return
+        if len(turn.prompt) <= self._config.min_tokens:
+            return
         scope.trace.stage = "share"
         scope.keep_open(self._beginnings.running(beginning))
         await self._beginnings.begin(beginning, conversation, turn.body, turn.calls.stock)
@@ -224,7 +246,6 @@ class SlotPlacement:
         is_proven = match is not None and self._transfers.was_useful(match.snapshot)
         if match is None or (is_proven and not self._may_clear):
             lock.close()
-        return beginning
 
     @property
     def _may_clear(self) -> bool:
