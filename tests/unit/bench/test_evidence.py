@@ -275,7 +275,8 @@ def test_a_signal_that_finds_the_evidence_has_an_effect() -> None:
 
 def test_a_combination_without_signals_finds_less() -> None:
     talk = _talk()
-    other = Question("other", "Which codes were accessed for vaults?", (4,))
+    # "codes" would be found without stems, too: it is one typing error away from "code".
+    other = Question("other", "Who was accessing it?", (4,))
     talk = Conversation(talk.id, talk.texts, (other,))
     with factorial.only(()) as setting:
         (without,) = under(InProcess(), talk_of(talk), 8, setting)
