@@ -231,6 +231,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
     for arm, row in by.items():
         summary[f"{arm}_decoded_share"] = round(row["decoded_share"], 4)
         summary |= {f"{arm}_{key}": row[key] for key in ("peak", "omitted")}
+        if row["budget"]:
+            summary[f"{arm}_prompt_over_budget"] = round(row["prompt"] / row["budget"], 2)
         if row["checks"]:
             summary[f"{arm}_tools_whole"] = f"{row['tools_whole']} of {row['turns']}"
             summary[f"{arm}_checks"] = f"{row['checks_hold']} of {row['checks']}"
@@ -239,8 +241,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
             summary[f"decoded_over_{arm}"] = round(ratio, 3)
         for key in ("rows_back", "rows_unseen", "rows_differ", "named"):
             summary |= {f"{arm}_{key}": row[key]} if key in row else {}
-    times = [row["prompt"] / row["budget"] for row in rows if row["budget"]]
-    summary["over_budget_times"] = round(max(times, default=0.0), 2)
     return summary | {key: sum(row[key] for row in rows) for key in ("over", "mismatches")}
 
 
