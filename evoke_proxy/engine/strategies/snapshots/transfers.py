@@ -63,6 +63,10 @@ class SnapshotTransfers:
         """Return whether a restore of a snapshot by this process has saved decoding."""
         return snapshot.id in self._useful
 
+    def _with(self, ids: set[str], snapshot: Snapshot) -> set[str]:
+        """Return ids with that of a snapshot, without those of snapshots that were deleted."""
+        return {one.id for one in self._repository.snapshots if one.id in ids} | {snapshot.id}
+
     def may_restore(self, snapshot: Snapshot) -> bool:
         """Return whether llama-server has not refused to restore a snapshot."""
         return snapshot.id not in self._refused
@@ -140,7 +144,7 @@ class SnapshotTransfers:
         behaviour = self._probe.behaviour
         useful = behaviour.restore.record(match.shared, cached)
         if useful:
-            self._useful.add(match.snapshot.id)
+            self._useful = self._with(self._useful, match.snapshot)
         if not match.extends:
             behaviour.partial_restore.record(match.shared, cached)
         self._repository.end_restore(match.snapshot, useful)
@@ -272,7 +276,7 @@ class SnapshotTransfers:
 
     def _give_up(self, snapshot: Snapshot, result: str, reason: str) -> None:
         """Exclude a snapshot from later restores: llama-server runs, and did not restore it."""
-        self._refused.add(snapshot.id)
+        self._refused = self._with(self._refused, snapshot)
         self._repository.end_restore(snapshot, useful=False)
         self._probe.behaviour.restore.record(snapshot.n_tokens, 0)
         self._metrics.restores.labels(result=result).inc()
