@@ -1,4 +1,8 @@
-"""A prompt far longer than the context of a server does not block the event loop."""
+"""A prompt far longer than the context of a server does not block the event loop.
+
+Fresh memory can take processor time of the host, see test_event_loop_stall.py. A callback above the
+limit is therefore measured again: one that is slow by its code is slow each time.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from harness import ask, llama_server, proxy, server_binary
 
 # Limit of the loop's longest callback, in processor time.
 _LIMIT_S = 0.04
+_MAX_MEASUREMENTS = 3
 _WORDS = 8_000_000
 
 
@@ -49,10 +54,13 @@ def test_a_prompt_of_millions_of_tokens_is_refused_without_blocking_the_event_lo
         proxy(port, policy__budget=2048, snapshots__directory=str(tmp_path)) as running,
     ):
         assert chat(running.port, "Hello.").status == 200
-        with longest_callback(monkeypatch) as longest:
-            answer = chat(running.port, "7 " * _WORDS)
-        assert answer.status == 400
-        assert json.loads(answer.body)["error"]["type"] == "exceed_context_size_error"
-        assert longest[0] < _LIMIT_S
+        measured = list[float]()
+        while not measured or (measured[-1] >= _LIMIT_S and len(measured) < _MAX_MEASUREMENTS):
+            with longest_callback(monkeypatch) as longest:
+                answer = chat(running.port, "7 " * _WORDS)
+            assert answer.status == 400
+            assert json.loads(answer.body)["error"]["type"] == "exceed_context_size_error"
+            measured += longest
+        assert min(measured) < _LIMIT_S, measured
         assert running.metric("evoke_degraded_total") == 0
         assert chat(running.port, "Hello again.").status == 200
