@@ -6,7 +6,6 @@ Requests are those of sub-agents with one system prompt. Counts include what the
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,15 @@ from harness import ask as request
 from harness import bare_llama_server, proxy, server_binary, server_counter, until
 from stock_deployment import SAVE_ALWAYS, Deployment, decoded, final_metric
 from tenant_keys import KEYS, proxy_with_keys
-from test_shared_states import BRIEFING, JSON, N_AGENTS, N_OWN, PATH, agent_body
+from test_shared_states import (
+    BRIEFING,
+    JSON,
+    N_AGENTS,
+    N_OWN,
+    PATH,
+    agent_body,
+    ask_while_first_leaves,
+)
 
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
@@ -113,14 +120,8 @@ def test_a_state_belongs_to_its_tenant(tmp_path: Path) -> None:
 def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, HYBRID, SEPARATE)
     with deployment.server_and_proxy() as running:
-        body = agent_body(0)
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", running.port)) as leaving:
-            leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            with ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(ask_agent, running.port, agent_body(i)) for i in (1, 2, 3)]
-                leaving.close()
-                assert all(each.result()["choices"] for each in asked)
+        replies = ask_while_first_leaves(running.port, ask_agent)
+        assert all(reply["choices"] for reply in replies)
 
 
 def test_agents_go_on_when_the_prefix_cannot_be_decoded_for_them(

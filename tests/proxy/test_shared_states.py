@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,8 @@ from bench.random_models import SHAPES, ensure
 
 JSON = {"Content-Type": "application/json"}
 PATH = "/v1/chat/completions"
+# Sends a request of a sub-agent to a port; returns the reply.
+AskAgent = Callable[[int, bytes], Mapping[str, Any]]
 N_AGENTS = 10
 N_OWN = 40  # most tokens of an agent after the common prefix
 SYSTEM = "You are a helpful assistant. " + "".join(f"Rule {i}: {FILLER}" for i in range(14))
@@ -85,6 +87,18 @@ def ask_agents(running: RunningProxy, bodies: Sequence[bytes], at_once: int) -> 
     assert running.metric("evoke_budget_breach_total") == 0
     assert running.metric("evoke_plan_failures_total", reason="books_differ") == 0
     return max(reply["timings"]["evoke"]["n_prompt"] for reply in replies)
+
+
+def ask_while_first_leaves(port: int, ask_one: AskAgent) -> Sequence[Mapping[str, Any]]:
+    """Return the replies to three sub-agents; a fourth, which came first, closes its connection."""
+    body = agent_body(0)
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as leaving:
+        leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(ask_one, port, agent_body(i)) for i in (1, 2, 3)]
+            leaving.close()
+            return [each.result() for each in asked]
 
 
 def decoded(port: int) -> int:
@@ -180,14 +194,8 @@ def test_agents_do_not_wait_for_a_server_that_cannot_save(tmp_path: Path) -> Non
 
 def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Path) -> None:
     with deployed(tmp_path) as (running, _):
-        body = agent_body(0)
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", running.port)) as leaving:
-            leaving.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            with ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(ask_agent, running.port, agent_body(i)) for i in (1, 2, 3)]
-                leaving.close()
-                assert all(each.result()["choices"] for each in asked)
+        replies = ask_while_first_leaves(running.port, ask_agent)
+        assert all(reply["choices"] for reply in replies)
 
 
 def test_a_state_fits_the_budget(tmp_path: Path) -> None:
