@@ -797,6 +797,15 @@ uint32_t llama_kv_block_n_rows(const llama_context * ctx, llama_seq_id seq) {
     return kv ? (uint32_t) kv->get_cells(seq).seq_pos_get(seq).size() : 0;
 }
 
+llama_kv_extent llama_kv_block_extent(const llama_context * ctx, llama_seq_id seq) {
+    const auto * kv = kv_block_cache(ctx);
+    if (!kv) {
+        return {};
+    }
+    const auto & cells = kv->get_cells(seq);
+    return { (int32_t) cells.seq_pos_get(seq).size(), cells.seq_pos_min(seq), cells.seq_pos_max(seq) };
+}
+
 static llama_kv_ranges kv_block_ranges(const llama_context * ctx, llama_seq_id seq, bool shared_only) {
     llama_kv_ranges res;
     const auto * kv = kv_block_cache(ctx);

@@ -97,6 +97,19 @@ LLAMA_API uint32_t llama_kv_block_n_cells(const llama_context * ctx, llama_seq_i
 LLAMA_API uint32_t llama_kv_block_n_free (const llama_context * ctx, llama_seq_id seq);
 LLAMA_API uint32_t llama_kv_block_n_rows (const llama_context * ctx, llama_seq_id seq);
 
+// How many rows a sequence has, and the positions of the first and the last (-1: there is none).
+struct llama_kv_extent {
+    int32_t   n_rows = 0;
+    llama_pos first  = -1;
+    llama_pos last   = -1;
+
+    bool operator==(const llama_kv_extent & other) const { return n_rows == other.n_rows && first == other.first && last == other.last; }
+    bool operator!=(const llama_kv_extent & other) const { return !(*this == other); }
+};
+
+// Returns that of a sequence, in constant time.
+LLAMA_API llama_kv_extent llama_kv_block_extent(const llama_context * ctx, llama_seq_id seq);
+
 // Returns the positions of the sequence that have a row, read from the cells.
 LLAMA_API llama_kv_ranges llama_kv_block_resident(const llama_context * ctx, llama_seq_id seq);
 

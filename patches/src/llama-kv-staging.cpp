@@ -11,7 +11,7 @@
 constexpr size_t KV_STAGING_MIB     = size_t(1) << 20;
 constexpr size_t KV_STAGING_IDS     = llama_kv_staging::MAX_IDS*sizeof(int32_t);
 constexpr size_t KV_STAGING_WIDENED = 8*KV_STAGING_MIB;
-constexpr size_t KV_STAGING_AREA    = 8*KV_STAGING_MIB;
+constexpr size_t KV_STAGING_AREA    = 32*KV_STAGING_MIB; // a block of 160 tokens of an 8B model: each part more costs a wait
 
 constexpr int    KV_STAGING_N_NODES = 256;
 constexpr size_t KV_STAGING_ROWS    = 64; // rows are divided at multiples of this, so that their ids are aligned
@@ -246,7 +246,8 @@ void llama_kv_staging::start_graph() {
     }
     wait();
     const size_t n_tensors = 4*KV_STAGING_N_NODES; // at most so many for each node
-    ctx   = ggml_init({ n_tensors*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false), nullptr, true });
+    metadata.resize(n_tensors*ggml_tensor_overhead() + ggml_graph_overhead_custom(n_tensors, false));
+    ctx   = ggml_init({ metadata.size(), metadata.data(), true });
     graph = ggml_new_graph_custom(ctx, n_tensors, false);
     area  = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I8, KV_STAGING_AREA), KV_STAGING_IDS + KV_STAGING_WIDENED);
 }

@@ -3,7 +3,7 @@
 // Copies scattered rows between a device and host memory in few transfers: the device gathers them in one contiguous
 // area of its memory, or scatters them from there.
 //
-// Owns: 20 MiB of device memory, allocated when they are first needed.
+// Owns: 44 MiB of device memory, allocated when they are first needed.
 // Threads: the thread that owns the context, between two decodes.
 // Invariant: rows are copied bit by bit. What a device did not copy exactly in a test is not copied by it.
 
@@ -101,6 +101,7 @@ private:
     std::vector<int32_t>  ids;          // on the device, too
     id_kind               ids_kind = { false, 0, 0 };
 
+    std::vector<uint8_t>  metadata; // of the tensors and the graph; allocated once
     ggml_context *        ctx   = nullptr;
     ggml_cgraph *         graph = nullptr; // that is being built
     ggml_tensor *         area  = nullptr;

@@ -10,6 +10,7 @@
 #include "server-blocks-slot.h"
 #include "server-task.h"
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -45,9 +46,11 @@ template <typename Slots> static std::vector<server_blocks_slot> server_blocks_s
 
 // A text and its prefix hashes.
 struct server_blocks_text {
-    llama_tokens          tokens; // server_blocks_ids() of the text
-    std::vector<uint64_t> hashes; // server_blocks_prefix_hashes() of these
-    llama_kv_ranges       media;  // server_blocks_media() of the text: no block begins or ends inside one of these
+    std::shared_ptr<const server_blocks_hashed> content;
+
+    const llama_tokens &          tokens; // server_blocks_ids() of the text
+    const std::vector<uint64_t> & hashes;
+    llama_kv_ranges               media;  // server_blocks_media() of the text: no block begins or ends inside one of these
 
     // The present text of a slot.
     server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot);

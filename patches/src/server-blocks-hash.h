@@ -4,7 +4,9 @@
 
 #include "common.h"
 
+#include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 // Mixes one more value into a hash. Values in block files and in replies depend on it: it must not change.
@@ -15,12 +17,25 @@ inline uint64_t server_blocks_mix(uint64_t h, uint64_t v) {
     return h ^ (h >> 32);
 }
 
-// Returns n + 1 hashes for n tokens: [k] identifies the first k tokens, computed under `adapters` (0: none).
-inline std::vector<uint64_t> server_blocks_prefix_hashes(const llama_tokens & tokens, uint64_t adapters) {
-    std::vector<uint64_t> res(tokens.size() + 1);
-    res[0] = 0x6576686b65ull ^ adapters;
-    for (size_t i = 0; i < tokens.size(); ++i) {
-        res[i + 1] = server_blocks_mix(res[i], (uint32_t) tokens[i]);
+// Tokens and their prefix hashes: hashes[k] identifies the first k tokens, computed under `adapters` (0: none).
+struct server_blocks_hashed {
+    llama_tokens          tokens;
+    std::vector<uint64_t> hashes; // one more than tokens
+
+    explicit server_blocks_hashed(uint64_t adapters) : hashes({ seed(adapters) }) {}
+
+    bool is_under(uint64_t adapters) const { return hashes[0] == seed(adapters); }
+
+    // Changes the tokens to others. Those that both have at the beginning keep their hashes.
+    void set(llama_tokens other) {
+        const auto end = tokens.begin() + std::min(tokens.size(), other.size());
+        size_t i = std::mismatch(tokens.begin(), end, other.begin()).first - tokens.begin();
+        tokens = std::move(other);
+        for (hashes.resize(tokens.size() + 1); i < tokens.size(); ++i) {
+            hashes[i + 1] = server_blocks_mix(hashes[i], (uint32_t) tokens[i]);
+        }
     }
-    return res;
-}
+
+private:
+    static uint64_t seed(uint64_t adapters) { return 0x6576686b65ull ^ adapters; }
+};

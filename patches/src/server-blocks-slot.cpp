@@ -7,8 +7,21 @@
 static constexpr llama_pos END = std::numeric_limits<llama_pos>::max();
 
 server_blocks_slot_state::server_blocks_slot_state(llama_context * ctx, int id, bool has_state, int64_t & last_epoch)
-    : ctx(ctx), id(id), last_epoch(&last_epoch), rows(has_state) {
+    : ctx(ctx), id(id), last_epoch(&last_epoch), rows(has_state), cells(ctx, id) {
     renew_epoch();
+}
+
+std::shared_ptr<const server_blocks_hashed> server_blocks_slot_state::hashed(llama_tokens tokens) const {
+    if (last_text && last_text->is_under(turn.adapters) && last_text->tokens == tokens) {
+        return last_text;
+    }
+    if (!last_text || !last_text->is_under(turn.adapters)) {
+        last_text = std::make_shared<server_blocks_hashed>(turn.adapters);
+    } else if (last_text.use_count() > 1) { // somebody still uses it
+        last_text = std::make_shared<server_blocks_hashed>(*last_text);
+    }
+    last_text->set(std::move(tokens));
+    return last_text;
 }
 
 int32_t server_blocks_slot_state::clip(int32_t n_past) const {
@@ -29,7 +42,10 @@ uint32_t server_blocks_slot_state::evict(llama_pos p0, llama_pos p1) {
     rows.on_removed(p0, p1);
     all_rows = false;
     evicted  = true;
-    return llama_kv_block_evict(ctx, id, p0, p1);
+    cells.ranges();
+    const uint32_t n = llama_kv_block_evict(ctx, id, p0, p1);
+    cells.on_evicted(p0, p1);
+    return n;
 }
 
 void server_blocks_slot_state::renew_epoch() {
@@ -63,6 +79,9 @@ int32_t server_blocks_slot_state::begin_turn(const server_blocks_turn & request)
     const bool other_rows = request.adapters != turn.adapters && !request.opaque && !turn.opaque;
     const bool was_irregular = turn.irregular;
     turn   = request;
+    if (was_irregular || turn.irregular) {
+        cells.forget();
+    }
     turn.n_common = other_rows ? 0 : request.n_common;
     marker = request.epoch < 0 ? NO_MARKER : request.epoch == current_epoch && !request.irregular ? VALID_MARKER : STALE_MARKER;
     first_token = false;
@@ -200,6 +219,7 @@ void server_blocks_slot_state::update_peak() {
 
 void server_blocks_slot_state::on_loaded(const server_blocks_copy & copy, uint64_t prefix_hash) {
     server_ranges_add(recovered, copy.kv.p0, copy.kv.p1);
+    cells.on_loaded(copy.kv.p0, copy.kv.p1);
     // Rows that were decoded after other text differ from the rows that the present text would give.
     rows.on_loaded(copy.prefix_hash == prefix_hash ? copy.rows : server_blocks_rows_displaced(copy.rows, copy.prefix_hash));
     mark_used(copy.kv.p0, copy.kv.p1);
@@ -216,6 +236,7 @@ void server_blocks_slot_state::on_clear() {
     renew_epoch();
     last_uses.clear();
     rows.clear();
+    cells.forget();
     turn.irregular = false;
     all_rows       = true;
     reconcile(); // rows from a slot file may be there
@@ -237,6 +258,7 @@ void server_blocks_slot_state::on_adopt() {
     reserved = true;
     last_uses.clear();
     rows.clear();
+    cells.forget();
 }
 
 void server_blocks_slot_state::on_move_start(llama_pos pos) {
@@ -244,6 +266,7 @@ void server_blocks_slot_state::on_move_start(llama_pos pos) {
 }
 
 void server_blocks_slot_state::on_moved() {
+    cells.forget();
     rows.on_moved(resident());
 }
 

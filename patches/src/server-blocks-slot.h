@@ -2,8 +2,8 @@
 
 // State of one slot: the epoch of its rows, their origin, its budget, and the turn in progress.
 //
-// Owns: the history of the slot's rows, the budget, and the token accounting of the turn. It reads residency from the
-//       cells of the context, and frees cells in evict(); it owns neither.
+// Owns: the history of the slot's rows, the budget, and the token accounting of the turn. It reads from the cells
+//       of the context which rows are resident, and frees cells in evict(); it owns no cells.
 // Threads: the main loop only, between two decodes.
 // Invariants: epochs are unique over all slots and grow. Each change of the rows that is not made by a call with the
 //             present epoch, or by a request that names it, renews the epoch. A turn begins with begin_turn() and ends
@@ -11,8 +11,10 @@
 
 #include "llama-kv-block.h"
 #include "server-blocks-copy.h"
+#include "server-blocks-hash.h"
 #include "server-blocks-history.h"
 #include "server-blocks-ranges.h"
+#include "server-blocks-residency.h"
 #include "server-task.h"
 
 #include <cstdint>
@@ -73,7 +75,8 @@ public:
 
     // ---- cells
 
-    llama_kv_ranges resident() const { return llama_kv_block_resident(ctx, id); }
+    // Returns the positions that have a row.
+    const llama_kv_ranges & resident() const { return turn.irregular ? cells.read() : cells.ranges(); }
     bool     is_resident(llama_pos pos) const { return server_ranges_count(resident(), pos, pos + 1) == 1; }
     int32_t  n_rows() const { return (int32_t) llama_kv_block_n_rows(ctx, id); }
     int32_t  n_free() const { return (int32_t) llama_kv_block_n_free(ctx, id); }
@@ -86,6 +89,10 @@ public:
 
     // Returns whether the text has other positions than the indices of its tokens. Nothing is evicted from it.
     bool is_irregular() const { return turn.irregular; }
+
+    // Returns the text with these tokens under the slot's adapters; what the last text had in common with it is not hashed
+    // again.
+    std::shared_ptr<const server_blocks_hashed> hashed(llama_tokens tokens) const;
 
     // Frees the cells of [p0, p1); returns the number of rows.
     uint32_t evict(llama_pos p0, llama_pos p1);
@@ -158,7 +165,8 @@ public:
 
     // ---- changes of rows
 
-    // Records that the rows of a copy were loaded. `prefix_hash`: of the slot's tokens before it.
+    // Records that the rows of a copy were loaded; resident() must have been called right before that. `prefix_hash`: of
+    // the slot's tokens before it.
     void on_loaded(const server_blocks_copy & copy, uint64_t prefix_hash);
 
     // Records that the engine evicted a range, saved under `name` (null: it is not saved).
@@ -209,6 +217,8 @@ private:
     int64_t         current_epoch = 0;
     bool            reserved = false;
     server_blocks_history rows;
+    server_blocks_residency cells;
+    mutable std::shared_ptr<server_blocks_hashed> last_text; // see hashed()
     server_blocks_budget  budget_rules;
     server_blocks_slot_owner slot_owner;
     bool            evicted          = false; // see take_evicted()

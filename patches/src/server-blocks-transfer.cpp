@@ -4,12 +4,16 @@
 #include "server-blocks-media.h"
 
 server_blocks_text::server_blocks_text(const server_prompt & prompt, const server_blocks_slot_state & slot)
-    : server_blocks_text(server_blocks_ids(prompt.tokens), slot.adapters()) {
-    media = server_blocks_media(prompt.tokens);
+    : content(slot.hashed(server_blocks_ids(prompt.tokens))), tokens(content->tokens), hashes(content->hashes), media(server_blocks_media(prompt.tokens)) {}
+
+static std::shared_ptr<const server_blocks_hashed> hashed(llama_tokens tokens, uint64_t adapters) {
+    auto res = std::make_shared<server_blocks_hashed>(adapters);
+    res->set(std::move(tokens));
+    return res;
 }
 
 server_blocks_text::server_blocks_text(llama_tokens tokens, uint64_t adapters)
-    : tokens(std::move(tokens)), hashes(server_blocks_prefix_hashes(this->tokens, adapters)) {}
+    : content(hashed(std::move(tokens), adapters)), tokens(content->tokens), hashes(content->hashes) {}
 
 server_blocks_key server_blocks_transfer::key_of(const std::string & tenant, const server_blocks_range & range) const {
     const auto rows = context.slots[range.id].history().of(range.p0, range.p1);
@@ -65,11 +69,13 @@ bool server_blocks_transfer::save(const server_blocks_owner & owner, const serve
 
 int32_t server_blocks_transfer::load(int id, const server_blocks_key & key, uint64_t prefix_hash, bool same_cells) {
     const auto & copy = *store.find(key);
+    auto &       slot = context.slots[id];
+    slot.resident();
     const int32_t n_same = llama_kv_block_load(context.ctx, id, copy.kv, same_cells);
     if (n_same >= 0) {
         fence.on_copy_started();
         store.mark_used(key);
-        context.slots[id].on_loaded(copy, prefix_hash);
+        slot.on_loaded(copy, prefix_hash);
     }
     return n_same;
 }
