@@ -110,8 +110,8 @@ class Talk:
 
     def count(self, llama: Llama) -> None:
         """Count the tokens of the messages that are new."""
-        for i in range(len(self.sizes), len(self.messages)):
-            self.sizes.append(_tokens_of(llama, self.messages[max(1, i) - 1 : i + 1][-1]))
+        for message in self.messages[len(self.sizes) :]:
+            self.sizes.append(_tokens_of(llama, message))
 
     def ask(self, llama: Llama) -> None:
         """Add a question about an earlier message."""
@@ -126,8 +126,8 @@ class Talk:
         said = paragraph(self._random, _ANSWER_SENTENCES)
         self.messages.append({"role": "assistant", "content": said})
 
-    def newest(self, tokens: int) -> int:
-        """Return how many messages after the first must go so that the rest has so few tokens."""
+    def oldest_beyond(self, tokens: int) -> int:
+        """Return how many messages after the first must go so that these tokens hold the rest."""
         total, dropped = sum(self.sizes), 0
         while total > tokens and dropped < len(self.sizes) - 2:
             dropped += 1
@@ -168,7 +168,7 @@ class Client:
         if self._arm.keeps:
             most = self._budget - answer
             if sum(talk.sizes) - sum(talk.sizes[1 : 1 + self._dropped]) > most:
-                self._dropped = talk.newest(int(most * self._arm.keeps))
+                self._dropped = talk.oldest_beyond(int(most * self._arm.keeps))
         body = {"messages": [talk.messages[0], *talk.messages[1 + self._dropped :]]}
         fixed = {"temperature": 0, "max_tokens": answer, "ignore_eos": True}
         return body | fixed | dict(self._arm.fields or {})
@@ -249,7 +249,7 @@ def long(bed: Bed, args: argparse.Namespace) -> Iterator[Row]:
                 yield head | _long(bed, arms(budget)[name], length, args)
 
 
-def _long(bed: Bed, arm: Arm, length: int, args: argparse.Namespace) -> Row:
+def _long(bed: Bed, arm: Arm, length: int, args: argparse.Namespace) -> dict[str, Any]:
     budget = length // COMPRESSION
     cells = length + 4096 + 2 * args.turns * (args.answer + 256)
     ram = 512 + length * bed.shape.kv_bytes // 2**20
@@ -284,12 +284,11 @@ def many(bed: Bed, args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each run of many conversations at once, each on a server of its own."""
     for repeat in range(args.repeats):
         for name in ("direct", "evoke")[:: -1 if repeat % 2 else 1]:
-            yield {"part": "many", "length": args.history, "arm": name, "repeat": repeat} | _many(
-                bed, name, args
-            )
+            head = {"part": "many", "length": args.history, "arm": name, "repeat": repeat}
+            yield head | _many(bed, name, args)
 
 
-def _many(bed: Bed, name: str, args: argparse.Namespace) -> Row:
+def _many(bed: Bed, name: str, args: argparse.Namespace) -> dict[str, Any]:
     arm = arms(args.history // COMPRESSION)[name]
     each = args.history + 1024 + args.each * (args.answer + 256)
     ram = 512 + args.sessions * each * bed.shape.kv_bytes // 2**20
@@ -302,8 +301,6 @@ def _many(bed: Bed, name: str, args: argparse.Namespace) -> Row:
             for client, talk in zip(clients, talks, strict=True):
                 _turns(client, talk, llama, 1, args.answer)
                 client.forget()
-            for talk in talks:
-                talk.count(llama)
             began = time.perf_counter()
             jobs = [
                 pool.submit(_turns, client, talk, llama, args.each, args.answer)
@@ -358,9 +355,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     return summary
 
 
-def _ratios(
-    rows: Sequence[Row], above: str, below: str, name: str = "tokens_per_s"
-) -> list[float]:
+def _ratios(rows: Sequence[Row], above: str, below: str, name: str = "tokens_per_s") -> list[float]:
     """The values of one arm divided by those of another, in pairs of the same repeat."""
     values = {(row["arm"], row["repeat"]): float(row[name]) for row in rows}
     repeats = sorted({repeat for arm, repeat in values if arm == above})
