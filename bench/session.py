@@ -13,10 +13,10 @@ second through the proxy, divided by those of llama-server alone, in pairs.
 
 What was said before the measured turns is decoded once for each model, saved as slot files, and
 restored from there in every run. Before the first measured turn one more turn is sent: it is not
-in the times. Answers have 128 tokens, less than four of five answers of the recorded coding agents in bench/data
-(median 242). The resent history has fixed answers, so that all arms but those that truncate have
-the same prompts. The share of attention in the operations of a
-token is that of a 7B model at the same length; a row has it as `attention` (at its end).
+in the times. An answer has 128 tokens; of those of the recorded coding agents in bench/data four
+of five are longer. The resent history has fixed answers, so that all arms but those that truncate
+have the same prompts. The share of attention in the operations of a token is that of a 7B model at
+the same length; a row has it as `attention` (at its end).
 
 *Against* llama-server alone with and without truncation, and the proxy without a budget. *Fails*
 above 1.05 times the time of the proxy without a budget, or below 0.95 of the tokens per second of
