@@ -54,6 +54,7 @@ LONG_MOST, MANY_LEAST, COMPRESSION_LEAST = 1.05, 0.95, 4.0
 LENGTHS = (4096, 16384, 65536)
 COMPRESSION = 4
 _SENTENCES, _ANSWER_SENTENCES, _ASKED_WORDS = 5, 3, 6
+_FIRST_ANSWER = 8  # tokens of the answer before the measured turns
 Message = Mapping[str, str]
 
 
@@ -263,7 +264,7 @@ def _long(bed: Bed, arm: Arm, length: int, args: argparse.Namespace) -> dict[str
             talk = bed.restored(llama, 0, length, length)
         with _front(llama.port, arm) as port:
             client = Client(port, arm, length, budget)
-            _turns(client, talk, llama, 1, args.answer)
+            _turns(client, talk, llama, 1, _FIRST_ANSWER)
             client.forget()
             wall = _turns(client, talk, llama, args.turns, args.answer)
     return _row(wall, [client], bed.shape, args.turns)
@@ -300,7 +301,7 @@ def _many(bed: Bed, name: str, args: argparse.Namespace) -> dict[str, Any]:
         with _front(llama.port, arm) as port, ThreadPoolExecutor(args.sessions) as pool:
             clients = [Client(port, arm, seed, 0) for seed in seeds]
             for client, talk in zip(clients, talks, strict=True):
-                _turns(client, talk, llama, 1, args.answer)
+                _turns(client, talk, llama, 1, _FIRST_ANSWER)
                 client.forget()
             began = time.perf_counter()
             jobs = [
