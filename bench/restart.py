@@ -16,7 +16,7 @@ The page cache holds nothing of the files at the second turn. Arms:
 Columns of the second turn: `ttft_ms` is the time to the first token, `decoded` the number of tokens
 that the server decoded, `ahead` the number that it had decoded ahead in the pause before the
 restart, `restore_ms` the time to verify and restore the snapshot, `disk_ms` the time to read as
-many bytes once at the measured speed of the disk, `share` the latter divided by the former,
+many bytes once at the median speed of five readings, `share` the latter divided by the former,
 `cached` the share of the files' pages that were in the page cache although the system was told to
 drop them (by `mincore`). If that is more than a hundredth, the speed of the disk is measured with
 O_DIRECT. Files of the model `wide` have at least 200 MiB. Sizes of 28,672 tokens are for models
@@ -66,7 +66,7 @@ _RESTARTED = ("cold", "peer", *_OURS)
 _LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
 # Pages that may still be cached when the speed of the disk is measured without O_DIRECT.
 _MAX_CACHED = 0.01
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _DISK_READINGS = 1 << 20, 5
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
     "dense": ("dense-8", (), (1024, 5120)),
     "hybrid": ("hybrid-8", (), (1024, 5120)),
@@ -251,9 +251,10 @@ def _key(body: dict[str, Any]) -> str:
 
 
 def _disk_speed(folder: Path) -> tuple[float, float]:
-    """Read the largest file there from the disk; all files are dropped from the page cache.
+    """Read the largest file there from the disk five times; all leave the page cache before.
 
-    Returns the bytes per second, and the share of the pages of that file that stayed in the cache.
+    Returns the median of the bytes per second, and the largest share of the pages of that file
+    that stayed in the cache.
     """
     files = [path for path in folder.iterdir() if path.suffix in (".evoke-kv", ".bin")]
     for path in files:
@@ -261,10 +262,12 @@ def _disk_speed(folder: Path) -> tuple[float, float]:
     if not files:
         return 0.0, 0.0
     largest = max(files, key=lambda path: path.stat().st_size)
-    cached = _cached_share(largest)
-    seconds = _read_seconds(largest, os.O_DIRECT if cached > _MAX_CACHED else 0)
-    _forget(largest)
-    return largest.stat().st_size / seconds, max(cached, _cached_share(largest))
+    cached, times = _cached_share(largest), list[float]()
+    for _ in range(_DISK_READINGS):
+        times.append(_read_seconds(largest, os.O_DIRECT if cached > _MAX_CACHED else 0))
+        _forget(largest)
+        cached = max(cached, _cached_share(largest))
+    return largest.stat().st_size / statistics.median(times), cached
 
 
 def _read_seconds(path: Path, flag: int) -> float:

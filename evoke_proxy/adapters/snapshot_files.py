@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,6 +24,7 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots import state_file
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.errors import ConfigError, SnapshotUnusable
+from evoke_proxy.file_checksums import checksum, is_intact
 from evoke_proxy.regular_files import open_regular, sync_directory
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
@@ -38,10 +35,6 @@ _QUARANTINED_FILES = 4
 # Most bytes that llama-server writes before the list of tokens in a slot file.
 _HEADER_BYTES = 256
 _COPY_BYTES = 1 << 20
-# The parts of a file are hashed in parallel: one processor hashes more slowly than a disk reads.
-_HASHED_BYTES, _MAX_HASHERS = 8 << 20, 8
-_BY_PARTS = "parts:"
-_thread = threading.local()  # has a buffer: fresh memory for each part would take longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +43,7 @@ class Sealed:
 
     Attributes:
         n_bytes: Size of the file in bytes.
-        checksum: SHA-256 of the SHA-256 digests of the file's parts of 8 MiB, in hexadecimal after
-            `parts:`. Earlier versions wrote the SHA-256 of the file, without a prefix.
+        checksum: See evoke_proxy/file_checksums.py.
     """
 
     n_bytes: int
@@ -150,7 +142,7 @@ class SnapshotFiles:
             _check_tokens(source, tokens)
             self.complete(part)
             sealed = self._encoded(source, name)
-            checksum, n_bytes = _checksum(sealed, sync=True), sealed.stat().st_size
+            sealed_checksum, n_bytes = checksum(sealed, sync=True), sealed.stat().st_size
             sealed.rename(self.directory / name)
             sync_directory(self.directory)
         except OSError as error:
@@ -158,7 +150,7 @@ class SnapshotFiles:
         finally:
             source.unlink(missing_ok=True)
             source.with_name(f"sealed-{source.name}").unlink(missing_ok=True)
-        return Sealed(n_bytes, checksum)
+        return Sealed(n_bytes, sealed_checksum)
 
     def complete(self, part: str) -> int:
         """Add the parts that llama-server does not save for layers with a sliding window.
@@ -245,13 +237,15 @@ class SnapshotFiles:
         except OSError as error:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 
-    def verify(self, name: str, n_bytes: int, checksum: str) -> None:
-        """Raise SnapshotUnusable unless a snapshot has this size and checksum; see `Sealed`."""
+    def verify(self, name: str, sealed: Sealed, follow: bool = False) -> None:
+        """Raise SnapshotUnusable unless a snapshot has this size and checksum.
+
+        With `follow`, llama-server reads the file now, and this reads what it has read.
+        """
         path = self.directory / name
         try:
-            self._check_size(path, n_bytes)
-            computed = _checksum if checksum.startswith(_BY_PARTS) else _whole_checksum
-            if computed(path) != checksum:
+            self._check_size(path, sealed.n_bytes)
+            if not is_intact(path, sealed.checksum, follow):
                 raise SnapshotUnusable("checksum", f"{name} has changed since it was saved")
         except FileNotFoundError as error:
             raise SnapshotUnusable("missing", f"{name} does not exist") from error
@@ -273,7 +267,7 @@ class SnapshotFiles:
 
     def checksum(self, name: str) -> str:
         """Return the checksum of a file, see `Sealed`; raises OSError."""
-        return _checksum(self.directory / name)
+        return checksum(self.directory / name)
 
     def discard(self, part: str) -> None:
         """Delete a part file or a snapshot, if it exists."""
@@ -299,37 +293,6 @@ class SnapshotFiles:
         size = path.stat().st_size
         if size != n_bytes or not n_bytes:
             raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
-
-
-def _checksum(path: Path, sync: bool = False) -> str:
-    """Return the checksum of a file by parts, see `Sealed`; `sync` writes it to the disk."""
-    with open_regular(path) as file:
-        handle = file.fileno()
-        starts = range(0, os.fstat(handle).st_size, _HASHED_BYTES)
-        n_hashers = min(_MAX_HASHERS, os.cpu_count() or 1, max(1, len(starts)))
-        with ThreadPoolExecutor(n_hashers, "checksum") as hashers:
-            digests = b"".join(hashers.map(partial(_part_digest, handle), starts))
-        if sync:
-            os.fsync(handle)
-    return _BY_PARTS + hashlib.sha256(digests).hexdigest()
-
-
-def _part_digest(handle: int, start: int) -> bytes:
-    """Return the SHA-256 of at most _HASHED_BYTES of an open file."""
-    if not hasattr(_thread, "buffer"):
-        _thread.buffer = memoryview(bytearray(_COPY_BYTES))
-    digest, buffer = hashlib.sha256(), _thread.buffer
-    position, end = start, start + _HASHED_BYTES
-    while n_read := os.preadv(handle, [buffer[: end - position]], position):
-        digest.update(buffer[:n_read])
-        position += n_read
-    return digest.digest()
-
-
-def _whole_checksum(path: Path) -> str:
-    """Return the SHA-256 of a file, the checksum of earlier versions."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
 def _check_tokens(path: Path, tokens: Tokens) -> None:

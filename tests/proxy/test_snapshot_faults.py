@@ -21,6 +21,7 @@ from proxy_process import ProxyProcess
 from stock_deployment import SAVE_ALWAYS, Chat, Deployment, decoded, long_chat
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
+from evoke_proxy.adapters.snapshot_files import Sealed
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.engine.storage import snapshot_repository
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -366,6 +367,6 @@ def _check_index_matches_files(deployment: Deployment) -> None:
     snapshots = {f"{item.id}.evoke-kv": item for item in repository.snapshots}
     assert snapshots.keys() == {path.name for path in deployment.files()} != set()
     for name, item in snapshots.items():
-        repository.files.verify(name, item.n_bytes, item.checksum)
+        repository.files.verify(name, Sealed(item.n_bytes, item.checksum))
     repository.close()
     assert not list(deployment.folder.glob("*.evoke-part"))

@@ -245,12 +245,14 @@ class SnapshotRepository:
         await self.wait_for_deletions()
         return new
 
-    async def verify(self, snapshot: Snapshot) -> None:
-        """Verify the file of a snapshot; sets a damaged one aside and raises SnapshotUnusable."""
+    async def verify(self, snapshot: Snapshot, follow: bool = False) -> None:
+        """Verify the file of a snapshot; sets a damaged one aside and raises SnapshotUnusable.
+
+        With `follow`, llama-server reads the file at the same time.
+        """
+        sealed = Sealed(snapshot.n_bytes, snapshot.checksum)
         try:
-            await asyncio.to_thread(
-                self.files.verify, _file_name(snapshot), snapshot.n_bytes, snapshot.checksum
-            )
+            await asyncio.to_thread(self.files.verify, _file_name(snapshot), sealed, follow)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
             await self.wait_for_deletions()

@@ -129,7 +129,9 @@ class SnapshotTransfers:
         Raises SnapshotUnusable when the file is damaged; the slot is empty then.
         """
         copied, damage = await asyncio.gather(
-            api.restore(slot, name), self._repository.verify(snapshot), return_exceptions=True
+            api.restore(slot, name),
+            self._repository.verify(snapshot, follow=True),
+            return_exceptions=True,
         )
         if isinstance(copied, BaseException):
             # damage is the reason of a refusal
