@@ -261,6 +261,18 @@ class BlockTable(Sequence[Block]):
         at = wanted.nonzero()[0] if wanted.dtype == np.bool_ else wanted
         return [self._blocks[i] for i in at.tolist()]
 
+    def spans_at(self, indexes: Sequence[int]) -> tuple[Span, ...]:
+        """The positions of the blocks at these indexes, as the fewest spans, in ascending order."""
+        if not indexes:
+            return ()
+        at = np.array(sorted(indexes), np.int64)
+        starts, ends = self.starts[at], self.ends[at]
+        gaps = (starts[1:] > ends[:-1]).nonzero()[0]
+        firsts, lasts = [int(starts[0])], ends[gaps].tolist()
+        firsts += starts[gaps + 1].tolist()
+        lasts.append(int(ends[-1]))
+        return tuple(map(Span, firsts, lasts))
+
     def within(self, spans: Sequence[Span]) -> Mask:
         """Which blocks lie entirely in these ascending, disjoint spans."""
         inside = np.zeros(len(self), np.bool_)

@@ -120,7 +120,8 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         scores = keep + _ranked(order, units)
         if room is not None:
             # Newer live blocks score higher, in case not all of them fit beside the files.
-            scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
+            if live.any():
+                scores[live] = _LIVE + np.linspace(0.0, 0.5, len(scores))[live]
             for kept, score in ((task, _TASK), (files, _FILES), (rules, _RULES)):
                 scores[kept] = score
             scores[rules & system_blocks(view.blocks)] = _SYSTEM

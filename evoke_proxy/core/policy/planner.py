@@ -13,7 +13,7 @@ import numpy as np
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
-from evoke_proxy.core.model.blocks import Block, Span, count, merged, without
+from evoke_proxy.core.model.blocks import Block, Span, clipped, count
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Drop, Evict, Load, Plan, Save
 from evoke_proxy.core.policy.view import PolicyView
 
@@ -270,8 +270,9 @@ class _Planner:
             protected = protected | tail_room.kept
         room = config.budget - config.sink_tokens - least_recent - least_free
         indexes = self._protected_blocks(resident, protected, room, n_incomplete)
-        spans = merged(self._view.blocks[i].span for i in indexes)
-        spans = without(spans, [Span(0, config.sink_tokens)])
+        spans = self._view.blocks.spans_at(indexes)
+        if spans:
+            spans = clipped(spans, Span(config.sink_tokens, max(config.sink_tokens, spans[-1].end)))
         left = config.budget - config.sink_tokens - count(spans) - n_incomplete
         recent = max(least_recent, min(config.recent_tokens, left - config.block_tokens))
         return DecodeBudget(
@@ -497,7 +498,12 @@ def first_fit(order: Positions, lengths: Positions, room: int) -> Mask:
 
 def _fitting(order: Positions, lengths: Positions, room: int) -> list[int]:
     """Return the indexes that fit into `room`, taken greedily in this order."""
-    taken, remaining = list[int](), order
+    # All of them up to the first that does not fit are taken at once.
+    ends = lengths[order].cumsum()
+    n = int(ends.searchsorted(room, "right"))
+    taken, remaining = order[:n].tolist(), order[n:]
+    if n:
+        room -= int(ends[n - 1])
     while len(remaining):
         remaining = remaining[lengths[remaining] <= room]
         batch = remaining[:_TRIED_AT_ONCE]

@@ -136,7 +136,7 @@ class PolicyView:
         """
         top = self.resident[-1].end if self.resident else 0
         rows = clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))
-        return without(rows, self.non_evictable)
+        return without(rows, self.non_evictable) if rows else ()
 
     def recovered_labels(self, plan: Plan) -> list[str]:
         """Return the labels that a plan recovers, without those that only a restart removed."""

@@ -10,7 +10,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -193,6 +193,10 @@ class InvertedIndex:
     def __len__(self) -> int:
         return len(self._lengths)
 
+    def settle(self) -> None:
+        """Do now what a search for similar terms would do first."""
+        self._fuzzy_terms.settle()
+
     def add(self, counts: Counter[str]) -> int:
         """Add a document with these counts of its terms, and return its number."""
         number = len(self._lengths)
@@ -302,12 +306,17 @@ class InvertedIndex:
         """Return the numbers of the stems of a document, each once, without function words."""
         return self._content_stems[document]
 
-    def documents_with(self, stem_number: int) -> Iterable[Iterable[int]]:
-        """Return the active documents that contain each form of a word, one series for a form."""
-        found = self._documents_of_stem[stem_number]
+    @property
+    def documents_with(self) -> Callable[[int], Iterable[Iterable[int]]]:
+        """Function of a stem's number.
+
+        It returns the active documents that contain each form of the word, one series for a form.
+        """
+        find = self._documents_of_stem.__getitem__
         if self._all_active:
-            return found
-        return [filter(self._is_active().item, documents) for documents in found]
+            return find
+        is_active = self._is_active().item
+        return lambda number: [filter(is_active, documents) for documents in find(number)]
 
     def similar_terms(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Return for each term those of similar spelling, with similarity; best first."""

@@ -28,6 +28,8 @@ _MAX_CANDIDATES = 10
 _MIN_SIMILARITY = 0.5
 # Terms whose trigrams overlap less cannot have half of their bigrams in common.
 _MIN_TRIGRAM_OVERLAP = 0.2
+# Added terms that wait for the next search, which takes a millisecond longer for them.
+_MAX_WAITING = 256
 # Fewest letters of a term that is compared with others for typing errors.
 _MIN_MISSPELT = 5
 # Similarity of a term to one that contains it: port and ports, timeout and requesttimeout.
@@ -59,21 +61,29 @@ class FuzzyTerms:
         # The number of trigrams of each term, and the numbers of the terms with each trigram.
         self._sizes = array("q")
         self._postings: dict[str, array[int]] = {}
+        # Terms that were added since the last search or `settle`.
+        self._waiting: list[str] = []
 
     def add(self, term: str) -> None:
         """Add a term that was not added before; one that is not `comparable` is ignored."""
-        if not comparable(term):
-            return
-        number = len(self._terms)
-        trigrams = _trigrams(term)
-        self._terms.append(term)
-        self._sizes.append(len(trigrams))
+        self._waiting.append(term)
+        if len(self._waiting) >= _MAX_WAITING:
+            self.settle()
+
+    def settle(self) -> None:
+        """Divide the added terms into trigrams now, which a search would do first."""
         postings = self._postings
-        for trigram in trigrams:
-            numbers = postings.get(trigram)
-            if numbers is None:
-                numbers = postings[trigram] = array("q")
-            numbers.append(number)
+        for term in filter(comparable, self._waiting):
+            number = len(self._terms)
+            trigrams = _trigrams(term)
+            self._terms.append(term)
+            self._sizes.append(len(trigrams))
+            for trigram in trigrams:
+                numbers = postings.get(trigram)
+                if numbers is None:
+                    numbers = postings[trigram] = array("q")
+                numbers.append(number)
+        self._waiting.clear()
 
     def similar(self, terms: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Return for each term the indexed terms that are similar to it, the most similar first.
@@ -81,6 +91,9 @@ class FuzzyTerms:
         Each comes with its similarity in [0.5, 1]: Dice's coefficient of the bigrams.
         """
         queries = [term for term in terms if comparable(term)]
+        if not queries:
+            return [[] for _ in terms]
+        self.settle()
         found: dict[str, list[tuple[str, float]]] = {}
         for query, candidates in zip(queries, self._candidates(queries), strict=True):
             bigrams = _bigrams(query)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,15 @@ from evoke_proxy.core.retrieval.bm25 import (
     WITHOUT_PHRASE,
     Evidence,
     InvertedIndex,
+    function_stems,
     phrase_weights,
     query_phrases,
     sum_evidence,
+    terms_of,
 )
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.retrieval.ranking import UnitRanker
+from evoke_proxy.core.retrieval.ranking import UnitRanker, stems_of
 from evoke_proxy.core.retrieval.units import Units
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, outlier_scores
 
@@ -137,6 +139,19 @@ class _QueryContext:
     term_evidence: dict[str, tuple[Evidence, Evidence]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _EarlyStems:
+    """Stems of the texts of a query, computed before the blocks of its turn were added.
+
+    Attributes:
+        blocks: The blocks that there were. The stems hold while all of them are there and ranked.
+        of_text: The stems of texts of which these blocks have each word, see `UnitSource`.
+    """
+
+    blocks: BlockTable = field(default_factory=BlockTable)
+    of_text: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
 class Index:
     """The blocks of one session, searchable by terms, similar terms, vectors and names.
 
@@ -151,6 +166,7 @@ class Index:
         self._signals = frozenset(signals)
         self._vectors = DocumentVectors()
         self.prepared = NOTHING_PREPARED
+        self._early = _EarlyStems()
         self._clear()
 
     def _clear(self) -> None:
@@ -228,6 +244,7 @@ class Index:
             inverted=self._inverted,
             groups=self._groups,
             query_terms=self.prepared.query_terms,
+            query_stems=self._stems_that_hold(blocks, n_ranked, units),
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
@@ -239,6 +256,15 @@ class Index:
         # The cosines of the whole text are those of its only clause.
         topic_cosines = self._topic_cosines(query) if query.n_own != 1 else None
         return ranker.order(query, self._clause_cosines(query), topic_cosines, model_relevance)
+
+    def _stems_that_hold(
+        self, blocks: BlockTable, n_ranked: int, units: Units
+    ) -> Mapping[str, Sequence[str]]:
+        """Return the stems that `compare` has computed, if its blocks are ranked ones."""
+        early = self._early
+        n = len(early.blocks)
+        is_ranked = 0 < n <= len(blocks) and units.of_block[n - 1] < n_ranked
+        return early.of_text if is_ranked and shared_labels(early.blocks, blocks) == n else {}
 
     def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
         """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
@@ -322,6 +348,21 @@ class Index:
         clauses = [vector for vector in query.vectors if vector is not None]
         whole = [query.whole] if query.whole is not None else []
         self._vectors.compare([clauses, whole], topic)
+        self._early = _EarlyStems(self._blocks, self._stems_of_known_words(query))
+
+    def _stems_of_known_words(self, query: Query) -> Mapping[str, Sequence[str]]:
+        """Return the stems of the texts of a query of which the blocks have each word.
+
+        A text with other words is left out: another one may be meant, see `UnitRanker`.
+        """
+        is_function_word, inverted = function_stems(query.text).__contains__, self._inverted
+        find, found = inverted.documents_with, dict[str, Sequence[str]]()
+        for text in (query.text, *query.clauses):
+            stems = stems_of(terms_of(text))
+            numbers = map(inverted.stem_number, filterfalse(is_function_word, stems))
+            if all(n is not None and any(True for _ in chain(*find(n))) for n in numbers):
+                found[text] = stems
+        return found
 
     def expect_vectors(self, query: Query, topic: Vectors | None) -> None:
         """Announce what will be compared with the blocks, so that it is compared in one pass."""
@@ -353,6 +394,10 @@ class Index:
             document = int(self._documents[i])
             if document not in self._vectors:
                 self._vectors.put(document, new[self._blocks[i].label])
+
+    def settle(self) -> None:
+        """Do now, between two turns, what the next search would do first."""
+        self._inverted.settle()
 
     def n_missing(self, blocks: BlockTable) -> int:
         """Return how many of these blocks are not indexed, or were before other blocks."""
@@ -608,6 +653,7 @@ class _BlockSource:
         inverted: Their terms.
         groups: What is read of the documents of a unit.
         query_terms: Terms of texts of the query that were computed before.
+        query_stems: Stems of texts of the query that were computed before.
         documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
@@ -621,6 +667,7 @@ class _BlockSource:
     inverted: InvertedIndex
     groups: _DocumentGroups
     query_terms: Mapping[str, Sequence[str]]
+    query_stems: Mapping[str, Sequence[str]]
     documents: Positions
     positions: Positions | None
     find_mentions: Callable[[str], FloatArray | None]
@@ -668,14 +715,16 @@ class _BlockSource:
     def _documents_of(self, blocks: range) -> tuple[int, ...]:
         return tuple(self.documents[blocks.start : blocks.stop].tolist())
 
-    def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
-        """Return the blocks that contain each form of a word, one series for a form."""
+    @property
+    def blocks_with(self) -> Callable[[int], Iterable[Iterable[int]]]:
+        """Function of a stem's number; see `UnitSource`."""
         if "words" not in self.signals:
-            return ()
-        found = self.inverted.documents_with(stem_number)
+            return lambda _: ()
+        find = self.inverted.documents_with
         if self.positions is None:
-            return found
-        return [map(self.positions.item, documents) for documents in found]
+            return find
+        block_of = self.positions.item
+        return lambda number: [map(block_of, documents) for documents in find(number)]
 
 
 def _message_lengths(blocks: BlockTable) -> Positions:

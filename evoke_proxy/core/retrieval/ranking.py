@@ -105,6 +105,11 @@ class UnitSource(Protocol):
         """Terms of texts of queries that were computed before, see `terms_of`."""
         ...
 
+    @property
+    def query_stems(self) -> Mapping[str, Sequence[str]]:
+        """Stems of texts of the query of which the ranked units have each word, if computed."""
+        ...
+
     def similar(self, terms: Sequence[str]) -> Sequence[Sequence[tuple[str, float]]]:
         """Return for each term the indexed terms of similar spelling, each with its similarity.
 
@@ -144,8 +149,12 @@ class UnitSource(Protocol):
         """Return the numbers of the stems of these blocks, without function words."""
         ...
 
-    def blocks_with(self, stem_number: int) -> Iterable[Iterable[int]]:
-        """Return the blocks that contain each form of a word, one series for a form."""
+    @property
+    def blocks_with(self) -> Callable[[int], Iterable[Iterable[int]]]:
+        """Function of a stem's number.
+
+        It returns the blocks that contain each form of the word, one series for a form.
+        """
         ...
 
 
@@ -258,8 +267,10 @@ class UnitRanker:
         self._is_short_reply[1:] &= ~asks[:-1]
         self._function_stems = FUNCTION_STEMS
         self._terms_of = dict(source.query_terms)
-        self._stems_of: dict[str, Sequence[str]] = {}
-        self._unit_of_block: Callable[[int], int] = units.of_block.item
+        self._stems_of = dict(source.query_stems)
+        self._unit_of_block: Callable[[int], int] = units.of_block.tolist().__getitem__
+        self._blocks_with = source.blocks_with
+        self._content_stems_of: dict[int, frozenset[int]] = {}
         # The stems that were counted last, with their rows, and their counts.
         self._counted: tuple[Mapping[str, int], _SparseRows] | None = None
 
@@ -334,16 +345,14 @@ class UnitRanker:
 
         `asked` are the stems of the query, see `_is_version`.
         """
-        stems = dict[int, frozenset[int]]()
+        stems_of = self._content_stems
         found = list[Ranking]()
         for ranking in rankings:
             best, compared = list[int](), ranking.order[:_COMPARED_UNITS].tolist()
             for unit in compared:
-                if unit not in stems:
-                    stems[unit] = self._content_stems(unit)
                 place = len(best)
                 for i, other in enumerate(best):
-                    if other < unit and _is_version(stems[unit], stems[other], asked):
+                    if other < unit and _is_version(stems_of(unit), stems_of(other), asked):
                         place = i
                         break
                 best.insert(place, unit)
@@ -355,7 +364,11 @@ class UnitRanker:
 
     def _content_stems(self, unit: int) -> frozenset[int]:
         """Return the numbers of the stems of a unit's first blocks, without function words."""
-        return self._source.content_stems(self._units.blocks_of(unit)[:_MAX_READ_BLOCKS])
+        found = self._content_stems_of.get(unit)
+        if found is None:
+            blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
+            found = self._content_stems_of[unit] = self._source.content_stems(blocks)
+        return found
 
     def _room_of_best(self, order: Positions) -> int:
         """Return the tokens of the best unit and of the other good units of its message."""
@@ -495,7 +508,7 @@ class UnitRanker:
         """Return the stems of a text's terms, each once; misspelt terms are corrected."""
         stems = self._stems_of.get(text)
         if stems is None:
-            terms = list(dict.fromkeys(self._terms(text)))[:_MAX_TERMS]
+            terms = _first_terms(self._terms(text))
             of_terms = list(map(stem, terms))
             unknown = [
                 i
@@ -530,9 +543,7 @@ class UnitRanker:
             return False
         unit_of, n_ranked = self._unit_of_block, self._n
         return any(
-            unit_of(block) < n_ranked
-            for blocks in self._source.blocks_with(number)
-            for block in blocks
+            unit_of(block) < n_ranked for blocks in self._blocks_with(number) for block in blocks
         )
 
     def _terms(self, text: str) -> Sequence[str]:
@@ -617,13 +628,13 @@ class UnitRanker:
         """Return the ranked units that contain forms of a word; none if more than `limit` do."""
         found = set[int]()
         unit_of, n_ranked = self._unit_of_block, self._n
-        for blocks in self._source.blocks_with(stem_number):
+        for blocks in self._blocks_with(stem_number):
             for block in blocks:
                 unit = unit_of(block)
-                if unit < n_ranked:
-                    found.add(unit)
-                    if len(found) > limit:
+                if unit < n_ranked and unit not in found:
+                    if len(found) == limit:
                         return set()
+                    found.add(unit)
         return found
 
 
@@ -631,6 +642,16 @@ def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) ->
     """Return the BM25 scores of counts [s, u], for weights [s] and length normalizations [u]."""
     weighted = weights[counts.rows] * counts.values * (_K1 + 1)
     return counts.with_values(weighted / (counts.values + norms[counts.columns]))
+
+
+def _first_terms(terms: Sequence[str]) -> list[str]:
+    """Return the terms of a text that are read, each once."""
+    return list(dict.fromkeys(terms))[:_MAX_TERMS]
+
+
+def stems_of(terms: Sequence[str]) -> Sequence[str]:
+    """Return the stems of the terms of a text that are read, each once."""
+    return list(dict.fromkeys(map(stem, _first_terms(terms))))
 
 
 def _asks(text: str) -> bool:

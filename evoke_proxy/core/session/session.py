@@ -380,6 +380,7 @@ class Session:
         self._decoded = self.layout.tokens
         if self.index.n_missing(self.layout.blocks) <= _FEW_BLOCKS:
             self.index.update(self.layout.blocks)
+        self.index.settle()
         return planned is None or agrees(forecast(*planned), accounting, self._can_adopt)
 
     def add_copies(self, copies: Iterable[tuple[str, Span]]) -> None:
