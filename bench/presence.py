@@ -2,10 +2,11 @@
 
 A talk is a conversation with turns that ask about it. A turn counts as `whole` when every row of
 every message that its answer needs is in the cache when the answer begins, and as `half` when half
-of the rows of each is; `messages` is the share of the needed messages that are whole. All turns
-follow the same conversation, as when a user edits the last message. A corpus of talks makes three
-benches: `all` arms, `factorial` (`bench/evidence/factorial.py`), and `agree`, the default in both
-forms."""
+of the rows of each is; `messages` is the share of the needed messages that are whole. `exchange`
+says, of turns with messages before their question, whether the last two of these are whole, a
+question and its answer: a follow-up may refer to them. Fills always take them. All turns follow the
+same conversation, as when a user edits the last message. A corpus of talks makes three benches:
+`all` arms, `factorial` (`bench/evidence/factorial.py`), and `agree`, the default in both forms."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def measure(
             budget = budget_of(_tokens(talk, spans), share)
             for arm, present in fills(talk, asked, spans, (rankings, budget)).items():
                 if arm in wanted:
-                    yield _row(talk, asked, spans, (share, arm, present))
+                    yield _row(talk, asked, spans, (share, arm, present, True))
 
 
 def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[dict[str, Any]]:
@@ -119,14 +120,22 @@ def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[di
     for asked in talk.asked:
         messages = [*talk.messages, *asked.turn]
         spans, resident = made.spans(messages), session(messages)
+        present = shares_of_needed(asked, spans, resident)
         yield _row(
-            talk, asked, spans, (share, setting.arm, shares_of_needed(asked, spans, resident))
+            talk, asked, spans, (share, setting.arm, present, has_exchange(talk, spans, resident))
         )
 
 
 def shares_of_needed(asked: Asked, spans: Spans, resident: Ranges) -> list[float]:
     """Return which share of the rows of each needed message is there."""
     return [share_resident(spans[index], resident) for index in asked.needed]
+
+
+def has_exchange(talk: Talk, spans: Spans, resident: Ranges) -> bool:
+    """Return whether the turn's last two messages before its question are there."""
+    question = max(spans)
+    indexes = range(max(len(talk.messages), question - 2), question)
+    return all(share_resident(spans[index], resident) >= 1.0 for index in indexes)
 
 
 def fills(
@@ -156,9 +165,9 @@ def _tokens(talk: Talk, spans: Spans) -> int:
 
 
 def _row(
-    talk: Talk, asked: Asked, spans: Spans, result: tuple[int, str, Sequence[float]]
+    talk: Talk, asked: Asked, spans: Spans, result: tuple[int, str, Sequence[float], bool]
 ) -> dict[str, Any]:
-    share, arm, present = result
+    share, arm, present, exchange = result
     tokens = _tokens(talk, spans)
     return {
         **talk.about,
@@ -171,6 +180,7 @@ def _row(
         "whole": min(present) >= 1.0,
         "half": min(present) >= 0.5,
         "messages": round(sum(each >= 1.0 for each in present) / len(present), 3),
+        **({"exchange": exchange} if len(asked.turn) > 1 else {}),
     }
 
 
@@ -185,7 +195,7 @@ def cells(rows: Sequence[Row], keys: Sequence[str]) -> list[dict[str, Any]]:
             "budget": mine[0]["budget"],
             "tokens": round(sum(row["tokens"] for row in mine) / len(mine)),
             "questions": len(mine),
-            **{kind: percent(row[kind] for row in mine) for kind in _COUNTED},
+            **_counted(mine),
         }
         for found, mine in groups.items()
     ]
@@ -223,11 +233,14 @@ def summarise(
 
 def _percentages(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[str, float]]:
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
-    return {
-        arm: {kind: percent(row[kind] for row in mine) for kind in _COUNTED}
-        for arm, mine in of.items()
-        if mine
-    }
+    return {arm: _counted(mine) for arm, mine in of.items() if mine}
+
+
+def _counted(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the percentages of rows; `exchange` is that of the turns that have one."""
+    found = {kind: percent(row[kind] for row in rows) for kind in _COUNTED}
+    whole = [row["exchange"] for row in rows if "exchange" in row]
+    return found | ({"exchange": percent(whole)} if whole else {})
 
 
 def verdicts_of(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -245,10 +258,20 @@ def tables(summary: Mapping[str, Any]) -> Iterator[str]:
             rows += [
                 {"whole, %": arm}
                 | {cell: found[arm]["whole"] for cell, found in by_cell.items() if arm in found}
+                | _exchange(by_cell, arm)
                 for arm in arms
             ]
-            yield f"{value}, {share}\n{record.table(rows, ('whole, %', *by_cell))}"
+            columns = ["whole, %", *by_cell, *(["exchange"] if "exchange" in rows[1] else [])]
+            yield f"{value}, {share}\n{record.table(rows, columns)}"
     yield record.table(verdicts_of(summary), criteria.VERDICT_COLUMNS)
+
+
+def _exchange(
+    by_cell: Mapping[str, Mapping[str, Mapping[str, float]]], arm: str
+) -> dict[str, float]:
+    """Return `exchange` of the first cell that has it: of all rows where these are a cell."""
+    found = (each[arm] for each in by_cell.values() if "exchange" in each.get(arm, {}))
+    return next(({"exchange": each["exchange"]} for each in found), {})
 
 
 def misses(rows: Sequence[Row], talks: Iterable[Talk], most: int) -> Iterator[str]:

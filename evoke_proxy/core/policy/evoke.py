@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import FloatArray, Positions
-from evoke_proxy.core.model.blocks import count
+from evoke_proxy.core.model.block_table import ROLES, FloatArray, Positions
+from evoke_proxy.core.model.blocks import Role, count
 from evoke_proxy.core.policy.attention import Capture
 from evoke_proxy.core.policy.planner import (
     Candidates,
@@ -58,6 +58,9 @@ _FEW_QUESTIONS = 3
 # Messages that only lead up to the question keep their places in the ranking within this share of
 # the room, or within what two of the longest messages leave.
 _LEADING_SHARE, _EARLIER_TOKENS = 0.1, 2 * _MAX_UNIT_TOKENS
+# The answer directly before the question keeps its place when it takes at most this share of the
+# room, or when the question refers to earlier turns.
+_ANSWER_SHARE = 0.15
 # What the ranking adds to a keep-score in [0, 1]: at least the largest keep-score, so that ranked
 # blocks come first.
 _RANKED = 1.0
@@ -72,6 +75,7 @@ _MAX_ASKED_SHARE = 0.5
 _MAX_ANSWER_DIVISOR = 2
 # Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
+_USER = ROLES.index(Role.USER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,8 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
         if parameters.relevance > 0 and not _fits(view, config):
             order = _unit_order(view, query, config, units)
             if room is not None:
-                order = leading_last(order, units, leading_blocks(view), _leading_room(room))
+                leads = leading_blocks(view, _answer_tokens(view, query, room))
+                order = leading_last(order, units, leads, _leading_room(room))
         scores = keep + _ranked(order, units)
         if room is not None:
             # Newer live blocks score higher, in case not all of them fit beside the files.
@@ -173,6 +178,16 @@ def _room_beside_question(view: PolicyView, config: PolicyConfig) -> int | None:
     start = int(view.blocks.starts[first]) if len(view.blocks) else 0
     room = room_for_blocks(view.n_tokens - start, view.max_tokens, config)
     return None if room is None else max(room, capacity_for_blocks(view, config) or 0)
+
+
+def _answer_tokens(view: PolicyView, query: Query, room: int) -> int:
+    """Return the length of the longest answer before the question that keeps its place.
+
+    A question of the user that refers to earlier turns needs the answer of any length.
+    """
+    if (view.blocks.roles[-1:] != _USER).any():
+        return 0
+    return room if query.n_context else int(_ANSWER_SHARE * room)
 
 
 def _leading_room(room: int) -> int:

@@ -218,12 +218,13 @@ def live_blocks(view: PolicyView, room: Room, rules: Mask) -> Mask:
     return stays
 
 
-def leading_blocks(view: PolicyView) -> Mask:
+def leading_blocks(view: PolicyView, answer_tokens: int = 0) -> Mask:
     """Return the blocks [n] of messages that only lead up to the question.
 
     These are the messages directly before it in which the user asks something or says a few words,
     and the answers to them. A statement of the user ends them. They are alike the question because
-    they are about the same, but rarely have the answer.
+    they are about the same, but rarely have the answer. An answer of at most `answer_tokens` tokens
+    directly before the question is not among them, because the question may refer to it.
     """
     blocks, end = view.blocks, view.blocks.question_start
     leads = np.zeros(len(blocks), np.bool_)
@@ -232,14 +233,14 @@ def leading_blocks(view: PolicyView) -> Mask:
         if not end:
             break
         first = int(blocks.messages.searchsorted(blocks.messages[end - 1]))
-        role = blocks.roles[first]
+        role, length = blocks.roles[first], int(blocks.ends[end - 1] - blocks.starts[first])
         if role == _USER and not asks[first:end].any():
-            length = int(blocks.ends[end - 1] - blocks.starts[first])
             if length > _LEADING_TOKENS or states[first:end].any():
                 break
         elif role not in (_USER, _ASSISTANT):
             break
-        leads[first:end] = True
+        is_kept = end == blocks.question_start and role == _ASSISTANT and length <= answer_tokens
+        leads[first:end] = not is_kept
         end = first
     return leads
 

@@ -79,3 +79,23 @@ def test_the_last_answer_stays_in_a_budget_with_room_for_it_beside_long_messages
     answer = {block.label for block in view.blocks if block.message == 46}
     assert len(answer) == 5
     assert not answer & evicted
+
+
+@pytest.mark.parametrize("refers", [True, False])
+def test_a_question_that_refers_to_the_answer_before_it_keeps_that_answer(refers: bool) -> None:
+    facts = [f"The harbour master wrote this on day {i}: {text}" for i, text in enumerate(FILLER)]
+    texts = [*facts, "When does the harbour ferry run?", "It runs at nine.", "Who steers it there?"]
+    view = block_view(texts, "s" * 12 + "rrr")
+    roles = {13: Role.ASSISTANT}
+    view = replace(
+        view,
+        blocks=BlockTable(
+            replace(block, role=roles.get(block.message, Role.USER)) for block in view.blocks
+        ),
+    )
+    asked = "Who steers it there?" if refers else "What did the harbour master write?"
+    query = Query.of(asked, texts[12:14] if refers else ())
+    plan = decide(view, query, CONFIG)
+    evicted = {evict.label for evict in plan.evicts}
+    assert plan.loads
+    assert (view.blocks[13].label in evicted) is not refers

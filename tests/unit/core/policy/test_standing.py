@@ -142,17 +142,27 @@ def test_essential_blocks_have_at_most_the_tokens_of_the_limit(room: int, random
     assert int(view.blocks.lengths[essential].sum()) <= most
 
 
-def leading(texts: list[str], roles: dict[int, Role] | None = None) -> list[int]:
+def leading(
+    texts: list[str], roles: dict[int, Role] | None = None, answer_tokens: int = 0
+) -> list[int]:
     """Return which messages before the last one only lead up to it."""
     view = view_of(texts, roles or dict.fromkeys(range(1, len(texts), 2), Role.ASSISTANT))
     view.index.update(view.blocks)
-    return np.flatnonzero(leading_blocks(view)).tolist()
+    return np.flatnonzero(leading_blocks(view, answer_tokens)).tolist()
 
 
 def test_questions_and_answers_directly_before_the_question_lead_up_to_it() -> None:
     exchange = ["Who wrote the song?", "Two of them did.", "Really?", "Yes, both."]
     assert leading([*exchange, "And when was it released?"]) == [0, 1, 2, 3]
     assert leading([*exchange, *exchange, "And when was it released?"]) == [4, 5, 6, 7]
+
+
+def test_the_answer_before_the_question_does_not_lead_up_to_it_up_to_a_length() -> None:
+    exchange = ["Who wrote the song?", "Two of them did.", "Really?", "Yes, both."]
+    asked = [*exchange, "And when was it released?"]
+    length = int(view_of(asked, {}).blocks.lengths[3])
+    assert leading(asked, answer_tokens=length) == [0, 1, 2]
+    assert leading(asked, answer_tokens=length - 1) == [0, 1, 2, 3]
 
 
 def test_a_statement_of_the_user_does_not_lead_up_to_the_question() -> None:
