@@ -501,7 +501,8 @@ def _fitting(order: Positions, lengths: Positions, room: int) -> list[int]:
     # All of them up to the first that does not fit are taken at once.
     ends = lengths[order].cumsum()
     n = int(ends.searchsorted(room, "right"))
-    taken, remaining = order[:n].tolist(), order[n:]
+    taken: list[int] = order[:n].tolist()
+    remaining = order[n:]
     if n:
         room -= int(ends[n - 1])
     while len(remaining):

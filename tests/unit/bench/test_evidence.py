@@ -22,7 +22,7 @@ from bench.evidence.conversations import (
     split_of,
 )
 from bench.fills import FILLS, Rankings, bm25, fill, fused, passages, random_blocks
-from bench.presence import measure, summarise, under
+from bench.presence import Asked, Talk, has_exchange, measure, summarise, tables, under
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.core.retrieval import ranking
 
@@ -226,6 +226,28 @@ def test_every_arm_of_a_conversation_is_measured() -> None:
     assert of_share["questions"]["all"] == 10
     assert of_share["arms"]["same words"]["default"]["whole"] == 100.0
     assert {v["verdict"] for v in of_share["verdicts"]} == {"pass"}
+
+
+@pytest.mark.parametrize("before", [0, 2, 4])
+def test_the_exchange_before_a_question_is_there_when_both_messages_are_whole(before: int) -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    talk = Talk(said, [Asked("q", said * (before + 1), [0])], said, [0], {})
+    spans = {at: (10 * at, 10 * at + 10) for at in range(1 + before + 1)}
+    end = 10 * (before + 1)
+    assert has_exchange(talk, spans, [(end - 20 * bool(before), end)])
+    assert has_exchange(talk, spans, [(end - 20, end - 1)]) is not bool(before)
+    assert has_exchange(talk, spans, [(end - 19, end)]) is not bool(before)
+
+
+def test_tables_show_the_exchange_of_the_turns_that_have_one() -> None:
+    row = {"split": "tuning", "share": 8, "conversation": "c", "source": "mtrag", "kinds": (),
+           "arm": DEFAULT.arm, "whole": True, "half": True, "messages": 1.0}  # fmt: skip
+    rows = [row | {"question": "a"}, *(row | {"question": q, "exchange": q == "b"} for q in "bcd")]
+    summary = summarise(rows, "split", lambda mine: {"all": mine})
+    assert summary["tuning"]["1/8"]["arms"]["all"][DEFAULT.arm]["exchange"] == 33.3
+    assert "exchange" in next(tables(summary))
+    without = summarise(rows[:1], "split", lambda mine: {"all": mine})
+    assert "exchange" not in next(tables(without))
 
 
 def test_cells_of_few_questions_are_left_out() -> None:
