@@ -348,9 +348,9 @@ class Index:
         clauses = [vector for vector in query.vectors if vector is not None]
         whole = [query.whole] if query.whole is not None else []
         self._vectors.compare([clauses, whole], topic)
-        self._early = _EarlyStems(self._blocks, self._stems_of_known_words(query))
+        self._early = _EarlyStems(self._blocks, self._complete_stems(query))
 
-    def _stems_of_known_words(self, query: Query) -> Mapping[str, Sequence[str]]:
+    def _complete_stems(self, query: Query) -> Mapping[str, Sequence[str]]:
         """Return the stems of the texts of a query of which the blocks have each word.
 
         A text with other words is left out: another one may be meant, see `UnitRanker`.
