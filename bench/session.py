@@ -207,7 +207,8 @@ class Bed:
         """Put a conversation of so many tokens into a slot, from its file or by decoding it."""
         talk = Talk(seed)
         talk.lengthen(llama, tokens)
-        key = json.dumps([self.server.name, repr(self.shape), talk.messages]).encode()
+        slots = llama.call("GET", "/props")["total_slots"]  # a file fits no other number of them
+        key = json.dumps([slots, repr(self.shape), talk.messages]).encode()
         name = f"{hashlib.sha256(self._build() + key).hexdigest()[:24]}.bin"
         kept, own = self.files / name, (llama.folder or Path()) / name
         if kept.exists():

@@ -195,10 +195,10 @@ void llama_kv_staging::upload_ids(const id_kind & kind) {
     flush();
     wait();
     start_graph();
-    const size_t n_rows = cells.size();
-    ids.resize(kind.n*n_rows);
-    for (size_t i = 0; i < ids.size(); ++i) {
-        ids[i] = (int32_t) (i/n_rows*kind.distance + cells[i % n_rows]);
+    ids.resize(kind.n*cells.size());
+    auto id = ids.begin();
+    for (size_t i = 0; i < kind.n; ++i) {
+        id = std::transform(cells.begin(), cells.end(), id, [&](uint32_t cell) { return (int32_t) (i*kind.distance + cell); });
     }
     ids_kind = kind;
     ggml_tensor * tensor = placed(ggml_new_tensor_1d(ctx, GGML_TYPE_I32, ids.size()), 0);

@@ -61,6 +61,9 @@ bool server_blocks_media_supported() {
 }
 
 llama_tokens server_blocks_ids(const server_tokens & tokens) {
+    if (!tokens.has_mtmd) {
+        return tokens.get_tokens();
+    }
     llama_tokens res;
     res.reserve(tokens.size());
     for_each_part(tokens,
