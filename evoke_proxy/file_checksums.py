@@ -108,8 +108,8 @@ def _cached_pieces(handle: int) -> Iterator[memoryview]:
             continue
         except OSError:  # the file system cannot say what is cached
             break
-        if not n_read:
-            return
+        if not n_read:  # the end; Linux 5.9 and 5.10 also say so before the end
+            break
         yield buffer[:n_read]
         position += n_read
         ends = time.monotonic() + _MAX_WAIT_S
