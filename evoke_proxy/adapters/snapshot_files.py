@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import time
@@ -29,6 +30,8 @@ from evoke_proxy.regular_files import open_regular, sync_directory
 
 # Suffixes of the file that llama-server writes, and of the sealed snapshot.
 PART, SEALED = ".evoke-part", ".evoke-kv"
+# Suffix of the empty file that stands for a slot whose rows are not verified.
+_UNVERIFIED = ".evoke-unverified"
 INDEX = "index.sqlite"
 _QUARANTINE = "quarantine"
 _QUARANTINED_FILES = 4
@@ -269,6 +272,24 @@ class SnapshotFiles:
         """Return the checksum of a file, see `Sealed`; raises OSError."""
         return checksum(self.directory / name)
 
+    def mark_unverified(self, server: str, slot: int) -> None:
+        """Record that a slot of a server may have damaged rows; raises OSError."""
+        with open_regular(self._unverified_path(server, slot), "wb"):
+            pass
+
+    def unmark_unverified(self, server: str, slot: int) -> None:
+        """Delete the record of `mark_unverified`, if it exists."""
+        self._unverified_path(server, slot).unlink(missing_ok=True)
+
+    def unverified(self) -> Mapping[str, int]:
+        """Return the slot of each record of `mark_unverified`, of all servers, by file name."""
+        names = [path.name for path in self.directory.glob(f"*-*{_UNVERIFIED}")]
+        slots = {name: name.removesuffix(_UNVERIFIED).partition("-")[2] for name in names}
+        return {name: int(slot) for name, slot in slots.items() if slot.isdecimal()}
+
+    def _unverified_path(self, server: str, slot: int) -> Path:
+        return self.directory / f"{_digest(server)}-{slot}{_UNVERIFIED}"
+
     def discard(self, part: str) -> None:
         """Delete a part file or a snapshot, if it exists."""
         (self.directory / part).unlink(missing_ok=True)
@@ -293,6 +314,10 @@ class SnapshotFiles:
         size = path.stat().st_size
         if size != n_bytes or not n_bytes:
             raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
+
+
+def _digest(server: str) -> str:
+    return hashlib.sha256(server.encode()).hexdigest()[:16]
 
 
 def _check_tokens(path: Path, tokens: Tokens) -> None:

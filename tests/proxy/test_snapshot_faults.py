@@ -360,6 +360,45 @@ def test_a_killed_proxy_leaves_only_valid_files(during: str, tmp_path: Path) -> 
         assert chat.reply == reply and NUMBER in reply["content"]
 
 
+def test_a_slot_that_a_killed_proxy_left_unverified_is_not_used(tmp_path: Path) -> None:
+    """llama-server fills it from a damaged file while the proxy, which verifies it, is killed."""
+    folder = tmp_path / "slots"
+    folder.mkdir()
+    deployment = Deployment(folder, "wide-8", ("--cache-ram", "0", "-c", "2048"))
+    chat = long_chat(200)
+    chat.messages.pop()
+    settings = tmp_path / "evoke.yaml"
+    snapshots = {"directory": str(folder), "look_ahead": False, **SAVE_ALWAYS}
+    settings.write_text(json.dumps({"snapshots": snapshots}))
+    with deployment.server() as port, fault_injector(port) as injector:
+        with ProxyProcess(injector.port, settings) as proxy_process:
+            n_tokens = sum(chat.ask(proxy_process.port))
+            until(deployment.files)
+            for _ in range(2):
+                proxy_process.wait_until_idle()
+                _erase(port)
+                chat.ask(proxy_process.port)
+            proxy_process.wait_until_idle()
+            expected = chat.reply
+            _erase(port)
+            path = max(deployment.files(), key=lambda path: path.stat().st_mtime)
+            assert path.stat().st_size > 16 << 20  # smaller ones are verified before
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 3)  # in the rows of a layer
+                file.write(bytes(1 << 16))
+            injector.run_at(b"action=restore", proxy_process.kill)
+            with pytest.raises((OSError, http.client.HTTPException)):
+                chat.ask(proxy_process.port)
+            assert injector.fired.wait(TIMEOUT_S)
+        slot = json.loads(ask(port, "GET", "/slots").body)[0]
+        before = decoded(port)
+        with deployment.proxy(port, look_ahead=False) as proxied:
+            chat.ask(proxied.port)
+            proxied.wait_for_background()
+        assert decoded(port) - before >= n_tokens, f"rows were used; the slot was {slot}"
+        assert chat.reply == expected and not list(folder.glob("*.evoke-unverified"))
+
+
 def _check_index_matches_files(deployment: Deployment) -> None:
     """Check that the index lists exactly the snapshot files, with their sizes and checksums."""
     repository = SnapshotRepository(SnapshotsConfig(directory=str(deployment.folder)))

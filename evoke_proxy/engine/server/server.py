@@ -105,6 +105,7 @@ class Server:
             else:
                 turn = await self.strategies.passthrough.prepare(request, scope)
             scope.turn = turn
+            await selected.before_forwarding(calls)
             self._commit(turn, trace)
             reply.answer = turn.answer
             incoming = request.incoming

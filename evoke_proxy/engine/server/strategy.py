@@ -137,6 +137,9 @@ class CacheStrategy(ABC):
     def selected(self, server: ServerInfo) -> None:
         """This strategy serves the instance that `server_started` has announced."""
 
+    async def before_forwarding(self, calls: ServerCalls) -> None:
+        """Wait until any request may be forwarded; raises UpstreamError."""
+
     def n_slots(self, server: ServerInfo) -> int:
         """How many requests may run on a server at the same time."""
         return server.n_slots

@@ -93,6 +93,7 @@ class SnapshotRepository:
         self._removal = FileRemover()
         self._index_thread = IndexThread(self._metrics)
         self._free_bytes: int | None = None
+        self._left_unverified: Mapping[str, int] = {}
 
     def open(self, claim: bool = True) -> None:
         """Open the directory and reconcile files and index; ConfigError when it is unusable.
@@ -113,6 +114,7 @@ class SnapshotRepository:
             except BaseException:
                 index.close()
                 raise
+            self._left_unverified = self.files.unverified()
             if is_alone:
                 self._reconcile()
             if self._is_shared:
@@ -269,6 +271,21 @@ class SnapshotRepository:
         return await asyncio.to_thread(
             self.files.is_sound, _file_name(snapshot), snapshot.n_bytes, snapshot.tokens
         )
+
+    @property
+    def slots_left_unverified(self) -> set[int]:
+        """Slots that another process may have filled from a file without verifying it.
+
+        The process may have known the server by another address, so they are those of any server.
+        """
+        return set(self._left_unverified.values())
+
+    def clear_unverified(self, server: str, slot: int) -> None:
+        """Delete the records that a slot is unverified; blocks on the disk."""
+        self.files.unmark_unverified(server, slot)
+        if not self._is_shared:  # otherwise those of other processes may still be needed
+            for name in [name for name, of in self._left_unverified.items() if of == slot]:
+                self.files.discard(name)
 
     @asynccontextmanager
     async def decrypted_file(self, snapshot: Snapshot) -> AsyncIterator[str]:

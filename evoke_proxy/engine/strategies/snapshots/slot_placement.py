@@ -381,6 +381,7 @@ class SlotPlacement:
         api = turn.calls.stock
         scope.trace.stage = "prefill"
         try:
+            await self._transfers.until_verified(api)
             done = await api.prefill(step.tokens, turn.slot)
         except UpstreamRejected as error:
             # Most likely the prompt is too long, which llama-server reports to the client.

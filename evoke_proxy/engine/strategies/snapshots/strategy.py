@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import orjson
 
+from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
@@ -30,6 +31,7 @@ from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
 
 _log = logging.getLogger(__name__)
@@ -74,7 +76,11 @@ class SnapshotStrategy(CacheStrategy):
         self._failures = PreparationFailures(server.monitor, metrics)
         self.probe = ServerProbe(config=config, repository=repository, slots=slots)
         self.transfers = SnapshotTransfers(
-            repository=repository, probe=self.probe, metrics=metrics, tasks=tasks
+            repository=repository,
+            probe=self.probe,
+            unverified=UnverifiedSlots(repository, self._client),
+            metrics=metrics,
+            tasks=tasks,
         )
         self._placement = SlotPlacement(
             config=config,
@@ -322,6 +328,11 @@ class SnapshotStrategy(CacheStrategy):
             conversation.id,
             change.summary(),
         )
+
+    async def before_forwarding(self, calls: ServerCalls) -> None:
+        """See CacheStrategy."""
+        if self.is_enabled:
+            await self.transfers.until_verified(calls.stock)
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Return True for every managed turn: its slot is queried while it is leased."""

@@ -17,6 +17,7 @@ from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 
 _log = logging.getLogger(__name__)
@@ -34,11 +35,13 @@ class SnapshotTransfers:
         *,
         repository: SnapshotRepository,
         probe: ServerProbe,
+        unverified: UnverifiedSlots,
         metrics: Metrics,
         tasks: BackgroundTasks,
     ) -> None:
         self._repository = repository
         self._probe = probe
+        self._unverified = unverified
         self._metrics = metrics
         self._tasks = tasks
         self._refused: set[str] = set()  # ids of snapshots that llama-server did not restore
@@ -128,18 +131,29 @@ class SnapshotTransfers:
 
         Raises SnapshotUnusable when the file is damaged; the slot is empty then.
         """
+        if not await self._unverified.begin(slot):
+            await self._repository.verify(snapshot)
+            return await api.restore(slot, name)
         copied, damage = await asyncio.gather(
-            api.restore(slot, name),
-            self._repository.verify(snapshot, follow=True),
-            return_exceptions=True,
+            api.restore(slot, name), self._verify(snapshot, slot), return_exceptions=True
         )
+        if damage is not None:
+            await self._unverified.until_verified(api)
         if isinstance(copied, BaseException):
             # damage is the reason of a refusal
             raise damage if isinstance(copied, UpstreamRejected) and damage else copied
         if damage is not None:
-            await api.erase(slot)
             raise damage
         return copied
+
+    async def _verify(self, snapshot: Snapshot, slot: int) -> None:
+        """Verify the file from which a slot is filled now."""
+        is_verified = False
+        try:
+            await self._repository.verify(snapshot, follow=True)
+            is_verified = True
+        finally:
+            await self._unverified.end(slot, is_verified)
 
     def record_reuse(self, match: Match, cached: int) -> None:
         """Record how many tokens of the prompt were not decoded thanks to a restore."""
@@ -184,6 +198,10 @@ class SnapshotTransfers:
     def seconds_until_save(self) -> float:
         """Return in how many seconds a save keeps to `snapshots.stall_share`; 0 or less: now."""
         return self._probe.costs.next_save_at - time.monotonic()
+
+    async def until_verified(self, api: StockApi) -> None:
+        """Wait until no slot has rows that are not verified; raises UpstreamError."""
+        await self._unverified.until_verified(api)
 
     async def save(self, slot: int, tokens: Tokens, label: SnapshotLabel, api: StockApi) -> bool:
         """Save a slot that holds exactly `tokens`; return False when it was not saved.

@@ -118,7 +118,9 @@ def transfers_with(run: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[
     """Transfers with nothing but a function that starts background tasks."""
     none: Any = None
     tasks: Any = SimpleNamespace(run=run)
-    return SnapshotTransfers(repository=none, probe=none, metrics=none, tasks=tasks)
+    return SnapshotTransfers(
+        repository=none, probe=none, unverified=none, metrics=none, tasks=tasks
+    )
 
 
 def _spawn(work: Coroutine[Any, Any, None], _: str) -> asyncio.Task[None]:

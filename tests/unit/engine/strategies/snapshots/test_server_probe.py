@@ -11,9 +11,10 @@ import pytest
 from repository_fixtures import open_repository
 from state_file_fixtures import cache, file
 
+from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import LimitsConfig, SnapshotsConfig
+from evoke_proxy.config import LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.engine.server.background import BackgroundTasks
@@ -21,6 +22,7 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import UpstreamTimeout
 
 LABEL = SnapshotLabel("t", "f", "b", USER, 1.0)
@@ -82,7 +84,11 @@ def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
         )  # the defaults, before the probe
         async with BackgroundTasks() as tasks:
             states = SnapshotTransfers(
-                repository=repository, probe=probe, metrics=Metrics(), tasks=tasks
+                repository=repository,
+                probe=probe,
+                unverified=UnverifiedSlots(repository, LlamaClient(UpstreamConfig())),
+                metrics=Metrics(),
+                tasks=tasks,
             )
             assert await states.save(0, np.zeros(2, np.int32), LABEL, calls)
         return probe.behaviour
