@@ -61,13 +61,15 @@ _FROM_NOW_ON = _Lexicon(
     r"|in (?:the )?future|until (?:i|we) (?:say|tell|ask)|for the rest of (?:this|our|the) \w+"
     r"|(?:every|each|all|any) (?:single )?(?:of )?(?:your |the )?(?:future )?(?:time|answers?|reply"
     r"|replies|responses?|messages?|explanations?|examples?|snippets?|code|summar(?:y|ies)|texts?)"
-    r"|whatever (?:i|we|the)|when(?:ever)? (?:i|you|we) (?:ask|say|send|write|paste|answer|reply"
-    r"|respond|mention|talk|explain|suggest|use)|no matter what|in our (?:chats?|conversations?)"
+    r"|whatever (?:i|we|the)|(?:when(?:ever)?|if) (?:i|you|we) (?!ask me\b)(?:ask|say|send|write"
+    r"|paste|answer|reply|respond|mention|talk|explain|suggest|recommend|describe|translate|use)"
+    r"|no matter what|in our (?:chats?|conversations?)"
     r"|before (?:you (?:answer|reply|respond|suggest|write)|answering|replying|responding|writing)"
     r"|throughout|until further notice|unless (?:i|we) (?:say|tell|ask)|(?:each|every|next) time"
     r"|in (?:this|our) (?:chat|session|conversation|talk|dialogue)s?|for this (?:chat|session"
     r"|conversation)|here on|from today|by default|as a (?:rule|habit)|for good|permanently"
-    r"|for the remaining \w+|what(?:ever)? happens"
+    r"|for the remaining \w+|what(?:ever)? happens|until the end of"
+    r"|(?:in|for) (?:this|our|the whole) (?:project|repo|repository|code ?base|team)"
 )
 # States that something holds without exception.
 _ALWAYS = _Lexicon(
@@ -78,10 +80,10 @@ _ALWAYS = _Lexicon(
 _EVERY = frozenset("always never ever every each all any whenever whatever".split())
 # Verbs of imperatives that address the assistant, at the start of a clause.
 _VERBS = (
-    r"add|address|answer|ask|assume|avoid|be|begin|call|cite|consider|continue|convert|correct"
-    r"|behave|cut|describe|display|double-check|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
+    r"act|add|address|answer|ask|assume|avoid|be|begin|call|cite|consider|continue|convert|correct"
+    r"|behave|challenge|check|cut|describe|display|double-check|drop|end|explain|express|finish|fix|follow|format|forget|give|greet|ignore"
     r"|imagine|include|indent|keep|leave|limit|list|make|mark|mention|name|number|omit|phrase|play|prefer|present|pretend|provide|put"
-    r"|quote|refer|refrain|remember|render|repeat|reply|respond|restrict|round|say|shorten|show|sign"
+    r"|quote|refer|refrain|remember|render|repeat|replace|reply|respond|restrict|round|say|shorten|show|sign"
     r"|skip|spare|speak|spell|start|state|stay|stick|stop|structure|suggest|summari[sz]e|switch|talk"
     r"|tell|think|translate|treat|use|wrap|write"
 )
@@ -95,8 +97,8 @@ _IMPERATIVE = re.compile(
 )
 # What may come before an imperative in its clause.
 _OPENING = re.compile(
-    r"(?:(?:and|but|so|also|then|please|pls|hey|hi|ok|okay|kindly|just|do|oh|well|now|henceforth"
-    r"|from (?:now|here|today)(?: on)?|from this \w+(?: on)?) )*",
+    r"(?:(?:and|but|so|also|then|please|pls|hey|hi|ok|okay|kindly|just|only|do(?! not\b)|oh"
+    r"|well|now|henceforth|from (?:now|here|today)(?: on)?|from this \w+(?: on)?) )*",
     re.IGNORECASE,
 )
 # An imperative after words that state when it applies: "In every example use Rust".
@@ -108,7 +110,7 @@ _LATER_IMPERATIVE = re.compile(
 # A frame that states when an imperative applies: "For legal topics add a disclaimer".
 _FRAME = re.compile(
     r"^(?:(?:for|in|with|on|at|when|whenever|if|before|after|whatever|wherever|unless|as long as)"
-    r"\b[^,:]*, (?:please |then |always |never |just )?"
+    r"\b[^,:]*, (?:please |then |always |never |just |only )?"
     r"|(?P<general>for) (?:(?!my\b|our\b|the\b|a\b|me\b|i\b|we\b|you\b)[\w'-]+ ){1,3})"
     r"(?P<order>(?:" + _VERBS + r"|(?:do not|don't) \w+)\b"
     r"|[a-z]+(?<!ed)(?<!s) (?:the|my|your|all|me|us|it|them|everything|any)\b)",
@@ -117,7 +119,9 @@ _FRAME = re.compile(
 # States how the assistant's answers have to be: "All dates that you give me have to be short".
 _OUTPUT = re.compile(
     r"\b(?:answers?|repl(?:y|ies)|responses?|messages?|explanations?|summar(?:y|ies)"
-    r"|you (?:ever )?(?:write|give|say|tell|send|suggest|make|mention|show|use|do|recommend|put)"
+    r"|suggestions|recommendations|translations|comments|all (?:the )?code"
+    r"|you (?:ever )?(?:write|give|say|tell|send|suggest|make|mention|show|use|do|recommend|put"
+    r"|translate)"
     r")\b",
     re.IGNORECASE,
 )
@@ -142,12 +146,14 @@ _ROLE = re.compile(r"\b(?:as if|as though|like an?|as (?:you would|an?|my))\b", 
 _CLAUSE_GAP, _MAX_CLAUSES = re.compile(r"[,:] (?:so |and |but )?|\bso "), 6
 # States what the user wants of the assistant.
 _WANTS = _Lexicon(
-    r"(?:i|we)(?:'d| would|'ll| will)? (?:also |really |much )?(?:prefer|rather|want"
+    r"(?:i|we)(?:'d| would|'ll| will)? (?:also |really |much |only )?(?:prefer|rather|want"
     r"|appreciate|expect|insist|(?:do not|don't) (?:want|like|need))"
     r"|(?:i|we)(?:'d| would) (?:also |really |much )?(?:like|love|hate)"
     r"|(?:can|could|would|will) you|you (?:can|may|must|should|shall|are to|need to|have to|don't"
-    r" need)|it(?:'s| is| would| helps?|'d) (?:better |help\w* |easier |nice |great )?"
-    r"(?:me |for me )?if you|please|pls|kindly|let's agree|remember to|no need|welcome"
+    r" need)|it(?:'s| is| would| helps?|'d) (?:be )?(?:better |help\w* |easier "
+    r"|nice |great )?(?:me |for me )?if you"
+    r"|it(?:'s| is) (?:very )?(?:important|essential)(?: to me)? that you|please|pls|kindly"
+    r"|let's agree|remember to|no need|welcome"
     r"|do me a favou?r|means? nothing to me|i (?:only|just) understand|my preference|preferably"
 )
 # States what the user likes; it is a wish only in a sentence about the assistant or its answers.
@@ -193,6 +199,11 @@ _ANSWERS = _Lexicon(
     r"|(?:third|first|second) person|name|nickname|pronouns?|mr|mrs|ms|dr|professor|captain|sir"
     r"|madam|rust|python|javascript|typescript|java|c\+\+|golang|linux|windows|macos|recipes?"
     r"|politics|religion|vegetarian|vegan|five|address|call me|level|simpl\w+|easy|plain|reasons"
+)
+# An imperative beside these words is carried out again and again, whatever it says.
+_EACH = re.compile(
+    r"\b(?:(?:each|every) (?:single )?(?:answer|reply|response|message)|as a rule|by default)\b",
+    re.IGNORECASE,
 )
 _ADDRESSED = frozenset("you your yours me my us user i we i'd i'm".split())
 # An imperative that is carried out once: "Write a letter to my landlord".
@@ -252,10 +263,11 @@ def _is_question(sentence: str) -> bool:
 
 def _has_imperative(sentence: str) -> bool:
     """Return whether a clause begins with an imperative that is not carried out only once."""
+    holds_on = _EACH.search(sentence) is not None
     for clause in _CLAUSE_GAP.split(sentence, _MAX_CLAUSES):
         rest = _OPENING.sub("", clause, count=1)
         is_imperative = _IMPERATIVE.match(rest) or _LATER_IMPERATIVE.match(rest)
-        if is_imperative and not _ONE_OFF.match(rest):
+        if is_imperative and (holds_on or not _ONE_OFF.match(rest)):
             return True
     return _has_frame(sentence)
 

@@ -57,6 +57,19 @@ DIALOGS = json.loads(DATA.read_text("utf-8"))["tuning"]
         "Behave as if you were my coach.",
         "Use the metric system until further notice.",
         "I read on a watch, so short sentences only.",
+        "Do not ask me questions back.",
+        "I only want answers in Welsh.",
+        "Only answer when I end with a question mark.",
+        "When you recommend books, only mention ones for children.",
+        "If I ask about medicine, add that you are no doctor.",
+        "It is important that you never mention my employer.",
+        "It would be great if you wrote in simple English.",
+        "As a rule, suggest the cheapest option first.",
+        "Put the most important thing first in each answer.",
+        "Act as my interviewer until the end of this chat.",
+        "My rule for this project: no external libraries.",
+        "All code must run on Python 3.8.",
+        "Suggestions must be suitable for children.",
     ],
 )
 def test_a_standing_instruction_is_recognized(text: str) -> None:
@@ -94,6 +107,11 @@ def test_a_standing_instruction_is_recognized(text: str) -> None:
         "Don't worry about the boiler.",
         "The old path may help him to the top.",
         "always " * 400,
+        "If you ask me, the film was too long.",
+        "As a rule, shops here close at six.",
+        "In this project I am responsible for the budget.",
+        "The comments should be deleted by Friday, my boss said.",
+        "It is important that the dog gets his pills.",
     ],
 )
 def test_a_remark_is_no_instruction(text: str) -> None:
