@@ -394,6 +394,22 @@ def statement_points(text: str) -> float:
     return max(0.0, points - asks)
 
 
+# A question for a list: "which cities have I visited", "give me all open tickets", "who owes me".
+_SEVERAL = re.compile(
+    r"\b(?:all|every|each|everything|every(?:one|body)|list|summari[sz]e|overview)\b"
+    r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
+    r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "
+    r"(?:(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"
+    r"(?!(?:is|was|does|has|this|its|his|us)\b)\w+(?<!s)s\b)",
+    re.IGNORECASE,
+)
+
+
+def asks_for_several(text: str) -> bool:
+    """Return whether a question asks for a list, so that several statements are its answer."""
+    return _SEVERAL.search(text.lstrip()) is not None
+
+
 def asks_for_advice(text: str) -> bool:
     """Return whether a question asks if something is true, possible or advisable."""
     return bool(_YES_NO.match(text.lstrip()) or _MODAL_INSIDE.search(text))

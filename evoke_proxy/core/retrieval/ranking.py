@@ -25,7 +25,7 @@ from evoke_proxy.core.retrieval.fusion import (
     with_neighbours,
 )
 from evoke_proxy.core.retrieval.fuzzy import is_misspelt
-from evoke_proxy.core.retrieval.instructions import asks_for_advice
+from evoke_proxy.core.retrieval.instructions import asks_for_advice, asks_for_several
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
 from evoke_proxy.core.retrieval.units import Units
@@ -49,8 +49,9 @@ _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
 _MODEL_WEIGHT = 0.5
 # Weight of the ranking of the user's short statements, and the share of the query's words that a
 # unit must have to be a likely answer: the statements are used when none of them has this share, or
-# when the user asks for advice.
-_STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
+# when the user asks for advice. A question for a list has several statements as its answer, some of
+# them in other words, so the statements have more weight.
+_STATEMENT_WEIGHT, _LIST_WEIGHT, _MIN_COVERAGE = 0.34, 0.8, 0.6
 # A longer text without a question mark tells something and asks for nothing.
 _SHORT_CHARS = 256
 # A unit of at most this many tokens, after one without a question mark, is an acknowledgement like
@@ -326,7 +327,9 @@ class UnitRanker:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
             is_unsure = _asks(query.text) and not is_covered
-        if query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
+        if query.n_own and asks_for_several(query.clauses[0]):
+            first.append(replace(_statements(texts[0], points, after), weight=_LIST_WEIGHT))
+        elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
             first.append(_statements(texts[0], points, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],

@@ -10,6 +10,7 @@ import pytest
 
 from evoke_proxy.core.retrieval.instructions import (
     asks_for_advice,
+    asks_for_several,
     instruction_points,
     statement_points,
 )
@@ -186,3 +187,36 @@ def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
     assert asks_for_advice("Does a late dinner suit me?")
     assert not asks_for_advice("Where does my sister live?")
     assert not asks_for_advice("Can you tell me where my sister lives?")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Which cities have I visited so far?",
+        "Who owes me money?",
+        "Who is coming to the wedding?",
+        "What are my allergies?",
+        "List the servers that we run.",
+        "Give me all open tickets.",
+        "Summarize the chapters of my story.",
+        "And what kind of tools do we use?",
+    ],
+)
+def test_a_question_for_a_list_is_recognized(text: str) -> None:
+    assert asks_for_several(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is my dog called?",
+        "Who is the harbour master?",
+        "Who adopted the kitten?",
+        "What does this mean?",
+        "Which class did I take?",
+        "When does the ferry leave?",
+        "What was his name?",
+    ],
+)
+def test_a_question_for_one_thing_is_not_one_for_a_list(text: str) -> None:
+    assert not asks_for_several(text)

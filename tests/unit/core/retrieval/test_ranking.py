@@ -207,6 +207,14 @@ def test_for_advice_restrictions_are_ranked_early() -> None:
     assert 9 not in order(Query.of("Who adopted the kitten?"), texts)[:3]
 
 
+def test_for_a_list_statements_in_other_words_are_ranked_early() -> None:
+    texts = [f"Which plants like the weather of day {n}?" for n in range(20)]
+    texts[2] = "I have an orchid, one of our plants."
+    texts[8], texts[14] = "I repotted my cactus.", "My fern died in May."
+    assert {2, 8, 14} <= set(order(Query.of("Which plants do I have?"), texts)[:6])
+    assert 14 not in order(Query.of("Where do I have a plant?"), texts)[:6]
+
+
 def test_messages_that_the_model_attends_to_are_ranked_first() -> None:
     query = Query.of("What was the weather of day 3?")
     assert set(order(query, FILLER, {7: 0.9})[:2]) == {3, 7}  # fused with the words
