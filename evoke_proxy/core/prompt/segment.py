@@ -83,11 +83,12 @@ def cut(
     names = _Names(messages)
     drafts: list[Draft] = []
     numbers = dict[str, int]()
+    boundaries = sorted(at for at in options.boundaries if at > options.start)
     for item in whole or rendered.spans_after(options.start):
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
         text = _MessageText(message.printed, item.span, rendered)
-        for span in _pieces(item.span.clipped(end), options, text):
+        for span in _pieces(item.span.clipped(end), options, boundaries, text):
             number = numbers.get(name.base, options.next_numbers.get(name.base, 0))
             numbers[name.base] = number + 1
             display_name = f"{name.base}#{number}"
@@ -109,12 +110,17 @@ def outside_media(positions: Iterable[int], media: Sequence[Span]) -> set[int]:
     }
 
 
-def _pieces(span: Span, options: CutOptions, text: _MessageText) -> Iterator[Span]:
-    """Yield the spans of the blocks of one message, from `options.start` on."""
+def _pieces(
+    span: Span, options: CutOptions, boundaries: Sequence[int], text: _MessageText
+) -> Iterator[Span]:
+    """Yield the spans of the blocks of one message, from `options.start` on.
+
+    `boundaries` are those of the options from there on, ascending.
+    """
     first = min(max(span.start, options.start), span.end)
-    boundaries = inside(sorted(options.boundaries), Span(first, span.end))
+    within = inside(boundaries, Span(first, span.end))
     around_media = (position for item in text.media for position in (item.start, item.end))
-    edges = sorted({first, span.end, *outside_media(boundaries, text.media), *around_media})
+    edges = sorted({first, span.end, *outside_media(within, text.media), *around_media})
     edges = [edge for edge in edges if first <= edge <= span.end]
     for at, stop in zip(edges, edges[1:], strict=False):
         while stop - at > options.block_tokens and not text.is_media(at):

@@ -144,10 +144,12 @@ class _EarlyStems:
     """Stems of the texts of a query, computed before the blocks of its turn were added.
 
     Attributes:
+        query: The query.
         blocks: The blocks that there were. The stems hold while all of them are there and ranked.
         of_text: The stems of texts of which these blocks have each word, see `UnitSource`.
     """
 
+    query: Query | None = None
     blocks: BlockTable = field(default_factory=BlockTable)
     of_text: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
@@ -244,7 +246,7 @@ class Index:
             inverted=self._inverted,
             groups=self._groups,
             query_terms=self.prepared.query_terms,
-            query_stems=self._stems_that_hold(blocks, n_ranked, units),
+            query_stems=self._stems_that_hold(query, units, n_ranked),
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
@@ -258,13 +260,15 @@ class Index:
         return ranker.order(query, self._clause_cosines(query), topic_cosines, model_relevance)
 
     def _stems_that_hold(
-        self, blocks: BlockTable, n_ranked: int, units: Units
+        self, query: Query, units: Units, n_ranked: int
     ) -> Mapping[str, Sequence[str]]:
-        """Return the stems that `compare` has computed, if its blocks are ranked ones."""
-        early = self._early
+        """Return the stems that `compare` has computed for a query, if its blocks are ranked."""
+        early, blocks = self._early, self._blocks
         n = len(early.blocks)
-        is_ranked = 0 < n <= len(blocks) and units.of_block[n - 1] < n_ranked
-        return early.of_text if is_ranked and shared_labels(early.blocks, blocks) == n else {}
+        if early.query is not query or not 0 < n <= len(blocks):
+            return {}
+        is_ranked = units.of_block[n - 1] < n_ranked and shared_labels(early.blocks, blocks) == n
+        return early.of_text if is_ranked else {}
 
     def confidence(self, query: Query, blocks: BlockTable, first_new: int) -> float:
         """Return the confidence, in [0, 1], that a query finds blocks before `first_new` by text.
@@ -348,7 +352,7 @@ class Index:
         clauses = [vector for vector in query.vectors if vector is not None]
         whole = [query.whole] if query.whole is not None else []
         self._vectors.compare([clauses, whole], topic)
-        self._early = _EarlyStems(self._blocks, self._complete_stems(query))
+        self._early = _EarlyStems(query, self._blocks, self._complete_stems(query))
 
     def _complete_stems(self, query: Query) -> Mapping[str, Sequence[str]]:
         """Return the stems of the texts of a query of which the blocks have each word.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evoke_proxy.core.model.block_table import BlockTable, shared_labels
-from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.model.blocks import Block, Role, Span, merged
 
 COLUMNS = ("starts", "ends", "messages", "turns", "roles", "pinned", "preferred", "priority")
 STEP = st.tuples(st.integers(0, 99), st.integers(0, 99), st.integers(0, 3), st.integers(0, 2))
@@ -68,3 +69,13 @@ def test_a_table_equals_the_blocks_it_was_built_from(
             )
             if table.same_blocks(other):
                 assert blocks == other_blocks
+
+
+@given(st.sets(st.integers(0, 19)), st.randoms(use_true_random=False))
+def test_the_spans_of_some_blocks_are_merged_where_they_touch(
+    chosen: set[int], random: Random
+) -> None:
+    blocks = [replace(block(at, 0), span=Span(6 * at, 6 * at + 5 + at % 2)) for at in range(20)]
+    indexes = random.sample(sorted(chosen), len(chosen))
+    spans = BlockTable(blocks).spans_at(indexes)
+    assert spans == merged(blocks[at].span for at in indexes)

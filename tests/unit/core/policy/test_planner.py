@@ -756,3 +756,15 @@ def test_a_file_is_found_as_reread_after_a_restart() -> None:
     view = PolicyView(*view_columns(blocks, states), n_tokens=901, n_past=0, adopt_to=800)
     query = replace(Query.of("Go on."), files=("src/a.py",))
     assert file_blocks(view, query.files, 640, 640).tolist() == [i == 7 for i in range(9)]
+
+
+@given(st.lists(st.integers(1, 200), max_size=150), st.integers(0, 3000))
+def test_what_fits_is_taken_greedily_in_the_given_order(sizes: list[int], room: int) -> None:
+    order = np.arange(len(sizes))[::-1]
+    left, expected = room, set[int]()
+    for i in order.tolist():
+        if sizes[i] <= left:
+            expected.add(i)
+            left -= sizes[i]
+    found = planner.first_fit(order, np.array(sizes, np.int64), room)
+    assert set(np.flatnonzero(found).tolist()) == expected

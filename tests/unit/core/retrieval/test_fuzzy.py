@@ -121,3 +121,19 @@ def test_a_typing_error_is_one_edit(term: str, other: str) -> None:
 
     is_one = other in edits(term) and term != other and term[0] == other[0]
     assert is_misspelt(term, other) == is_one
+
+
+@given(st.lists(st.text("abcdefgh", min_size=4, max_size=9), unique=True, max_size=40))
+def test_terms_divided_early_are_found_like_those_divided_by_a_search(terms: list[str]) -> None:
+    early, late = FuzzyTerms(), FuzzyTerms()
+    for term in terms:
+        early.add(term)
+        early.settle()
+        late.add(term)
+    assert early.similar(terms) == late.similar(terms)
+    assert late.similar(["ab"]) == [[]]
+
+
+def test_many_terms_do_not_wait_for_a_search() -> None:
+    index = fuzzy_terms(*(f"term{n}word" for n in range(1000)))
+    assert len(index._waiting) < 256

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import evoke_proxy.core.retrieval.index as index_module
 from evoke_proxy.core.model.block_table import BlockTable
@@ -15,6 +18,7 @@ from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.units import Units
 
+WORDS = ("harbour", "harbours", "ferry", "red", "the", "fox", "Oslo", "where", "key-7", "show")
 FILLER = [f"The weather of day {n} was calm and the market opened late." for n in range(20)]
 
 
@@ -262,3 +266,43 @@ def test_an_index_that_grew_and_was_asked_before_ranks_like_a_new_one(
             assert same == Index().unit_order(Query.of(text), table, units, n, None).tolist()
             found.add(tuple(same))
     assert len(found) > len(asked)
+
+
+@given(st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6), min_size=6, max_size=12),
+       st.lists(st.sampled_from([*WORDS, "harbr"]), min_size=1, max_size=5), st.integers(0, 6),
+       st.booleans())  # fmt: skip
+def test_a_query_looked_up_before_its_turn_ranks_as_one_that_was_not(
+    said: list[list[str]], asked: list[str], n_before: int, is_other: bool
+) -> None:
+    texts, query = [" ".join(words) for words in said], Query.of(" ".join(asked) + "?")
+    blocks = blocks_of(texts)
+    units, found = Units.of(blocks, 64), list[list[int]]()
+    for looks_up_early in (True, False):
+        index = Index()
+        index.update(blocks_of(texts[:n_before], "other" if is_other else "s"))
+        if looks_up_early:
+            index.compare(query, None)
+        found.append(index.unit_order(query, blocks, units, len(blocks) - 1).tolist())
+    assert found[0] == found[1]
+
+
+def test_a_query_of_known_words_is_looked_up_before_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query, blocks = Query.of("What was the weather of day 3?"), blocks_of(FILLER)
+    index = Index()
+    index.update(blocks[:18])
+    index.compare(query, None)
+    known = list[object]()
+    make = index_module.UnitRanker
+
+    def noting(source: Any, units: Units, n_ranked: int) -> object:
+        known.extend(source.query_stems)
+        return make(source, units, n_ranked)
+
+    monkeypatch.setattr(index_module, "UnitRanker", noting)
+    index.unit_order(query, blocks, Units.of(blocks, 64), 19)
+    assert query.text in known
+    known.clear()
+    index.unit_order(query, blocks, Units.of(blocks, 64), 10)  # some of its blocks are asked
+    assert not known
