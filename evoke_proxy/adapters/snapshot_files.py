@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import xxhash
 
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots import state_file
@@ -46,11 +47,22 @@ class Sealed:
 
     Attributes:
         n_bytes: Size of the file in bytes.
-        checksum: See evoke_proxy/file_checksums.py.
+        checksum: That of the file, see evoke_proxy/file_checksums.py. If the form of the file is
+            known and it is not encrypted, `:` and the XXH3 of everything but the rows follow.
     """
 
     n_bytes: int
     checksum: str
+
+    @property
+    def of_file(self) -> str:
+        """The checksum of the file."""
+        return ":".join(self.checksum.split(":")[:2])
+
+    @property
+    def of_frame(self) -> str:
+        """The XXH3 of everything but the rows; empty when it was not computed."""
+        return ":".join(self.checksum.split(":")[2:])
 
 
 class SnapshotFiles:
@@ -145,7 +157,9 @@ class SnapshotFiles:
             _check_tokens(source, tokens)
             self.complete(part)
             sealed = self._encoded(source, name)
-            sealed_checksum, n_bytes = checksum(sealed, sync=True), sealed.stat().st_size
+            parts, n_bytes = [checksum(sealed, sync=True)], sealed.stat().st_size
+            if sealed == source and (of_frame := _frame_checksum(source)):
+                parts.append(of_frame)
             sealed.rename(self.directory / name)
             sync_directory(self.directory)
         except OSError as error:
@@ -153,7 +167,7 @@ class SnapshotFiles:
         finally:
             source.unlink(missing_ok=True)
             source.with_name(f"sealed-{source.name}").unlink(missing_ok=True)
-        return Sealed(n_bytes, sealed_checksum)
+        return Sealed(n_bytes, ":".join(parts))
 
     def complete(self, part: str) -> int:
         """Add the parts that llama-server does not save for layers with a sliding window.
@@ -248,23 +262,22 @@ class SnapshotFiles:
         path = self.directory / name
         try:
             self._check_size(path, sealed.n_bytes)
-            if not is_intact(path, sealed.checksum, follow):
+            if not is_intact(path, sealed.of_file, follow):
                 raise SnapshotUnusable("checksum", f"{name} has changed since it was saved")
         except FileNotFoundError as error:
             raise SnapshotUnusable("missing", f"{name} does not exist") from error
         except OSError as error:
             raise SnapshotUnusable("disk", f"{name}: {error.strerror}") from error
 
-    def is_sound(self, name: str, n_bytes: int, tokens: Tokens) -> bool:
-        """Return whether only rows can have changed in an unencrypted snapshot of this size.
+    def has_sound_frame(self, name: str, sealed: Sealed) -> bool:
+        """Return whether only rows can have changed in a snapshot, which llama-server only copies.
 
-        See core/snapshots/state_file.py; False when it cannot be read.
+        False when that is not known, for example of a snapshot of an earlier version.
         """
         path = self.directory / name
         try:
-            self._check_size(path, n_bytes)
-            with open_regular(path) as file:
-                return state_file.is_sound(*_read_by(file), tokens)
+            self._check_size(path, sealed.n_bytes)
+            return bool(sealed.of_frame) and _frame_checksum(path) == sealed.of_frame
         except (OSError, SnapshotUnusable):
             return False
 
@@ -314,6 +327,17 @@ class SnapshotFiles:
         size = path.stat().st_size
         if size != n_bytes or not n_bytes:
             raise SnapshotUnusable("size", f"{path.name} has {size} bytes, not {n_bytes}")
+
+
+def _frame_checksum(path: Path) -> str:
+    """Return the XXH3 of all bytes of a file that are not rows; empty if its form is unknown."""
+    digest = xxhash.xxh3_128()
+    with open_regular(path) as file:
+        read, size = _read_by(file)
+        frame = state_file.frame(read, size)
+        for start, end in frame:
+            digest.update(read(start, end - start))
+    return digest.hexdigest() if frame else ""
 
 
 def _digest(server: str) -> str:

@@ -139,6 +139,46 @@ def test_files_that_are_verified_while_they_are_restored_leave_no_damaged_rows(
     proxied.wait_for_background()
 
 
+@pytest.mark.parametrize("shape", ["hybrid-8", "tiny-dsa", "tiny-gemma"])
+def test_damaged_files_of_other_memories_are_verified_while_they_are_restored(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent layers, latent attention with an index, and sliding windows with checkpoints."""
+    monkeypatch.setattr(snapshot_repository, "_LARGE_BYTES", 1)
+    verify, n_followed = SnapshotRepository.verify, list[bool]()
+
+    async def recorded_verify(repository: Any, snapshot: Any, follow: bool = False) -> None:
+        n_followed.append(follow)
+        await verify(repository, snapshot, follow)
+
+    monkeypatch.setattr(SnapshotRepository, "verify", recorded_verify)
+    deployment, rng = (
+        Deployment(tmp_path, shape, ("--cache-ram", "0", "-c", "4096")),
+        random.Random(5),
+    )
+    chat = long_chat(300)
+    chat.messages.pop()
+    with deployment.server() as port, deployment.proxy(port, look_ahead=False) as proxied:
+        for _ in range(2):
+            chat.ask(proxied.port)
+            proxied.wait_for_background()
+            _erase(port)
+        expected, before = chat.reply, _n_rejected(proxied)
+        for _ in range(N_DAMAGES // 4):
+            damage(max(deployment.files(), key=lambda path: path.stat().st_mtime), rng)
+            _erase(port)
+            chat.ask(proxied.port)
+            assert chat.reply == expected
+            proxied.wait_for_background()
+        assert _n_rejected(proxied) - before == N_DAMAGES // 4
+        assert sum(n_followed) > N_DAMAGES // 16
+        _erase(port)
+        decoded_before = decoded(port)
+        chat.ask(proxied.port)
+        assert chat.reply == expected and decoded(port) - decoded_before <= 64
+        proxied.wait_for_background()
+
+
 def test_llama_server_is_not_asked_to_restore_a_missing_file(
     deployment: Deployment, running: tuple[int, RunningProxy]
 ) -> None:

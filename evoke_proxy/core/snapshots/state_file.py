@@ -27,8 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.prompt.rendered import Tokens
-
 # Reads `n_bytes` of a file at an offset; fewer at its end.
 Read = Callable[[int, int], bytes]
 _HEAD = struct.Struct("<III")
@@ -39,6 +37,7 @@ _VERSIONS, _ROTATIONS_SINCE = (3, 4), 4
 # tokens, its lowest and highest position, and three states, each after its length.
 _APPENDIX, _APPENDIX_MAGIC, _APPENDIX_VERSION = struct.Struct("<III"), 0x504B4353, 1
 _CHECKPOINT = struct.Struct("<qii")
+_UNKNOWN = "the file has a cache whose cells are not in a known form"
 # Names of the values of enum ggml_type that a cache may have.
 _TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0"}
 _TYPES |= {20: "iq4_nl", 30: "bf16"}
@@ -112,20 +111,57 @@ def caches(read: Read, size: int) -> tuple[Cache, ...]:
     )
 
 
-def is_sound(read: Read, size: int, tokens: Tokens) -> bool:
-    """Return whether llama-server can read a file to its end, even if some bytes have changed.
+def frame(read: Read, size: int) -> list[tuple[int, int]]:
+    """Return the offsets [start, end) of all bytes of a file that are not rows, in order.
 
-    That is so when it states these tokens, and known caches end where the file does: its sizes are
-    right then. llama-server copies rows without looking at them, and refuses types that are not
-    its own. False does not mean that the file is damaged: recurrent states are not known.
+    These are the tokens, the cells, and the sizes by which llama-server reads the file to its end;
+    it copies rows, states of recurrent layers and checkpoints without looking at them. Empty for a
+    file of an unknown form.
     """
-    # llama-server puts the list of tokens into a list of its own; earlier versions do not
-    listed = np.concatenate([[-1, 1, len(tokens)], tokens, [0]])
-    forms = [
-        struct.pack("<I", len(form)) + form.astype("<i4").tobytes() for form in (tokens, listed)
-    ]
-    head = read(_HEAD.size - 4, len(forms[-1]))
-    return head.startswith(tuple(forms)) and any(cache.types for cache in caches(read, size))
+    cursor, ranges, position = _Cursor(read, size), list[tuple[int, int]](), 0
+    try:
+        version = _begin(cursor)
+        while not cursor.at_end and not _skip_checkpoints(cursor, version):
+            if not _skips(cursor, lambda: _cache(cursor, version)):
+                if not _skips(cursor, lambda: _cache(cursor, version, with_values=False)):
+                    _skip_recurrent(cursor)
+    except ValueError:
+        return []
+    for start, end in sorted(cursor.rows):
+        ranges.append((position, start))
+        position = end
+    return [*ranges, (position, size)]
+
+
+def _skips(cursor: _Cursor, read: Callable[[], object]) -> bool:
+    """Whether this can be read here; otherwise the cursor stays."""
+    at, n_rows = cursor.at, len(cursor.rows)
+    try:
+        read()
+    except ValueError:
+        cursor.at = at
+        del cursor.rows[n_rows:]
+        return False
+    return True
+
+
+def _skip_recurrent(cursor: _Cursor) -> None:
+    """Skip the states of recurrent layers; ValueError for data that is none.
+
+    The format is that of llama_memory_recurrent::state_write: cells, the number of layers, and one
+    or two states of each recurrent layer.
+    """
+    n_cells = cursor.number()
+    cells = np.frombuffer(cursor.take(8 * n_cells), "<u4").reshape(-1, 2)
+    is_transposed, n_layers = cursor.number(), cursor.number()
+    if not n_cells or cells[:, 1].any() or is_transposed:
+        raise ValueError(_UNKNOWN)
+    for _ in range(2 * n_layers):
+        if cursor.at_end or cursor.peek() == _APPENDIX_MAGIC:
+            break
+        if cursor.peek() not in _TYPES:
+            raise ValueError(_UNKNOWN)
+        _rows(cursor, n_cells)
 
 
 def first_cache(read: Read, size: int) -> Cache | None:
@@ -137,14 +173,20 @@ def first_cache(read: Read, size: int) -> Cache | None:
 def _caches(cursor: _Cursor) -> Iterator[Cache | None]:
     """Yield the caches in order; None, as the last value, for data that is not a cache."""
     try:
-        magic, version, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
-        if magic != _MAGIC or version not in _VERSIONS:
-            raise ValueError("another file")
-        cursor.skip(4 * n_tokens)
+        version = _begin(cursor)
         while not cursor.at_end and not _skip_checkpoints(cursor, version):
             yield _cache(cursor, version)
     except ValueError:
         yield None
+
+
+def _begin(cursor: _Cursor) -> int:
+    """Skip the head and the tokens, and return the version; ValueError for another file."""
+    magic, version, n_tokens = _HEAD.unpack(cursor.take(_HEAD.size))
+    if magic != _MAGIC or version not in _VERSIONS:
+        raise ValueError("another file")
+    cursor.skip(4 * n_tokens)
+    return int(version)
 
 
 def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
@@ -157,7 +199,7 @@ def _skip_checkpoints(cursor: _Cursor, version: int) -> bool:
     for _ in range(count):
         cursor.skip(_CHECKPOINT.size)
         for _ in range(3):
-            cursor.skip(cursor.number("<Q"))
+            cursor.skip_rows(cursor.number("<Q"))
     if not cursor.at_end:
         raise ValueError("more than checkpoints")
     return True
@@ -195,6 +237,8 @@ class _Cursor:
     def __init__(self, read: Read, size: int) -> None:
         self._read, self._size = read, size
         self.at = 0
+        # Offsets [start, end) of the rows that were skipped.
+        self.rows: list[tuple[int, int]] = []
 
     @property
     def at_end(self) -> bool:
@@ -209,7 +253,13 @@ class _Cursor:
     def skip(self, n_bytes: int) -> None:
         self.at += n_bytes
         if self.at > self._size:
-            raise ValueError("the file has a cache whose cells are not in a known form")
+            raise ValueError(_UNKNOWN)
+
+    def skip_rows(self, n_bytes: int) -> None:
+        """Skip bytes that llama-server copies without looking at them."""
+        at = self.at
+        self.skip(n_bytes)
+        self.rows.append((at, self.at))
 
     def peek(self) -> int | None:
         """The next number, without moving the cursor; None at the end."""
@@ -225,19 +275,22 @@ class _Cursor:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
 
-def _cache(cursor: _Cursor, version: int) -> Cache:
-    """The cache that begins here; one of its streams at most has cells."""
+def _cache(cursor: _Cursor, version: int, with_values: bool = True) -> Cache:
+    """The cache that begins here; one of its streams at most has cells.
+
+    Latent attention has a cache without values.
+    """
     n_streams = cursor.number()
     if not 1 <= n_streams <= 256:
-        raise ValueError("the file has a cache whose cells are not in a known form")
-    streams = [_stream(cursor, version) for _ in range(n_streams)]
+        raise ValueError(_UNKNOWN)
+    streams = [_stream(cursor, version, with_values) for _ in range(n_streams)]
     filled = [cache for cache in streams if cache.n_cells]
     if len(filled) > 1:
-        raise ValueError("the file has a cache whose cells are not in a known form")
+        raise ValueError(_UNKNOWN)
     return filled[0] if filled else streams[0]
 
 
-def _stream(cursor: _Cursor, version: int) -> Cache:
+def _stream(cursor: _Cursor, version: int, with_values: bool) -> Cache:
     """Read the cache of one stream; ValueError for data that is not one."""
     at, n_cells = cursor.at, cursor.number()
     if not n_cells:
@@ -248,8 +301,8 @@ def _stream(cursor: _Cursor, version: int) -> Cache:
         cursor.skip(8)  # the sizes of the rotations of keys and values
     keys = [_rows(cursor, n_cells) for _ in range(n_layers)]
     turned = _columns if transposed else _rows
-    values = [turned(cursor, n_cells) for _ in range(n_layers)]
-    types = (keys[0].type, values[0].type) if keys else None
+    values = [turned(cursor, n_cells) for _ in range(n_layers if with_values else 0)]
+    types = (keys[0].type, values[0].type) if keys and values else None
     lowest = int(cells["position"].min())
     rows = (*keys, *values)
     return Cache(at, n_cells, lowest, rows, types, bool(transposed), cells.itemsize)
@@ -263,20 +316,20 @@ def _cells(cursor: _Cursor, n_cells: int) -> np.ndarray[Any, Any]:
         cells = np.frombuffer(cursor.take(kind.itemsize * n_cells), kind)
         if (cells["n_seq"] == 1).all() and (cells["position"] >= 0).all():
             return cells
-    raise ValueError("the file has a cache whose cells are not in a known form")
+    raise ValueError(_UNKNOWN)
 
 
 def _rows(cursor: _Cursor, n_cells: int) -> Rows:
     type, size = cursor.number(), cursor.number("<Q")
     rows = Rows(type, cursor.at, size)
-    cursor.skip(size * n_cells)
+    cursor.skip_rows(size * n_cells)
     return rows
 
 
 def _columns(cursor: _Cursor, n_cells: int) -> Rows:
     type, size, count = cursor.number(), cursor.number(), cursor.number()
     if not size:  # otherwise a file could state any number of columns
-        raise ValueError("the file has a cache whose cells are not in a known form")
+        raise ValueError(_UNKNOWN)
     rows = Rows(type, cursor.at, size, count, size * n_cells)
-    cursor.skip(size * n_cells * count)
+    cursor.skip_rows(size * n_cells * count)
     return rows

@@ -268,9 +268,8 @@ class SnapshotRepository:
         """
         if snapshot.n_bytes < _LARGE_BYTES or self._format.key_id:
             return False
-        return await asyncio.to_thread(
-            self.files.is_sound, _file_name(snapshot), snapshot.n_bytes, snapshot.tokens
-        )
+        sealed = Sealed(snapshot.n_bytes, snapshot.checksum)
+        return await asyncio.to_thread(self.files.has_sound_frame, _file_name(snapshot), sealed)
 
     @property
     def slots_left_unverified(self) -> set[int]:

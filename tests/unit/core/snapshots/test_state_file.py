@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.core.snapshots.state_file import (
     caches,
     first_cache,
+    frame,
     has_windows,
     in_window,
-    is_sound,
     missing,
 )
 from evoke_proxy.errors import SnapshotUnusable
@@ -69,27 +69,61 @@ WINDOWED = {
 }
 
 
+def recurrent(n_cells: int = 1, sizes: tuple[int, ...] = (4, 8, 6)) -> bytes:
+    """The state of recurrent layers behind a cache; some layers have none."""
+    out = struct.pack("<I", n_cells) + struct.pack("<iI", 9, 0) * n_cells
+    out += struct.pack("<II", 0, 5)
+    return out + b"".join(struct.pack("<iQ", 0, size) + b"s" * size * n_cells for size in sizes)
+
+
+def latent(version: int) -> bytes:
+    """The cache of a model with latent attention, without values."""
+    return cache(range(3), False, (2, 5), version=version)[: -2 * 12 - 3 * 7]
+
+
+STATES = {
+    "dense": lambda version: [cache(range(3), False, (2, 5), version=version)],
+    "transposed": lambda version: [cache(range(3), True, (2, 5), version=version)],
+    "windows": lambda version: WINDOWED[version],
+    "hybrid": lambda version: [cache(range(3), False, (2, 5), version=version), recurrent()],
+    "recurrent": lambda version: [recurrent(2)],
+    "latent": lambda version: [latent(version)],
+    "index": lambda version: [latent(version), latent(version)],
+    "hybrid windows": lambda version: [*WINDOWED[version], recurrent()],
+}
+
+
 @pytest.mark.parametrize("version", [3, 4])
-def test_a_file_whose_tokens_or_sizes_have_changed_is_not_sound(version: int) -> None:
-    appended = checkpoints(b"state") if version == 4 else b""
-    data = file(*WINDOWED[version], appended, version=version)
-    n_tokens = int.from_bytes(data[8:12], "little")
-    tokens = np.frombuffer(data, "<i4", n_tokens, 12).astype(np.int32)
+@pytest.mark.parametrize("state", STATES)
+def test_the_frame_of_a_file_is_all_that_is_not_rows(state: str, version: int) -> None:
+    appended = checkpoints(b"state", b"other") if version == 4 else b""
+    data = file(*STATES[state](version), appended, version=version)
+    ranges = frame(lambda at, n: data[at : at + n], len(data))
+    assert ranges[0][0] == 0 and ranges[-1][1] == len(data)
+    assert all(start <= end for start, end in ranges)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    is_framed = [any(start <= at < end for start, end in ranges) for at in range(len(data))]
+    # Whatever changes in a row, the file is read in the same form.
+    for at, framed in enumerate(is_framed):
+        if not framed:
+            changed = bytearray(data)
+            changed[at] ^= 0xFF
+            assert frame(lambda at, n, d=changed: bytes(d[at : at + n]), len(data)) == ranges
+    rows = bytes(byte for byte, framed in zip(data, is_framed, strict=True) if not framed)
+    n_rows = {"dense": 42, "transposed": 42, "windows": 8 * N_TOKENS + 8 * (N_TOKENS - 9)}
+    n_rows |= {"hybrid": 42 + 18, "recurrent": 36, "latent": 21, "index": 42}
+    n_rows |= {"hybrid windows": n_rows["windows"] + 18}
+    assert len(rows) == n_rows[state] + (10 if appended else 0)
+    assert rows.endswith(b"stateother" if appended else b"")
 
-    def sound(changed: bytes, tokens: np.ndarray[Any, Any] = tokens) -> bool:
-        return is_sound(lambda at, n: changed[at : at + n], len(changed), tokens)
 
-    assert sound(data) and not sound(data[:-1]) and not sound(data + b"x")
-    assert not sound(data, tokens + 1) and not sound(data, tokens[:-1])
-    base, _ = caches(lambda at, n: data[at : at + n], len(data))
-    rows = {at for row in base.rows for at in range(row.at, row.at + N_TOKENS * row.size)}
-    sizes = {*range(12 + 4 * n_tokens), *range(base.at, base.at + 4)}
-    sizes |= {at for row in base.rows for at in range(row.at - 8, row.at)}
-    assert rows and sizes.isdisjoint(rows)
-    for at in rows | sizes:
-        changed = bytearray(data)
-        changed[at] ^= 0x80
-        assert sound(bytes(changed)) is (at in rows), at
+@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("state", STATES)
+def test_a_file_of_another_form_has_no_frame(state: str, version: int) -> None:
+    data = file(*STATES[state](version), version=version)
+    changes = [data[:-1], data + b"x", data + b"state" * 4, b"z" + data[1:], b"", data[:11]]
+    for changed in changes:
+        assert frame(lambda at, n, d=changed: d[at : at + n], len(changed)) == []
 
 
 @given(
