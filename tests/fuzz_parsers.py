@@ -210,6 +210,7 @@ def _state_file(data: bytes) -> None:
         return data[at : at + n_bytes]
 
     _get("core.snapshots.state_file:caches")(read, len(data))
+    _get("core.snapshots.state_file:frame")(read, len(data))
 
 
 def _keys(data: bytes) -> None:
