@@ -12,7 +12,7 @@ from evoke_proxy.server_build.series import patches_dir
 SOURCES = patches_dir().parent / "tests" / "kv_block"
 
 
-@pytest.mark.parametrize("program", ["kv_block", "place", "staging"])
+@pytest.mark.parametrize("program", ["kv_block", "place", "range", "staging"])
 def test_the_program_passes(program: str, tmp_path: Path) -> None:
     said = run(SOURCES / f"{program}.cpp", tmp_path)
     assert said.count("ok: ") >= 6

@@ -30,6 +30,11 @@ FORBIDDEN_IN_CPP = FORBIDDEN | {"look", "said", "stage", "use", "whole"}
 EXCEPTIONS: Mapping[str, str] = {
     "use_count": "a member function of std::shared_ptr",
 }
+# Functions with more parameters, and why.
+LONG_PARAMETER_LISTS: Mapping[str, str] = {
+    "llama_state_seq_get_range": "parameters of llama.cpp's pull request 25133",
+    "llama_state_seq_set_range": "those of that pull request, and flags as in llama.h",
+}
 _SKIPPED = re.compile(
     r"""
     //[^\n]*                                        # comments
@@ -116,7 +121,8 @@ def test_cpp_identifiers_have_no_forbidden_word(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_cpp_functions_have_few_parameters(path: Path) -> None:
-    assert long_parameter_lists(path.read_text("utf-8")) == []
+    found = long_parameter_lists(path.read_text("utf-8"))
+    assert [row for row in found if row[1] not in LONG_PARAMETER_LISTS] == []
 
 
 @pytest.mark.parametrize(
@@ -140,6 +146,8 @@ def test_every_exception_is_needed() -> None:
     used = {name for path in SOURCES for _, name in identifiers(path.read_text("utf-8"))}
     assert set(EXCEPTIONS) <= used
     assert all(words(name) & FORBIDDEN_IN_CPP for name in EXCEPTIONS)
+    long = {row[1] for path in SOURCES for row in long_parameter_lists(path.read_text("utf-8"))}
+    assert set(LONG_PARAMETER_LISTS) == long
 
 
 @pytest.mark.parametrize(
