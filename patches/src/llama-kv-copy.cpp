@@ -113,7 +113,7 @@ constexpr size_t KV_COPY_FEW_RUNS = 2;
 // Blocks larger than this are loaded with kv_copy_stream().
 constexpr size_t KV_COPY_STREAMED = size_t(4) << 20;
 
-// How a block is copied. set_tensor() sets the fields that depend on the tensor.
+// How a block is copied. kv_copy_kv_copy_set_tensor() sets the fields that depend on the tensor.
 struct kv_copy_params {
     ggml_backend_sched_t sched;
     bool                 to_host;
@@ -123,18 +123,18 @@ struct kv_copy_params {
     bool                 in_host = true;    // the tensor is in host memory
 };
 
-ggml_backend_buffer_t buffer_of(const ggml_tensor * t) {
+ggml_backend_buffer_t kv_copy_buffer(const ggml_tensor * t) {
     return t->view_src ? t->view_src->buffer : t->buffer;
 }
 
-bool is_host(const ggml_tensor * t) {
-    return ggml_backend_buffer_is_host(buffer_of(t));
+bool kv_copy_is_host(const ggml_tensor * t) {
+    return ggml_backend_buffer_is_host(kv_copy_buffer(t));
 }
 
 // Finds the backend whose queue has the graph's work on this tensor: copies in that queue need no fence.
-void set_tensor(kv_copy_params & params, const ggml_tensor * t) {
-    const auto buft = ggml_backend_buffer_get_type(buffer_of(t));
-    params.in_host = is_host(t);
+void kv_copy_set_tensor(kv_copy_params & params, const ggml_tensor * t) {
+    const auto buft = ggml_backend_buffer_get_type(kv_copy_buffer(t));
+    params.in_host = kv_copy_is_host(t);
     params.backend = nullptr;
     for (int i = 0; !params.in_host && params.sched && i < ggml_backend_sched_get_n_backends(params.sched); ++i) {
         const auto backend = ggml_backend_sched_get_backend(params.sched, i);
@@ -145,11 +145,11 @@ void set_tensor(kv_copy_params & params, const ggml_tensor * t) {
 }
 
 // Adds one more layer to a band if it is where the next one has to be.
-bool extend(llama_kv_part & part, const llama_kv_part & next, size_t max_extent, uint32_t n_rows) {
+bool kv_copy_extend(llama_kv_part & part, const llama_kv_part & next, size_t max_extent, uint32_t n_rows) {
     auto & band = part.band;
     const auto * last = (const uint8_t *) band.tensor->data + (band.n - 1)*band.distance;
     const auto * data = (const uint8_t *) next.band.tensor->data;
-    if (part.n_columns > 0 || next.band.row != band.row || buffer_of(next.band.tensor) != buffer_of(band.tensor) || data <= last) {
+    if (part.n_columns > 0 || next.band.row != band.row || kv_copy_buffer(next.band.tensor) != kv_copy_buffer(band.tensor) || data <= last) {
         return false;
     }
     const size_t distance = data - last, extent = band.n*distance + ggml_nbytes(next.band.tensor);
@@ -163,11 +163,11 @@ bool extend(llama_kv_part & part, const llama_kv_part & next, size_t max_extent,
 }
 
 // Joins layers whose rows are at equal distances in one buffer of a device: one strided copy has the rows of all of them.
-std::vector<llama_kv_part> joined(kv_copy_params & params, const std::vector<llama_kv_part> & parts, uint32_t n_rows) {
+std::vector<llama_kv_part> kv_copy_joined(kv_copy_params & params, const std::vector<llama_kv_part> & parts, uint32_t n_rows) {
     std::vector<llama_kv_part> res;
     for (const auto & part : parts) {
-        set_tensor(params, part.band.tensor);
-        if (res.empty() || part.n_columns > 0 || !params.backend || !extend(res.back(), part, llama_kv_staging::max_extent(params.backend), n_rows)) {
+        kv_copy_set_tensor(params, part.band.tensor);
+        if (res.empty() || part.n_columns > 0 || !params.backend || !kv_copy_extend(res.back(), part, llama_kv_staging::max_extent(params.backend), n_rows)) {
             res.push_back(part);
         }
     }
@@ -175,26 +175,26 @@ std::vector<llama_kv_part> joined(kv_copy_params & params, const std::vector<lla
 }
 
 // Returns a tensor with the memory from the first tensor of a band to its last one.
-ggml_tensor * tensor_of(ggml_context * ctx, const llama_kv_band & band) {
+ggml_tensor * kv_copy_tensor_of(ggml_context * ctx, const llama_kv_band & band) {
     if (band.n == 1) {
         return band.tensor;
     }
     ggml_tensor * res = ggml_new_tensor_1d(ctx, GGML_TYPE_I8, (band.n - 1)*band.distance + ggml_nbytes(band.tensor));
-    const auto status = ggml_backend_tensor_alloc(buffer_of(band.tensor), res, band.tensor->data);
+    const auto status = ggml_backend_tensor_alloc(kv_copy_buffer(band.tensor), res, band.tensor->data);
     GGML_ASSERT(status == GGML_STATUS_SUCCESS);
     return res;
 }
 
-void count(const kv_copy_params & params, size_t size) {
+void kv_copy_count(const kv_copy_params & params, size_t size) {
     if (params.traffic) {
         params.traffic->add(size);
     }
 }
 
-void copy_rows(const kv_copy_params & params, const llama_kv_band & band, const std::vector<kv_copy_run> & runs, uint32_t n_rows, uint8_t * data) {
+void kv_copy_rows(const kv_copy_params & params, const llama_kv_band & band, const std::vector<kv_copy_run> & runs, uint32_t n_rows, uint8_t * data) {
     const size_t row = band.row;
     ggml_context * ctx = band.n > 1 ? ggml_init({ ggml_tensor_overhead(), nullptr, true }) : nullptr;
-    ggml_tensor  * t   = tensor_of(ctx, band);
+    ggml_tensor  * t   = kv_copy_tensor_of(ctx, band);
     for (const auto & r : runs) {
         const size_t offset = r.cell*row, size = r.n*row;
         uint8_t * host = data + r.row*row;
@@ -206,7 +206,7 @@ void copy_rows(const kv_copy_params & params, const llama_kv_band & band, const 
             params.streamed ? kv_copy_stream(dst, src, size) : (void) memcpy(dst, src, size);
             continue;
         }
-        count(params, size*band.n);
+        kv_copy_count(params, size*band.n);
         if (params.backend && params.to_host) {
             ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, band.n, band.distance, n_rows*row);
         } else if (params.backend) {
@@ -219,7 +219,7 @@ void copy_rows(const kv_copy_params & params, const llama_kv_band & band, const 
 }
 
 // Transposed V: a column has one element of each row.
-struct columns_layout {
+struct kv_copy_layout {
     uint32_t n;        // columns: channels of a row
     size_t   el;       // bytes of one element
     size_t   stride_t; // bytes from a column to the next one in the tensor
@@ -228,7 +228,7 @@ struct columns_layout {
 
 // Copies a few columns at a time: more of them would not stay in the processor's first cache, with fewer the time per
 // run is most of the time.
-void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_copy_run> & runs, const columns_layout & layout, uint8_t * data) {
+void kv_copy_column_runs_host(bool to_host, uint8_t * columns, const std::vector<kv_copy_run> & runs, const kv_copy_layout & layout, uint8_t * data) {
     constexpr uint32_t N_COLUMNS = 8;
     const size_t el = layout.el, stride_t = layout.stride_t, stride_d = layout.stride_d; // in registers: the loops store bytes, which could be these fields
     for (uint32_t first = 0; first < layout.n; first += N_COLUMNS) {
@@ -249,15 +249,15 @@ void copy_columns_host(bool to_host, uint8_t * columns, const std::vector<kv_cop
 }
 
 // Copies transposed V with one strided copy for each run.
-void copy_columns(const kv_copy_params & params, ggml_tensor * t, const std::vector<kv_copy_run> & runs, const columns_layout & layout, uint8_t * data) {
+void kv_copy_column_runs(const kv_copy_params & params, ggml_tensor * t, const std::vector<kv_copy_run> & runs, const kv_copy_layout & layout, uint8_t * data) {
     if (params.in_host) {
-        copy_columns_host(params.to_host, (uint8_t *) t->data, runs, layout, data);
+        kv_copy_column_runs_host(params.to_host, (uint8_t *) t->data, runs, layout, data);
         return;
     }
     for (const auto & r : runs) {
         const size_t offset = r.cell*layout.el, size = r.n*layout.el;
         uint8_t * host = data + r.row*layout.el;
-        count(params, size*layout.n);
+        kv_copy_count(params, size*layout.n);
         if (params.backend && params.to_host) {
             ggml_backend_tensor_get_2d_async(params.backend, t, host, offset, size, layout.n, layout.stride_t, layout.stride_d);
         } else if (params.backend) {
@@ -291,16 +291,16 @@ uint32_t llama_kv_parts::copy(llama_context * ctx, llama_kv_block_state * state,
         part.data = data;
         data += n_rows*part.band.row;
     }
-    if (std::any_of(parts.begin(), parts.end(), [](const llama_kv_part & part) { return is_host(part.band.tensor); })) {
+    if (std::any_of(parts.begin(), parts.end(), [](const llama_kv_part & part) { return kv_copy_is_host(part.band.tensor); })) {
         ctx->synchronize(); // the host copies these rows itself
     }
     auto runs = kv_copy_runs(cells);
     // in the order of the cells, so that memory is accessed in one direction
     std::sort(runs.begin(), runs.end(), [](const kv_copy_run & a, const kv_copy_run & b) { return a.cell < b.cell; });
     kv_copy_params params { ctx->get_sched(), to_host, to_host || size >= KV_COPY_STREAMED, state ? &state->traffic : nullptr };
-    auto bands = joined(params, parts, n_rows);
+    auto bands = kv_copy_joined(params, parts, n_rows);
     for (auto & part : bands) {
-        set_tensor(params, part.band.tensor);
+        kv_copy_set_tensor(params, part.band.tensor);
         if (state && params.backend && runs.size() > KV_COPY_FEW_RUNS) {
             auto & staging = state->staging_of(params.backend);
             const bool exact = part.n_columns > 0 ? staging.copies_columns(n_rows, part.band.tensor->type) : staging.copies_rows(n_rows*part.band.n, part.band.row);
@@ -309,7 +309,7 @@ uint32_t llama_kv_parts::copy(llama_context * ctx, llama_kv_block_state * state,
     }
     llama_kv_staging * current = nullptr; // a device's layers follow each other
     for (const auto & part : bands) {
-        set_tensor(params, part.band.tensor);
+        kv_copy_set_tensor(params, part.band.tensor);
         if (current && current != part.staging) {
             current->end();
         }
@@ -323,9 +323,9 @@ uint32_t llama_kv_parts::copy(llama_context * ctx, llama_kv_block_state * state,
         } else if (current) {
             current->rows(part.band, part.data);
         } else if (part.n_columns > 0) {
-            copy_columns(params, part.band.tensor, runs, { part.n_columns, el, part.stride, n_rows*el }, part.data);
+            kv_copy_column_runs(params, part.band.tensor, runs, { part.n_columns, el, part.stride, n_rows*el }, part.data);
         } else {
-            copy_rows(params, part.band, runs, n_rows, part.data);
+            kv_copy_rows(params, part.band, runs, n_rows, part.data);
         }
     }
     if (current) {

@@ -90,7 +90,10 @@ static void test_round_trip(llama_model * model, const cache_kind & kind) {
     const logits_t without = next_logits(ctx, 100);
     expect(without != baseline, "removed rows have no influence");
 
-    expect(set_range(ctx, bytes, 20) == bytes.size(), "rows return to their cells");
+    const bytes_t before = get_range(ctx, 5, 20);
+    llama_memory_seq_rm(mem, 0, 5, 20);
+    expect(set_range(ctx, bytes, 20) == bytes.size(), "rows return to their cells although others before them are empty");
+    expect(set_range(ctx, before, 5) == before.size(), "as do those before them");
     expect(next_logits(ctx, 100) == baseline, "and the next token has the same logits");
     expect(get_range(ctx, 20, 60) == bytes, "and a copy is equal byte for byte");
 
@@ -101,8 +104,10 @@ static void test_round_trip(llama_model * model, const cache_kind & kind) {
     llama_memory_seq_rm(mem, 0, 105, 110);
     expect(difference(next_logits(ctx, 100), baseline) < 1e-2f, "and the logits differ by rounding only");
 
-    llama_memory_seq_rm(mem, 0, 20, 60);
+    llama_memory_seq_rm(mem, 0, 5, 60);
     expect(set_range(ctx, bytes, 20, LLAMA_STATE_SEQ_FLAGS_NONE) == bytes.size(), "rows return to any cells");
+    expect(set_range(ctx, before, 5, LLAMA_STATE_SEQ_FLAGS_NONE) == before.size(), "as do those before them");
+    expect(get_range(ctx, 20, 60) != bytes, "which are others");
     expect(difference(next_logits(ctx, 100), baseline) < 1e-2f, "and the logits differ by rounding only");
     llama_free(ctx);
 }
