@@ -120,6 +120,15 @@ llama_kv_cache * kv_range_cache(llama_context * ctx, llama_seq_id seq_id) {
 } // namespace
 
 std::vector<uint32_t> llama_kv_range_cells(const llama_kv_cells & cells, const llama_kv_cells * mirror, const std::vector<uint32_t> & wanted, bool same, int32_t & n_same) {
+    bool all = same; // the usual case: all wanted cells are empty, and ascending, so that they differ
+    for (uint32_t i = 0; all && i < wanted.size(); ++i) {
+        const uint32_t cell = wanted[i];
+        all = cell < cells.size() && (i == 0 || cell > wanted[i - 1]) && cells.is_empty(cell) && (!mirror || mirror->is_empty(cell));
+    }
+    if (all) {
+        n_same += (int32_t) wanted.size();
+        return wanted;
+    }
     const uint32_t none = std::numeric_limits<uint32_t>::max();
     std::vector<uint32_t> res(wanted.size(), none);
     std::vector<bool> taken(cells.size(), false);
