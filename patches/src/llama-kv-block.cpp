@@ -184,6 +184,18 @@ static std::vector<uint8_t> kv_block_header(const llama_kv_cache & kv) {
     return std::move(io.header);
 }
 
+// Returns the tensors that have the rows of a sequence.
+static llama_kv_parts kv_block_parts(const kv_block_caches & caches, llama_seq_id seq) {
+    llama_kv_parts parts;
+    for (const auto * kv : { caches.rows, caches.index }) {
+        if (kv) {
+            llama_kv_save_io io(parts, kv_block_tensors(caches, *kv));
+            kv->state_write_range(io, seq, 0, 0); // no rows
+        }
+    }
+    return parts;
+}
+
 // The rows of one sequence, and what belongs to them in an index. Reads and writes them as states of the caches.
 class kv_block_sequence {
 public:
@@ -203,21 +215,23 @@ public:
                 return false;
             }
         }
-        block.p0 = p0;
-        block.p1 = p1;
-        for (auto * list : { &block.x, &block.y, &block.tok, &block.pos }) {
-            list->reserve(io.rows.size());
-        }
         block.cells.reserve(io.rows.size());
         for (const auto & row : io.rows) {
-            block.pos  .push_back(row.pos);
             block.cells.push_back(row.cell);
-            block.tok  .push_back(row.ext.tok);
-            block.x    .push_back(row.ext.x);
-            block.y    .push_back(row.ext.y);
         }
-        block.size   = parts.row_size()*io.rows.size();
         block.n_runs = parts.copy(ctx, llama_kv_block_access::state(*caches.rows), block.cells, block.data, true);
+        block.size   = parts.row_size()*io.rows.size();
+        block.p0     = p0;
+        block.p1     = p1;
+        for (auto * list : { &block.x, &block.y, &block.tok, &block.pos }) { // while a device copies
+            list->reserve(io.rows.size());
+        }
+        for (const auto & row : io.rows) {
+            block.pos.push_back(row.pos);
+            block.tok.push_back(row.ext.tok);
+            block.x  .push_back(row.ext.x);
+            block.y  .push_back(row.ext.y);
+        }
         return true;
     }
 
@@ -230,6 +244,8 @@ public:
     // Starts to copy the rows of a block into these cells, which are empty. The first gets the position p0. Returns false,
     // with nothing changed, if there are rows at these positions.
     bool load(const llama_kv_block & block, const std::vector<uint32_t> & cells, llama_pos p0) const {
+        // Nothing reads these cells until they have rows; they get them while a device copies.
+        kv_block_parts(caches, seq).copy(ctx, llama_kv_block_access::state(*caches.rows), cells, block.data, false);
         std::vector<llama_kv_range_row> rows(cells.size());
         for (size_t i = 0; i < rows.size(); ++i) {
             rows[i].pos     = block.pos[i];
@@ -238,22 +254,21 @@ public:
             rows[i].ext.y   = block.y[i];
             rows[i].ext.tok = block.tok[i];
         }
-        llama_kv_parts parts;
-        if (!read(*caches.rows, rows, p0, parts)) {
-            return false;
+        bool loaded = read(*caches.rows, rows, p0);
+        if (loaded && caches.index && !read(*caches.index, rows, p0)) {
+            llama_kv_block_access::evict(*caches.rows, seq, p0, p0 + block.pos.back() - block.pos.front() + 1);
+            loaded = false;
         }
-        if (caches.index && !read(*caches.index, rows, p0, parts)) {
-            llama_kv_block_access::evict(*caches.rows, seq, p0, p0 + block.pos.back() - block.pos.front() + 1); // they have no data yet
-            return false;
+        if (!loaded) {
+            ctx->synchronize(); // the caller may now change block.data
         }
-        parts.copy(ctx, llama_kv_block_access::state(*caches.rows), cells, block.data, false);
-        return true;
+        return loaded;
     }
 
 private:
-    // Puts rows into their cells of a cache, and adds its tensors to `parts`.
-    bool read(llama_kv_cache & kv, const std::vector<llama_kv_range_row> & rows, llama_pos p0, llama_kv_parts & parts) const {
-        llama_kv_load_io io(parts, kv_block_tensors(caches, kv), rows, kv_block_header(kv));
+    // Puts rows into their cells of a cache.
+    bool read(llama_kv_cache & kv, const std::vector<llama_kv_range_row> & rows, llama_pos p0) const {
+        llama_kv_load_io io(rows, kv_block_header(kv));
         return kv.state_read_range(io, seq, p0, LLAMA_STATE_SEQ_FLAGS_SAME_CELLS);
     }
 
@@ -391,15 +406,7 @@ void llama_kv_block_fence(llama_context * ctx) {
 }
 
 size_t llama_kv_block_row_size(const llama_context * ctx) {
-    const auto caches = kv_block_find(ctx);
-    llama_kv_parts parts;
-    for (const auto * kv : { caches.rows, caches.index }) {
-        if (kv) {
-            llama_kv_save_io io(parts, kv_block_tensors(caches, *kv));
-            kv->state_write_range(io, 0, 0, 0); // no rows
-        }
-    }
-    return parts.row_size();
+    return kv_block_parts(kv_block_find(ctx), 0).row_size();
 }
 
 uint32_t llama_kv_block_n_cells(const llama_context * ctx, llama_seq_id seq) {

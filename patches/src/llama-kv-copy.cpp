@@ -359,8 +359,7 @@ bool llama_kv_save_io::write_cells(ggml_tensor * tensor, size_t size, uint32_t n
     return true;
 }
 
-llama_kv_load_io::llama_kv_load_io(llama_kv_parts & parts, size_t n_tensors, const std::vector<llama_kv_range_row> & rows, const std::vector<uint8_t> & header)
-    : parts(parts), n_tensors(n_tensors) {
+llama_kv_load_io::llama_kv_load_io(const std::vector<llama_kv_range_row> & rows, const std::vector<uint8_t> & header) {
     const uint32_t n_rows = (uint32_t) rows.size();
     const size_t   size   = n_rows*sizeof(llama_kv_range_row);
     bytes.resize(sizeof(n_rows) + size + header.size());
@@ -378,13 +377,9 @@ void llama_kv_load_io::read(void * dst, size_t size) {
 }
 
 void llama_kv_load_io::read_tensor(ggml_tensor *, size_t, size_t) {
-    throw std::logic_error("all tensors are collected by read_cells()");
+    throw std::logic_error("no tensor is read: see read_cells()");
 }
 
-bool llama_kv_load_io::read_cells(ggml_tensor * tensor, size_t size, uint32_t n, size_t stride) {
-    if (n_tensors > 0) {
-        parts.add(tensor, size, n, stride);
-        n_tensors--;
-    }
+bool llama_kv_load_io::read_cells(ggml_tensor *, size_t, uint32_t, size_t) {
     return true;
 }

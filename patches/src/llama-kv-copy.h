@@ -79,11 +79,11 @@ private:
     uint32_t         n_rows    = 0;
 };
 
-// Provides a state to llama_kv_cache::state_read_range(): its rows are copied later.
+// Provides a state to llama_kv_cache::state_read_range(), but for what is in tensors: llama_kv_parts copies that.
 class llama_kv_load_io : public llama_io_read_i {
 public:
-    // `header` is that of the cache which reads the state. Adds the first `n_tensors` tensors to `parts`.
-    llama_kv_load_io(llama_kv_parts & parts, size_t n_tensors, const std::vector<llama_kv_range_row> & rows, const std::vector<uint8_t> & header);
+    // `header` is that of the cache which reads the state.
+    llama_kv_load_io(const std::vector<llama_kv_range_row> & rows, const std::vector<uint8_t> & header);
 
     void   read(void * dst, size_t size) override;
     void   read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override;
@@ -91,8 +91,6 @@ public:
     size_t n_bytes() override { return n_read; }
 
 private:
-    llama_kv_parts &     parts;
-    size_t               n_tensors;
-    std::vector<uint8_t> bytes; // of the state, without the rows
+    std::vector<uint8_t> bytes; // of the state, without what is in tensors
     size_t               n_read = 0;
 };
