@@ -57,11 +57,13 @@ class UnverifiedSlots:
 
     async def end(self, slot: int, verified: bool) -> None:
         """Note the result of the verification; `until_verified` empties a slot that failed it."""
-        if verified:
-            await self._clear(slot)
-        else:
-            self._rejected.add(slot)
-        self._verifying.pop(slot).set()
+        try:
+            if verified:
+                await self._clear(slot)
+            else:
+                self._rejected.add(slot)
+        finally:
+            self._verifying.pop(slot).set()
 
     async def until_verified(self, api: StockApi) -> None:
         """Wait until all slots are verified, and empty those that are not and never will be.
@@ -88,4 +90,7 @@ class UnverifiedSlots:
 
     async def _clear(self, slot: int) -> None:
         self._rejected.discard(slot)
-        await asyncio.to_thread(self._repository.clear_unverified, self._server, slot)
+        try:
+            await asyncio.to_thread(self._repository.clear_unverified, self._server, slot)
+        except OSError as error:
+            _log.warning("the next start empties slot %d, whose record is left: %s", slot, error)

@@ -85,6 +85,28 @@ def test_a_slot_that_failed_is_emptied_once_before_requests_go_on(tmp_path: Path
         asyncio.run(run(slots))
 
 
+def test_a_record_that_cannot_be_deleted_lets_no_request_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record stays, so that the next start empties the slot."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("no")
+
+    async def run(slots: UnverifiedSlots) -> None:
+        api = RecordingApi()
+        for verified, slot in ((True, 2), (False, 3)):
+            assert await slots.begin(slot)
+            monkeypatch.setattr(SnapshotFiles, "unmark_unverified", refuse)
+            await slots.end(slot, verified)
+            async with asyncio.timeout(5):
+                await slots.until_verified(api)
+        assert api.erased == [3] and len(marks(tmp_path)) == 2
+
+    with started(tmp_path) as slots:
+        asyncio.run(run(slots))
+
+
 @pytest.mark.parametrize("url", [URL, "http://localhost:2"])
 def test_the_slots_of_a_killed_proxy_are_emptied_by_the_next_one(tmp_path: Path, url: str) -> None:
     """Also when that knows the server by another address, and at each of several servers."""
