@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import contextlib
 import http.client
 import json
 import os
@@ -23,7 +22,6 @@ import random
 import selectors
 import socket
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,13 +29,15 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench import stall_processes as processes
 from bench.driver import Bench, Report, Row, option
 from bench.llama import ask
+from bench.stall_processes import Measured
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
 from evoke_proxy.demo.processes import free_port, healthy
@@ -76,13 +76,6 @@ class Stage:
     times: int = 0
     texts: random.Random = field(default_factory=lambda: random.Random(7))
 
-    def repeats(self) -> bool:
-        """Count one more repetition; False when the time of the arm is over."""
-        if self.times and time.monotonic() >= self.until:
-            return False
-        self.times += 1
-        return True
-
     def size(self, n: int) -> int:
         """Return a size times the scale."""
         return max(1, int(n * self.scale))
@@ -103,6 +96,10 @@ class Stage:
             raise RuntimeError(f"chat: {status} {answer[:300]!r}")
         return status, answer
 
+    def ask(self, text: str) -> None:
+        """A chat of one message."""
+        self.chat({"messages": [{"role": "user", "content": text}]})
+
     def prose(self, n_bytes: int) -> str:
         """Return text of about this many bytes, different each time."""
         piece = paragraph(self.texts, 60)
@@ -119,124 +116,105 @@ class Stage:
 
 
 def _idle(stage: Stage) -> None:
-    while stage.repeats():
-        time.sleep(0.5)
+    time.sleep(0.5)
 
 
 def _prompt(stage: Stage) -> None:
     """One message of 1 MiB."""
-    while stage.repeats():
-        text = stage.prose(stage.size(_MIB))
-        stage.chat({"messages": [{"role": "user", "content": text}]})
+    stage.ask(stage.prose(stage.size(_MIB)))
 
 
 def _endless_prompt(stage: Stage) -> None:
     """One message of 63 MiB: more tokens than the context of the server holds."""
-    text = stage.prose(stage.size(64 * 1024)) * 1008
-    while stage.repeats():
-        stage.chat({"messages": [{"role": "user", "content": text}]})
+    stage.ask(stage.prose(stage.size(64 * 1024)) * 1008)
 
 
 def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
     def run(stage: Stage) -> None:
         """Send a conversation that is new to the proxy, then three more turns of it."""
-        while stage.repeats():
-            said = stage.talk(stage.size(tokens), max(3, stage.size(messages) | 1))
-            for _ in range(4):
-                stage.chat({"messages": said})
-                said.append({"role": "assistant", "content": "Yes."})
-                asked = f"What about {' '.join(said[0]['content'].split()[3:9])}?"
-                said.append({"role": "user", "content": asked})
+        said = stage.talk(stage.size(tokens), max(3, stage.size(messages) | 1))
+        for _ in range(4):
+            stage.chat({"messages": said})
+            said.append({"role": "assistant", "content": "Yes."})
+            asked = f"What about {' '.join(said[0]['content'].split()[3:9])}?"
+            said.append({"role": "user", "content": asked})
 
     return run
 
 
 def _large_body(stage: Stage) -> None:
     """A chat with an image of nearly 64 MiB in its last message."""
-    while stage.repeats():
-        noise = base64.b64encode(os.urandom(stage.size(47 * _MIB))).decode()
-        image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{noise}"}}
-        content = [{"type": "text", "text": "What is this?"}, image]
-        stage.chat({"messages": [{"role": "user", "content": content}]})
+    noise = base64.b64encode(os.urandom(stage.size(47 * _MIB))).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{noise}"}}
+    content = [{"type": "text", "text": "What is this?"}, image]
+    stage.chat({"messages": [{"role": "user", "content": content}]})
 
 
 def _large_messages(stage: Stage) -> None:
     """A chat of nearly 64 MiB in 4,000 messages, with a member that the proxy sets, too."""
     one = b'{"role":"user","content":"%s"}' % (b"a" * stage.size(63 * _MIB // 4000))
-    body = b'{"id_slot":0,"evoke":false,"messages":[%s]}' % b",".join([one] * 4000)
-    while stage.repeats():
-        stage.chat(body)
+    stage.chat(b'{"id_slot":0,"evoke":false,"messages":[%s]}' % b",".join([one] * 4000))
 
 
 def _large_edited(stage: Stage) -> None:
     """A chat of nearly 64 MiB in one message, with members of its own that the proxy replaces."""
     text = b"a" * stage.size(63 * _MIB)
     body = b'{"evoke":false,"id_slot":0,"cache_prompt":false,"messages":[{"role":"user","content":"'
-    while stage.repeats():
-        stage.chat(body + text + b'"}]}')
+    stage.chat(body + text + b'"}]}')
 
 
 def _large_relayed(stage: Stage) -> None:
     """A body of nearly 64 MiB for a path that the proxy does not read."""
-    while stage.repeats():
-        data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
-        ask(stage.port, "POST", "/embeddings", data)
+    data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
+    ask(stage.port, "POST", "/embeddings", data)
 
 
 def _many_messages(stage: Stage) -> None:
     """A million small messages, with a field of ours in the first."""
     one = b'{"role":"user","content":"a"}'
     first = b'{"role":"user","content":"a","evoke_keep":"pin"}'
-    body = b'{"messages":[%s]}' % b",".join([first, *[one] * stage.size(1_000_000)])
-    while stage.repeats():
-        stage.chat(body)
+    stage.chat(b'{"messages":[%s]}' % b",".join([first, *[one] * stage.size(1_000_000)]))
 
 
 def _many_strings(stage: Stage) -> None:
     """A chat with as many short strings as `limits.json_values` and `limits.body_bytes` allow."""
     message = b'{"role":"user","content":"What is this?"}'
     strings = b",".join([b'"%s"' % (b"a" * 100)] * stage.size(499_000))
-    while stage.repeats():
-        stage.chat(b'{"messages":[%s],"metadata":[%s]}' % (message, strings))
+    stage.chat(b'{"messages":[%s],"metadata":[%s]}' % (message, strings))
 
 
 def _many_dates(stage: Stage) -> None:
     """System prompts of 60,000 dates, in lines and in one, where dates are normalised."""
-    while stage.repeats():
-        for separator in ("\n", " "):
-            dates = separator.join(["2026-11-21"] * stage.size(60_000))
-            system = {"role": "system", "content": f"{dates}\nNumber {stage.times}."}
-            stage.chat({"messages": [system, {"role": "user", "content": "What is this?"}]})
+    for separator in ("\n", " "):
+        dates = separator.join(["2026-11-21"] * stage.size(60_000))
+        system = {"role": "system", "content": f"{dates}\nNumber {stage.times}."}
+        stage.chat({"messages": [system, {"role": "user", "content": "What is this?"}]})
 
 
 def _white_space(stage: Stage) -> None:
     """A question that is mostly white space, of several kinds."""
-    kinds = (" ", "\n", "\t \n", "\u00a0", " .", "now ", "a, ")
-    while stage.repeats():
-        for kind in kinds:
-            text = f"Is it{kind * stage.size(_MIB // 8)}so?"
-            stage.chat({"messages": [{"role": "user", "content": text}]})
+    for kind in (" ", "\n", "\t \n", "\u00a0", " .", "now ", "a, "):
+        stage.ask(f"Is it{kind * stage.size(_MIB // 8)}so?")
 
 
 def _large_answer(stage: Stage) -> None:
     """An answer of 64 MiB to a client that asked for the token accounting."""
-    while stage.repeats():
-        message = {"role": "user", "content": stage.prose(200)}
-        body = {"model": f"bytes-{stage.size(64 * _MIB)}", "messages": [message]}
-        stage.chat(body, X_Evoke_Session=uuid.uuid4().hex)
+    message = {"role": "user", "content": stage.prose(200)}
+    body = {"model": f"bytes-{stage.size(64 * _MIB)}", "messages": [message]}
+    stage.chat(body, X_Evoke_Session=uuid.uuid4().hex)
 
 
 def _vectors(stage: Stage) -> None:
     """Sessions of 2,048 blocks whose vectors are embedded and stored after their turns."""
-    while stage.repeats():
-        said = stage.talk(stage.size(131072), max(3, stage.size(800) | 1))
-        for _ in range(2):
-            stage.chat({"messages": said})
-            time.sleep(1.5)
-            said += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "More?"}]
+    said = stage.talk(stage.size(131072), max(3, stage.size(800) | 1))
+    for _ in range(2):
+        stage.chat({"messages": said})
+        time.sleep(1.5)
+        said += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "More?"}]
 
 
-def _pages(stage: Stage) -> None:
+@contextmanager
+def _pages(stage: Stage) -> Iterator[Callable[[Stage], None]]:
     """Admin pages that show the largest session, while chats make events."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
     listed = max(rows, key=lambda row: row["tokens"] if row["live"] else 0)["id"]
@@ -262,57 +240,67 @@ def _pages(stage: Stage) -> None:
     for thread in threads:
         thread.start()
     try:
-        while stage.repeats():
-            stage.chat({"messages": [{"role": "user", "content": stage.prose(400)}]})
+        yield lambda stage: stage.ask(stage.prose(400))
     finally:
         ended.set()
-        stage.chat({"messages": [{"role": "user", "content": "The last event."}]})
+        stage.ask("The last event.")
         for thread in threads:
             thread.join(30)
 
 
 def _scrapes(stage: Stage) -> None:
     """Metrics and the list of sessions, with a thousand sessions."""
-    while stage.repeats():
-        ask(stage.port, "GET", "/metrics")
-        stage.operate("GET", "/evoke/sessions")
+    ask(stage.port, "GET", "/metrics")
+    stage.operate("GET", "/evoke/sessions")
 
 
-def _pipelining(stage: Stage) -> None:
+@contextmanager
+def _pipelining(stage: Stage) -> Iterator[Callable[[Stage], None]]:
     """400 connections that send requests without reading the answers to those before."""
     request = b"GET /evoke/sessions/none HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    selector = selectors.DefaultSelector()
-    for _ in range(max(2, stage.size(_PIPELINES))):
-        connection = socket.create_connection(("127.0.0.1", stage.port), timeout=_TIMEOUT_S)
-        connection.setblocking(False)
-        selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, [0])
-    while stage.repeats():
-        for key, events in selector.select(1.0):
-            n_unanswered: list[int] = key.data
-            with contextlib.suppress(BlockingIOError):
-                if events & selectors.EVENT_READ:
-                    received = key.fileobj.recv(65536)  # type: ignore[union-attr]
-                    n_unanswered[0] -= received.count(b"HTTP/1.1 ")
-                # A connection with more bytes of further requests than the proxy keeps is closed.
-                if events & selectors.EVENT_WRITE and n_unanswered[0] < _PIPELINED - 50:
-                    key.fileobj.send(50 * request)  # type: ignore[union-attr]
-                    n_unanswered[0] += 50
-    for key in list(selector.get_map().values()):
-        key.fileobj.close()  # type: ignore[union-attr]
+    with selectors.DefaultSelector() as selector, ExitStack() as connections:
+        for _ in range(max(2, stage.size(_PIPELINES))):
+            connection = socket.create_connection(("127.0.0.1", stage.port), timeout=_TIMEOUT_S)
+            connections.enter_context(connection)
+            connection.setblocking(False)
+            selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, [0])
+
+        def send(_: Stage) -> None:
+            for key, events in selector.select(1.0):
+                n_unanswered: list[int] = key.data
+                with suppress(BlockingIOError):
+                    if events & selectors.EVENT_READ:
+                        received = key.fileobj.recv(65536)  # type: ignore[union-attr]
+                        n_unanswered[0] -= received.count(b"HTTP/1.1 ")
+                    # A connection with more bytes of further requests than the proxy keeps is
+                    # closed.
+                    if events & selectors.EVENT_WRITE and n_unanswered[0] < _PIPELINED - 50:
+                        key.fileobj.send(50 * request)  # type: ignore[union-attr]
+                        n_unanswered[0] += 50
+
+        yield send
 
 
-def _deletion(stage: Stage) -> None:
+@contextmanager
+def _deletion(stage: Stage) -> Iterator[Callable[[Stage], None]]:
     """Delete single sessions one after the other, then all others of a tenant."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
     ours = [row["id"] for row in rows if not row["tenant"] and row["live"]]
-    for id in ours[: max(2, len(ours) // 50)]:
-        if stage.repeats():
+    single = iter(ours[: max(2, len(ours) // 50)])
+
+    def delete(stage: Stage) -> None:
+        id = next(single, None)
+        if id is None:
+            stage.until = 0.0
+            stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")
+        else:
             stage.operate("DELETE", f"/evoke/sessions/{id}")
-    stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")
-    stage.times += 1
+
+    yield delete
 
 
-ARMS: Mapping[str, Callable[[Stage], None]] = {
+# What an arm does once; or, as a context manager, what is there while it does that again and again.
+ARMS: Mapping[str, Callable[[Stage], AbstractContextManager[Callable[[Stage], None]] | None]] = {
     "idle": _idle,
     "prompt of 1 MiB": _prompt,
     "prompt beyond the context": _endless_prompt,
@@ -335,49 +323,6 @@ ARMS: Mapping[str, Callable[[Stage], None]] = {
 }
 
 
-class Measured:
-    """One of the processes that measure; see `bench.stall_processes`."""
-
-    def __init__(self, *args: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.stall_processes", *args],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def tell(self, command: str) -> dict[str, Any]:
-        """Send `begin` or `end` and return the measurements."""
-        commands, answers = self._process.stdin, self._process.stdout
-        if commands is None or answers is None:
-            raise RuntimeError("a process that measures has no pipes")
-        commands.write(command + "\n")
-        commands.flush()
-        line = answers.readline()
-        if not line:
-            raise RuntimeError("a process that measures has ended")
-        row: dict[str, Any] = json.loads(line)
-        return row
-
-    def peak_mib(self) -> float:
-        """The most memory that it has had."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
-        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) / 1024
-
-    def end(self) -> None:
-        """End it, and wait until it has ended."""
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-
 @contextmanager
 def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, Measured]]:
     """The server and the proxy; both end with the block."""
@@ -393,22 +338,21 @@ def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, 
         "embedder.directory": "none",
         "normalise.dates_h": 1.0,
     }
-    where = ["--where"] if args.where else []
-    with ExitStack() as stack:
-        upstream = Measured("server", str(server), "--nice", "5")
-        stack.callback(upstream.end)
-        _wait(server)
-        proxy = Measured("proxy", str(port), "--settings", json.dumps(settings), *where)
-        stack.callback(proxy.end)
-        _wait(port)
+    with ExitStack() as ends:
+        ends.callback(Measured(processes.run_server, server).close)
+        _until("the server answers", lambda: healthy(server))
+        proxy = Measured(processes.run_proxy, settings, args.where)
+        ends.callback(proxy.close)
+        _until("the proxy answers", lambda: healthy(port))
         yield Stage(port, admin, args.scale), proxy
 
 
-def _wait(port: int) -> None:
+def _until(what: str, happens: Callable[[], bool]) -> None:
+    """Wait until something happens; RuntimeError when it does not."""
     deadline = time.monotonic() + _START_S
-    while not healthy(port):
+    while not happens():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"nothing answers on port {port}")
+            raise RuntimeError(f"waited in vain until {what}")
         time.sleep(0.05)
 
 
@@ -417,13 +361,8 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
     with _processes(folder, args) as (stage, _):
         said = stage.talk(stage.size(_RECORDED_TOKENS), 101)
         stage.chat({"messages": said}, X_Evoke_Session="recorded")
-        deadline = time.monotonic() + _START_S
-        while not _has_record(folder / INDEX):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the proxy records no session")
-            time.sleep(0.1)
-    store = SnapshotIndex(folder / INDEX)
-    try:
+        _until("the proxy records a session", lambda: _has_record(folder / INDEX))
+    with closing(SnapshotIndex(folder / INDEX)) as store:
         (first,) = [item for item in store.records() if not item.is_part]
         said_of = json.loads(zlib.decompress(first.packed))
         for number in range(args.sessions):
@@ -431,8 +370,6 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
             mine = said_of | {"id": id, "tenant": tenant, "hint": None}
             packed = zlib.compress(json.dumps(mine).encode(), 1)
             store.put_record(Record(id, tenant, time.time(), packed))
-    finally:
-        store.close()
 
 
 def _has_record(index: Path) -> bool:
@@ -452,16 +389,13 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         folder = Path(name)
         _record_sessions(folder, args)
         with _processes(folder, args) as (stage, proxy):
-            client = Measured("client", str(stage.port))
-            try:
+            with closing(Measured(processes.run_client, stage.port)) as client:
                 time.sleep(1.0)
                 for arm in arms:
                     row = _arm(arm, stage, (proxy, client), args.seconds)
                     yield row
                     for line, count in row.get("where", ()):
                         print(f"    {count:4d}  {line}", flush=True)
-            finally:
-                client.end()
 
 
 def _arm(
@@ -472,12 +406,23 @@ def _arm(
     proxy.tell("begin")
     client.tell("begin")
     began = time.monotonic()
-    ARMS[name](stage)
+    _repeat(ARMS[name], stage)
     row: dict[str, Any] = {"arm": name, "times": stage.times, "seconds": time.monotonic() - began}
     loop, seen = proxy.tell("end"), client.tell("end")
     row |= {f"lag_{key}": value for key, value in loop.pop("lag").items()}
     row |= {f"client_{key}": value for key, value in seen.items()}
     return row | loop | {"peak_mib": proxy.peak_mib()}
+
+
+def _repeat(arm: Callable[[Stage], Any], stage: Stage) -> None:
+    """Do what an arm does, at least once, until its time is over."""
+    if hasattr(arm, "__wrapped__"):  # a context manager
+        with arm(stage) as act:
+            _repeat(act, stage)
+        return
+    while not stage.times or time.monotonic() < stage.until:
+        stage.times += 1
+        arm(stage)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,25 +1,26 @@
 """The processes of `bench.stall`: the proxy with its probe, a server, a client of small requests.
 
-`proxy` and `client` measure between the lines `begin` and `end` on their standard input, and print
-the result as one line of JSON. Percentiles are over time, not over samples: while the event loop is
-blocked, every sample that was due counts with its own waiting time."""
+Proxy and client measure between the commands `begin` and `end`. Percentiles are over time, not over
+samples: while the event loop is blocked, every sample that was due counts with its own waiting
+time."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import http.client
-import json
 import logging
+import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -95,7 +96,7 @@ class LoopProbe:
         """Discard the measurements."""
         self._lags = Delays(TICK_S)
         self._processor_s = self._wall_s = self._collecting_s = 0.0
-        self._lines: dict[str, int] = {}
+        self._lines = Counter[str]()
         # Lines of the callback that runs now.
         self._samples: list[str] = []
 
@@ -128,7 +129,7 @@ class LoopProbe:
         row |= {"callback_cpu_ms": self._processor_s * 1000, "callback_ms": self._wall_s * 1000}
         row["collection_ms"] = self._collecting_s * 1000
         if self._where:
-            row["where"] = sorted(self._lines.items(), key=lambda item: -item[1])[:16]
+            row["where"] = self._lines.most_common(16)
         return row
 
     def _collected(self, phase: str, _: dict[str, int]) -> None:
@@ -157,8 +158,7 @@ class LoopProbe:
     def _note_lines(self, taken_s: float) -> None:
         """Count the lines of a callback that has taken long, and begin the next one's."""
         if taken_s > _LONG_S:
-            for line in self._samples:
-                self._lines[line] = self._lines.get(line, 0) + 1
+            self._lines.update(self._samples)
         self._samples.clear()
 
 
@@ -185,7 +185,39 @@ class NoEncoder:
     documents = queries
 
 
-def run_proxy(settings: dict[str, Any], where: bool) -> None:
+class Measured:
+    """A process of its own that measures."""
+
+    def __init__(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run `work`, with a connection for commands before these arguments."""
+        context = multiprocessing.get_context("spawn")
+        self._commands, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def tell(self, command: str) -> dict[str, Any]:
+        """Send `begin` or `end` and return the measurements; EOFError when it has ended."""
+        self._commands.send(command)
+        row: dict[str, Any] = self._commands.recv()
+        return row
+
+    def peak_mib(self) -> float:
+        """The most memory that it has had."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
+        return int(line.split()[1]) / 1024
+
+    def close(self) -> None:
+        """End it, and wait until it has ended."""
+        self._process.terminate()
+        self._process.join(20)
+        self._process.kill()
+        self._process.join()
+        self._commands.close()
+
+
+def run_proxy(commands: Connection, settings: dict[str, Any], where: bool) -> None:
     """Serve with these settings, as `evoke-proxy serve` does, and measure the loop."""
     config = load(None, {}, settings)
     vars(shared)["EmbeddingService"] = partial(EmbeddingService, load=NoEncoder)
@@ -196,11 +228,11 @@ def run_proxy(settings: dict[str, Any], where: bool) -> None:
         probe.start()
         await serve(config, lambda: config)
 
-    _measure_on_command(probe.reset, probe.row)
+    _measure_on_command(commands, probe.reset, probe.row)
     event_loop.run(served())
 
 
-def run_client(port: int) -> None:
+def run_client(commands: Connection, port: int) -> None:
     """Send a small request every few milliseconds, and measure how long each answer takes."""
     delays = Delays(ASK_S)
 
@@ -208,7 +240,7 @@ def run_client(port: int) -> None:
         nonlocal delays
         delays = Delays(ASK_S)
 
-    _measure_on_command(reset, lambda: delays.row())
+    _measure_on_command(commands, reset, lambda: delays.row())
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     method, path, body = SMALL
     due = time.perf_counter()
@@ -222,13 +254,18 @@ def run_client(port: int) -> None:
         due = delays.late(due, time.perf_counter())
 
 
-def _measure_on_command(reset: Callable[[], None], row: Callable[[], dict[str, Any]]) -> None:
+def _measure_on_command(
+    commands: Connection, reset: Callable[[], None], row: Callable[[], dict[str, Any]]
+) -> None:
     def follow() -> None:
-        for line in sys.stdin:
-            if line.strip() == "begin":
-                reset()
-            print(json.dumps(row() if line.strip() == "end" else {}), flush=True)
-        os._exit(0)
+        try:
+            while True:
+                command = commands.recv()
+                if command == "begin":
+                    reset()
+                commands.send(row() if command == "end" else {})
+        except EOFError:
+            os._exit(0)
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -285,8 +322,9 @@ class SilentLlama(SilentServer):
             return self._answer(target, data)
         return orjson.dumps({"epoch": self._epoch})
 
-    def slot(self, tenant: str, latest: bool) -> bytes:
+    def slot(self, query: Mapping[str, str]) -> bytes:
         """The answer to GET /slots/0/blocks."""
+        tenant, latest = query.get("tenant", ""), query.get("since") == "latest"
         copies = [] if latest else [c for c in self.copies.values() if c["tenant"] == tenant]
         return orjson.dumps(self._slot() | {"tokens_hash": "", "blocks": copies})
 
@@ -309,26 +347,38 @@ class SilentLlama(SilentServer):
         self.talk = Said(body.get("messages", ()))  # type: ignore[assignment]
 
 
-def server_app() -> web.Application:
-    """A llama-server over HTTP that computes nothing.
+def run_server(_: Connection, port: int) -> None:
+    """Serve as a llama-server that computes nothing.
 
     A chat whose `model` is `bytes-N` is answered with N bytes of text.
     """
+    os.nice(5)
     llama = SilentLlama()
     app = web.Application(client_max_size=1 << 30)
-    app.router.add_get("/health", partial(_answered, b'{"status":"ok"}'))
-    app.router.add_get("/props", partial(_answered, llama._answer("/props", b"{}")))
-    app.router.add_get("/metrics", partial(_answered, b"# none\n"))
-    app.router.add_get("/slots/{id}/blocks", partial(_slot, llama))
-    app.router.add_post("/slots/{id}", partial(_act, llama))
-    app.router.add_post("/evoke/render", partial(_render, llama))
-    app.router.add_post("/v1/chat/completions", partial(_chat, llama))
+    for method, path, answer in (
+        ("GET", "/health", lambda _: b'{"status":"ok"}'),
+        ("GET", "/props", lambda _: llama._answer("/props", b"{}")),
+        ("GET", "/metrics", lambda _: b"# none\n"),
+        ("GET", "/slots/{id}/blocks", lambda request: llama.slot(request.query)),
+    ):
+        app.router.add_route(method, path, partial(_answered, answer))
+    for path, answer_to in (
+        ("/slots/{id}", llama.act),
+        ("/evoke/render", lambda _, data: llama.render(data)),
+        ("/v1/chat/completions", lambda _, data: _chat(llama, orjson.loads(data))),
+    ):
+        app.router.add_post(path, partial(_answered_to, answer_to))
     app.router.add_route("*", "/{path:.*}", _small)
-    return app
+    web.run_app(app, host="127.0.0.1", port=port, print=lambda *_: None)
 
 
-async def _answered(body: bytes, _: web.Request) -> web.Response:
-    return web.Response(body=body, content_type="application/json")
+async def _answered(answer: Callable[[web.Request], bytes], request: web.Request) -> web.Response:
+    return web.Response(body=answer(request), content_type="application/json")
+
+
+async def _answered_to(answer: Callable[[str, bytes], bytes], request: web.Request) -> web.Response:
+    data = await request.read()
+    return await _answered(lambda request: answer(request.path_qs, data), request)
 
 
 async def _small(request: web.Request) -> web.Response:
@@ -337,48 +387,11 @@ async def _small(request: web.Request) -> web.Response:
     return web.Response(body=b'{"tokens":[1]}', content_type="application/json")
 
 
-async def _slot(llama: SilentLlama, request: web.Request) -> web.Response:
-    answer = llama.slot(request.query.get("tenant", ""), request.query.get("since") == "latest")
-    return await _answered(answer, request)
-
-
-async def _act(llama: SilentLlama, request: web.Request) -> web.Response:
-    return await _answered(llama.act(request.path_qs, await request.read()), request)
-
-
-async def _render(llama: SilentLlama, request: web.Request) -> web.Response:
-    return await _answered(llama.render(await request.read()), request)
-
-
-async def _chat(llama: SilentLlama, request: web.Request) -> web.Response:
-    body = orjson.loads(await request.read())
+def _chat(llama: SilentLlama, body: dict[str, Any]) -> bytes:
     timings = llama.reply(body)
     kind, _, size = str(body.get("model", "")).partition("-")
     text = "a" * int(size) if kind == "bytes" else "Yes."
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
     choices = [{"index": 0, "finish_reason": "stop", "message": message}]
-    answer = {"choices": choices, "usage": usage, "timings": timings}
-    return await _answered(orjson.dumps(answer), request)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run as one of the three."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("role", choices=("proxy", "client", "server"))
-    parser.add_argument("port", type=int)
-    parser.add_argument("--settings", type=json.loads, default={})
-    parser.add_argument("--where", action="store_true")
-    parser.add_argument("--nice", type=int, default=0)
-    args = parser.parse_args(argv)
-    os.nice(args.nice)
-    if args.role == "proxy":
-        run_proxy(args.settings, args.where)
-    elif args.role == "client":
-        run_client(args.port)
-    else:
-        web.run_app(server_app(), host="127.0.0.1", port=args.port, print=lambda *_: None)
-
-
-if __name__ == "__main__":
-    main()
+    return orjson.dumps({"choices": choices, "usage": usage, "timings": timings})

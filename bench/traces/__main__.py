@@ -1,8 +1,8 @@
 """What do real conversations of coding agents cost on a server with few slots?
 
-Replays recorded conversations (bench/data/agent_traces.json.gz; `--traces DIR` reads the original
-files) through the whole engine in this process, in front of a llama-server that keeps exact account
-of slots, cells and copies but computes nothing. Time is virtual: pauses cost nothing, and decoding
+Replays recorded conversations (bench/data/agent_traces.json.gz) through the whole engine in this
+process, in front of a llama-server that keeps exact account of slots, cells and copies but computes
+nothing. Time is virtual: pauses cost nothing, and decoding
 takes as long as the cost model says. All tokens are scaled by `--block`/64; tables have recorded
 tokens. Arms:
 
@@ -18,33 +18,25 @@ tokens. Arms:
   `evoke`; `default`: with 32 GiB
 * `N users`: with as many conversations at the same time, instead of 4
 
-A miss is a request that decodes more than 1,000 tokens that an earlier request or answer had. Exits
-with 1 when a bar is missed."""
+A miss is a request that decodes more than 1,000 tokens that an earlier request or answer had.
+
+*Against* each token decoded once, llama-server with its RAM cache, the proxy without single
+features. *Fails* above a bar: decoded tokens of the RAM cache and of the bound, misses, budgets."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.traces.arms import (
-    BOUND,
-    MACHINE,
-    OURS,
-    QUICK,
-    SAME_RAM,
-    SPECS,
-    USERS,
-    Spec,
-    plan_of,
-    replayed,
-)
-from bench.traces.replay import MAX_WAIT_S, Costs
-from bench.traces.sample import MISS_TOKENS, Agent, read, shipped, statistics_of
+from bench.driver import Bench, Report, Row, option
+from bench.traces import arms
+from bench.traces.arms import BOUND, OURS, QUICK, SAME_RAM, SPECS, Spec
+from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs
+from bench.traces.sample import MISS_TOKENS, Agent, shipped, statistics_of
 from bench.traces.texts import Scale
 
 _COLUMNS = (
@@ -85,64 +77,58 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _conversations(folder: Path | None, n: int | None) -> list[Agent]:
-    found = read(folder) if folder is not None else shipped()
-    return found[:n]
+def _conversations(args: argparse.Namespace) -> list[Agent]:
+    quick = _QUICK_CONVERSATIONS if args.quick else None
+    return shipped()[: args.conversations or quick]
 
 
-def _measured(
-    spec: Spec, folder: Path | None, n: int | None, block: int, costs: Costs
-) -> dict[str, Any]:
+def _measured(spec: Spec, args: argparse.Namespace) -> dict[str, Any]:
     """One row, in a process of its own."""
-    return replayed(spec, _conversations(folder, n), Scale(block), costs)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Replay, print the table and the bars, write the JSON."""
-    parser = record.parser("traces", __doc__, "--quick")
-    parser.add_argument("--traces", type=Path, help="folder with original trace_*.json files")
-    parser.add_argument("--conversations", type=int, help="only the first N")
-    parser.add_argument("--arms", nargs="+", help="only these arms, beside those of the bars")
-    parser.add_argument("--block", type=int, default=8, help="tokens for 64 recorded ones (8)")
-    parser.add_argument("--prefill", type=float, default=Costs().prefill, help="tokens a second")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
-    parser.add_argument("--quick", action="store_true", help="8 conversations, few arms: a minute")
-    args = parser.parse_args(argv)
-    n = args.conversations or (_QUICK_CONVERSATIONS if args.quick else None)
-    wanted = {*(args.arms or (QUICK if args.quick else [spec.name for spec in SPECS]))}
-    wanted |= {BOUND, SAME_RAM, OURS}
-    specs = [spec for spec in SPECS if spec.name in wanted]
     costs = Costs(prefill=args.prefill)
-    work = partial(_measured, folder=args.traces, n=n, block=args.block, costs=costs)
+    return arms.replayed(spec, _conversations(args), Scale(args.block), costs)
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the row of each arm; those of the bars are always measured."""
+    wanted = {*(args.arms or (QUICK if args.quick else [spec.name for spec in SPECS]))}
+    specs = [spec for spec in SPECS if spec.name in wanted | {BOUND, SAME_RAM, OURS}]
     with ProcessPoolExecutor(args.jobs) as pool:
         # The longest runs begin first.
         first = sorted(specs, key=lambda spec: (spec.kind != OURS, -spec.users))
-        made = dict(zip((spec.name for spec in first), pool.map(work, first), strict=True))
-    rows = with_ratios([made[spec.name] for spec in specs])
-    reached = bars(rows)
-    print(record.table(rows, _COLUMNS))
-    for row in rows:
-        if row["causes"] and row["arm"].startswith(OURS):
-            print(f"misses of {row['arm']}: {row['causes']}")
-    summary = _summary(args.block, _conversations(args.traces, n), costs) | {"bars": reached}
-    record.tell("traces", rows, summary, args.out)
-    return 0 if all(bar["reached"] for bar in reached.values()) else 1
+        rows = pool.map(partial(_measured, args=args), first)
+        made = dict(zip((spec.name for spec in first), rows, strict=True))
+    yield from with_ratios([made[spec.name] for spec in specs])
 
 
-def _summary(block: int, conversations: Sequence[Agent], costs: Costs) -> dict[str, Any]:
-    longest = max(len(r.ids) for c in conversations for a in c.walk() for r in a.requests) * 64
-    plan = plan_of(longest * 11 // 10, 2)
-    return {
-        "scale": Scale(block).factor,
-        "users": USERS,
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report the bars, and what was replayed."""
+    conversations, costs = _conversations(args), Costs(prefill=args.prefill)
+    plan = arms.plan_of(arms.longest_of(conversations), arms.SLOTS)
+    machine, reached = arms.MACHINE, bars(rows)
+    summary = {
+        "scale": Scale(args.block).factor,
+        "users": arms.USERS,
         "longest_wait_s": MAX_WAIT_S,
         "miss_tokens": MISS_TOKENS,
         "costs": {name: getattr(costs, name) for name in costs.__dataclass_fields__},
-        "machine_of_the_plan": {"device": MACHINE.device, "ram": MACHINE.ram, "disk": MACHINE.disk},
+        "machine_of_the_plan": {"device": machine.device, "ram": machine.ram, "disk": machine.disk},
         "plan": {"cells": plan.cells, "ram_mib": plan.ram_mib, "disk_mib": plan.disk_mib},
         "conversations": statistics_of(conversations),
+        "misses": {row["arm"]: row["causes"] for row in rows if row["arm"].startswith(OURS)},
+        "bars": reached,
     }
+    return Report(summary, [name for name, bar in reached.items() if not bar["reached"]])
 
+
+BENCH = Bench(
+    "traces", __doc__, "--quick", measure, report, _COLUMNS,
+    (option("--conversations", 0, "only the first N"),
+     option("--arms", None, "only these, beside those of the bars", nargs="+"),
+     option("--block", 8, "tokens for 64 recorded ones"),
+     option("--prefill", DEFAULT_COSTS.prefill, "tokens a second"),
+     option("--jobs", 2, "processes"),
+     option("--quick", False, "8 conversations, few arms: a minute")),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCH.main())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from bench.traces.patched import FEATURES, Limits, PatchedServer
-from bench.traces.proxied import proxied
-from bench.traces.replay import DEFAULT_COSTS, Costs, Record, Replay, Served, misses
+from bench.traces.proxied import ProxiedServer, proxied
+from bench.traces.replay import DEFAULT_COSTS, Costs, Replay, Served, misses
 from bench.traces.sample import Agent
-from bench.traces.snapshots import with_snapshots
+from bench.traces.snapshots import FileServer, with_snapshots
 from bench.traces.stock import PromptCache, StockServer, Unlimited
 from bench.traces.texts import Scale
 from bench.traces.virtual_loop import run
@@ -108,63 +109,66 @@ SPECS: tuple[Spec, ...] = (
 QUICK = (BOUND, "2 slots", "ram cache, default", SAME_RAM, OURS, "evoke, nothing shared")
 
 
-def plan_of(longest: int, slots: int) -> MemoryPlan:
+def longest_of(conversations: Sequence[Agent]) -> float:
+    """Return the room that the longest prompt needs with its answer, in recorded tokens."""
+    agents = (agent for each in conversations for agent in each.walk())
+    return max(len(request.ids) for agent in agents for request in agent.requests) * 64 * 1.1
+
+
+def plan_of(longest: float, slots: int) -> MemoryPlan:
     """Return what `evoke-proxy up` chooses for conversations of `longest` recorded tokens."""
-    return make_plan(MODEL, MACHINE, PlanOptions(sessions=slots, context=min(longest, 1 << 20)))
+    return make_plan(
+        MODEL, MACHINE, PlanOptions(sessions=slots, context=min(int(longest), 1 << 20))
+    )
 
 
 def replayed(
     spec: Spec, conversations: Sequence[Agent], scale: Scale, costs: Costs = DEFAULT_COSTS
 ) -> dict[str, Any]:
     """Replay conversations on an arm; return its row."""
-    longest = max(len(r.ids) for c in conversations for a in c.walk() for r in a.requests) * 64
-    plan = plan_of(longest * 11 // 10, spec.slots)
+    longest = longest_of(conversations)
+    plan = plan_of(longest, spec.slots)
     replay = Replay(conversations, scale)
     if spec.kind == "bound":
         record = run(replay.run(Unlimited(scale, costs), spec.users))
         return _row(spec, record, scale, {})
     ram = _tokens_of(plan.ram_mib / 1024 if spec.ram_gib is None else spec.ram_gib, scale, costs)
+    cache = PromptCache(ram) if spec.ram_gib != 0 else None
     if spec.kind == "stock":
-        cache = PromptCache(ram) if spec.ram_gib != 0 else None
         server = StockServer(spec.slots, cache, scale, costs)
         record = run(replay.run(server, spec.users))
         return _row(spec, record, scale, {"peak": server.peak})
     if spec.kind == "snapshots":
         mib = plan.disk_mib if spec.has_disk else Config().snapshots.max_mib
-        files = _tokens_of(mib / 1024, scale, DEFAULT_COSTS) or 0
-        server = StockServer(spec.slots, PromptCache(ram), scale)
-        return _with_snapshots(spec, replay, server, files)
-    cells = scale.tokens(longest * 1.1 if spec.all_cells else plan.cells)
+        files = FileServer(spec.slots, cache, scale)
+        max_tokens = _tokens_of(mib / 1024, scale, DEFAULT_COSTS) or 0
+        record, found = run(_served(spec, replay, with_snapshots(files, max_tokens, scale)))
+        row = _row(spec, record, scale, found)
+        ahead = _recorded(files.n_decoded, scale) - row["decoded"]
+        return row | {"decoded": row["decoded"] + ahead, "ahead": ahead}
+    cells = scale.tokens(longest if spec.all_cells else plan.cells)
     disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
-    n_ctx = scale.tokens(longest * 1.1)
-    limits = Limits(spec.slots, cells, n_ctx, ram or 1 << 40, disk or 0, spec.features)
+    limits = Limits(
+        spec.slots, cells, scale.tokens(longest), ram or 1 << 40, disk or 0, spec.features
+    )
     patched = PatchedServer(limits, scale, costs)
     settings = dict(spec.settings)
     if spec.budget_share is not None:
         settings["policy.budget"] = int(cells * spec.budget_share)
-
-    async def work() -> dict[str, Any]:
-        async with proxied(patched, settings, costs, spec.names) as arm:
-            record = await replay.run(arm, spec.users)
-            budget = arm.engine.server.monitor.budget.tokens or cells
-        found = {"peak": patched.peak, "budget": budget, "busy": arm.n_busy}
-        found |= {"refused_plans": sum(patched.refusals.values()), "lost": patched.pool.n_lost}
-        return _row(spec, record, scale, found)
-
-    return run(work())
+    record, found = run(_served(spec, replay, proxied(patched, settings, costs, spec.names)))
+    found = {"budget": cells} | found | {"lost": patched.pool.n_lost}
+    return _row(spec, record, scale, found | {"refused_plans": sum(patched.refusals.values())})
 
 
-def _with_snapshots(
-    spec: Spec, replay: Replay, server: StockServer, max_tokens: int
-) -> dict[str, Any]:
-    async def work() -> dict[str, Any]:
-        async with with_snapshots(server, max_tokens, replay.scale) as arm:
-            record = await replay.run(arm, spec.users)
-        row = _row(spec, record, replay.scale, {"peak": arm.peak, "busy": arm.n_busy})
-        ahead = _recorded(arm.n_decoded, replay.scale) - row["decoded"]
-        return row | {"decoded": row["decoded"] + ahead, "ahead": ahead}
-
-    return run(work())
+async def _served(
+    spec: Spec, replay: Replay, arm: AbstractAsyncContextManager[ProxiedServer]
+) -> tuple[list[Served], dict[str, int]]:
+    """Replay through the proxy; return the requests, and the sizes that were seen."""
+    async with arm as proxy:
+        served = await replay.run(proxy, spec.users)
+        found = {"peak": proxy.peak, "busy": proxy.n_busy}
+        budget = proxy.engine.server.monitor.budget.tokens
+        return served, found if budget is None else found | {"budget": budget}
 
 
 def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
@@ -172,9 +176,10 @@ def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
     return None if gib == float("inf") else int(gib * _GIB / costs.row_bytes * scale.factor)
 
 
-def _row(spec: Spec, record: Record, scale: Scale, found: Mapping[str, int]) -> dict[str, Any]:
-    served = record.served
-    missed = misses(record, scale)
+def _row(
+    spec: Spec, served: Sequence[Served], scale: Scale, found: Mapping[str, int]
+) -> dict[str, Any]:
+    missed = misses(served, scale)
     first = [each.counts.first_token_s for each in served]
     prompt = sum(each.n_prompt for each in served)
     row: dict[str, Any] = {"arm": spec.name, "slots": spec.slots, "users": spec.users}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from bench.engine_in_process import DEFAULT_OPTIONS, LocalReply, body_of, reply_of
 from bench.traces.block_pool import BlockPool, Copy, Key, PoolFull
-from bench.traces.replay import DEFAULT_COSTS, Costs
+from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
 from bench.traces.stock import shared
-from bench.traces.texts import ANSWER, Scale, Tokens, tokenized
+from bench.traces.texts import ANSWER, Prompt, Scale, Tokens, tokenized
 from evoke_proxy.adapters.llama.client import CallOptions
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.errors import UpstreamRejected
 
 Rows = npt.NDArray[np.bool_]
@@ -28,7 +31,6 @@ Sums = npt.NDArray[np.uint64]
 FEATURES = ("blocks", "plan", "render", "reuse", "stream", "find", "adopt", "share")
 _EDGES = 8
 _N_BATCH = 2048  # recorded tokens
-_OPTIONS = CallOptions()
 _MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, 1 << 21, dtype=np.uint64) | np.uint64(
     1
 )
@@ -158,11 +160,10 @@ class PatchedServer:
     # Calls of the proxy.
 
     async def call(
-        self, method: str, target: str, body: object = None, options: CallOptions = _OPTIONS
+        self, method: str, target: str, body: object = None, options: CallOptions = DEFAULT_OPTIONS
     ) -> dict[str, Any]:
         """Replaces `LlamaClient.call`."""
-        parts = body if isinstance(body, tuple) else (body,)
-        data = b"".join(it if isinstance(it, bytes) else orjson.dumps(it) for it in parts)
+        data = body_of(body)
         if target == "/completion":
             return await self._prefill(orjson.loads(data))
         before = Totals(self.totals.loaded, self.totals.saved, self.totals.read)
@@ -176,6 +177,27 @@ class PatchedServer:
         moved = self.totals.loaded + self.totals.saved - before.loaded - before.saved
         await asyncio.sleep(self._seconds(moved, self.totals.read - before.read))
         return answer
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, target: str, headers: Mapping[str, str], body: Any = None
+    ) -> AsyncIterator[Reply]:
+        """Replaces `LlamaClient.open`."""
+        yield reply_of(await self.decode(orjson.loads(body_of(body))))
+
+    def expect(self) -> None:
+        """See AnsweringServer."""
+
+    async def answered(self, reply: LocalReply, prompt: Prompt) -> tuple[Counts, dict[str, Any]]:
+        """See AnsweringServer."""
+        timings = await self.answer(reply.decoded, prompt.answer)
+        usage = timings["evoke"]
+        counts = Counts(usage["decoded"], usage["recovered"], usage["omitted"])
+        return counts, {"choices": [], "timings": timings}
+
+    def decoded_beside(self, session: str) -> int:
+        """See AnsweringServer."""
+        return self.prefilled.pop(session, 0)
 
     def _seconds(self, moved: int, read: int) -> float:
         costs, row = self._costs, self._costs.row_bytes / self._scale.factor

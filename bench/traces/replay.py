@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from bench.traces.sample import MISS_TOKENS, Agent
+from bench.traces.sample import MISS_TOKENS, Agent, common
 from bench.traces.texts import Prompt, Scale, Writer
 
 # Longer pauses between a reply and the next request are shortened to this.
@@ -100,32 +100,21 @@ class Served:
         return max(0, self.counts.decoded - self.fresh)
 
 
-@dataclass(slots=True)
-class Record:
-    """All requests of a replay.
-
-    Attributes:
-        served: One entry for each request.
-    """
-
-    served: list[Served] = field(default_factory=list)
-
-
 class Replay:
     """Replays conversations, a number of them at the same time.
 
     Attributes:
         scale: How much smaller the prompts are than the recorded ones.
-        record: All requests so far.
+        served: All requests so far.
     """
 
     def __init__(self, conversations: Sequence[Agent], scale: Scale) -> None:
         self._conversations = conversations
         self.scale = scale
         self._contents: set[int] = set()
-        self.record = Record()
+        self.served: list[Served] = []
 
-    async def run(self, arm: Arm, n_users: int) -> Record:
+    async def run(self, arm: Arm, n_users: int) -> list[Served]:
         """Let this many users each take the next conversation until none is left."""
         waiting = list(enumerate(self._conversations))[::-1]
 
@@ -136,7 +125,7 @@ class Replay:
                 await self._converse(arm, conversation, at, conversation.id)
 
         await asyncio.gather(*(user(number) for number in range(n_users)))
-        return self.record
+        return self.served
 
     async def _converse(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
         writer = Writer(agent, number, self.scale)
@@ -168,23 +157,17 @@ class Replay:
         counts = await arm.ask(prompt, label)
         shared, n_before, is_new = None, 0, False
         if before is not None:
-            shared = _shared(before[0], prompt) * self.scale.block
+            shared = common(before[0].content, prompt.content) * self.scale.block
             n_before = len(before[0].tokens)
             is_new = before[1].session != counts.session
-        self.record.served.append(
+        self.served.append(
             Served(label, len(prompt.tokens), fresh, shared, n_before, counts, is_new)
         )
         contents.update(prompt.answer_content)
         return counts
 
 
-def _shared(before: Prompt, prompt: Prompt) -> int:
-    n = min(len(before.content), len(prompt.content))
-    differs = before.content[:n] != prompt.content[:n]
-    return int(differs.argmax()) if differs.any() else n
-
-
-def misses(record: Record, scale: Scale) -> list[Served]:
+def misses(served: Sequence[Served], scale: Scale) -> list[Served]:
     """Return the requests that decoded more than 1,000 recorded tokens again."""
     most = MISS_TOKENS * scale.factor
-    return [each for each in record.served if each.repeated > most]
+    return [each for each in served if each.repeated > most]

@@ -19,26 +19,21 @@ from unittest import mock
 
 import numpy as np
 import orjson
-from multidict import CIMultiDict
 
-from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
+from bench.engine_in_process import DEFAULT_OPTIONS, LocalReply, body_of, reply_of
+from bench.traces.proxied import ProxiedServer, proxied
+from bench.traces.replay import Counts
 from bench.traces.stock import Started, StockServer
 from bench.traces.texts import ANSWER, Prompt, Scale, Tokens, numbers, words_of
 from evoke_proxy.adapters import clock
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.adapters.llama.transport import Reply
-from evoke_proxy.config import load
-from evoke_proxy.engine.assembly import build_router
-from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.parsing.request import IncomingRequest
-from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.storage.threads import OrderedThread
-from evoke_proxy.errors import CapacityError, UpstreamRejected
+from evoke_proxy.errors import UpstreamRejected
 
 # Bytes of K and of V of a token in the files.
 _ROW = 24
 _ANSWER_WORD = "<answer>"
-_OPTIONS = CallOptions()
 # Tokens that were decoded for the request of the current task.
 _DECODED: ContextVar[list[int]] = ContextVar("_DECODED")
 
@@ -48,24 +43,14 @@ def file_bytes_of(tokens: int) -> int:
     return tokens * (4 + 12 + 2 * _ROW)
 
 
-class _Opened(Reply):
-    """A reply that is not read from a connection."""
-
-    started: Started
-    content: bytes
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        yield self.content
-
-
 class FileServer(StockServer):
-    """The calls of an unpatched server, with `--slot-save-path`."""
+    """The calls of an unpatched server, with `--slot-save-path`.
 
-    def __init__(
-        self, base: StockServer, folder: Path, scale: Scale, costs: Costs = DEFAULT_COSTS
-    ) -> None:
-        super().__init__(len(base.slots), base.cache, scale, costs)
-        self._folder = folder
+    Attributes:
+        folder: Where it saves slots.
+    """
+
+    folder = Path()
 
     async def start(self, prompt: Tokens, number: int | None = None) -> Started:
         """See StockServer; counts the tokens for the request of the task, if it has one."""
@@ -76,17 +61,15 @@ class FileServer(StockServer):
         return started
 
     async def call(
-        self, method: str, target: str, body: object = None, options: CallOptions = _OPTIONS
+        self, method: str, target: str, body: object = None, options: CallOptions = DEFAULT_OPTIONS
     ) -> dict[str, Any]:
         """Replaces `LlamaClient.call`."""
-        parts = body if isinstance(body, tuple) else (body,)
-        data = b"".join(it if isinstance(it, bytes) else orjson.dumps(it) for it in parts)
-        await asyncio.sleep(self._costs.call_s)
+        await asyncio.sleep(self.costs.call_s)
         if target == "/props":
             return {"total_slots": len(self.slots), "build_info": "replay"}
         if target == "/v1/models":
             return {"data": [{"id": "replay", "meta": {}}]}
-        request = orjson.loads(data)
+        request = orjson.loads(body_of(body))
         if target == "/apply-template":
             return {"prompt": text_of(request)}
         if target == "/tokenize":
@@ -113,7 +96,7 @@ class FileServer(StockServer):
         if action == "erase":
             slot.tokens = slot.tokens[:0]
             return {"n_erased": 0}
-        path = self._folder / Path(str(request["filename"])).name
+        path = self.folder / Path(str(request["filename"])).name
         if action == "save":
             content = _file_of(slot.tokens)
             path.write_bytes(content)
@@ -122,8 +105,8 @@ class FileServer(StockServer):
         else:
             content = path.read_bytes()
             slot.tokens = np.frombuffer(content, "<i4", int.from_bytes(content[8:12], "little"), 12)
-        n_bytes = len(slot.tokens) / self._scale.factor * self._costs.row_bytes
-        seconds = n_bytes / self._costs.disk
+        n_bytes = len(slot.tokens) / self._scale.factor * self.costs.row_bytes
+        seconds = n_bytes / self.costs.disk
         await asyncio.sleep(seconds)
         counts = {"n_saved": len(slot.tokens), "n_written": len(content)}
         counts |= {"n_restored": len(slot.tokens), "n_read": len(content)}
@@ -134,18 +117,36 @@ class FileServer(StockServer):
         self, method: str, target: str, headers: Mapping[str, str], body: Any = None
     ) -> AsyncIterator[Reply]:
         """Replaces `LlamaClient.open`."""
-        reply = _Opened.__new__(_Opened)
-        members: dict[str, Any] = {"status": 200, "reason": "OK", "headers": CIMultiDict()}
         if method == "GET":
-            members["content"] = orjson.dumps(self._listed() if target == "/slots" else [])
-        else:
-            data = b"".join(body) if isinstance(body, tuple) else body
-            request = orjson.loads(data)
-            prompt = _tokens(text_of(request))
-            members["started"] = await self.start(prompt, request.get("id_slot"))
-        for name, value in members.items():
-            object.__setattr__(reply, name, value)
-        yield reply
+            yield reply_of(content=orjson.dumps(self._listed() if target == "/slots" else []))
+            return
+        request = orjson.loads(body_of(body))
+        started = await self.start(_tokens(text_of(request)), request.get("id_slot"))
+        counted = _DECODED.get()[0]  # with what was decoded to bring the conversation back
+        yield reply_of((started, counted))
+
+    def expect(self) -> None:
+        """See AnsweringServer."""
+        _DECODED.set([0])
+
+    async def answered(self, reply: LocalReply, prompt: Prompt) -> tuple[Counts, dict[str, Any]]:
+        """See AnsweringServer."""
+        started, n_decoded = reply.decoded
+        await self.finish(started.slot, prompt.answer)
+        message = {"role": "assistant", "content": f"x {words_of(prompt.answer)}"}
+        n_prompt, n_answer = len(prompt.tokens), len(prompt.answer)
+        timings = {"cache_n": n_prompt - started.decoded, "prompt_n": started.decoded}
+        timings |= {"predicted_n": n_answer}
+        body = {
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_answer},
+            "timings": timings | {"prompt_ms": started.decoded / self.costs.prefill * 1000},
+        }
+        return Counts(n_decoded, started.copied), body
+
+    def decoded_beside(self, session: str) -> int:
+        """See AnsweringServer."""
+        return 0
 
     def _listed(self) -> list[dict[str, Any]]:
         return [
@@ -155,72 +156,18 @@ class FileServer(StockServer):
         ]
 
 
-class SnapshotProxy:
-    """The proxy in front of an unpatched server; an arm of the replay.
-
-    Attributes:
-        n_busy: Requests that were answered 503.
-    """
-
-    def __init__(self, engine: ModelRouter, server: FileServer, costs: Costs) -> None:
-        self.n_busy = 0
-        self._engine = engine
-        self._server = server
-        self._costs = costs
-
-    @property
-    def peak(self) -> int:
-        """See Arm."""
-        return self._server.peak
-
-    @property
-    def n_decoded(self) -> int:
-        """Tokens that the server decoded, those ahead of requests included."""
-        return self._server.n_decoded
-
-    async def ask(self, prompt: Prompt, label: str) -> Counts:
-        """See Arm."""
-        began = asyncio.get_running_loop().time()
-        while True:
-            try:
-                return await self._served(prompt, began)
-            except CapacityError:
-                self.n_busy += 1
-                await asyncio.sleep(1.0)
-
-    async def _served(self, prompt: Prompt, began: float) -> Counts:
-        loop = asyncio.get_running_loop()
-        decoded = [0]
-        _DECODED.set(decoded)
-        await asyncio.sleep(self._costs.proxy_s)
-        body = orjson.dumps(prompt.body() | {"stream": False})
-        incoming = IncomingRequest(dialect="chat", body=body, headers={})
-        request = await self._engine.parser.parse(incoming)
-        trace = RequestTrace(loop.time())
-        async with self._engine.exchange(request, trace) as exchange:
-            opened: Any = exchange.reply
-            started: Started = opened.started
-            first, n_decoded = loop.time() - began, decoded[0]
-            await self._server.finish(started.slot, prompt.answer)
-            exchange.observe(_reply(started, prompt, self._costs))
-        return Counts(n_decoded, started.copied, 0, first)
-
-
 @asynccontextmanager
 async def with_snapshots(
-    base: StockServer, max_tokens: int, scale: Scale, costs: Costs = DEFAULT_COSTS
-) -> AsyncIterator[SnapshotProxy]:
-    """The proxy with snapshots of at most this many tokens, while the context is open."""
+    server: FileServer, max_tokens: int, scale: Scale
+) -> AsyncIterator[ProxiedServer]:
+    """Run the proxy with snapshots of at most this many tokens."""
     with tempfile.TemporaryDirectory() as folder, _virtual_clocks():
+        server.folder = Path(folder)
         limit = max(1, round(file_bytes_of(max_tokens) / (1 << 20)))
         settings = {"snapshots.directory": folder, "snapshots.max_mib": limit}
-        settings |= {"upstream.url": "http://none", "snapshots.min_tokens": scale.tokens(256)}
-        engine = build_router(load(None, {}, settings))
-        server = FileServer(base, Path(folder), scale, costs)
-        engine.upstream.call = server.call  # type: ignore[method-assign]
-        engine.upstream.open = server.open  # type: ignore[method-assign]
-        async with engine:
-            yield SnapshotProxy(engine, server, costs)
+        settings |= {"snapshots.min_tokens": scale.tokens(256)}
+        async with proxied(server, settings, server.costs) as arm:
+            yield arm
 
 
 @contextmanager
@@ -262,17 +209,6 @@ def _tokens(text: str) -> Tokens:
         ],
         np.int32,
     )
-
-
-def _reply(started: Started, prompt: Prompt, costs: Costs) -> bytes:
-    message = {"role": "assistant", "content": f"x {words_of(prompt.answer)}"}
-    choice = {"index": 0, "message": message, "finish_reason": "stop"}
-    n_cached = len(prompt.tokens) - started.decoded
-    timings: dict[str, float] = {"cache_n": n_cached, "prompt_n": started.decoded}
-    timings["prompt_ms"] = started.decoded / costs.prefill * 1000
-    timings["predicted_n"] = len(prompt.answer)
-    usage = {"prompt_tokens": len(prompt.tokens), "completion_tokens": len(prompt.answer)}
-    return orjson.dumps({"choices": [choice], "usage": usage, "timings": timings})
 
 
 def _file_of(tokens: Tokens) -> bytes:

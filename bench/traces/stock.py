@@ -98,6 +98,7 @@ class StockServer:
         slots: Its slots.
         peak: The most tokens in one slot.
         n_decoded: Tokens of prompts that were decoded in all.
+        costs: The cost model.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class StockServer:
         self.peak = self.n_decoded = 0
         self.slots = [Slot() for _ in range(n_slots)]
         self._scale = scale
-        self._costs = costs
+        self.costs = costs
         self._waiting: deque[asyncio.Event] = deque()
         self._n_tasks = 0
 
@@ -149,7 +150,7 @@ class StockServer:
 
     async def finish(self, slot: Slot, answer: Tokens) -> None:
         """Generate an answer in a slot, and set the slot free."""
-        await asyncio.sleep(len(answer) / self._scale.factor / self._costs.decode)
+        await asyncio.sleep(len(answer) / self._scale.factor / self.costs.decode)
         slot.tokens = np.concatenate([slot.tokens, answer[:-1]])
         self.peak = max(self.peak, len(slot.tokens))
         self._free(slot)
@@ -161,7 +162,7 @@ class StockServer:
             free.set()
 
     def _seconds(self, copied: int, decoded: int) -> float:
-        costs, factor = self._costs, self._scale.factor
+        costs, factor = self.costs, self._scale.factor
         return (copied * costs.row_bytes / costs.copy + decoded / costs.prefill) / factor
 
     def _chosen(self, prompt: Tokens, number: int | None = None) -> tuple[Slot, bool] | None:
@@ -198,7 +199,7 @@ class Unlimited:
     def __init__(self, scale: Scale, costs: Costs = DEFAULT_COSTS) -> None:
         self.peak = 0
         self._scale = scale
-        self._costs = costs
+        self.costs = costs
         self._contents: set[int] = set()
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
@@ -206,8 +207,8 @@ class Unlimited:
         unseen = [each for each in prompt.content.tolist() if each not in self._contents]
         self._contents.update(unseen)
         n_decoded = len(unseen) * self._scale.block + 1
-        first = n_decoded / self._scale.factor / self._costs.prefill
-        answering = len(prompt.answer) / self._scale.factor / self._costs.decode
+        first = n_decoded / self._scale.factor / self.costs.prefill
+        answering = len(prompt.answer) / self._scale.factor / self.costs.decode
         await asyncio.sleep(first + answering)
         self._contents.update(prompt.answer_content)
         return Counts(n_decoded, 0, 0, first)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.traces.__main__ import bars, main, with_ratios
+from bench.traces.__main__ import BENCH, bars, with_ratios
 from bench.traces.arms import BOUND, OURS, SAME_RAM, SPECS, Spec, cause_of, replayed
 from bench.traces.replay import Counts, Served
 from bench.traces.sample import Agent, Request
@@ -84,7 +84,7 @@ def test_causes_of_misses(position: int | None, is_new: bool, cause: str) -> Non
 def test_the_command_writes_rows_and_bars(tmp_path: Path) -> None:
     out = tmp_path / "traces.json"
     argv = ["--conversations", "1", "--arms", BOUND, "--block", "2", "--jobs", "1"]
-    status = main([*argv, "--out", str(out)])
+    status = BENCH.main([*argv, "--out", str(out)])
     report = json.loads(out.read_text("utf-8"))
     assert {row["arm"] for row in report["rows"]} == {BOUND, SAME_RAM, OURS}
     reached = [bar["reached"] for bar in report["summary"]["bars"].values()]

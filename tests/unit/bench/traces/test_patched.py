@@ -12,7 +12,7 @@ import pytest
 from bench.traces.block_pool import BlockPool, PoolFull
 from bench.traces.patched import Limits, PatchedServer, sums_of
 from bench.traces.proxied import proxied
-from bench.traces.replay import Record, Replay
+from bench.traces.replay import DEFAULT_COSTS, Replay, Served
 from bench.traces.sample import Agent, Request
 from bench.traces.texts import Scale, tokenized
 from bench.traces.virtual_loop import run
@@ -200,11 +200,11 @@ def _conversation(name: str, start: int, n: int = 6) -> Agent:
 
 def _replay(
     limits: Limits, agents: list[Agent], n_users: int, scale: Scale = _SMALL
-) -> tuple[Record, PatchedServer]:
+) -> tuple[list[Served], PatchedServer]:
     server = PatchedServer(limits, scale)
 
-    async def work() -> Record:
-        async with proxied(server, {"embedder.model": "none"}) as arm:
+    async def work() -> list[Served]:
+        async with proxied(server, {"embedder.model": "none"}, DEFAULT_COSTS) as arm:
             return await Replay(agents, scale).run(arm, n_users)
 
     return run(work()), server
@@ -213,10 +213,10 @@ def _replay(
 def test_the_engine_decodes_each_token_once_although_slots_change_hands() -> None:
     agents = [_conversation(f"c{i}", 1000 * i) for i in range(3)]
     record, server = _replay(Limits(1, 400, 4096, 1 << 20), agents, 3)
-    assert len(record.served) == 18 and not server.refusals
-    assert sum(each.repeated for each in record.served) <= 18 * 16
+    assert len(record) == 18 and not server.refusals
+    assert sum(each.repeated for each in record) <= 18 * 16
     assert server.peak <= 400
-    assert any(each.counts.omitted for each in record.served)
+    assert any(each.counts.omitted for each in record)
 
 
 def test_sub_agents_that_start_together_decode_their_prefix_once() -> None:
@@ -227,7 +227,7 @@ def test_sub_agents_that_start_together_decode_their_prefix_once() -> None:
     requests = [parent.requests[0], Request(1.0, 64, parent.requests[1].ids, tuple(subs))]
     agent = Agent("c", 256, 64, requests)
     record, _ = _replay(Limits(4, 4096, 8192, 1 << 20), [agent], 1, _SCALE)
-    decoded = [each.counts.decoded for each in record.served if "/" in each.label]
+    decoded = [each.counts.decoded for each in record if "/" in each.label]
     # 10 of their 12 blocks are equal.
     assert len(decoded) == 4 and sum(decoded) <= (10 + 4 * 2) * 64 + 4 * 8
 

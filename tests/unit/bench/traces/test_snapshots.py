@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.traces.replay import Record, Replay
+from bench.traces.replay import Replay, Served
 from bench.traces.sample import Agent, Request
-from bench.traces.snapshots import file_bytes_of, text_of, with_snapshots
-from bench.traces.stock import StockServer
+from bench.traces.snapshots import FileServer, file_bytes_of, text_of, with_snapshots
 from bench.traces.texts import Scale
 from bench.traces.virtual_loop import run
 
@@ -25,15 +24,15 @@ def _decoded(max_tokens: int) -> tuple[int, int]:
     """Tokens that the server decoded, and tokens that it had not seen before."""
     scale = Scale(64)
 
-    async def work() -> tuple[Record, int]:
-        async with with_snapshots(StockServer(1, None, scale), max_tokens, scale) as arm:
-            record = await Replay(_agents(), scale).run(arm, 2)
-            return record, arm.n_decoded
+    async def work() -> tuple[list[Served], int]:
+        server = FileServer(1, None, scale)
+        async with with_snapshots(server, max_tokens, scale) as arm:
+            return await Replay(_agents(), scale).run(arm, 2), server.n_decoded
 
     record, n_decoded = run(work())
-    assert len(record.served) == 10
-    assert n_decoded >= sum(each.counts.decoded for each in record.served)
-    return n_decoded, sum(each.fresh for each in record.served)
+    assert len(record) == 10
+    assert n_decoded >= sum(each.counts.decoded for each in record)
+    return n_decoded, sum(each.fresh for each in record)
 
 
 def test_a_conversation_that_lost_its_slot_is_restored_from_its_file() -> None:
