@@ -18,7 +18,7 @@ of own time in the median and 15 ms in the 90th percentile; every turn has a sec
 what the first one found.
 
 First byte: the same chat turn through the proxy and directly to another server, in pairs, measured
-by the client (`bench.first_bytes`). Result: the median of the differences.
+by the client (`bench.chat_turns`). Result: the median of the differences.
 
 *Against* the same without the proxy (relayed, first byte). *Fails* above the bars of dialogs."""
 
@@ -34,8 +34,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import first_bytes, record
-from bench.chat_turns import TIMES, budget_of, measure_dialog, measure_turns, turn_row
+from bench import record
+from bench.chat_turns import (
+    TIMES,
+    budget_of,
+    first_byte_row,
+    measure_dialog,
+    measure_first_bytes,
+    measure_turns,
+    turn_row,
+)
 from bench.driver import SERVER, STOCK, Bench, Report, Row, option
 from bench.llama import proxied, running
 from bench.random_models import SHAPES, chat_template, ensure
@@ -212,8 +220,8 @@ def _first_bytes(args: argparse.Namespace) -> Iterator[Row]:
         ):
             for size in args.sizes:
                 with proxied(llama.port, "--budget", str(budget_of(size))) as proxy:
-                    pairs = first_bytes.measure(direct.port, proxy.port, size, args.pairs)
-                yield first_bytes.row(name, size, pairs)
+                    pairs = measure_first_bytes(direct.port, proxy.port, size, args.pairs)
+                yield first_byte_row(name, size, pairs)
 
 
 # What is measured, with the option that switches it off and the columns of its table.

@@ -16,14 +16,11 @@ from typing import Any
 import gguf
 import numpy as np
 
+from bench.random_tensors import Tensor, add_settings, head_sizes, tensors
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.fetch import pristine_source, read_pin
-
-from .random_tensors import add_settings, tensors
-from .sparse_tensors import head_sizes
-from .tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)

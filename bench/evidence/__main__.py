@@ -41,8 +41,8 @@ from bench.evidence.conversations import (
     conversations,
     kinds_of,
     split_of,
+    with_errors,
 )
-from bench.evidence.misspelt import with_errors
 from bench.presence import (
     Asked,
     Corpus,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import charts, first_bytes, latency, support
-from bench.chat_turns import budget_of
+from bench import charts, latency, support
+from bench.chat_turns import budget_of, first_byte_row, measure_first_bytes
 from bench.criteria import paired_difference, percent
 from bench.driver import Row
 from bench.engines import InProcess, OnServers
@@ -242,8 +242,8 @@ def first_byte(reader: Reader) -> Part:
         ends.enter_context(serving(command(False, direct), direct, Path(folder) / "direct"))
         ends.enter_context(serving(command(True, port), port, Path(folder) / "patched"))
         proxy = ends.enter_context(proxied(port, "--budget", str(budget_of(_HISTORY))))
-        pairs = first_bytes.measure(direct, proxy.port, _HISTORY, _PAIRS)
-    row = first_bytes.row(model.name, _HISTORY, pairs)
+        pairs = measure_first_bytes(direct, proxy.port, _HISTORY, _PAIRS)
+    row = first_byte_row(model.name, _HISTORY, pairs)
     columns = {"template": "model", "tokens": "prompt tokens", "budget": "budget", "pairs": "pairs",
                "direct_ms": "direct, ms", "through_ms": "through the proxy, ms",
                "first_byte_added_ms": "added, median, ms",

@@ -28,9 +28,8 @@ from typing import Any
 from bench import record
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.quality import plan, report
-from bench.quality.drive import TURN_FIELDS
-from bench.quality.summary import summarise
-from bench.quality.work import OPTIONS, first_seed, recorded
+from bench.quality.report import summarise
+from bench.quality.work import OPTIONS, TURN_FIELDS, first_seed, recorded
 from evoke_proxy.models import bundled_model
 
 

@@ -1,15 +1,195 @@
-"""Writes the results: Markdown tables, and the lost questions by cause."""
+"""Makes rows, bars and tables of the records of sessions, and sorts the lost questions by cause."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.quality.plan import CEILING
-from bench.quality.summary import Record, Row
+from bench.quality.plan import CEILING, HEADLINES, PROTOCOL
+from bench.stats import clustered, mcnemar, share_interval
 from evoke_proxy.core.model.blocks import Span, clipped, count
+
+Record = Mapping[str, Any]
+Row = dict[str, Any]
+Which = Callable[[Record, Mapping[str, Any]], bool]
+_BARS = PROTOCOL["bars"]
+BARS: Mapping[float, float] = dict(zip(PROTOCOL["compressions"], _BARS["least"], strict=True))
+# Who says to reach them, beside our policy by text in HEADLINES: text alone cannot find what shares
+# no word with the question.
+CLAIMS: Mapping[str, Sequence[str]] = PROTOCOL["claims"]
+
+
+def summarise(records: Sequence[Record]) -> dict[str, Any]:
+    """Return `rows` (a cell and an arm each), `depths`, `checks` and `violations`."""
+    cells = {record["cell"]: (record["cell"],) for record in records}
+    rows = [
+        row
+        for name, within in {**HEADLINES, **cells}.items()
+        for row in rows_of(records, name, in_cells(within))
+    ]
+    depths = sorted({p["depth"] for r in records for p in r["probes"]} - {None})
+    by_depth = [
+        {"depth": depth, **row}
+        for depth in depths
+        for row in rows_of(records, "needle", _at(depth))
+    ]
+    faults = [f"{r['session']} {r['arm']}: {fault}" for r in records for fault in r["faults"]]
+    found = {"rows": rows, "depths": by_depth, "violations": faults}
+    return {**found, "checks": checks(found)}
+
+
+def rows_of(records: Iterable[Record], name: str, wanted: Which) -> list[Row]:
+    """One row an arm, over the probes that are wanted; arms in order of their first record."""
+    by_arm: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_arm[record["arm"]].append(record)
+    ceilings = {(r["cell"], r["session"]): r["probes"] for r in by_arm[CEILING]}
+    rows = [_row(name, arm, found, ceilings, wanted) for arm, found in by_arm.items()]
+    return [row for row in rows if row["n"]]
+
+
+def in_cells(cells: Sequence[str]) -> Which:
+    """Return what chooses the probes of these cells."""
+    return lambda record, _: record["cell"] in cells
+
+
+def _at(depth: float) -> Which:
+    return lambda _, probe: bool(probe["depth"] == depth)
+
+
+def _row(
+    name: str,
+    arm: str,
+    records: Sequence[Record],
+    ceilings: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
+    wanted: Which,
+) -> Row:
+    pairs = [
+        [
+            (probe, above)
+            for probe, above in zip(
+                record["probes"], ceilings[record["cell"], record["session"]], strict=True
+            )
+            if wanted(record, probe)
+        ]
+        for record in records
+        if (record["cell"], record["session"]) in ceilings
+    ]
+    pairs = [pair for pair in pairs if pair]
+    if not pairs:
+        return {"n": 0}
+    asked = [len(pair) for pair in pairs]
+    right = [sum(bool(probe["right"]) for probe, _ in pair) for pair in pairs]
+    above = [sum(bool(probe["right"]) for _, probe in pair) for pair in pairs]
+    kept = [sum(bool(p["right"] and top["right"]) for p, top in pair) for pair in pairs]
+    gained = [x - both for x, both in zip(right, kept, strict=True)]
+    flat = [item for pair in pairs for item in pair]
+    lost = sum(above) - sum(kept)
+    first, n = records[0], sum(asked)
+    return {
+        "cell": name,
+        "arm": arm,
+        "policy": first["policy"],
+        "ratio": first["ratio"],
+        "n": n,
+        "sessions": len(pairs),
+        "right": sum(right),
+        "recall": sum(right) / n,
+        "recall_95": _rounded(clustered(right, asked)),
+        "ceiling": sum(above) / n,
+        "share": sum(right) / sum(above) if sum(above) else None,
+        "share_95": _rounded(share_interval(kept, gained, above)),
+        "lost": lost,
+        "gained": sum(gained),
+        "p": mcnemar(lost, sum(gained)),
+        "visible": sum(bool(probe["visible"]) for probe, _ in flat) / n,
+        "decoded_again": sum(bool(probe["decoded_again"]) for probe, _ in flat),
+        "again_tokens": sum(record["again"] for record in records),
+        "wall_s": sum(record["wall_s"] for record in records),
+        "peak_share": max(
+            (turn[-1] / r["budget"] for r in records if r["budget"] for turn in r["turns"]),
+            default=None,
+        ),
+    }
+
+
+def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
+    return None if interval is None else [round(edge, 4) for edge in interval]
+
+
+def checks(found: Mapping[str, Any]) -> list[Row]:
+    """Return the bars: what is required, what was measured, whether it suffices."""
+    made = [
+        check
+        for cell in HEADLINES
+        for ratio, least in BARS.items()
+        for check in _checks_of(found["rows"], cell, ratio, least)
+    ]
+    made += [
+        _reached(row, least)
+        for cell, arms in CLAIMS.items()
+        for arm in arms
+        for ratio, least in BARS.items()
+        for row in found["rows"]
+        if (row["cell"], row["arm"]) == (cell, f"{arm}@{ratio:g}x") and row["share"] is not None
+    ]
+    made += [_of_ceiling(row) for row in found["rows"] if _tells_ceiling(row)]
+    faults = len(found["violations"])
+    said = "token counts add up and peak <= budget, every turn"
+    return [*made, {"bar": said, "wanted": "0 faults", "measured": str(faults), "ok": not faults}]
+
+
+def _tells_ceiling(row: Row) -> bool:
+    """Whether a cell, or several that are one, has questions enough to say what the model knows."""
+    parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
+    return (
+        row["arm"] == CEILING
+        and row["cell"] not in parts
+        and row["n"] >= _BARS["ceiling_questions"]
+    )
+
+
+def _of_ceiling(row: Row) -> Row:
+    low, high = row["recall_95"]
+    return {
+        "bar": f"{row['cell']}: {CEILING}",
+        "wanted": f">= {_BARS['ceiling_least']:.0%}: the model can be asked this",
+        "measured": f"{row['recall']:.1%} of {row['n']} facts ({low:.1%} to {high:.1%})",
+        "ok": row["recall"] >= _BARS["ceiling_least"],
+    }
+
+
+def _checks_of(rows: Sequence[Row], cell: str, ratio: float, least: float) -> list[Row]:
+    here = {row["policy"]: row for row in rows if _plain(row, cell, ratio)}
+    made: list[Row] = []
+    ours, best, discarded = (here.get(name) for name in ("evoke", "oracle", "discard"))
+    if ours is not None and ours["share"] is not None:
+        made.append(_reached(ours, least))
+    if best is not None and best["share"] is not None:
+        ok = best["share"] >= _BARS["oracle_least"] and best["p"] > _BARS["oracle_p"]
+        made.append(_check(best, "the ceiling: >= 99%, p > 0.05", ok))
+    if discarded is not None:
+        said = f"recall <= gold resident {discarded['visible']:.1%} + 5 points"
+        ok = discarded["recall"] <= discarded["visible"] + _BARS["discard_slack"]
+        made.append({**_check(discarded, said, ok), "measured": f"{discarded['recall']:.1%}"})
+    return made
+
+
+def _reached(row: Row, least: float) -> Row:
+    return _check(row, f">= {least:.0%} of the ceiling", row["share"] >= least)
+
+
+def _plain(row: Row, cell: str, ratio: float) -> bool:
+    return bool(row["cell"] == cell and row["arm"] == f"{row['policy']}@{ratio:g}x")
+
+
+def _check(row: Row, wanted: str, ok: bool) -> Row:
+    share = "-" if row["share"] is None else f"{row['share']:.1%}"
+    measured = f"{share} of the ceiling, which is {row['ceiling']:.1%} of {row['n']} facts"
+    return {"bar": f"{row['cell']}: {row['arm']}", "wanted": wanted, "measured": measured, "ok": ok}
+
 
 PUBLISHED = Path(__file__).with_name("published.md")
 _COLUMNS = (

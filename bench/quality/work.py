@@ -1,4 +1,9 @@
-"""Runs sessions in parallel lanes of one server and one proxy each, and keeps their records."""
+"""Runs sessions in parallel lanes of one server and one proxy each, and keeps their records.
+
+Each turn resends the whole history with the scripted answers, so that the history is the same in
+every arm. Questions follow one another in the session, each after the expected answers to the
+earlier ones: a wrong answer cannot affect a later one, but later questions find resident what
+earlier ones recovered."""
 
 from __future__ import annotations
 
@@ -7,23 +12,275 @@ import hashlib
 import os
 import queue
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import bench
 import evoke_proxy
 from bench.driver import MODEL, SERVER, option
-from bench.quality import drive
-from bench.quality.plan import Unit
-from bench.quality.sessions import REPORTING, TUNING
-from bench.quality.stack import read, stack
+from bench.llama import Llama
+from bench.proxy import tuned_proxy_command
+from bench.quality.plan import Arm, Unit
+from bench.quality.sessions import REPORTING, TUNING, Script, right
 from bench.record import Journal
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.blocks import Span, clipped, count, merged
+from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.demo.client import Reply, Turn, chat, read_turn, resident_now
+from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
+
+CONTEXT = 12288
+_UNKNOWN = "\0"  # pieces of the template, which no fact contains
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The ports of one server with one slot and of its proxy."""
+
+    upstream: int
+    front: int
+
+    def resident(self) -> Sequence[Range]:
+        """The ranges the slot holds now."""
+        return [(a, b) for a, b in resident_now(self.upstream) or []]
+
+    def clear(self) -> None:
+        """Empty the slot, and drop the copies of the run before.
+
+        Each run is a tenant of its own. When host memory is full, the tenant with most copies loses
+        some: that would be the running one.
+        """
+        llama = Llama(self.upstream)
+        before = llama.call("GET", "/slots/0/blocks")["tenant"]
+        llama.act("block-drop", all=True, tenant=before)
+        llama.erase()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A script as tokens. `ends[i]` is where message i ends; a prompt has `generation` tokens
+    behind its last message. `gold[i]` are the places where probe i's fact is told, `blocks` what
+    the proxy cuts the prompt into."""
+
+    ends: Sequence[int]
+    generation: int
+    gold: Sequence[Sequence[Range]]
+    blocks: Sequence[Draft]
+
+    def prompt(self, n_messages: int) -> int:
+        """How many tokens a request with the first messages has."""
+        return self.ends[n_messages - 1] + self.generation
+
+
+@contextmanager
+def stack(server: Path, model: Path, options: Sequence[str], logs: Path) -> Iterator[Stack]:
+    """Run both until the block is left; `options` are those of the server."""
+    upstream, front = free_port(), free_port()
+    command = server_command(server, model, upstream, blocks=True)
+    command[command.index("-c") + 1] = str(CONTEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        # Without a folder no slot can be erased.
+        command += ["--slot-save-path", folder, *options]
+        with serving(command, upstream, logs / f"{upstream}-llama-server.log"):
+            proxy = [*tuned_proxy_command(front, upstream, {}), "--log-level", "warning"]
+            with serving(proxy, front, logs / f"{upstream}-proxy.log"):
+                yield Stack(upstream, front)
+
+
+def read(upstream: int, script: Script) -> Reading:
+    """Ask the server for the tokens of a script and find the facts among them.
+
+    ValueError when a fact is not where the generator said it.
+    """
+    body: dict[str, Any] = {
+        "dialect": "chat",
+        "body": {"messages": list(script.messages[:-1])},
+    }
+    rendered = Llama(upstream).call("POST", "/evoke/render", body)
+    words = _pieces(upstream, [message["content"] for message in script.messages])
+    pieces = [words.get(token, _UNKNOWN) for token in rendered["tokens"]]
+    ends = [span["p1"] for span in sorted(rendered["spans"], key=lambda span: span["index"])]
+    if len(ends) != len(script.messages) - 1:
+        raise ValueError(f"{script.name}: {len(ends)} of {len(script.messages) - 1} messages found")
+    first_probe = script.turns[-len(script.probes)] - 1
+    history = "".join(pieces[: ends[first_probe - 1]])
+    starts = [0, *accumulate(len(piece) for piece in pieces)]
+    gold = []
+    for probe in script.probes:
+        found = (
+            _occurrences(history, probe.fact.statement, starts) if probe.value is not None else []
+        )
+        if not found and probe.value is not None:
+            raise ValueError(f"{script.name}: {probe.fact.statement!r} is not in the prompt")
+        gold.append(found)
+    generation = len(pieces) - rendered["generation"]
+    return Reading(ends, generation, gold, _blocks(rendered, body["body"]))
+
+
+def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
+    parsed, policy = Rendered.parse(rendered), PolicyConfig()
+    options = CutOptions(policy.block_tokens, [policy.sink_tokens])
+    return cut(parsed, parse_chat("chat", body).messages, options)
+
+
+def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
+    occurrences = []
+    at = text.find(wanted)
+    while at >= 0:
+        last = at + len(wanted) - 1
+        occurrences.append((bisect_right(starts, at) - 1, bisect_right(starts, last)))
+        at = text.find(wanted, at + 1)
+    return occurrences
+
+
+def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
+    """Return the text of every token of these texts; each text begins a line, as in the prompt."""
+    body = {"content": "\n".join(texts), "with_pieces": True}
+    answer = Llama(upstream).call("POST", "/tokenize", body)
+    return {item["id"]: str(item["piece"]) for item in answer["tokens"]}
+
+
+ANSWER_TOKENS = 40
+Spans = Sequence[Span]
+ORACLE = "oracle"
+TURN_FIELDS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
+
+
+def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, Any]:
+    """Run a session; return `probes`, `turns` (TURN_FIELDS of each) and `faults` in words."""
+    stack.clear()
+    tokens = reading.prompt(script.turns[-1])
+    budget, began = arm.budget(tokens), time.perf_counter()
+    headers = _headers(script, arm)
+    turns: list[Turn] = []
+    probes: list[dict[str, Any]] = []
+    faults: list[str] = []
+    first_probe = len(script.turns) - len(script.probes)
+    for number, end in enumerate(script.turns):
+        probing = number >= first_probe
+        body = {
+            "messages": list(script.messages[:end]),
+            "temperature": 0,
+            "max_tokens": ANSWER_TOKENS if probing else 1,
+            **arm.body(tokens),
+        }
+        if probing and arm.policy == ORACLE:
+            body["evoke_oracle"] = _gold_names(reading, number - first_probe)
+        reply = chat(stack.front, body, headers)
+        turns.append(read_turn(number + 1, reply))
+        planned = reply.headers.get("x-evoke-policy", "no plan")
+        if planned != arm.policy:
+            faults.append(f"turn {number + 1}: {planned}")
+        sent = reading.prompt(end)
+        if turns[-1].prompt < sent and arm.policy != "truncate":
+            faults.append(f"turn {number + 1}: a prompt of {turns[-1].prompt}, sent {sent}")
+        if probing:
+            answer, asked = (reply.text, _seen(stack, reply)), (number - first_probe, end)
+            probes.append(_probe(script, reading, asked, turns[-1], answer))
+    return {
+        "session": script.name,
+        "task": script.task,
+        "arm": arm.name,
+        "policy": arm.policy,
+        "ratio": arm.ratio,
+        "tokens": tokens,
+        "budget": budget,
+        "probes": probes,
+        "turns": [[getattr(turn, name) for name in TURN_FIELDS] for turn in turns],
+        "again": _redecoded_tokens(turns),
+        "faults": [*faults, *_faults(turns, budget)],
+        "wall_s": round(time.perf_counter() - began, 3),
+    }
+
+
+def _headers(script: Script, arm: Arm) -> dict[str, str]:
+    """Return the headers of a run, which is a tenant of its own: arms share no rows."""
+    name = hashlib.sha256(f"{script.name} {arm.name}".encode()).hexdigest()[:24]
+    return {"X-Evoke-Session": name, "Authorization": f"Bearer {name}"}
+
+
+def _gold_names(reading: Reading, index: int) -> list[str]:
+    """Return the proxy's names of the blocks with the latest statement of the probe's fact."""
+    spans = [Span(*place) for place in reading.gold[index][-1:]]
+    return [block.display_name for block in reading.blocks if clipped(spans, block.span)]
+
+
+def _seen(stack: Stack, reply: Reply) -> Spans:
+    """Return the spans resident at the end of an answer, or evicted during it."""
+    usage = reply.timings.get("evoke") or {}
+    evicted = [(item[0], item[1]) for item in usage.get("auto_evicted", ())]
+    return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
+
+
+def _probe(
+    script: Script, reading: Reading, asked: tuple[int, int], turn: Turn, answer: tuple[str, Spans]
+) -> dict[str, Any]:
+    """Return the record of one probe: its answer, and whether the rows of its fact were there.
+
+    `asked` is the index of the probe and the number of messages that the request had, `answer` the
+    text and the spans of the prompt whose rows were resident during the turn.
+    """
+    (index, end), (text, seen), probe = asked, answer, script.probes[asked[0]]
+    # Messages removed from the request itself followed the system message.
+    gold = _moved(reading.gold[index], reading.ends[0], reading.prompt(end) - turn.prompt)
+    cursor = turn.prompt - turn.decoded
+    visible = [span for span in gold if count(clipped(seen, Span(*span))) == span[1] - span[0]]
+    correct = right(text, probe)
+    return {
+        "question": probe.question,
+        "expected": probe.answer,
+        "kind": probe.fact.kind,
+        "type": probe.fact.type,
+        "known": probe.value is not None,
+        "depth": script.depths[index] if script.depths else None,
+        "answer": text,
+        "right": correct,
+        "gold": [list(span) for span in reading.gold[index]],
+        "visible": bool(visible),
+        "decoded_again": any(span[1] > cursor for span in gold),
+        # What was resident instead, to analyse a miss.
+        "seen": [] if correct else [[span.start, span.end] for span in seen],
+    }
+
+
+def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
+    """Return the gold ranges in a prompt that lacks this many tokens after its system message."""
+    moved = [(start - left_out, end - left_out) for start, end in gold]
+    return [span for span in moved if left_out == 0 or span[0] >= system]
+
+
+def _redecoded_tokens(turns: Sequence[Turn]) -> int:
+    """Tokens decoded that an earlier turn's prompt had already."""
+    pairs = zip(turns, turns[1:], strict=False)
+    return sum(max(0, now.decoded - max(0, now.prompt - before.prompt)) for before, now in pairs)
+
+
+def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:
+    found = []
+    for turn in turns:
+        total = turn.decoded + turn.recovered + turn.resident_before + turn.omitted
+        if not turn.from_engine:
+            found.append(f"turn {turn.number}: no token counts of the engine")
+        elif total != turn.prompt:
+            found.append(f"turn {turn.number}: token counts sum to {total} of {turn.prompt}")
+        if budget is not None and turn.resident_peak > budget:
+            found.append(f"turn {turn.number}: peak {turn.resident_peak} over {budget}")
+    return found
+
 
 Record = Mapping[str, Any]
 # The options of every bench that runs sessions under arms.
@@ -43,7 +300,7 @@ OPTIONS = (
 _OURS = ("adapters", "config", "core", "engine", "web")
 _BENCH = (
     *(f"model/{name}" for name in ("facts.py", "lists.toml", "tasks.py", "text.py", "vocab.py")),
-    *(f"quality/{name}.py" for name in ("drive", "plan", "sessions", "stack")),
+    *(f"quality/{name}.py" for name in ("plan", "sessions", "work")),
 )
 
 
@@ -127,7 +384,7 @@ class Work:
                 for unit in units:
                     if self._deadline is not None and time.monotonic() > self._deadline:
                         return
-                    record = drive.run(running, unit.script, reading, unit.arm)
+                    record = run(running, unit.script, reading, unit.arm)
                     self._journal.append(unit.key, {"cell": unit.cell, **record})
                     right = sum(probe["right"] for probe in record["probes"])
                     said = f"{unit.key}: {right} of {len(record['probes'])}"

@@ -40,8 +40,7 @@ from bench import charts, criteria
 from bench.driver import Report, Row, option, run_parts
 from bench.engines import history_of
 from bench.presence import Asked, Corpus, Talk, cells, misses, summarise, tables, verdicts_of
-from bench.tasks.cases import Case, cases, kinds
-from bench.tasks.templates import TEMPLATES
+from bench.tasks.cases import TEMPLATES, Case, cases, kinds
 
 # Cases of a kind by the length of conversations, and for all other lengths.
 _COUNTS = {4000: 40, 32000: 16}

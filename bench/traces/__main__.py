@@ -36,8 +36,7 @@ from bench.driver import Bench, Report, Row, option
 from bench.traces import arms
 from bench.traces.arms import BOUND, OURS, QUICK, SAME_RAM, SPECS, Spec
 from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs
-from bench.traces.sample import MISS_TOKENS, Agent, shipped, statistics_of
-from bench.traces.texts import Scale
+from bench.traces.texts import MISS_TOKENS, Agent, Scale, shipped, statistics_of
 
 _COLUMNS = (
     *("arm", "slots", "users", "decoded", "of_bound", "misses", "miss_share", "omitted_share"),

@@ -12,12 +12,10 @@ import numpy as np
 
 from bench.traces.patched import FEATURES, Limits, PatchedServer
 from bench.traces.proxied import ProxiedServer, proxied
-from bench.traces.replay import DEFAULT_COSTS, Costs, Replay, Served, misses
-from bench.traces.sample import Agent
+from bench.traces.replay import DEFAULT_COSTS, Costs, Replay, Served, misses, run
 from bench.traces.snapshots import FileServer, with_snapshots
 from bench.traces.stock import PromptCache, StockServer, Unlimited
-from bench.traces.texts import Scale
-from bench.traces.virtual_loop import run
+from bench.traces.texts import Agent, Scale
 from evoke_proxy.config import Config
 from evoke_proxy.core.servers.memory_plan import (
     LayerKv,

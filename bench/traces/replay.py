@@ -1,14 +1,54 @@
-"""Replays conversations: who sends what when, and what each request cost."""
+"""Replays conversations in virtual time: who sends what when, and what each request cost.
+
+Sleeping takes no real time, computing no virtual time. Work for threads runs at once in the loop,
+so that the order of events never depends on the speed of this machine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from bench.traces.sample import MISS_TOKENS, Agent, common
-from bench.traces.texts import Prompt, Scale, Writer
+from bench.traces.texts import MISS_TOKENS, Agent, Prompt, Scale, Writer, common
+
+T = TypeVar("T")
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer when no callback is ready."""
+
+    _clock = 0.0
+
+    def time(self) -> float:
+        return self._clock
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def _run_once(self) -> None:
+        timers = self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0].cancelled():
+            self._timer_cancelled_count -= 1  # type: ignore[attr-defined]
+            heapq.heappop(timers)._scheduled = False
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self._clock = max(self._clock, timers[0].when())
+        super()._run_once()  # type: ignore[misc]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Like asyncio.run, in virtual time; `work` must not wait for sockets."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(work)
+
 
 # Longer pauses between a reply and the next request are shortened to this.
 MAX_WAIT_S = 300.0

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bench.quality import report
 from bench.quality.__main__ import PLANS
 from bench.quality.plan import FULL, HEADLINES, PROTOCOL, QUICK, RATIOS, Arm
+from bench.quality.report import checks, summarise
 from bench.quality.sessions import AT_A_DEPTH, DEPTHS, REPORTING, TUNING, right, scripts
-from bench.quality.summary import checks, summarise
 from bench.record import Journal
 from bench.stats import clustered, design_effect, mcnemar, share_interval, wilson
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.evidence.misspelt import misspelt, with_errors
+from bench.evidence.conversations import misspelt, with_errors
 from bench.presence import Asked, Talk
 from evoke_proxy.core.retrieval.fuzzy import is_misspelt
 

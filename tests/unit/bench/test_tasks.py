@@ -13,8 +13,18 @@ from bench.engines import DEFAULT, SETTINGS, InProcess, Message, Ranges, Session
 from bench.fills import Rankings
 from bench.presence import ARMS, Asked, Talk, cells, fills, measure, shares_of_needed
 from bench.tasks.__main__ import bars_of, report, summary_of, talk_of
-from bench.tasks.cases import SYSTEM, Case, cases, kinds, tokens_of
-from bench.tasks.templates import QUERIES, SPLITS, Templates, pools_in, read
+from bench.tasks.cases import (
+    QUERIES,
+    SPLITS,
+    SYSTEM,
+    Case,
+    Templates,
+    cases,
+    kinds,
+    pools_in,
+    read,
+    tokens_of,
+)
 
 
 def _texts(templates: Templates) -> set[str]:

@@ -12,8 +12,7 @@ import pytest
 from bench.traces.__main__ import BENCH, bars, with_ratios
 from bench.traces.arms import BOUND, OURS, SAME_RAM, SPECS, Spec, cause_of, replayed
 from bench.traces.replay import Counts, Served
-from bench.traces.sample import Agent, Request
-from bench.traces.texts import Scale
+from bench.traces.texts import Agent, Request, Scale
 
 
 def _conversations() -> list[Agent]:

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.traces.block_pool import BlockPool, PoolFull
-from bench.traces.patched import Limits, PatchedServer, sums_of
+from bench.traces.patched import BlockPool, Limits, PatchedServer, PoolFull, sums_of
 from bench.traces.proxied import proxied
-from bench.traces.replay import DEFAULT_COSTS, Replay, Served
-from bench.traces.sample import Agent, Request
-from bench.traces.texts import Scale, tokenized
-from bench.traces.virtual_loop import run
+from bench.traces.replay import DEFAULT_COSTS, Replay, Served, run
+from bench.traces.texts import Agent, Request, Scale, tokenized
 from evoke_proxy.errors import UpstreamRejected
 
 _SCALE, _SMALL = Scale(64), Scale(16)

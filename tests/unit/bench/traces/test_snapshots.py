@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.traces.replay import Replay, Served
-from bench.traces.sample import Agent, Request
+from bench.traces.replay import Replay, Served, run
 from bench.traces.snapshots import FileServer, file_bytes_of, text_of, with_snapshots
-from bench.traces.texts import Scale
-from bench.traces.virtual_loop import run
+from bench.traces.texts import Agent, Request, Scale
 
 
 def _agents() -> list[Agent]:

@@ -7,10 +7,9 @@ import asyncio
 import numpy as np
 import numpy.typing as npt
 
-from bench.traces.replay import Costs, Counts
+from bench.traces.replay import Costs, Counts, run
 from bench.traces.stock import PromptCache, StockServer
 from bench.traces.texts import Prompt, Scale
-from bench.traces.virtual_loop import run
 
 _SCALE = Scale(64)
 

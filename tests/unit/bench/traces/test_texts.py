@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bench.traces.patched import Limits, PatchedServer
-from bench.traces.sample import Agent, Request, shipped
 from bench.traces.stock import shared
-from bench.traces.texts import ANSWER, Scale, Writer
+from bench.traces.texts import ANSWER, Agent, Request, Scale, Writer, shipped
 
 _SCALE = Scale(4)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.agent_rows import MAGIC, Witness, rows
+from bench.watched import MAGIC, Witness, rows
 
 
 def slot_file(path: Path, contents: dict[int, bytes], version: int = 4) -> Path:

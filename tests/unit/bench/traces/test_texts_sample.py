@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from bench.traces.sample import SHIPPED, Agent, Request, shipped, statistics_of, unpacked
+from bench.traces.texts import SHIPPED, Agent, Request, shipped, statistics_of, unpacked
 
 
 def _request(ids: list[int], wait_s: float = 1.0, agents: tuple[Agent, ...] = ()) -> Request:
