@@ -81,6 +81,9 @@ bench: build .venv/clients
 bench-peers: venv
 	@$(BIN)/python -m bench.restart --arms cold peer ours $(ARGS)
 
+bench-capture: venv
+	@$(BIN)/python -m bench.decode capture $(ARGS)
+
 # `gpu` needs nvcc and an NVIDIA GPU, so `make bench` does not include it.
 bench-copies: venv
 	@$(BIN)/python -m bench.latency memcpy $(ARGS)

@@ -31,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from bench.chat_turns import (
 from bench.driver import SERVER, STOCK, Bench, Report, Row, option
 from bench.llama import proxied, running
 from bench.random_models import SHAPES, chat_template, ensure
-from bench.stats import percentile
+from bench.stats import in_turn, percentile
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
@@ -81,16 +82,12 @@ _FIRST_BYTE_COLUMNS = (
 
 def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each cheap request: both ways in pairs, the first of a pair taking turns."""
-    ways = {"direct": _Caller(direct), "proxied": _Caller(through)}
+    routes = {"direct": _Caller(direct), "proxied": _Caller(through)}
     rows = []
-    for method, path, body in _RELAYED:
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for i in range(repeats + _WARM_UP):
-            for name in sorted(ways, reverse=bool(i % 2)):
-                taken = ways[name].ms(method, path, body)
-                if i >= _WARM_UP:
-                    times[name].append(taken)
-        rows.append(_relay_row(f"{method} {path}", repeats, times))
+    for request in _RELAYED:
+        calls = {name: partial(caller.ms, *request) for name, caller in routes.items()}
+        times = in_turn(calls, repeats, _WARM_UP)
+        rows.append(_relay_row(f"{request[0]} {request[1]}", repeats, times))
     return rows
 
 

@@ -7,11 +7,12 @@ moment. The token counts of every turn must add up and keep the budget; the prox
 last two thirds, in MiB a minute. Arms: `patched`, a patched server with a budget, and `stock`, a
 stock server with snapshots.
 
-With --faults something breaks every so many seconds (`bench/soak_faults.py`): llama-server is
+With --faults something breaks every so many seconds: llama-server is
 killed, ended or stands still, stored files are damaged or deleted, clients stay silent. What fails
 until 15 s after a fault counts as `during_faults`. With --clock snapshots, records and normalised
 dates age faster (`bench/fast_clock.py`). The part `slopes` computes the slopes of memory,
-descriptors and times with their intervals from the samples of a run.
+descriptors and times with their intervals (`bench/stats.py`, of the medians of each minute) from
+the samples of a run; the beginning, when caches fill, is left out.
 
 *Against* fixed limits. *Fails* on an error of the proxy, counts that do not add up, a turn over the
 budget, or growing memory."""
@@ -19,13 +20,16 @@ budget, or growing memory."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import random
 import re
 import signal
+import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,12 +40,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import soak_slopes
+import numpy as np
+
+from bench.charts import chart
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.llama import ask, process
-from bench.soak_faults import Faults, Upstream
+from bench.stats import slope, theil_sen
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
-from evoke_proxy.demo.processes import free_port, serving
+from evoke_proxy.demo.processes import free_port, healthy, plain_environment, serving
 from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -56,6 +62,164 @@ _COLUMNS = (
     *("over_budget", "during_faults", "rss_start", "rss_end", "slope"),
 )
 _LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
+_MINUTE_S, _BLOCK_MINUTES = 60.0, 10
+# Times of turns, by their names in the log of the proxy.
+_TIMES = ("own", "first_byte")
+Sample = Mapping[str, Any]
+# Seconds after a fault in which its consequences may be seen by clients.
+GRACE_S = 15.0
+_PAUSE_S, _SILENT_S = 8.0, 5.0
+
+
+@dataclass(slots=True)
+class Upstream:
+    """A llama-server that is killed and started again on the same port."""
+
+    command: Sequence[str]
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it is healthy, a minute at most."""
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=plain_environment(),
+            )
+        until = time.monotonic() + 60
+        while not healthy(self.port):
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise RuntimeError(f"llama-server did not start, see {self.log}")
+            time.sleep(0.2)
+
+    def end(self, number: signal.Signals) -> None:
+        """Send a signal and wait for its end; nothing if it has ended."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(15)
+
+    @property
+    def pid(self) -> int:
+        """The process ID of the latest start."""
+        return self.process.pid if self.process else 0
+
+
+@dataclass(slots=True)
+class Faults:
+    """Causes one fault every `every_s` seconds until it is stopped; one thread."""
+
+    upstream: Upstream
+    proxy: int
+    admin: int
+    folders: Sequence[Path]
+    every_s: float
+    done: list[tuple[float, str, str]] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _until: float = 0.0
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _random: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def recent(self, since: float) -> bool:
+        """Whether a fault was active, or may have been felt, after `since` (monotonic)."""
+        return since < self._until
+
+    def run(self) -> None:
+        """Cause faults in turn."""
+        kinds = (
+            *(self.kill, self.silent_clients, self.pause, self.flip, self.terminate),
+            *(self.delete, self.burst, self.unread_admin),
+        )
+        number = 0
+        while self.every_s and not self._stop.wait(self.every_s):
+            kind = kinds[number % len(kinds)]
+            number += 1
+            self._until = float("inf")
+            what = ""
+            try:
+                what = kind() or ""
+            except (OSError, RuntimeError) as error:
+                what = f"failed: {error!r}"
+            finally:
+                self._until = time.monotonic() + GRACE_S
+            self.done.append((round(time.monotonic() - self._began, 1), kind.__name__, what))
+
+    def stop(self) -> None:
+        """Cause no more."""
+        self._stop.set()
+
+    def kill(self) -> None:
+        """llama-server is killed and started again."""
+        self.upstream.end(signal.SIGKILL)
+        self.upstream.start()
+
+    def terminate(self) -> None:
+        """llama-server is asked to end, is away for three seconds and starts again."""
+        self.upstream.end(signal.SIGTERM)
+        time.sleep(3)
+        self.upstream.start()
+
+    def pause(self) -> None:
+        """llama-server stands still for some seconds."""
+        os.kill(self.upstream.pid, signal.SIGSTOP)
+        time.sleep(_PAUSE_S)
+        os.kill(self.upstream.pid, signal.SIGCONT)
+
+    def flip(self) -> str:
+        """One bit of each of three stored files is inverted."""
+        chosen = self._some(3)
+        for path in chosen:
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                where = self._random.randrange(max(1, path.stat().st_size))
+                file.seek(where)
+                byte = file.read(1)
+                file.seek(where)
+                file.write(bytes([byte[0] ^ 1]) if byte else b"")
+        return f"{len(chosen)} files"
+
+    def delete(self) -> str:
+        """Half of the stored files are deleted."""
+        chosen = self._some(1000)
+        chosen = chosen[: len(chosen) // 2]
+        for path in chosen:
+            path.unlink(missing_ok=True)
+        return f"{len(chosen)} files"
+
+    def silent_clients(self) -> None:
+        """Forty clients send half a request, are silent for some seconds and disconnect."""
+        half = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{"
+        self._connections(self.proxy, 40, half)
+
+    def unread_admin(self) -> None:
+        """Ten admin pages do not read their events."""
+        self._connections(self.admin, 10, b"GET /evoke/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+    def burst(self) -> None:
+        """Twelve clients ask at once and disconnect without reading."""
+        body = b'{"messages":[{"role":"user","content":"Hello."}],"max_tokens":4}'
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        self._connections(self.proxy, 12, head + body)
+
+    def _connections(self, port: int, n: int, data: bytes) -> None:
+        with contextlib.ExitStack() as stack:
+            for _ in range(n):
+                connection = socket.create_connection(("127.0.0.1", port), 5)
+                stack.enter_context(contextlib.closing(connection))
+                connection.sendall(data)
+            time.sleep(_SILENT_S)
+
+    def _some(self, most: int) -> list[Path]:
+        files = [path for folder in self.folders for path in folder.rglob("*") if path.is_file()]
+        self._random.shuffle(files)
+        return files[:most]
 
 
 @dataclass(slots=True)
@@ -197,11 +361,11 @@ def _timings(reply: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(found[-1]) if found else {}
 
 
-def slope(samples: Sequence[tuple[float, float]]) -> float:
-    """MiB a minute over the last two thirds, by Theil and Sen: the median of all pairs' slopes."""
-    late = samples[len(samples) // 3 :]
-    pairs = [(b[1] - a[1]) / (b[0] - a[0]) for i, a in enumerate(late) for b in late[i + 1 :: 7]]
-    return 60 * statistics.median(pairs) if pairs else 0.0
+def growth(samples: Sequence[Sample]) -> float:
+    """MiB a minute over the last two thirds."""
+    late = samples[len(samples) // 3 :: 1 + len(samples) // 1000]
+    at, rss = (np.array([sample[name] for sample in late], np.float64) for name in ("at", "rss"))
+    return 60 * theil_sen(at, rss) if len(late) > 1 else 0.0
 
 
 def sample(proxy: int, upstream: Upstream, log: Path, offset: int) -> tuple[dict[str, Any], int]:
@@ -301,11 +465,10 @@ def _worked(
     counts = tally.counts
     row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:10]}
     seconds = round(time.monotonic() - began, 1)
-    points = [(one["at"], one["rss"]) for one in samples]
-    row |= {"arm": arm, "seconds": seconds, "slope": round(slope(points), 3)}
+    row |= {"arm": arm, "seconds": seconds, "slope": round(growth(samples), 3)}
     row["requests"] = sum(counts[name] for name in ("turns", "side", "hung_up", "refused"))
     row |= {"other_4xx": counts["other_4xx"], "samples": samples, "faults": faults.done}
-    row |= {"rss_start": points[len(points) // 3][1], "rss_end": points[-1][1]}
+    row |= {"rss_start": samples[len(samples) // 3]["rss"], "rss_end": samples[-1]["rss"]}
     row |= {"clock": arguments.clock}
     return row, tally.failures
 
@@ -319,6 +482,68 @@ def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     if long and row["slope"] > SLOPE_MOST:
         found.append(f"{row['arm']}: {row['slope']} MiB a minute")
     return found
+
+
+def samples_of(path: Path) -> list[dict[str, Any]]:
+    """Return the samples of a file; the last line of a running bench may be incomplete."""
+    lines = path.read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def by_minute(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
+    """Return minutes and values by figure: medians of each minute of the run."""
+    minutes: dict[int, list[Sample]] = {}
+    for sample in samples:
+        minutes.setdefault(int(sample["at"] // _MINUTE_S), []).append(sample)
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def note(name: str, minute: int, values: Sequence[float]) -> None:
+        if values:
+            found.setdefault(name, []).append((float(minute), statistics.median(values)))
+
+    before: Sample | None = None
+    for minute, mine in minutes.items():
+        for name in ("rss", "descriptors", "threads", "load"):
+            note(name, minute, [float(sample[name]) for sample in mine])
+        turns = [turn for sample in mine for turn in sample["turns"] if "first_byte" in turn]
+        for name in _TIMES:
+            note(f"{name}_ms", minute, [float(turn[name]) for turn in turns])
+        requests = sum(sample["requests"] for sample in mine)
+        if before is not None and requests:
+            spent = mine[-1]["cpu_ms"] - before["cpu_ms"]
+            note("cpu_ms_a_request", minute, [spent / requests])
+        before = mine[-1]
+    return found
+
+
+def slopes(samples: Sequence[Sample], warm_up_s: float) -> dict[str, dict[str, float]]:
+    """Return the slope of each figure per hour after the first `warm_up_s` seconds."""
+    found = by_minute([sample for sample in samples if sample["at"] >= warm_up_s])
+    return {
+        name: slope([(minute / 60, value) for minute, value in points], _BLOCK_MINUTES)
+        for name, points in found.items()
+        if len(points) > 2
+    }
+
+
+def picture(samples: Sequence[Sample]) -> str:
+    """Draw memory, descriptors and own time over the hours, each in percent of its median."""
+    figures = by_minute(samples)
+    lines = {}
+    for name, label in (
+        ("rss", "memory"),
+        ("descriptors", "descriptors"),
+        ("own_ms", "own time of a turn"),
+        ("cpu_ms_a_request", "processor time"),
+    ):
+        points = figures.get(name, [])
+        blocks = [points[at : at + 5] for at in range(0, len(points), 5)]
+        middle = statistics.median([value for _, value in points]) if points else 1.0
+        lines[label] = [
+            (block[0][0] / 60, 100 * statistics.median(value for _, value in block) / middle)
+            for block in blocks
+        ]
+    return chart("One proxy with a fault a minute", "hours", "% of the median", lines)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -339,17 +564,17 @@ def report(arguments: argparse.Namespace, rows: Sequence[Row]) -> Report:
 
 def of_samples(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the slope of each figure of a run."""
-    samples = soak_slopes.read(arguments.samples)
-    for name, line in soak_slopes.slopes(samples, arguments.warm_up).items():
-        yield {"figure": name, **line}
+    samples = samples_of(arguments.samples)
+    for name, line in slopes(samples, arguments.warm_up).items():
+        yield {"figure": name, "per_hour": line.pop("slope"), **line}
 
 
 def of_slopes(arguments: argparse.Namespace, _: Sequence[Row]) -> Report:
     """Report what the run was, with its picture."""
-    samples = soak_slopes.read(arguments.samples)
+    samples = samples_of(arguments.samples)
     summary = {"seconds": samples[-1]["at"], "warm_up_s": arguments.warm_up}
     summary |= {"faults": samples[-1]["faults"], "counts": samples[-1]["counts"]}
-    return Report(summary, picture=soak_slopes.picture(samples))
+    return Report(summary, picture=picture(samples))
 
 
 _OPTIONS = (

@@ -11,18 +11,25 @@ Questions of one session are not independent, so every interval allows for it:
   answered others, the share is a ratio that may be over 1; then percentiles of a bootstrap that
   draws whole sessions (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, 8).
 * with or without: McNemar's exact test on the questions that only one of two arms got right
+* a slope: the median of the slopes of all pairs of points (Theil and Sen), and a bootstrap that
+  draws whole blocks of the residuals (Kuensch, "The Jackknife and the Bootstrap for General
+  Stationary Observations", 1989), because neighbours are alike
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-_DRAWS = 4000
+Name = TypeVar("Name")
+Value = TypeVar("Value")
+_DRAWS, _SLOPE_DRAWS = 4000, 1000
+Floats = npt.NDArray[np.float64]
 _Z = 1.96
 
 
@@ -88,6 +95,25 @@ def share_of(right: int, total: int) -> dict[str, Any]:
     return {"n": total, "right": right, "share": share, "interval_95": interval}
 
 
+def in_turn(
+    arms: Mapping[Name, Callable[[], Value]], rounds: int, warm_up: int = 1
+) -> dict[Name, list[Value]]:
+    """Measure each arm once a round, one after the other in an order that rotates.
+
+    Returns what each returned, one for each round; `warm_up` more rounds come first and are not
+    counted.
+    """
+    found: dict[Name, list[Value]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(-warm_up, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            value = arms[name]()
+            if number >= 0:
+                found[name].append(value)
+    return found
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median, minimum and maximum of repeats."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -97,3 +123,27 @@ def percentile(values: Sequence[float], percent: int) -> float:
     """Return the value that this percentage of the others does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
+def theil_sen(x: Floats, y: Floats) -> float:
+    """Return the median of the slopes of all pairs of points."""
+    first, second = np.triu_indices(len(x), 1)
+    return float(np.median((y[second] - y[first]) / (x[second] - x[first])))
+
+
+def slope(points: Sequence[tuple[float, float]], block: int) -> dict[str, float]:
+    """Return `median` of the values, and `slope` with its 95 % interval, `low` and `high`.
+
+    `block` is the number of neighbouring points that are drawn together.
+    """
+    x, y = np.array(points, np.float64).T
+    steepness, size = theil_sen(x, y), min(block, len(x))
+    line = float(np.median(y - steepness * x)) + steepness * x
+    chance, drawn = np.random.default_rng(1), list[float]()
+    for _ in range(_SLOPE_DRAWS):
+        starts = chance.integers(0, len(x) - size + 1, -(-len(x) // size))
+        noise = np.concatenate([(y - line)[start : start + size] for start in starts])[: len(x)]
+        drawn.append(theil_sen(x, line + noise))
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    found = {"median": np.median(y), "slope": steepness, "low": low, "high": high}
+    return {name: round(float(value), 3) for name, value in found.items()}

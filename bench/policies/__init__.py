@@ -4,6 +4,6 @@ Importing the package registers them all. A proxy that a bench starts loads them
 environment variable EVOKE_POLICY_MODULES=bench.policies.
 """
 
-from bench.policies import breadcrumb, by_age, by_attention, infllm, oracle, variants
+from bench.policies import baselines, breadcrumb
 
-__all__ = ["breadcrumb", "by_age", "by_attention", "infllm", "oracle", "variants"]
+__all__ = ["baselines", "breadcrumb"]

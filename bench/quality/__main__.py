@@ -4,9 +4,16 @@ Sends sessions of several kinds turn by turn through the proxy, once under every
 compression; the last turns ask for the facts. Every finished session is a line of
 out/bench/quality.jsonl, and an interrupted run continues from there. Results of another model,
 server or version of the proxy's sources do not count. Without --tuning the sessions are those of
-the seeds of `protocol.toml`, whose hash the record has; do not tune anything on them. Beside the
-record there is a `.md` with all tables and misses. `--part 1/2` and `--part 2/2` can run at the
-same time.
+the seeds of `protocol.toml`, whose hash the record has; do not tune anything on them. `--part 1/2`
+and `--part 2/2` can run at the same time.
+
+`multi-fact` is facts5, facts12, facts20 and codes together. `recall`: the answer ends with exactly
+the value (unknown: it says that it was never told). Intervals (`_95`) allow for sessions
+(`bench/stats.py`). `share`: of what is recalled without eviction, the `ceiling`. `lost`, `gained`:
+questions right without eviction and wrong here, and the other way round; `p` is McNemar's exact
+test of the two. `visible`: questions whose fact was whole in the cache when they were answered.
+`decoded_again`: questions whose fact had to be decoded again, which would prove nothing.
+`peak_share`: of the budget in the worst turn. The last tables are of lost questions and of bars.
 
 Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
 with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
@@ -14,23 +21,20 @@ with recurrent layers, `--model`), `ceilings` (every task at three lengths, noth
 itself and by both), `crossover` (InfLLM at every compression).
 
 *Against* no eviction, the oracle, `discard`, every other policy. *Fails* on a bar of
-`bench/quality/summary.py`."""
+`protocol.toml`."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench import record
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.quality import plan, report
 from bench.quality.report import summarise
 from bench.quality.work import OPTIONS, TURN_FIELDS, first_seed, recorded
-from evoke_proxy.models import bundled_model
 
 
 def measure(chosen: plan.Plan, args: argparse.Namespace) -> Sequence[Row]:
@@ -52,26 +56,14 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
-    """Report the bars; write the tables."""
+    """Report the bars, with all tables."""
     found = summarise(records)
     if name == "quality":
         found["protocol_sha256"] = plan.PROTOCOL_HASH
-    about = [
-        f"`{shlex.join(['python', '-m', 'bench.quality', *sys.argv[1:]])}`",
-        f"{len(records)} sessions x arms; model {(args.model or bundled_model()).name};"
-        f" {'tuning' if args.tuning else 'reporting'} seeds; {record.checkout()};"
-        f" {record.machine()}; protocol {plan.PROTOCOL_HASH}.",
-    ]
-    out = (args.out or record.path_of(name)).with_suffix(".md")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report.text(found, records, about), encoding="utf-8")
-    said = [
-        f"{'ok    ' if check['ok'] else 'MISSED'} {check['bar']}: {check['measured']}"
-        f" (wanted {check['wanted']})"
-        for check in found["checks"]
-    ]
     missed = [check["bar"] for check in found["checks"] if not check["ok"]]
-    return Report(found, missed, rows=[_short(row) for row in records], said="\n".join(said))
+    return Report(
+        found, missed, rows=[_short(row) for row in records], said=report.text(found, records)
+    )
 
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:

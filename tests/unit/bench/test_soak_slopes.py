@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from bench.soak_slopes import by_minute, picture, read, slope, slopes
+from bench.soak import by_minute, picture, samples_of, slopes
+from bench.stats import slope
 
 
 def samples(minutes: int, mib_an_hour: float) -> list[dict[str, Any]]:
@@ -29,7 +30,7 @@ def test_the_interval_of_a_slope_contains_the_growth() -> None:
         found = slopes(samples(120, growth), 600)
         assert found["rss"]["low"] <= growth <= found["rss"]["high"]
         assert found["rss"]["high"] - found["rss"]["low"] < 2
-        assert found["descriptors"]["per_hour"] == 0
+        assert found["descriptors"]["slope"] == 0
     assert slopes(samples(120, 12.0), 600)["rss"]["low"] > 5
 
 
@@ -42,7 +43,7 @@ def test_times_are_of_turns_that_were_answered() -> None:
 def test_neighbouring_minutes_that_are_alike_widen_the_interval() -> None:
     quick = [(float(at), math.sin(2.5 * at)) for at in range(120)]
     slow = [(float(at), math.sin(at / 6)) for at in range(120)]
-    width = [found["high"] - found["low"] for found in (slope(quick), slope(slow))]
+    width = [found["high"] - found["low"] for found in (slope(quick, 10), slope(slow, 10))]
     assert width[1] > 2 * width[0]
 
 
@@ -50,7 +51,7 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     lines = [json.dumps(sample) for sample in samples(1, 0)]
     path.write_text("\n".join(lines) + '\n{"at": 6', "utf-8")
-    assert len(read(path)) == len(lines)
+    assert len(samples_of(path)) == len(lines)
 
 
 def test_the_picture_has_every_figure() -> None:
