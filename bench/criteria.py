@@ -13,50 +13,19 @@ alike."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.fills import FUSED, SINGLE
+from bench.stats import paired_difference, percent
 
 SHARE_OF_FUSION, LEAST_POINTS = 0.95, -3.0
 FUSION, FILL, NO_RECALL = "95 % of the best fusion", "best single fill", "no recall"
 VERDICT_COLUMNS = (
     *("cell", "questions", "criterion", "against", "default", "other", "points", "low", "verdict"),
 )
-_DRAWS, _FEWEST_CONVERSATIONS = 2000, 3
 # `conversation`, `question`, `arm` and `whole`: one result of one arm.
 Row = Mapping[str, Any]
-
-
-def percent(values: Iterable[float]) -> float:
-    """Return the mean as a percentage, to one decimal."""
-    listed = list(values)
-    return round(100 * sum(listed) / len(listed), 1)
-
-
-def paired_difference(rows: Sequence[Row], arm: str, other: str) -> dict[str, float | None]:
-    """Return by how many points one arm has all evidence more often, with its 95 % interval.
-
-    `low` and `high` are None for fewer than 3 conversations.
-    """
-    of = {(r["conversation"], r["question"], r["arm"]): int(r["whole"]) for r in rows}
-    by_talk: dict[str, list[int]] = {}
-    for conversation, question, name in of:
-        if name == arm:
-            difference = of[conversation, question, arm] - of[conversation, question, other]
-            by_talk.setdefault(conversation, []).append(difference)
-    sums, sizes = [sum(each) for each in by_talk.values()], [len(d) for d in by_talk.values()]
-    points = round(100.0 * sum(sums) / sum(sizes), 1)
-    if len(sums) < _FEWEST_CONVERSATIONS:
-        return {"points": points, "low": None, "high": None}
-    chance, means = random.Random(1), list[float]()
-    for _ in range(_DRAWS):
-        drawn = chance.choices(range(len(sums)), k=len(sums))
-        means.append(100.0 * sum(sums[i] for i in drawn) / sum(sizes[i] for i in drawn))
-    means.sort()
-    low, high = means[_DRAWS * 25 // 1000], means[_DRAWS * 975 // 1000]
-    return {"points": points, "low": round(low, 1), "high": round(high, 1)}
 
 
 def verdicts(cell: str, rows: Sequence[Row], arm: str = "default") -> list[dict[str, Any]]:

@@ -30,9 +30,8 @@ import resource
 import statistics
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,13 @@ import orjson
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import Bench, Report, Row, option
+from bench.engine_in_process import engine_before, exchanged
 from bench.growth_server import SilentServer, Talk, cpu_s
 from bench.stats import spread as spread_of
-from evoke_proxy.adapters.llama.transport import Reply
-from evoke_proxy.config import load
 from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.demo.session import paragraph
-from evoke_proxy.engine.assembly import build_router
-from evoke_proxy.engine.gateway import RequestTrace
-from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.web.garbage_collection import NEW_OBJECTS
 
@@ -109,10 +104,7 @@ class TimedEngine:
         self.server.talk, body, self.reading_s = talk, talk.body(), 0.0
         began, others, parsed = cpu_s(), self.server.own_s, self.server.parsing_s
         headers = {"X-Evoke-Session": name}
-        incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
-        trace = RequestTrace(asyncio.get_running_loop().time())
-        request = await self.engine.parser.parse(incoming)
-        async with self.engine.exchange(request, trace) as exchange:
+        async with exchanged(self.engine, body, headers) as (exchange, trace):
             own = (cpu_s() - began - (self.server.own_s - others)) * 1000
             reading = (self.reading_s + self.server.parsing_s - parsed) * 1000
             answer = orjson.dumps({"choices": [], "timings": self.server.decode()})
@@ -139,12 +131,6 @@ def _bytes(before: bytes, body: bytes) -> float:
     return (cpu_s() - began) * 1000
 
 
-@asynccontextmanager
-async def _unanswered(*_: object) -> AsyncIterator[Reply]:
-    """An open request whose reply is not read from a connection."""
-    yield Reply.__new__(Reply)
-
-
 async def measure(
     arm: str, blocks: int, turns: int, embedder: str = "auto", policy: str = "evoke"
 ) -> dict[str, Any]:
@@ -160,16 +146,11 @@ async def measure(
         "policy.budget": min(BUDGET, each * BLOCK // 4),
         "limits.sessions": n_sessions + 1,
     }
-    settings |= {"upstream.url": "http://none", "policy.name": policy}
+    settings["policy.name"] = policy
     settings["embedder.directory" if Path(embedder).is_dir() else "embedder.model"] = embedder
-    engine, server = (
-        build_router(load(None, {}, settings)),
-        SilentServer(),
-    )
-    engine.upstream.call = server.call  # type: ignore[method-assign]
-    engine.upstream.open = _unanswered  # type: ignore[method-assign,assignment]
-    bench = TimedEngine(engine, server, random.Random(f"growth-{arm}-{blocks}"))
-    async with engine:
+    server = SilentServer()
+    async with engine_before(server, settings) as engine:
+        bench = TimedEngine(engine, server, random.Random(f"growth-{arm}-{blocks}"))
         empty, first = _rss_mib(), 0.0
         for number in range(n_sessions):
             talk = Talk(number)

@@ -10,14 +10,17 @@ import base64
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
+from bench.engine_in_process import DEFAULT_OPTIONS, body_of, reply_of
 from evoke_proxy.adapters.llama.client import CallOptions
+from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.core.prompt.append_only import AppendOnlyArray
 
 Tokens = npt.NDArray[np.int32]
@@ -66,9 +69,6 @@ class Talk:
         return orjson.dumps({"messages": self.messages, "max_tokens": 16, "temperature": 0})
 
 
-_DEFAULT_OPTIONS = CallOptions()
-
-
 def cpu_s() -> float:
     """Return the processor time of this process in seconds.
 
@@ -96,19 +96,14 @@ class SilentServer:
         self._before = (0, 0)
 
     async def call(
-        self,
-        method: str,
-        target: str,
-        body: object = None,
-        options: CallOptions = _DEFAULT_OPTIONS,
+        self, method: str, target: str, body: object = None, options: CallOptions = DEFAULT_OPTIONS
     ) -> dict[str, Any]:
         """Replaces `LlamaClient.call`.
 
         Encoding the body and parsing the reply is work of the proxy (the latter is counted in
         `parsing_s`); everything else is counted in `own_s`.
         """
-        parts = (body,) if isinstance(body, bytes) else body
-        data = b"".join(parts) if isinstance(parts, tuple) else orjson.dumps(parts)
+        data = body_of(body)
         began = cpu_s()
         raw = self._answer(target, data)
         self.own_s += cpu_s() - began
@@ -118,6 +113,13 @@ class SilentServer:
         answer: dict[str, Any] = orjson.loads(raw)
         self.parsing_s += cpu_s() - began
         return answer
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, target: str, headers: Mapping[str, str], body: Any = None
+    ) -> AsyncIterator[Reply]:
+        """Replaces `LlamaClient.open`."""
+        yield reply_of()
 
     def empty(self) -> None:
         """Remove all rows of the slot."""

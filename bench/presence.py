@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import criteria, record
-from bench.criteria import paired_difference, percent
 from bench.driver import Bench, Option, Report, option
 from bench.engines import (
     DEFAULT,
@@ -37,6 +36,7 @@ from bench.engines import (
 )
 from bench.evidence import factorial
 from bench.fills import FILLS, Rankings, fill, random_blocks
+from bench.stats import paired_difference, percent
 
 NO_EVICTION = Setting("no eviction")
 ARMS = (*(setting.arm for setting in SETTINGS), NO_EVICTION.arm, *FILLS)

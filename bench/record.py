@@ -85,14 +85,6 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
     return path
 
 
-def tell(
-    name: str, rows: Sequence[Row], summary: Row, out: Path | None = None, picture: str = ""
-) -> None:
-    """Print the summary, write the report and, if there is one, `picture` as SVG beside it."""
-    print(json.dumps(summary, indent=1))
-    keep(name, rows, summary, (out, picture))
-
-
 def keep(name: str, rows: Sequence[Row], summary: Row, files: tuple[Path | None, str]) -> None:
     """Write the report to the first of `files`, or its usual place, and a picture beside it."""
     out, picture = files

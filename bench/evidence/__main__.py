@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from bench import criteria
-from bench.criteria import percent
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.engines import DEFAULT, Engine, engine, servers
 from bench.evidence.conversations import (
@@ -54,6 +53,7 @@ from bench.presence import (
     tables,
     verdicts_of,
 )
+from bench.stats import percent
 
 RECORDED = Path(__file__).parents[1] / "results/evidence.json"
 # The quick form: short conversations for tuning, one share, the first questions, on servers.

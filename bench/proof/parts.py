@@ -12,7 +12,6 @@ from typing import Any
 
 from bench import charts, latency, support
 from bench.chat_turns import budget_of, first_byte_row, measure_first_bytes
-from bench.criteria import paired_difference, percent
 from bench.driver import Row
 from bench.engines import InProcess, OnServers
 from bench.evidence import __main__ as evidence
@@ -22,6 +21,7 @@ from bench.model import vocab
 from bench.presence import measure
 from bench.proof.page import Bar, Part
 from bench.random_models import SHAPES, ensure
+from bench.stats import paired_difference, percent
 from bench.tasks.__main__ import talk_of
 from bench.tasks.cases import Case, cases
 from evoke_proxy.demo.processes import free_port, serving

@@ -27,16 +27,220 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from bench.driver import Bench, Report, Row, option
-from bench.traces import arms
-from bench.traces.arms import BOUND, OURS, QUICK, SAME_RAM, SPECS, Spec
-from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs
+from bench.traces.patched import FEATURES, Limits, PatchedServer
+from bench.traces.proxied import ProxiedServer, proxied
+from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs, Replay, Served, misses, run
+from bench.traces.snapshots import FileServer, with_snapshots
+from bench.traces.stock import PromptCache, StockServer, Unlimited
 from bench.traces.texts import MISS_TOKENS, Agent, Scale, shipped, statistics_of
+from evoke_proxy.config import Config
+from evoke_proxy.core.servers.memory_plan import (
+    LayerKv,
+    Machine,
+    MemoryPlan,
+    ModelShape,
+    PlanOptions,
+    make_plan,
+)
+
+_GIB = 1 << 30
+# Layers, values of K and V, and bytes of the weights (Q4_K_M) of Qwen3-30B-A3B; 1M tokens by YaRN.
+MODEL = ModelShape(
+    "qwen3moe", (LayerKv(512, 512),) * 48, n_trained=1 << 20, weight_bytes=18 * 10**9
+)
+# A workstation with one GPU, free memory in bytes.
+MACHINE = Machine(device=32 * _GIB, ram=64 * _GIB, disk=10**12)
+DEFAULT_RAM_GIB = 8.0
+SLOTS, USERS = 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One arm.
+
+    Attributes:
+        name: What tables call it.
+        kind: `bound`, `stock`, `snapshots` (the proxy in front of a stock server) or `evoke`.
+        slots: Slots of the server.
+        users: Conversations at the same time.
+        ram_gib: Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up`
+            plans. 0: no RAM cache. Infinite: no limit.
+        has_disk: Whether saved blocks may be on disk, as `up` plans; of `snapshots`: whether they
+            may take as much disk, instead of 32 GiB.
+        all_cells: Whether a slot has cells for the longest prompt; stock servers always have.
+        features: Features of the patched server.
+        settings: Settings of the proxy that differ from the default.
+        budget_share: Share of the cells that is the budget; None: the automatic one.
+        names: Whether clients send a header with an id of the conversation, as Claude Code does.
+    """
+
+    name: str
+    kind: str = "evoke"
+    slots: int = SLOTS
+    users: int = USERS
+    ram_gib: float | None = None
+    has_disk: bool = True
+    all_cells: bool = False
+    features: Sequence[str] = FEATURES
+    settings: Mapping[str, object] = field(default_factory=dict)
+    budget_share: float | None = None
+    names: bool = False
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Whether the peak may not exceed the budget."""
+        return self.kind == "evoke" and "policy.within_turn" not in self.settings
+
+
+_FULL = {"policy.within_turn": "full"}
+_NO_SHARE = tuple(name for name in FEATURES if name != "share")
+_NO_ADOPT = tuple(name for name in _NO_SHARE if name != "adopt")
+BOUND, SAME_RAM, OURS = "bound", "ram cache", "evoke"
+SPECS: tuple[Spec, ...] = (
+    Spec(BOUND, "bound"),
+    Spec("1 slot", "stock", slots=1, ram_gib=0),
+    Spec("2 slots", "stock", ram_gib=0),
+    Spec("4 slots", "stock", slots=4, ram_gib=0),
+    Spec("ram cache, default", "stock", ram_gib=DEFAULT_RAM_GIB),
+    Spec(SAME_RAM, "stock"),
+    Spec("ram cache, no limit", "stock", ram_gib=float("inf")),
+    Spec("snapshots, default", "snapshots", ram_gib=DEFAULT_RAM_GIB, has_disk=False),
+    Spec("snapshots", "snapshots", ram_gib=DEFAULT_RAM_GIB),
+    Spec(OURS),
+    Spec("evoke, no disk", has_disk=False),
+    Spec("evoke, all cells", all_cells=True),
+    Spec("evoke, no disk, all cells", has_disk=False, all_cells=True),
+    Spec("evoke, nothing shared", features=_NO_SHARE),
+    Spec("evoke, nothing adopted", features=_NO_ADOPT),
+    Spec("evoke, half budget", budget_share=0.5),
+    Spec("evoke, half, within_turn full", budget_share=0.5, settings=_FULL),
+    Spec("evoke, named", names=True),
+    Spec("ram cache, 2 users", "stock", users=2),
+    Spec("evoke, 2 users", users=2),
+    Spec("ram cache, 8 users", "stock", users=8),
+    Spec("evoke, 8 users", users=8),
+)
+# The arms of `--quick`.
+QUICK = (BOUND, "2 slots", "ram cache, default", SAME_RAM, OURS, "evoke, nothing shared")
+
+
+def longest_of(conversations: Sequence[Agent]) -> float:
+    """Return the room that the longest prompt needs with its answer, in recorded tokens."""
+    agents = (agent for each in conversations for agent in each.walk())
+    return max(len(request.ids) for agent in agents for request in agent.requests) * 64 * 1.1
+
+
+def plan_of(longest: float, slots: int) -> MemoryPlan:
+    """Return what `evoke-proxy up` chooses for conversations of `longest` recorded tokens."""
+    return make_plan(
+        MODEL, MACHINE, PlanOptions(sessions=slots, context=min(int(longest), 1 << 20))
+    )
+
+
+def replayed(
+    spec: Spec, conversations: Sequence[Agent], scale: Scale, costs: Costs = DEFAULT_COSTS
+) -> dict[str, Any]:
+    """Replay conversations on an arm; return its row."""
+    longest = longest_of(conversations)
+    plan = plan_of(longest, spec.slots)
+    replay = Replay(conversations, scale)
+    if spec.kind == "bound":
+        record = run(replay.run(Unlimited(scale, costs), spec.users))
+        return _row(spec, record, scale, {})
+    ram = _tokens_of(plan.ram_mib / 1024 if spec.ram_gib is None else spec.ram_gib, scale, costs)
+    cache = PromptCache(ram) if spec.ram_gib != 0 else None
+    if spec.kind == "stock":
+        server = StockServer(spec.slots, cache, scale, costs)
+        record = run(replay.run(server, spec.users))
+        return _row(spec, record, scale, {"peak": server.peak})
+    if spec.kind == "snapshots":
+        mib = plan.disk_mib if spec.has_disk else Config().snapshots.max_mib
+        files = FileServer(spec.slots, cache, scale)
+        max_tokens = _tokens_of(mib / 1024, scale, DEFAULT_COSTS) or 0
+        record, found = run(_served(spec, replay, with_snapshots(files, max_tokens, scale)))
+        row = _row(spec, record, scale, found)
+        ahead = _recorded(files.n_decoded, scale) - row["decoded"]
+        return row | {"decoded": row["decoded"] + ahead, "ahead": ahead}
+    cells = scale.tokens(longest if spec.all_cells else plan.cells)
+    disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
+    limits = Limits(
+        spec.slots, cells, scale.tokens(longest), ram or 1 << 40, disk or 0, spec.features
+    )
+    patched = PatchedServer(limits, scale, costs)
+    settings = dict(spec.settings)
+    if spec.budget_share is not None:
+        settings["policy.budget"] = int(cells * spec.budget_share)
+    record, found = run(_served(spec, replay, proxied(patched, settings, costs, spec.names)))
+    found = {"budget": cells} | found | {"lost": patched.pool.n_lost}
+    return _row(spec, record, scale, found | {"refused_plans": sum(patched.refusals.values())})
+
+
+async def _served(
+    spec: Spec, replay: Replay, arm: AbstractAsyncContextManager[ProxiedServer]
+) -> tuple[list[Served], dict[str, int]]:
+    """Replay through the proxy; return the requests, and the sizes that were seen."""
+    async with arm as proxy:
+        served = await replay.run(proxy, spec.users)
+        found = {"peak": proxy.peak, "busy": proxy.n_busy}
+        budget = proxy.engine.server.monitor.budget.tokens
+        return served, found if budget is None else found | {"budget": budget}
+
+
+def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
+    """Replayed tokens whose rows fit; None without a limit."""
+    return None if gib == float("inf") else int(gib * _GIB / costs.row_bytes * scale.factor)
+
+
+def _row(
+    spec: Spec, served: Sequence[Served], scale: Scale, found: Mapping[str, int]
+) -> dict[str, Any]:
+    missed = misses(served, scale)
+    first = [each.counts.first_token_s for each in served]
+    prompt = sum(each.n_prompt for each in served)
+    row: dict[str, Any] = {"arm": spec.name, "slots": spec.slots, "users": spec.users}
+    row |= {"requests": len(served), "prompt": _recorded(prompt, scale)}
+    row |= {
+        key: _recorded(sum(getattr(each.counts, key) for each in served), scale)
+        for key in ("decoded", "loaded", "omitted")
+    }
+    row |= {"fresh": _recorded(sum(each.fresh for each in served), scale)}
+    row |= {"misses": len(missed), "miss_share": len(missed) / max(1, len(served))}
+    row |= {"miss_tokens": _recorded(sum(each.repeated for each in missed), scale)}
+    row |= {"causes": dict(Counter(cause_of(each, scale) for each in missed).most_common())}
+    row |= {
+        f"first_token_{name}_s": float(np.percentile(first, q))
+        for name, q in (("p50", 50), ("p95", 95))
+    }
+    row |= {"first_token_mean_s": float(np.mean(first))}
+    sizes = ("peak", "budget", "lost")
+    return row | {k: _recorded(v, scale) if k in sizes else v for k, v in found.items()}
+
+
+def _recorded(tokens: int, scale: Scale) -> int:
+    return round(tokens / scale.factor)
+
+
+def cause_of(served: Served, scale: Scale) -> str:
+    """Why a request decoded tokens again, as far as its prompt and its session show."""
+    if served.position is None:
+        return "beginning of another conversation"
+    if served.is_new_session:
+        return "edited first message: new session"
+    if served.position < served.before - 2 * scale.block:
+        return "history changed"
+    return "rows lost or in another slot"
+
 
 _COLUMNS = (
     *("arm", "slots", "users", "decoded", "of_bound", "misses", "miss_share", "omitted_share"),
@@ -84,7 +288,7 @@ def _conversations(args: argparse.Namespace) -> list[Agent]:
 def _measured(spec: Spec, args: argparse.Namespace) -> dict[str, Any]:
     """One row, in a process of its own."""
     costs = Costs(prefill=args.prefill)
-    return arms.replayed(spec, _conversations(args), Scale(args.block), costs)
+    return replayed(spec, _conversations(args), Scale(args.block), costs)
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
@@ -102,15 +306,15 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report the bars, and what was replayed."""
     conversations, costs = _conversations(args), Costs(prefill=args.prefill)
-    plan = arms.plan_of(arms.longest_of(conversations), arms.SLOTS)
-    machine, reached = arms.MACHINE, bars(rows)
+    plan = plan_of(longest_of(conversations), SLOTS)
+    reached = bars(rows)
     summary = {
         "scale": Scale(args.block).factor,
-        "users": arms.USERS,
+        "users": USERS,
         "longest_wait_s": MAX_WAIT_S,
         "miss_tokens": MISS_TOKENS,
         "costs": {name: getattr(costs, name) for name in costs.__dataclass_fields__},
-        "machine_of_the_plan": {"device": machine.device, "ram": machine.ram, "disk": machine.disk},
+        "machine_of_the_plan": {"device": MACHINE.device, "ram": MACHINE.ram, "disk": MACHINE.disk},
         "plan": {"cells": plan.cells, "ram_mib": plan.ram_mib, "disk_mib": plan.disk_mib},
         "conversations": statistics_of(conversations),
         "misses": {row["arm"]: row["causes"] for row in rows if row["arm"].startswith(OURS)},

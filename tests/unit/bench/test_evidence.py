@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import criteria, fills
+from bench import criteria, fills, stats
 from bench.engines import DEFAULT, SETTINGS, InProcess, share_resident
 from bench.evidence import factorial
 from bench.evidence.__main__ import grouped, talk_of
@@ -152,11 +152,11 @@ def test_a_paired_difference_is_that_of_the_same_questions() -> None:
         *_rows("default", {"a": 3, "b": 4, "c": 2}),
         *_rows("bm25", {"a": 1, "b": 2, "c": 0}),
     ]
-    assert criteria.paired_difference(rows, "default", "bm25") == pytest.approx(
+    assert stats.paired_difference(rows, "default", "bm25") == pytest.approx(
         {"points": 50.0, "low": 50.0, "high": 50.0}
     )
     two = [row for row in rows if row["conversation"] != "c"]
-    assert criteria.paired_difference(two, "default", "bm25") == {
+    assert stats.paired_difference(two, "default", "bm25") == {
         "points": 50.0, "low": None, "high": None,
     }  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_the_interval_is_as_wide_as_conversations_differ() -> None:
         *_rows("default", {"a": 4, "b": 0, "c": 2, "d": 2}),
         *_rows("bm25", {"a": 0, "b": 4, "c": 2, "d": 2}),
     ]
-    interval = criteria.paired_difference(rows, "default", "bm25")
+    interval = stats.paired_difference(rows, "default", "bm25")
     assert interval["points"] == 0.0
     assert interval["low"] is not None and interval["high"] is not None
     assert interval["low"] <= -50.0 and interval["high"] >= 50.0

@@ -9,8 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.traces.__main__ import BENCH, bars, with_ratios
-from bench.traces.arms import BOUND, OURS, SAME_RAM, SPECS, Spec, cause_of, replayed
+from bench.traces.__main__ import (
+    BENCH,
+    BOUND,
+    OURS,
+    SAME_RAM,
+    SPECS,
+    Spec,
+    bars,
+    cause_of,
+    replayed,
+    with_ratios,
+)
 from bench.traces.replay import Counts, Served
 from bench.traces.texts import Agent, Request, Scale
 
