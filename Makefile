@@ -84,6 +84,9 @@ bench-peers: venv
 bench-capture: venv
 	@$(BIN)/python -m bench.decode capture $(ARGS)
 
+bench-opencode: venv
+	@$(BIN)/python -m bench.agent opencode $(ARGS)
+
 # `gpu` needs nvcc and an NVIDIA GPU, so `make bench` does not include it.
 bench-copies: venv
 	@$(BIN)/python -m bench.latency memcpy $(ARGS)

@@ -12,9 +12,9 @@ import pytest
 from comparison import erasable_server
 from harness import RunningProxy, proxy
 
-from bench import opencode
+from bench import agent
+from bench.agent import OPENCODE_BUDGET, OPENCODE_TURN_S
 from bench.npm import INSTALL_S, NotInstalled
-from bench.opencode import BUDGET, TURN_S
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.llama.block_api import BlockApi, RenderCall
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
@@ -24,7 +24,7 @@ from evoke_proxy.adapters.metrics import TOKEN_KINDS
 def program() -> Path:
     """The opencode program; skips if it cannot be installed."""
     try:
-        return opencode.program()
+        return agent.program()
     except NotInstalled as error:
         pytest.skip(f"opencode is not installed: {error}")
 
@@ -49,7 +49,7 @@ def recording(
     long_port: int, bodies: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningProxy]:
     """A proxy with a budget that records the bodies that it renders."""
-    with proxy(long_port, policy__budget=BUDGET) as running:
+    with proxy(long_port, policy__budget=OPENCODE_BUDGET) as running:
         render = BlockApi.render
 
         async def recording_render(api: BlockApi, call: RenderCall, *more: Any) -> Any:
@@ -77,7 +77,7 @@ def _status_codes(running: RunningProxy) -> set[str]:
     }
 
 
-@pytest.mark.timeout(INSTALL_S + 2 * TURN_S + 60)
+@pytest.mark.timeout(INSTALL_S + 2 * OPENCODE_TURN_S + 60)
 def test_opencode_runs_two_turns_without_decoding_its_history_again(
     program: Path,
     recording: RunningProxy,
@@ -88,9 +88,9 @@ def test_opencode_runs_two_turns_without_decoding_its_history_again(
     caplog.set_level("INFO", "evoke_proxy.request")
     folder = tmp_path / "work"
     folder.mkdir()
-    opencode.configure(folder, recording.port)
-    assert opencode.turn(program, folder, "When does the boat of notes.txt leave?").strip()
-    assert opencode.turn(program, folder, "--continue", "And when does it come back?").strip()
+    agent.configure(folder, recording.port)
+    assert agent.turn(program, folder, "When does the boat of notes.txt leave?").strip()
+    assert agent.turn(program, folder, "--continue", "And when does it come back?").strip()
 
     turns = [body for body in bodies if body.get("tools")]
     assert len(turns) >= 2
@@ -106,12 +106,14 @@ def test_opencode_runs_two_turns_without_decoding_its_history_again(
     assert len(all_accounting) >= len(turns)
     for accounting in all_accounting:
         assert sum(accounting[kind] for kind in TOKEN_KINDS) == accounting["prompt"]
-        assert accounting["peak"] <= BUDGET
-    long = [accounting for accounting in all_accounting if accounting["prompt"] > 2 * BUDGET]
+        assert accounting["peak"] <= OPENCODE_BUDGET
+    long = [
+        accounting for accounting in all_accounting if accounting["prompt"] > 2 * OPENCODE_BUDGET
+    ]
     assert len(long) >= 2
     # The second turn did not decode its history again, and most of the history is not resident.
     assert long[-1]["decoded"] < long[-1]["prompt"] / 10
-    assert long[-1]["omitted"] > BUDGET
+    assert long[-1]["omitted"] > OPENCODE_BUDGET
     assert _status_codes(recording) == {"200"}
     assert recording.metric("evoke_degraded_total") == 0
     assert recording.metric("evoke_budget_breach_total") == 0

@@ -38,7 +38,8 @@ def test_each_command_of_the_docs_parses(command: str) -> None:
         return
     done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    module = ROOT / "bench" / f"{arguments[0].removeprefix('bench-')}.py"
+    (name,) = re.findall(r"-m bench\.(\w+)", done.stdout)
+    module = ROOT / "bench" / f"{name}.py"
     assert module.exists() or module.with_suffix("").is_dir()
 
 
@@ -100,7 +101,7 @@ def test_configurations_for_clients_are_valid() -> None:
     text = TEXTS["clients.md"]
     (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     options = json.loads(config)["provider"]["evoke"]
-    written = (ROOT / "bench/opencode.py").read_text()
+    written = (ROOT / "bench/agent.py").read_text()
     assert options["npm"] in written and '"baseURL"' in written and set(options) <= {
         "npm", "name", "options", "models"
     }  # fmt: skip
