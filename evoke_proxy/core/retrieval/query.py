@@ -64,6 +64,7 @@ _NAME_INSIDE = re.compile(r"(?<=[\w,;:] )(?:(?!I\b)[A-Z]\w*|\S*\d\S*)")
 _OWN_NOUN = re.compile(r"\b(?:my|our) \w+", re.IGNORECASE)
 # Two parts of a sentence whose conjunction joins two names: "did Ann | Bob go home".
 _LAST_NAME = re.compile(r"\w [A-Z]\w{1,30}$")
+_LAST_NAME_CHARS = 33  # the longest match
 _FIRST_NAME = re.compile(r"\b(?!I\b)[A-Z]\w{1,30} [a-z]")
 
 
@@ -291,15 +292,18 @@ def _joined_names(sentence: str) -> list[str]:
     A part of function words only, as in "when and where was it sold", belongs to the next one.
     """
     parts, start = list[str](), 0
+    checked = 0  # what is before this in the current part is function words
     for gap in _CLAUSE_GAP.finditer(sentence):
-        is_inside = _LAST_NAME.search(sentence, start, gap.start())
+        begin = max(start, gap.start() - _LAST_NAME_CHARS)
+        is_inside = _LAST_NAME.search(sentence, begin, gap.start())
         if is_inside and _FIRST_NAME.match(sentence, gap.end()):
             continue
-        words = map(str.lower, _WORD.findall(sentence, start, gap.start()))
+        words = map(str.lower, _WORD.findall(sentence, checked, gap.start()))
         if FUNCTION_WORDS.issuperset(words):
+            checked = gap.start()
             continue
         parts.append(sentence[start : gap.start()])
-        start = gap.end()
+        start = checked = gap.end()
     return [part for part in [*parts, sentence[start:]] if part.strip()]
 
 

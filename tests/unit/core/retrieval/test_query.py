@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cpu_time import exponent
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -139,3 +140,7 @@ def test_only_messages_before_the_question_that_ask_something_are_questions() ->
     referring = request(("user", "My dog is ill."), ("user", "What can I give him?"))
     assert referring.clauses == ("What can I give him?", "My dog is ill.")
     assert (referring.n_earlier, referring.n_context) == (0, 1)
+
+
+def test_a_question_of_many_commas_is_split_in_linear_time() -> None:
+    assert exponent(lambda n: split_clauses(f"Is it {'a, ' * n}so?"), 500) < 1.5
