@@ -251,7 +251,7 @@ def _packed(size: tuple[int, ...], random: np.random.Generator) -> np.ndarray[An
 
 def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     """Tokenizer and chat template of the bundled model or of another; the number of tokens."""
-    source = _vocabulary_file(shape.vocabulary) if shape.vocabulary else bundled_model()
+    source = vocabulary_file(shape.vocabulary) if shape.vocabulary else bundled_model()
     metadata: dict[str, Any] = {
         key: field.contents() for key, field in gguf.GGUFReader(source).fields.items()
     }
@@ -272,7 +272,7 @@ def _add_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> int:
     return len(tokens)
 
 
-def _vocabulary_file(name: str) -> Path:
+def vocabulary_file(name: str) -> Path:
     """The vocabulary-only model of this name in the pinned tree, fetched first if it is missing."""
     return _pinned_tree() / "models" / f"ggml-vocab-{name}.gguf"
 

@@ -162,12 +162,13 @@ class SlotInProcess:
 
 def decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str]]:
     """Give rows to the positions from `start` on, within the decode budget."""
+    order = [(block.span, block.label) for block in stream.order]
     evicted: list[tuple[Span, str]] = []
     at = start
     while at < len(rows):
         n = min(_BATCH_TOKENS, len(rows) - at)
         if stream.budget:
-            for span, label in _evictions(rows, at, n, stream):
+            for span, label in evictions(rows, (at, n), stream, order):
                 rows[span.start : span.end] = False
                 evicted.append((span, label))
             n = min(n, stream.budget - int(rows.sum()))
@@ -178,26 +179,29 @@ def decode(rows: Mask, start: int, stream: DecodeBudget) -> list[tuple[Span, str
     return evicted
 
 
-def _evictions(rows: Mask, at: int, n: int, stream: DecodeBudget) -> Iterator[tuple[Span, str]]:
-    """Yield what leaves before a batch of up to `n` tokens from `at` on, as `make_room` of C++.
+def evictions(
+    rows: Mask, batch: tuple[int, int], stream: DecodeBudget, order: Sequence[tuple[Span, str]]
+) -> Iterator[tuple[Span, str]]:
+    """Yield what leaves before a batch, as `make_room` of C++: positions and names.
 
-    Blocks of the order that are decoded leave first, then aligned ranges, the oldest first; a range
-    that the recent tokens cut short leaves only where the batch has less room than a block.
+    `batch` is where it begins and its most tokens. Blocks of `order` that are decoded leave first,
+    then aligned ranges, the oldest first; a range that the recent tokens cut short leaves only
+    where the batch has less room than a block.
     """
+    at, n = batch
     evictable = rows.copy()
     evictable[: stream.sink] = False
     for span in stream.protect:
         evictable[span.start : span.end] = False
     n_rows, recent = int(rows.sum()), max(0, at - max(1, stream.recent))
     n_least = min(n, stream.block)
-    for block in stream.order:
-        span = block.span
+    for span, label in order:
         if n_rows + n <= stream.budget:
             return
         if span.end <= recent and evictable[span.start : span.end].all():
             evictable[span.start : span.end] = False
             n_rows -= len(span)
-            yield span, block.label
+            yield span, label
     for span, is_full in _aligned(evictable[:recent], stream.block):
         n_room = stream.budget - n_rows
         if n_room >= n or (not is_full and n_room >= n_least):

@@ -14,14 +14,13 @@ import gguf
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
+from bench.random_models import vocabulary_file
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, Tokens
 from evoke_proxy.core.prompt.segment import sentence_starts_in
 from evoke_proxy.core.request.messages import Message
-from evoke_proxy.server_build import patches_dir
 from evoke_proxy.server_build.cache import cache_dir
-from evoke_proxy.server_build.fetch import pristine_source, read_pin
 
 # The words of Qwen2's vocabulary, as its tokenizer.json cuts them.
 _QWEN2_WORDS = (
@@ -37,11 +36,8 @@ def qwen2() -> Tokenizer:
     """Return the tokenizer of ggml-vocab-qwen2.gguf; it is converted once, into the cache."""
     path = cache_dir() / "models" / "qwen2-tokenizer.json"
     if not path.exists():
-        pin = read_pin(patches_dir())
-        tree = pristine_source(pin, cache_dir(), lambda _: None)
-        source = tree / "models" / "ggml-vocab-qwen2.gguf"
         path.parent.mkdir(parents=True, exist_ok=True)
-        _converted(gguf.GGUFReader(source)).save(str(path))
+        _converted(gguf.GGUFReader(vocabulary_file("qwen2"))).save(str(path))
     return Tokenizer.from_file(str(path))
 
 

@@ -18,7 +18,7 @@ default in both forms, `misspelt` asks the same questions with typing errors, `q
 on servers.
 
 *Against* the fills, and other settings of the proxy. *Fails* when the default misses a criterion of
-`bench/criteria.py` in a cell (all questions, a data set, a kind of question, a conversation, at one
+`bench/presence.py` in a cell (all questions, a data set, a kind of question, a conversation, at one
 budget), when both forms differ (`agree`), when less is found than recorded (`quick`)."""
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench import criteria
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.engines import DEFAULT, Engine, engine, servers
 from bench.evidence.conversations import (
@@ -47,6 +46,7 @@ from bench.presence import (
     Corpus,
     Talk,
     cells,
+    failed,
     measure,
     misses,
     summarise,
@@ -149,10 +149,10 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report percentages, differences and verdicts; a criterion that is missed is a bar."""
     *mine, last = rows
     summary = summarise(mine, CORPUS.by, grouped)
-    failed = criteria.failed(verdicts_of(summary))
+    missed = failed(verdicts_of(summary))
     said = ["\n\n".join(tables(summary)), *misses(mine, CORPUS.talks(args), args.misses)]
     summary["quick"] = quick_summary(last["quick"])
-    return Report(summary, failed, rows=cells(mine, CORPUS.keys), said="\n".join(said))
+    return Report(summary, missed, rows=cells(mine, CORPUS.keys), said="\n".join(said))
 
 
 def of_misspelt(_: argparse.Namespace, rows: Sequence[Row]) -> Report:

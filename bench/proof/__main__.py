@@ -24,8 +24,8 @@ from pathlib import Path
 
 from bench import record
 from bench.engines import servers
-from bench.proof import page, parts
-from bench.proof.page import Part, broken
+from bench.proof import parts
+from bench.proof.parts import Part, broken
 
 _LONGEST = 30_000
 _EXAMPLES = """examples:
@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    said = page.text(found, about)
+    said = parts.text(found, about)
     (args.out / "proof.txt").write_text(said, "utf-8")
-    (args.out / "proof.html").write_text(page.html(found, about), "utf-8")
+    (args.out / "proof.html").write_text(parts.html(found, about), "utf-8")
     rows = [{"part": part.title, "row": row} for part in found for row in part.rows]
     bars = [
         {"part": part.title, "claim": bar.claim, "value": bar.value, "wanted": bar.wanted,
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                  args.out / "proof.json")  # fmt: skip
     print(said)
     print(f"written: {args.out}/proof.html, proof.txt, proof.json")
-    return 0 if found and page.holds(found) else 1
+    return 0 if found and parts.holds(found) else 1
 
 
 if __name__ == "__main__":

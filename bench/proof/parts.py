@@ -1,16 +1,15 @@
-"""The five measurements of the proof, each made with the parts of a longer bench."""
+"""The five measurements of the proof, their bars, and one page of them: HTML and text."""
 
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench import charts, latency, support
+from bench import charts, latency, record, support
 from bench.chat_turns import budget_of, first_byte_row, measure_first_bytes
 from bench.driver import Row
 from bench.engines import InProcess, OnServers
@@ -19,14 +18,157 @@ from bench.fills import FILLS
 from bench.llama import proxied, running
 from bench.model import vocab
 from bench.presence import measure
-from bench.proof.page import Bar, Part
 from bench.random_models import SHAPES, ensure
 from bench.stats import paired_difference, percent
 from bench.tasks.__main__ import talk_of
 from bench.tasks.cases import Case, cases
-from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .7rem; }
+th { text-align: left; border-bottom: 1px solid #999; } td { font-variant-numeric: tabular-nums; }
+.holds { color: #1b6e3c; } .fails { color: #b3261e; font-weight: bold; } svg { max-width: 100%; }
+.table { overflow-x: auto; }
+"""
+_INTRODUCTION = (
+    "evoke-proxy lets parts of a conversation leave the KV cache of llama-server, and copies them"
+    " back when a question needs them. This page is one run on this machine, on questions and texts"
+    " that its seed has drawn. Each part has bars that were fixed before; one that does not hold"
+    " makes the run fail. What the project does badly is in docs/negative-results.md."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bound on one figure, fixed before the run.
+
+    Attributes:
+        claim: What the figure is.
+        value: The figure as measured; None when it could not be measured, which misses the bar.
+        least: The least value that holds, or None.
+        most: The largest value that holds, or None.
+    """
+
+    claim: str
+    value: float | None
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure is measured and within its bounds."""
+        if self.value is None:
+            return False
+        above = self.least is None or self.value >= self.least
+        return above and (self.most is None or self.value <= self.most)
+
+    @property
+    def wanted(self) -> str:
+        """The bounds in words."""
+        bounds = (("at least", self.least), ("at most", self.most))
+        return ", ".join(f"{name} {bound:g}" for name, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One question of the proof and its answer.
+
+    Attributes:
+        title: The claim in a few words.
+        question: What is measured, on which model, and against what.
+        columns: The columns of the table.
+        rows: The rows of the table.
+        bars: The bounds that must hold.
+        picture: SVG, or "".
+        seconds: How long the part took.
+    """
+
+    title: str
+    question: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    bars: Sequence[Bar]
+    picture: str = ""
+    seconds: float = 0.0
+    details: Row = field(default_factory=dict)
+
+
+def broken(title: str, error: Exception) -> Part:
+    """Return a part that could not be measured, which fails the proof."""
+    return Part(title, f"not measured: {error!r}", (), (), (Bar(title, None),))
+
+
+def holds(parts: Sequence[Part]) -> bool:
+    """Whether every bar of every part holds."""
+    return all(bar.holds for part in parts for bar in part.bars)
+
+
+def text(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
+    """Return the page as plain text."""
+    lines = [f"evoke-proxy: proof with seed {about['seed']}", _INTRODUCTION, _summary(parts)]
+    lines += [f"{name}: {value}" for name, value in about.items()]
+    for number, part in enumerate(parts, 1):
+        lines += ["", f"{number}. {part.title} ({part.seconds:.0f} s)", f"   {part.question}", ""]
+        if part.rows:
+            lines += [record.table(part.rows, part.columns), ""]
+        lines += [f"   {_verdict(bar.holds):5} {bar.claim}: {_value(bar.value)} ({bar.wanted})"
+                  for bar in part.bars]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
+    """Return the page as HTML, without scripts or files of its own."""
+    body = [f"<h1>evoke-proxy: proof with seed {about['seed']}</h1>"]
+    body.append(f"<p>{escape(_INTRODUCTION)}</p>")
+    is_good = holds(parts)
+    body.append(f'<p class="{"holds" if is_good else "fails"}">{escape(_summary(parts))}</p>')
+    facts = ((escape(str(name)), escape(str(value))) for name, value in about.items())
+    body.append(_table(("", ""), facts))
+    for number, part in enumerate(parts, 1):
+        took = f"{part.question} ({part.seconds:.0f} s)"
+        body.append(f"<h2>{number}. {escape(part.title)}</h2><p>{escape(took)}</p>")
+        if part.rows:
+            cells = ([escape(_value(row.get(name))) for name in part.columns] for row in part.rows)
+            body.append(_table([escape(name) for name in part.columns], cells))
+        body.append(part.picture)
+        bars = (
+            (f'<span class="{"holds" if bar.holds else "fails"}">{_verdict(bar.holds)}</span>',
+             escape(bar.claim), escape(_value(bar.value)), escape(bar.wanted))
+            for bar in part.bars
+        )  # fmt: skip
+        body.append(_table(("", "bar", "measured", "wanted"), bars))
+    inside = "\n".join(body)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>evoke-proxy: proof</title>'
+        f"<style>{_STYLE}</style><body>{inside}</body></html>\n"
+    )
+
+
+def _summary(parts: Sequence[Part]) -> str:
+    bars = [bar for part in parts for bar in part.bars]
+    return f"{sum(bar.holds for bar in bars)} of {len(bars)} bars hold"
+
+
+def _verdict(is_good: bool) -> str:
+    return "holds" if is_good else "FAILS"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "not measured" if value is None else str(value)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    lines = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
+    return f'<div class="table"><table><tr>{head}</tr>{lines}</table></div>'
+
 
 QUESTIONS, LENGTH, SHARE = 15, 4000, 8
 # Cases of the published figures have numbers from 0 on; those of a seed begin far behind them.
@@ -230,19 +372,14 @@ def copies(reader: Reader) -> Part:
 def first_byte(reader: Reader) -> Part:
     """Send the same turns through the proxy on a budget and directly to a stock server."""
     model = reader.model or ensure(SHAPES["long-2"])
-    direct, port = free_port(), free_port()
-    threads = str(reader.threads)
-
-    def command(patched: bool, at: int) -> list[str]:
-        words = [str(ensure_server(patched=patched)), "-m", str(model), "--host", "127.0.0.1"]
-        words += ["--port", str(at), "-np", "1", "-t", threads, "-tb", threads, "-c", "8192"]
-        return [*words, "--jinja", *(("--evoke-ram", "512") if patched else ())]
-
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
-        ends.enter_context(serving(command(False, direct), direct, Path(folder) / "direct"))
-        ends.enter_context(serving(command(True, port), port, Path(folder) / "patched"))
-        proxy = ends.enter_context(proxied(port, "--budget", str(budget_of(_HISTORY))))
-        pairs = measure_first_bytes(direct, proxy.port, _HISTORY, _PAIRS)
+    threads, words = str(reader.threads), ("-np", "1", "-c", "8192", "--jinja")
+    options = (*words, "-t", threads, "-tb", threads)
+    with (
+        running(ensure_server(patched=False), model, *options, saves=False) as direct,
+        running(ensure_server(), model, *options, "--evoke-ram", "512", saves=False) as patched,
+        proxied(patched.port, "--budget", str(budget_of(_HISTORY))) as proxy,
+    ):
+        pairs = measure_first_bytes(direct.port, proxy.port, _HISTORY, _PAIRS)
     row = first_byte_row(model.name, _HISTORY, pairs)
     columns = {"template": "model", "tokens": "prompt tokens", "budget": "budget", "pairs": "pairs",
                "direct_ms": "direct, ms", "through_ms": "through the proxy, ms",

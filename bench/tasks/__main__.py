@@ -23,7 +23,7 @@ Parts besides `all`: `factorial` measures what each signal of the ranking is wor
 (`bench/evidence/factorial.py`), `agree` runs the default in both forms.
 
 *Against* the fills, other settings of the proxy, no eviction. *Fails* when the default misses a bar
-(`BARS`) or a criterion of `bench/criteria.py` in a cell: a kind of task, or all, at
+(`BARS`) or a criterion of `bench/presence.py` in a cell: a kind of task, or all, at
 one length and budget; intervals draw whole templates; or when both forms differ (`agree`).
 
 The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
@@ -36,10 +36,20 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from bench import charts, criteria
+from bench import charts
 from bench.driver import Report, Row, option, run_parts
 from bench.engines import history_of
-from bench.presence import Asked, Corpus, Talk, cells, misses, summarise, tables, verdicts_of
+from bench.presence import (
+    Asked,
+    Corpus,
+    Talk,
+    cells,
+    failed,
+    misses,
+    summarise,
+    tables,
+    verdicts_of,
+)
 from bench.tasks.cases import TEMPLATES, Case, cases, kinds
 
 # Cases of a kind by the length of conversations, and for all other lengths.
@@ -147,7 +157,7 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     summary = summary_of(rows)
     bars = bars_of(summary)
     missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
-    missed += criteria.failed(verdicts_of(summary))
+    missed += failed(verdicts_of(summary))
     said = ["\n\n".join(tables(summary)), *misses(rows, CORPUS.talks(args), args.misses)]
     found = {"split": args.split, "lengths": summary, "bars": bars, "missed": missed}
     drawn = picture(summary, args.split)

@@ -18,11 +18,14 @@ import numpy.typing as npt
 import orjson
 
 from bench.engine_in_process import DEFAULT_OPTIONS, LocalReply, body_of, reply_of
+from bench.slot_in_process import evictions
 from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
 from bench.traces.stock import shared
 from bench.traces.texts import ANSWER, Prompt, Scale, Tokens, tokenized
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.adapters.llama.transport import Reply
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import DecodeBudget
 from evoke_proxy.errors import UpstreamRejected
 
 # What identifies a copy: range, hash of all tokens up to its end, and visibility (0: whole).
@@ -724,32 +727,16 @@ class PatchedServer:
     def _evict(self, slot: Slot, at: int, wanted: int, limit: int) -> int:
         """Evict rows for the next batch, in the order of the budget; return the rows left."""
         stream = slot.stream
-        sink, recent = stream.get("sink", 4), stream.get("recent", max(32, slot.n_rows // 4))
-        end = max(0, at - max(1, recent))
-        spared = np.zeros(at, np.bool_)
-        spared[:sink] = True
-        for start, stop in stream.get("protect", ()):
-            spared[start:stop] = True
-        used = slot.n_rows
-        order = [(it["p0"], it["p1"], it["name"]) for it in stream.get("order", ())]
-        for start, stop, name in order:
-            if used + wanted <= limit:
-                return used
-            span = slot.rows[start:stop]
-            if stop <= end and span.any() and span.all() and not spared[start:stop].any():
-                self._auto_evict(slot, start, stop, name)
-                used -= stop - start
-        block = stream.get("block", 64)
-        while used + wanted > limit:
-            free = np.flatnonzero(slot.rows[:end] & ~spared[:end])
-            if not len(free):
-                break
-            start = int(free[0])
-            run = free[: block - start % block] - np.arange(len(free[: block - start % block]))
-            stop = start + int((run == start).sum())
-            self._auto_evict(slot, start, stop, f"auto/{slot.id}.{slot.epoch}/{start}-{stop}")
-            used -= stop - start
-        return used
+        recent = stream.get("recent", max(32, slot.n_rows // 4))
+        protect = tuple(Span(start, end) for start, end in stream.get("protect", ()))
+        sink, block = stream.get("sink", 4), stream.get("block", 64)
+        budget = DecodeBudget(limit, sink, recent, block, protect)
+        order = [(Span(it["p0"], it["p1"]), it["name"]) for it in stream.get("order", ())]
+        for span, name in evictions(slot.rows[:at].copy(), (at, wanted), budget, order):
+            if name.startswith("auto/"):
+                name = f"auto/{slot.id}.{slot.epoch}/{span.start}-{span.end}"
+            self._auto_evict(slot, span.start, span.end, name)
+        return slot.n_rows
 
     def _auto_evict(self, slot: Slot, start: int, end: int, name: str) -> None:
         saved: str | None = name

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import criteria, fills, stats
+from bench import fills, presence, stats
 from bench.engines import DEFAULT, SETTINGS, InProcess, share_resident
 from bench.evidence import factorial
 from bench.evidence.__main__ import grouped, talk_of
@@ -182,20 +182,20 @@ def test_criteria_compare_with_the_best_of_each_group() -> None:
         *_rows("fused all", talks),
         *_rows("no recall", dict.fromkeys(talks, 0)),
     ]
-    verdicts = {v["criterion"]: v for v in criteria.verdicts("cell", rows)}
-    fusion = verdicts[criteria.FUSION]
+    verdicts = {v["criterion"]: v for v in presence.verdicts("cell", rows)}
+    fusion = verdicts[presence.FUSION]
     assert (fusion["against"], fusion["other"], fusion["verdict"]) == ("fused all", 100.0, "FAIL")
-    single = verdicts[criteria.FILL]
+    single = verdicts[presence.FILL]
     assert (single["against"], single["low"], single["verdict"]) == ("vectors", 0.0, "pass")
-    assert verdicts[criteria.NO_RECALL]["low"] >= 75.0
-    assert criteria.failed(verdicts.values()) == [f"cell: {criteria.FUSION}"]
-    assert criteria.verdicts("cell", rows, arm="missing") == []
+    assert verdicts[presence.NO_RECALL]["low"] >= 75.0
+    assert presence.failed(verdicts.values()) == [f"cell: {presence.FUSION}"]
+    assert presence.verdicts("cell", rows, arm="missing") == []
 
 
 def test_a_difference_above_minus_three_passes_for_few_conversations() -> None:
     def verdict(right: int) -> str:
         rows = [*_rows("default", {"a": right}, 50), *_rows("bm25", {"a": 40}, 50)]
-        return str(criteria.verdicts("cell", rows)[0]["verdict"])
+        return str(presence.verdicts("cell", rows)[0]["verdict"])
 
     assert [verdict(39), verdict(38), verdict(41)] == ["pass", "FAIL", "pass"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import limit, shift
+from bench import limit
 
 
 @pytest.mark.parametrize("largest", [0, 1, 5, 31, 32])
@@ -19,7 +19,7 @@ def test_the_search_finds_the_largest_number_of_conversations_that_work(
 
 
 def test_context_shift_drops_the_oldest_half_behind_what_is_kept() -> None:
-    left = shift.rows_left([1, 2, 3], range(10, 20), kept=1, cells=8)
+    left = limit.rows_left([1, 2, 3], range(10, 20), kept=1, cells=8)
     # Full at 7 tokens: 1 stays, three of the other six go; full again at 7.
     assert left == [1, 14, 15, 16, 17, 18, 19]
-    assert shift.rows_left([1, 2], [3, 4], kept=1, cells=8) == [1, 2, 3, 4]
+    assert limit.rows_left([1, 2], [3, 4], kept=1, cells=8) == [1, 2, 3, 4]

@@ -1,12 +1,11 @@
-"""The proof: fresh questions of a seed, bars, and the page."""
+"""The proof: fresh questions of a seed, bars, and the parts."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.proof import page
-from bench.proof.page import Bar, Part, broken
-from bench.proof.parts import ARMS, LENGTH, QUESTIONS, fresh_cases
+from bench.proof import parts as proof
+from bench.proof.parts import ARMS, LENGTH, QUESTIONS, Bar, Part, broken, fresh_cases
 from bench.tasks.cases import cases
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 
@@ -64,18 +63,20 @@ def test_a_paraphrase_shares_no_content_word_with_the_fact() -> None:
 )
 def test_a_bar_holds_within_its_bounds(bar: Bar, holds: bool) -> None:
     assert bar.holds == holds
-    assert page.holds([part(bar)]) == holds
+    assert proof.holds([part(bar)]) == holds
 
 
 def test_a_part_that_breaks_off_fails_the_proof() -> None:
     parts = [part(Bar("a", 3, least=3)), broken("copies", RuntimeError("no server"))]
-    assert not page.holds(parts)
-    assert "no server" in page.text(parts, ABOUT) and "1 of 2 bars hold" in page.text(parts, ABOUT)
+    assert not proof.holds(parts)
+    assert "no server" in proof.text(parts, ABOUT) and "1 of 2 bars hold" in proof.text(
+        parts, ABOUT
+    )
 
 
 def test_both_pages_have_every_row_and_bar() -> None:
     parts = [part(Bar("at best", 93.3, least=85), Bar("slow", 40, most=25))]
-    text, html = page.text(parts, ABOUT), page.html(parts, ABOUT)
+    text, html = proof.text(parts, ABOUT), proof.html(parts, ABOUT)
     for word in ("default", "random", "93.3", "at best", "at least 85", "FAILS", "at most 25"):
         assert word in text and word in html, word
     assert "a &lt;machine&gt;" in html and "<machine>" not in html
