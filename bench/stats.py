@@ -128,6 +128,21 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
 
+def difference_of_shares(sums: Floats, sizes: Floats) -> dict[str, float]:
+    """Return by how many points the share with something is larger, with its 95 % interval.
+
+    `sums` and `sizes` [conversations, 2] are how many were right and how many were asked in each
+    conversation, without it and with it.
+    """
+    n = len(sums)
+    drawn = np.random.default_rng(1).integers(0, n, (_PAIRED_DRAWS, n))
+    shares = 100.0 * sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+    low, high = np.percentile(shares[:, 1] - shares[:, 0], [2.5, 97.5])
+    without, with_it = (100.0 * sums.sum(axis=0) / sizes.sum(axis=0)).tolist()
+    found = {"points": with_it - without, "low": low, "high": high}
+    return {name: round(float(value), 1) for name, value in found.items()}
+
+
 def theil_sen(x: Floats, y: Floats) -> float:
     """Return the median of the slopes of all pairs of points."""
     first, second = np.triu_indices(len(x), 1)

@@ -25,11 +25,11 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.engines import InProcess, Setting
+from bench.stats import difference_of_shares
 from evoke_proxy.core.policy import standing
 from evoke_proxy.core.retrieval import bm25, ranking
 
 SIGNALS = ("stems", "neighbours", "vectors", "second look", "standing share")
-_DRAWS = 2000
 Row = Mapping[str, Any]
 
 
@@ -93,12 +93,7 @@ def _effect(rows: Sequence[Row], signal: str) -> dict[str, float]:
         at = names.index(row["conversation"]), int(signal in row["signals"])
         sums[at] += row["whole"]
         sizes[at] += 1
-    drawn = np.random.default_rng(1).integers(0, len(names), (_DRAWS, len(names)))
-    shares = 100.0 * sums[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
-    low, high = np.percentile(shares[:, 1] - shares[:, 0], [2.5, 97.5])
-    total = 100.0 * sums.sum(axis=0) / sizes.sum(axis=0)
-    points = float(total[1] - total[0])
-    return {"points": round(points, 1), "low": round(float(low), 1), "high": round(float(high), 1)}
+    return difference_of_shares(sums, sizes)
 
 
 def measured(of: Callable[[InProcess, Setting], Iterable[Row]]) -> Iterator[Row]:
