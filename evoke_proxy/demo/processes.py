@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from evoke_proxy.config.policy_names import MODULES_VARIABLE
 from evoke_proxy.demo.client import DemoError
 
 # Context of the slot, tokens, and host memory for evicted blocks.
@@ -108,9 +109,16 @@ def stack(
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without variables that configure the server or the proxy."""
+    """This process's environment without variables that configure the server or the proxy.
+
+    The modules of further policies stay: they only make more policies available.
+    """
     prefixes = ("EVOKE_", "LLAMA_ARG_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name == MODULES_VARIABLE or not name.startswith(prefixes)
+    }
 
 
 def healthy(port: int) -> bool:

@@ -27,8 +27,10 @@ the distribution of each token. The table has, for each arm:
   changed   answers with at least one other most probable token, percent
   logprob   change of the log probability of the given answer, per token
 Arms: the defaults of the proxy; `discard`, nothing returns; `truncate`, the oldest messages are
-dropped; `oracle`, the blocks that the answer itself attends to. Policies of the modules that
-EVOKE_POLICY_MODULES names are further arms for --arms, such as `breadcrumb` of bench.policies.
+dropped; `random`, blocks chosen by chance; `oracle`, the blocks that the answer itself attends to.
+Where `random` is as good as `oracle`, the model says nothing about the choice of blocks. Policies
+of the modules that EVOKE_POLICY_MODULES names are further arms for --arms, such as `breadcrumb` of
+bench.policies.
 The patched llama-server is built first if it is missing, which takes minutes.
 Exit codes: 0 measured, 1 could not be measured, 2 wrong arguments."""
 

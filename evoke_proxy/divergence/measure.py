@@ -26,8 +26,13 @@ PROXY_ARMS: Mapping[str, Mapping[str, str]] = {
     "discard": {"evoke_recovery": "discard"},
     "truncate": {"evoke_policy": "truncate"},
 }
-ORACLE = "oracle"
-ARMS = (*PROXY_ARMS, ORACLE)
+CHANCE, ORACLE = "random", "oracle"
+# Arms that are measured without the proxy, beside the reference.
+_DIRECT_ARMS: Mapping[str, Callable[[Reference, Question, int], list[Step] | None]] = {
+    CHANCE: Reference.chance,
+    ORACLE: Reference.oracle,
+}
+ARMS = (*PROXY_ARMS, *_DIRECT_ARMS)
 _LEAST_BUDGET = 256
 _DRAWS, _FEWEST = 2000, 3
 Row = Mapping[str, Any]
@@ -79,18 +84,17 @@ def arm_names() -> tuple[str, ...]:
 def measure(
     llama: Port, talks: Sequence[Conversation], options: Options, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Return one row for each answer and arm; the reference and the oracle are measured first."""
+    """Return one row for each answer and arm; those that need no proxy are measured first."""
     reference = Reference(llama, options.n_top)
     rows: list[dict[str, Any]] = []
     found: dict[str, list[Measured]] = {}
     for talk in talks:
         found[talk.name] = []
-        for one, steps in _reference(llama, reference, talk, options):
+        for one, direct in _reference(llama, reference, talk, options):
             found[talk.name].append(one)
-            if steps is not None:
-                rows.append(_row(one, ORACLE, steps, {}))
+            rows += [_row(one, arm, steps, {}) for arm, steps in direct.items()]
         say(f"{talk.name}: {len(found[talk.name])} answers with the full cache")
-    for arm in (name for name in options.arms if name != ORACLE):
+    for arm in (name for name in options.arms if name not in _DIRECT_ARMS):
         with _proxy(llama, options.n_top) as proxy:
             for talk in talks:
                 rows += _through(proxy, talk, found[talk.name], arm, options)
@@ -100,8 +104,8 @@ def measure(
 
 def _reference(
     llama: Port, reference: Reference, talk: Conversation, options: Options
-) -> Iterator[tuple[Measured, Sequence[Step] | None]]:
-    """Yield the reference of each answer, and the steps of the oracle if it is measured."""
+) -> Iterator[tuple[Measured, Mapping[str, Sequence[Step]]]]:
+    """Yield the reference of each answer, and the steps of the arms that need no proxy."""
     chosen = talk.answers()[-options.answers :]
     asked = [question(llama, talk.messages, index, options.tokens) for index in chosen]
     budget = options.budget or max(_LEAST_BUDGET, len(asked[-1].prompt) // options.share)
@@ -111,8 +115,14 @@ def _reference(
         steps = reference.full(each)
         if steps is None:
             continue
-        best = reference.oracle(each, budget) if ORACLE in options.arms else None
-        yield Measured(talk.name, budget, each, steps), best
+        # The oracle reads the attention of the answer above, so it comes first.
+        direct = {
+            arm: _DIRECT_ARMS[arm](reference, each, budget)
+            for arm in (ORACLE, CHANCE)
+            if arm in options.arms
+        }
+        found = {arm: steps for arm, steps in direct.items() if steps is not None}
+        yield Measured(talk.name, budget, each, steps), found
 
 
 @contextmanager

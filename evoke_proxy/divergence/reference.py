@@ -1,14 +1,16 @@
-"""Answers with the whole prompt in the cache, and with the blocks that the answer attends to.
+"""Answers with the whole prompt in the cache, and with a part of its blocks.
 
-Both use block calls of llama-server directly, without the proxy. The oracle knows the answer: it
+All use block calls of llama-server directly, without the proxy. The oracle knows the answer: it
 keeps the blocks of the prompt to which the tokens of the answer gave most attention with the full
 cache, in the layers that llama-server captures, and evicts all others. Their rows were decoded
-with everything before them in the cache, which no policy can have after an eviction. So the oracle
-bounds what any choice of blocks can keep.
+with everything before them in the cache, which no policy can have after an eviction. Another choice
+is left to chance. Where it is as good as the oracle, the model does not tell blocks apart, and the
+comparison says nothing about any choice.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +22,8 @@ from evoke_proxy.divergence.llama import Port
 _BLOCK_TOKENS = 64
 _SINK_TOKENS = 16
 _LAYERS = 4
+# Blocks that are saved have names that begin with this.
+_NAME = "divergence"
 _CAPTURE: Mapping[str, Any] = {"op": "attn-capture", "mode": "sum", "window": 1}
 
 
@@ -54,7 +58,7 @@ def question(server: Port, messages: Sequence[Mapping[str, Any]], index: int, n:
 
 
 class Reference:
-    """Measures the reference and the oracle in slot 0 of a patched llama-server."""
+    """Measures the reference, the oracle and chance in slot 0 of a patched llama-server."""
 
     def __init__(self, server: Port, n_top: int) -> None:
         self._server = server
@@ -89,15 +93,31 @@ class Reference:
         """
         if not self._layers:
             return None
-        n_tokens = len(asked.prompt)
-        blocks = _blocks(asked)
-        answer = self._server.call(
-            "POST", "/slots/0?action=attention", {"ranges": [list(block) for block in blocks]}
+        ranges = [list(block) for block in _blocks(asked)]
+        answer = self._server.call("POST", "/slots/0?action=attention", {"ranges": ranges})
+        return self._with_best(asked, budget, answer["mass"])
+
+    def chance(self, asked: Question, budget: int) -> list[Step] | None:
+        """Return the steps with blocks chosen by chance; call it after `full`.
+
+        The choice depends only on the length of the prompt, so that a run can be repeated.
+
+        None when the memory of the model cannot go back to the end of the prompt.
+        """
+        draw = random.Random(len(asked.prompt))
+        return self._with_best(
+            asked, budget, [draw.random() * (end - start) for start, end in _blocks(asked)]
         )
+
+    def _with_best(
+        self, asked: Question, budget: int, masses: Sequence[float]
+    ) -> list[Step] | None:
+        """Return the steps without the blocks of least mass per token, which are loaded again."""
+        n_tokens = len(asked.prompt)
         room = budget - len(asked.answer) - (n_tokens - asked.last) - _SINK_TOKENS
         checkpoints = self._server.call("GET", "/slots/0/blocks").get("held", ())
-        away = _without(_evicted(blocks, answer["mass"], room), checkpoints)
-        names = [f"oracle/{start}-{end}" for start, end in away]
+        away = _without(_evicted(_blocks(asked), masses, room), checkpoints)
+        names = [f"{_NAME}/{start}-{end}" for start, end in away]
         ops: list[Mapping[str, Any]] = [
             *({"op": "save", "name": name, "p0": start, "p1": end}
               for name, (start, end) in zip(names, away, strict=True)),
@@ -107,7 +127,7 @@ class Reference:
         self._server.plan(*ops)
         steps, omitted = self._answered(asked)
         if names and omitted:
-            self._server.plan({"op": "load", "names": names})
+            self._server.plan({"op": "load", "names": names}, {"op": "drop", "names": names})
         return steps if omitted or not away else None
 
     def _answered(self, asked: Question) -> tuple[list[Step] | None, int]:

@@ -36,12 +36,14 @@ def test_the_default_agrees_with_the_full_cache_and_discard_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _measured(bundled_model(), _log(tmp_path, 88_001, 2), "--answers", "4")
-    default, discard, oracle = (found[arm] for arm in ("default", "discard", "oracle"))
-    assert default["answers"] == discard["answers"] == oracle["answers"] == 8
+    arms = ("default", "discard", "random", "oracle")
+    default, discard, chance, oracle = (found[arm] for arm in arms)
+    assert {found[arm]["answers"] for arm in arms} == {8}
     assert default["top1_percent"] >= 0.98 * oracle["top1_percent"]
     assert default["kl_mean"] < 0.1
-    # Without recovery the planted values are not in the cache.
+    # Without recovery, and with blocks chosen by chance, planted values are not in the cache.
     assert discard["top1_percent"] < 80 and discard["kl_mean"] > 1
+    assert chance["top1_percent"] < 80 and chance["kl_mean"] > 1
     assert found["truncate"]["top1_percent"] < 80
     rows = [row for row in found["rows"] if row["arm"] == "default"]
     assert all(row["omitted"] > 0.5 * row["prompt"] for row in rows)
@@ -50,12 +52,21 @@ def test_the_default_agrees_with_the_full_cache_and_discard_does_not(
 
 @pytest.mark.parametrize("shape", MEMORIES)
 def test_every_memory_is_measured(shape: str, tmp_path: Path) -> None:
-    options = ("--arms", "default,oracle", "--answers", "3", "--tokens", "12")
+    options = ("--arms", "default,random,oracle", "--answers", "3", "--tokens", "12")
     found = _measured(ensure(SHAPES[shape]), _log(tmp_path, 88_002, 1), *options)
-    assert found["default"]["answers"] == 3
-    assert found["oracle"]["answers"] == 3
-    # The most probable token of flat distributions says nothing: the oracle changes it as often.
+    assert {found[arm]["answers"] for arm in ("default", "random", "oracle")} == {3}
+    # The most probable token of flat distributions says nothing: `random` is as good as the oracle.
     assert 0 < found["default"]["kl_mean"] < 0.1
+    assert 0 < found["random"]["kl_mean"] < 0.1
+
+
+def test_policies_of_further_modules_are_arms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVOKE_POLICY_MODULES", "bench.policies")
+    options = ("--arms", "breadcrumb,random", "--answers", "2", "--tokens", "12")
+    found = _measured(bundled_model(), _log(tmp_path, 88_005, 1), *options)
+    assert found["breadcrumb"]["answers"] == found["random"]["answers"] == 2
 
 
 def test_without_evictions_there_is_nothing_to_compare(

@@ -109,6 +109,8 @@ def test_processes_do_not_inherit_settings_of_the_user(monkeypatch: pytest.Monke
     monkeypatch.setenv("EVOKE_UPSTREAM_URL", "http://elsewhere")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     monkeypatch.setenv("KEPT", "1")
+    monkeypatch.setenv("EVOKE_POLICY_MODULES", "bench.policies")
     environment = plain_environment()
     assert "EVOKE_UPSTREAM_URL" not in environment and "LLAMA_ARG_CTX_SIZE" not in environment
     assert environment["KEPT"] == "1"
+    assert environment["EVOKE_POLICY_MODULES"] == "bench.policies"
