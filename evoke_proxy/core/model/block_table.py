@@ -215,6 +215,10 @@ class BlockTable(Sequence[Block]):
         """Whether both tables share the same blocks in memory; if not, they may still be equal."""
         return self._blocks is other._blocks
 
+    def equals(self, other: BlockTable) -> bool:
+        """Whether both tables have equal blocks, and copies of the same ones."""
+        return self == other and bool(np.array_equal(self.copied, other.copied))
+
     def with_copies(self, copied: Mask) -> BlockTable:
         """Replace the mask `copied` [n] of blocks that have a copy in the host pool."""
         table = self._from_parts(self._blocks, self._labels, self._columns, copied)

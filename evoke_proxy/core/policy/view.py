@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from evoke_proxy.core.model.block_table import ROLES, BlockTable, FloatArray, Mask
 from evoke_proxy.core.model.blocks import Role, Span, clipped, without
@@ -138,6 +140,17 @@ class PolicyView:
         rows = clipped(self.resident, Span(self.n_past, max(self.n_past, top - 1)))
         return without(rows, self.non_evictable) if rows else ()
 
+    def equals(self, other: PolicyView) -> bool:
+        """Whether a decision on the other view, with the same vectors in the index, is the same."""
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in _COMPARED)
+            and self.index is other.index
+            and self.task.start == other.task.start
+            and _equal(self.task.focus, other.task.focus)
+            and all(_equal(getattr(self, name), getattr(other, name)) for name in _COMPARED_ARRAYS)
+            and self.blocks.equals(other.blocks)
+        )
+
     def recovered_labels(self, plan: Plan) -> list[str]:
         """Return the labels that a plan recovers, without those that only a restart removed."""
         labels = [load.label for load in plan.loads]
@@ -146,6 +159,23 @@ class PolicyView:
             adopted &= ~self.blocks.within(self.pre_restart_resident)
             labels += [block.label for block in self.blocks.pick(adopted)]
         return labels
+
+
+# The fields of a view that `PolicyView.equals` compares by value.
+_COMPARED = (
+    *("n_tokens", "n_past", "resident", "non_evictable", "n_free", "max_tokens", "adopt_to"),
+    *("pre_restart_resident", "stale"),
+)
+_COMPARED_ARRAYS = (
+    *("in_cache", "in_pool", "recovered", "attention", "last_attended", "model_relevance"),
+)
+
+
+def _equal(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    """Return whether two arrays are equal, or both are missing."""
+    if one is None or other is None:
+        return one is other
+    return one is other or bool(np.array_equal(one, other))
 
 
 @dataclass(frozen=True, slots=True)

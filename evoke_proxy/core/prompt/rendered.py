@@ -204,6 +204,37 @@ class Rendered:
             _memory=memory,
         )
 
+    def followed_by(self, last: Rendered, n_messages: int) -> Rendered:
+        """Return the expected rendering of this prompt and the messages that follow it.
+
+        `last` is the rendering of the last message of this prompt and of those that follow it,
+        `n_messages` in all. A template may render them otherwise behind the other messages, so
+        the result may differ from llama-server's own rendering. It has the slots of `last`. Raises
+        ValueError when the two cannot be joined.
+        """
+        if self.media or last.media or self.turns or len(last.spans) != n_messages:
+            raise ValueError("not every message has its own tokens")
+        start, end = self.generation, last.spans[0].span.end
+        shift, first = start - end, self.spans[-1].index - last.spans[0].index
+        added = last.spans[1:]
+        columns = {
+            "index": [item.index + first for item in added],
+            "role": [str(item.role) for item in added],
+            "end": [item.span.end + shift for item in added],
+        }
+        stops = last.sentence_starts[last.sentence_starts >= end] + shift
+        tokens, starts, memory = _completed(last.tokens[end:], stops, start, self)
+        generation = last.generation + shift
+        return Rendered(
+            tokens=tokens,
+            generation=generation,
+            spans=_message_spans(columns, generation, start, self.spans),
+            slots=last.slots,
+            sentence_starts=starts,
+            instance=last.instance,
+            _memory=memory,
+        )
+
     @property
     def turn_spans(self) -> Sequence[MessageSpan]:
         """The spans, with those of the turns of a transcript instead of the message that it is."""

@@ -55,6 +55,8 @@ _NO_MARK: _Mark = (False, 1.0)
 _FEW_BLOCKS = 32
 # Runs of text at other positions than before are decoded again when they have fewer tokens.
 _MIN_MOVED = 128
+# After this many expected turns in a row that came otherwise, only some turns are expected.
+_MAX_UNEXPECTED, _EXPECTED_AGAIN = 2, 8
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -139,6 +141,11 @@ class Session:
         self._task = Task()
         # The query that was compared last, the task before it, and the task after it.
         self._compared: tuple[Query, Task, Task] | None = None
+        # The turn that is expected next, with its plan, and how many came otherwise, in a row.
+        self._expected: tuple[Turn, Plan] | None = None
+        self._n_unexpected = 0
+        # Tokens that the template adds to an answer, behind those that the model has generated.
+        self._answer_frame: int | None = None
         # Copies of blocks of the previous prompt at their positions in the next one.
         self._moved: tuple[SavedRange, ...] = ()
         # The tokens of the latest finished prompt.
@@ -289,8 +296,33 @@ class Session:
         self._compared = query, self._task, self._task.after(query.topic, None)
         self.index.compare(query, self._compared[2].focus)
 
+    @property
+    def is_predictable(self) -> bool:
+        """Whether it is worth to `expect` the next turn, because the last ones came as expected."""
+        return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _EXPECTED_AGAIN == 0
+
+    def can_continue(self, rendered: Rendered, view: SlotView) -> bool:
+        """Return whether a prompt has as many tokens of the latest answer as the slot.
+
+        A tokenizer may make other tokens of a text than the model has generated.
+        """
+        frame = _answer_frame(rendered, view)
+        return self._answer_frame is None or frame == self._answer_frame
+
+    def expect(self, turn: Turn) -> None:
+        """Plan a turn that is expected next, and was begun on a draft of this session.
+
+        This shortens `plan`, and changes no result: a plan is used for an equal turn only.
+        """
+        self._expected = turn, decide(turn.view, turn.query, turn.config)
+
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
+        if self._expected is not None:
+            expected, plan = self._expected
+            is_same = expected.query is turn.query and expected.config == turn.config
+            if is_same and expected.view.equals(turn.view):
+                return plan
         return decide(turn.view, turn.query, turn.config)
 
     def lost_block_steps(self, turn: Turn) -> Sequence[Refill]:
@@ -337,6 +369,11 @@ class Session:
     def record(self, applied: AppliedPlan) -> None:
         """Record that llama-server has run the plan of `after`."""
         turn, plan = applied.turn, applied.plan
+        if self._expected is not None:
+            self._n_unexpected = 0 if plan is self._expected[1] else self._n_unexpected + 1
+            self._expected = None
+        if 0 < turn.slot.n_common == turn.slot.n_tokens:
+            self._answer_frame = _answer_frame(turn.rendered, turn.slot)
         self.layout = applied.layout
         self._outdated, self._unconfirmed = applied.outdated, applied.unconfirmed
         self._recovered = applied.recovered
@@ -689,6 +726,12 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     essential = essential_blocks(view, query.files, config.budget)
     needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
+
+
+def _answer_frame(rendered: Rendered, view: SlotView) -> int:
+    """Return the tokens of a prompt from the end of a slot to the end of the message there."""
+    spans = rendered.spans_after(view.n_tokens - 1)
+    return spans[0].span.end - view.n_tokens if spans else 0
 
 
 def _tokens_only_in_slot(layout: Layout) -> int:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
@@ -40,6 +41,8 @@ _STEPS_TO_SEND = 2
 # Of a longer prompt nothing is compared beside the rendering; of the new messages the latest ones
 # are analysed, and only those that may be one block.
 _MOST_TOKENS, _MAX_PREPARED, _MAX_PREPARED_CHARS = 65_536, 8, 512
+# Vectors that are made while a turn waits for nothing else.
+_FEW_VECTORS = 16
 # New messages of a turn whose previous body is not cached: an answer and a question.
 _NEW_MESSAGES = 2
 # Labels of blocks, each with the vectors [d] of its texts or with all of them as one array [k, d].
@@ -56,6 +59,22 @@ class PreparedQuery:
     texts: PreparedTexts = NOTHING_PREPARED
 
 
+class MoreWork(Protocol):
+    """Further work for a turn that is done while its prompt is rendered."""
+
+    def start(self, conversation: Conversation) -> None:
+        """Begin, for the conversation that the request probably continues."""
+        ...
+
+    async def finish(self, prepared: PreparedQuery, trace: RequestTrace) -> None:
+        """Do the rest; the result is not awaited longer than the rendering takes."""
+        ...
+
+    def stop(self) -> None:
+        """End, because the rendering has ended; `finish` then returns soon."""
+        ...
+
+
 class BlockVectors:
     """Gives planning the vectors that it uses; without an embedder there are none.
 
@@ -68,48 +87,63 @@ class BlockVectors:
         self._conversations = conversations
 
     async def prepare_beside(
-        self, render: Callable[[], Awaitable[Rendered]], request: ParsedChat, trace: RequestTrace
+        self,
+        render: Callable[[], Awaitable[Rendered]],
+        request: ParsedChat,
+        trace: RequestTrace,
+        more: MoreWork | None = None,
     ) -> tuple[Rendered, PreparedQuery]:
         """Call and await `render`, and prepare the ranking of the request at the same time.
 
         The query gets the vectors that could be made. The time that embedding takes longer than
-        rendering is counted as a wait, and the time of the other work as `trace.beside_s`.
+        rendering is counted as a wait, and the time of the other work as `trace.beside_s`. `more`
+        is done for a request that is ranked and continues a conversation.
         """
         loop, rendered_at = asyncio.get_running_loop(), 0.0
 
         async def timed() -> Rendered:
             nonlocal rendered_at
-            result = await render()
+            try:
+                result = await render()
+            finally:
+                if more is not None:
+                    more.stop()
             rendered_at = loop.time()
             return result
 
         config = effective_config(self._conversations.policy, request.chat)
         own = (k.own_budget and k.session.config.budget for k in self._conversations)
         is_ranked = uses_query(config) or quotes_past(config) or any(own)
-        preparing = self._prepared(request, is_ranked, trace)
+        preparing = self._prepared(request, trace, is_ranked, more)
         rendered, prepared = await asyncio.gather(timed(), preparing)
         if is_ranked and self._embedding.on:
             trace.add_wait("embed", loop.time() - rendered_at)
         return rendered, prepared
 
     async def _prepared(
-        self, request: ParsedChat, is_ranked: bool, trace: RequestTrace
+        self, request: ParsedChat, trace: RequestTrace, is_ranked: bool, more: MoreWork | None
     ) -> PreparedQuery:
         """The query of a request, and what its ranking needs, once the body is sent to render."""
         for _ in range(_STEPS_TO_SEND + len(request.body) // PIECE_BYTES):
             await asyncio.sleep(0)
-        with trace.beside():
-            query = query_of(request.chat)
         if not is_ranked:
-            return PreparedQuery(query=query)
+            with trace.beside():
+                return PreparedQuery(query=query_of(request.chat))
+        with trace.beside():
+            conversation = self._continued(request)
+            if conversation is not None and more is not None:
+                more.start(conversation)
+            query = query_of(request.chat)
         if self._embedding.on:
             query = await self._embedded_query(query, request.tenant, trace)
         with trace.beside():
-            conversation = self._continued(request)
             # While it is locked, a thread may change its index.
             if conversation is not None and not conversation.worker_lock.locked():
                 conversation.session.compare(query)
-            return PreparedQuery(query=query, texts=self._prepared_texts(request, query))
+            prepared = PreparedQuery(query=query, texts=self._prepared_texts(request, query))
+        if more is not None:
+            await more.finish(prepared, trace)
+        return prepared
 
     def _continued(self, request: ParsedChat) -> Conversation | None:
         """The conversation that a request probably continues, by the body that it extends.
@@ -164,6 +198,11 @@ class BlockVectors:
         if not self._embedding.is_immediate:
             return 0
         return max(0, len(session.layout.blocks) - session.index.n_with_vectors)
+
+    def lacks_few(self, session: Session) -> bool:
+        """Whether a turn of the session needs few new vectors, and none that come later."""
+        is_later = self._embedding.on and not self._embedding.is_immediate
+        return not is_later and self.n_missing(session) <= _FEW_VECTORS
 
     def embed_missing(self, session: Session, blocks: BlockTable) -> None:
         """Embed the blocks of a session that have no vectors, if the encoder is immediate.

@@ -36,6 +36,7 @@ from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
+from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan
 from evoke_proxy.engine.strategies.budgeted.lost_blocks import LostBlocks, RefillRecord
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, divided
@@ -73,7 +74,8 @@ class Planner:
         async def render() -> Rendered:
             return await divided(await self.render(turn, request.body, previous), request.chat)
 
-        return await self._vectors.prepare_beside(render, request, scope.trace)
+        early = EarlyPlan(self._server, self._vectors, turn.calls, request)
+        return await self._vectors.prepare_beside(render, request, scope.trace, early)
 
     async def render(
         self, turn: PreparedTurn | RenderedTurn, body: bytes, previous: Rendered | None = None
