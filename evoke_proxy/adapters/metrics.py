@@ -374,6 +374,12 @@ class Metrics:
             " (reused) or had to render the request again (rendered).",
             "result",
         )
+        self.early_plans = self._counter(
+            "evoke_early_plans",
+            "Turns that were planned while llama-server rendered their prompt, by whether this plan"
+            " was used (used) or the prompt or the slot was not as expected (replaced).",
+            "result",
+        )
         self.breaches = self._counter(
             "evoke_budget_breach",
             "Turns that exceeded their budget, or ran without one because of an error.",

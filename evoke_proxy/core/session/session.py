@@ -121,6 +121,8 @@ class Session:
         decided: The latest turn with a plan; None before the first.
         past: Removed messages, with `policy.past: quote`.
         past_index: The search index of the removed messages.
+        was_expected: Whether the plan that was recorded last is that of `expect`; None when no
+            turn was expected.
     """
 
     def __init__(self, id: str, tenant: str, config: PolicyConfig, can_adopt: bool = True) -> None:
@@ -137,12 +139,13 @@ class Session:
         self.decided: DecidedTurn | None = None
         self.past = Past()
         self.past_index = Index()
+        self.was_expected: bool | None = None
         self._can_adopt = can_adopt
         self._task = Task()
         # The query that was compared last, the task before it, and the task after it.
         self._compared: tuple[Query, Task, Task] | None = None
         # The turn that is expected next, with its plan, and how many came otherwise, in a row.
-        self._expected: tuple[Turn, Plan] | None = None
+        self._expected: tuple[DecidedTurn, Plan] | None = None
         self._n_unexpected = 0
         # Tokens that the template adds to an answer, behind those that the model has generated.
         self._answer_frame: int | None = None
@@ -302,19 +305,21 @@ class Session:
         return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _EXPECTED_AGAIN == 0
 
     def can_continue(self, rendered: Rendered, view: SlotView) -> bool:
-        """Return whether a prompt has as many tokens of the latest answer as the slot.
+        """Return whether a prompt seems to have the tokens of the latest answer that the slot has.
 
-        A tokenizer may make other tokens of a text than the model has generated.
+        A tokenizer may make other tokens of a text than the model has generated. It does when their
+        number differs by more than one; the slot lacks the last token of an answer that was cut.
         """
-        frame = _answer_frame(rendered, view)
-        return self._answer_frame is None or frame == self._answer_frame
+        before, frame = self._answer_frame, _answer_frame(rendered, view)
+        return before is None or abs(frame - before) <= 1
 
     def expect(self, turn: Turn) -> None:
         """Plan a turn that is expected next, and was begun on a draft of this session.
 
         This shortens `plan`, and changes no result: a plan is used for an equal turn only.
         """
-        self._expected = turn, decide(turn.view, turn.query, turn.config)
+        plan = decide(turn.view, turn.query, turn.config)
+        self._expected = DecidedTurn(turn.view, turn.query, turn.config), plan
 
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
@@ -369,9 +374,10 @@ class Session:
     def record(self, applied: AppliedPlan) -> None:
         """Record that llama-server has run the plan of `after`."""
         turn, plan = applied.turn, applied.plan
-        if self._expected is not None:
-            self._n_unexpected = 0 if plan is self._expected[1] else self._n_unexpected + 1
-            self._expected = None
+        expected, self._expected, self.was_expected = self._expected, None, None
+        if expected is not None:
+            self.was_expected = plan is expected[1]
+            self._n_unexpected = 0 if self.was_expected else self._n_unexpected + 1
         if 0 < turn.slot.n_common == turn.slot.n_tokens:
             self._answer_frame = _answer_frame(turn.rendered, turn.slot)
         self.layout = applied.layout
@@ -406,6 +412,7 @@ class Session:
         `accounting` is None if the reply broke off before reporting evictions. Sets `redecoded`.
         """
         self.turns += 1
+        self._expected = None
         planned, self._planned, self.redecoded = self._planned, None, 0
         if accounting is None:
             self.decoding_broke_off()

@@ -37,7 +37,11 @@ class EarlyPlan(MoreWork):
     """Makes the plan of one request early, where that is possible."""
 
     def __init__(
-        self, server: ServerResources, vectors: BlockVectors, calls: ServerCalls, request: ParsedChat
+        self,
+        server: ServerResources,
+        vectors: BlockVectors,
+        calls: ServerCalls,
+        request: ParsedChat,
     ) -> None:
         """`calls` are made with the key of the request's client."""
         self._server = server
@@ -45,7 +49,7 @@ class EarlyPlan(MoreWork):
         self._calls = calls
         self._request = request
         self._conversation: Conversation | None = None
-        self._last: asyncio.Task[Rendered] | None = None
+        self._last: asyncio.Task[Rendered | None] | None = None
         self._n_messages = 0
 
     def start(self, conversation: Conversation) -> None:
@@ -68,20 +72,30 @@ class EarlyPlan(MoreWork):
         last = self._last
         if last is None or self._conversation is None:
             return
-        await asyncio.wait([last])
-        if self._last is None or last.cancelled():
+        try:
+            await asyncio.wait([last])
+        except asyncio.CancelledError:
+            self.stop()
+            raise
+        rendered = None if self._last is None or last.cancelled() else last.result()
+        if rendered is None:
             return
         try:
             with trace.beside():
-                self._plan(self._conversation, last.result(), prepared)
+                self._plan(self._conversation, rendered, prepared)
         except Exception as error:
             # The turn is planned as any other, and a failure then has consequences.
             _log.debug("nothing is planned early: %r", error)
 
-    async def _rendered(self, body: bytes) -> Rendered:
+    async def _rendered(self, body: bytes) -> Rendered | None:
+        """The rendering of a body; None when llama-server does not render it."""
         AWAITED.set(None)  # the request does not wait for this call
         n_ctx = self._server.monitor.server.n_ctx
-        return await self._calls.blocks.render(RenderCall("chat", body, None, n_ctx))
+        try:
+            return await self._calls.blocks.render(RenderCall("chat", body, None, n_ctx))
+        except Exception as error:  # many templates refuse a part of a conversation
+            _log.debug("the last messages are not rendered alone: %r", error)
+            return None
 
     def _last_messages(self, conversation: Conversation) -> list[Message]:
         """The last message of the previous prompt and those that follow; [] to plan nothing early.

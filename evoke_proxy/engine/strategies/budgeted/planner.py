@@ -390,6 +390,9 @@ class Planner:
         conversation.budgeted.plan_ran(epoch)
         conversation.budgeted_history.plan_ran(started.config)
         conversation.budgeted.capture_started(self._attention.capture(started.config, conversation))
+        was_expected = conversation.session.was_expected
+        if was_expected is not None:
+            metrics.early_plans.labels(result="used" if was_expected else "replaced").inc()
         metrics.count_evictions("plan", len(plan.evicts))
         metrics.count_recoveries("question", len(plan.loads))
         metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))

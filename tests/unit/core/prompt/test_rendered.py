@@ -182,6 +182,37 @@ def test_another_conversation_may_use_only_rows_with_all_rows_before_them_visibl
     assert SlotView.parse(answer).adoptable_end == edge
 
 
+def compact(ends: list[int], n_tokens: int, stops: list[int], first: int = 0) -> Rendered:
+    """A rendering of messages of the user and the assistant, whose tokens are 0, 1, 2, ..."""
+    roles = ["user" if i % 2 == 0 else "assistant" for i in range(len(ends))]
+    columns = {"index": list(range(len(ends))), "role": roles, "end": ends}
+    tokens = list(range(first, first + n_tokens))
+    return Rendered.parse(
+        {"tokens": tokens, "stops": stops, "generation": ends[-1], "spans": columns}
+    )
+
+
+def test_a_rendering_is_continued_by_the_last_messages_alone() -> None:
+    previous = compact([10, 20, 30], 32, [5, 15, 25, 31])
+    last = compact([12, 20, 33], 35, [4, 12, 16, 25], first=18)  # two tokens more at its beginning
+    whole = compact([10, 20, 30, 38, 51], 53, [5, 15, 25, 30, 34, 43])
+    joined = previous.followed_by(last, 3)
+    assert joined.tokens.tolist() == whole.tokens.tolist()
+    assert joined.generation == whole.generation
+    assert list(joined.spans) == list(whole.spans)
+    assert joined.sentence_starts.tolist() == whole.sentence_starts.tolist()
+    assert previous.tokens.tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("n_messages", [2, 4])
+def test_messages_without_tokens_of_their_own_cannot_be_joined(n_messages: int) -> None:
+    previous, last = compact([10, 20, 30], 32, []), compact([10, 18, 31], 33, [])
+    with pytest.raises(ValueError, match="tokens"):
+        previous.followed_by(last, n_messages)
+    with pytest.raises(ValueError, match="tokens"):
+        replace(previous, media=(Span(1, 2),)).followed_by(last, 3)
+
+
 def test_images_are_parsed_and_are_no_tokens() -> None:
     tokens = np.array([5, -7, -9, 6], "<i4")
     answer = {"tokens": tokens.tolist(), "generation": 3, "media": [[1, 3]]}

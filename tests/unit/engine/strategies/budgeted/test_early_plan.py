@@ -1,0 +1,346 @@
+"""Turns that are planned while their prompt is rendered, from a rendering of the last messages."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evoke_proxy.adapters.llama.block_api import RenderCall
+from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.registry import decide
+from evoke_proxy.core.policy.turn import Turn
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval.query import query_of
+from evoke_proxy.core.servers.slot_pool import SlotPool
+from evoke_proxy.core.session.accounting import TokenAccounting
+from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan
+
+CONFIG = PolicyConfig(
+    budget=192, block_tokens=64, sink_tokens=8, recent_tokens=32, reserve_tokens=32
+)
+EPOCH = 7
+Messages = Sequence[dict[str, Any]]
+TOPICS = "fox river bridge garden lamp winter violin harbour window market cellar pepper".split()
+STORY: Messages = [
+    {"role": role, "content": f"{topic} {role} says that the {topic} has number {i}. It is so."}
+    for i, topic in enumerate(TOPICS)
+    for role in ("user", "assistant")
+]
+QUESTION = {"role": "user", "content": "Which number has the river?"}
+ANSWER = {"role": "assistant", "content": "Number 1 it is"}
+NEXT = {"role": "user", "content": "Which number has the violin, and which the lamp?"}
+
+
+def words_of(message: dict[str, Any]) -> list[int]:
+    words = str(message["content"]).split()
+    return [sum(map(ord, word)) * 31 + len(word) for word in words]
+
+
+def answer_of(messages: Messages, slots: Sequence[SlotView] = ()) -> dict[str, Any]:
+    """A compact reply to a call to render: a token for each word, one before and one behind."""
+    tokens, ends = list[int](), list[int]()
+    for message in messages:
+        tokens += [1 if message["role"] == "user" else 2, *words_of(message), 3]
+        ends.append(len(tokens))
+    raw = np.array([*tokens, 2], "<i4").tobytes()
+    return {
+        "tokens_b64": base64.b64encode(raw).decode(),
+        "stops": [end - 4 for end in ends],
+        "generation": len(tokens),
+        "spans": {
+            "index": list(range(len(messages))),
+            "role": [message["role"] for message in messages],
+            "end": ends,
+        },
+        "slots": [
+            {
+                "id": one.id,
+                "epoch": one.epoch,
+                "n_tokens": one.n_tokens,
+                "resident": [[span.start, span.end] for span in one.resident],
+                "n_free": one.n_free,
+            }
+            for one in slots
+        ],
+    }
+
+
+def rendered(messages: Messages, slots: Sequence[SlotView] = ()) -> Rendered:
+    return Rendered.parse(answer_of(messages, slots))
+
+
+def request_of(messages: Messages, previous: Rendered | None = None, **fields: Any) -> ParsedChat:
+    chat = parse_chat("chat", {"messages": list(messages), "max_tokens": 8, **fields})
+    incoming = IncomingRequest(dialect="chat", body=b"", headers={})
+    return ParsedChat(incoming=incoming, tenant="", body=b"", chat=chat, previous=previous)
+
+
+@dataclass
+class Server:
+    """A server with one slot, which renders messages and counts the calls."""
+
+    view: SlotView
+    # Replaces the rendering of the last messages.
+    change: Callable[[Rendered], Rendered] = lambda one: one
+    delay_s: float = 0.0
+    calls: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        pool = SlotPool(1, 4)
+        pool.request("s", "", 0.0)
+        pool.release(0, 0.0)
+        self.slots = SimpleNamespace(pool=pool)
+        self.monitor = SimpleNamespace(server=SimpleNamespace(n_ctx=4096, n_slot_cells=4096))
+        self.blocks = self
+
+    async def render(self, call: RenderCall) -> Rendered:
+        body = json.loads(call.body)
+        self.calls.append(body)
+        await asyncio.sleep(self.delay_s)
+        return self.change(rendered(body["messages"], [self.view]))
+
+
+class WordsOnly:
+    """An embedding service without an encoder."""
+
+    on = is_immediate = False
+
+
+def finished_turn(config: PolicyConfig = CONFIG) -> tuple[Conversation, Rendered, SlotView]:
+    """A conversation after its first turn, the rendering of that, and the slot after the answer."""
+    messages = [*STORY, QUESTION]
+    session, prompt = Session("s", "", config), rendered(messages)
+    empty = SlotView(0, EPOCH, 0, 0, (), 4096)
+    chat = request_of(messages).chat
+    turn = session.begin(prompt, empty, chat, query_of(chat))
+    session.applied(turn, session.plan(turn))
+    n_answer, n_prompt = len(words_of(ANSWER)), len(prompt.tokens)
+    end = n_prompt + n_answer
+    blocks = session.layout.blocks
+    cold = [block for block in blocks if block.span.start >= 16 and block.span.end < end - 120]
+    evicted = tuple((block.span, block.label) for block in cold)
+    session.finish(TokenAccounting(n_prompt, 0, 0, 0, n_prompt, auto_evicted=evicted))
+    resident = (Span(0, cold[0].span.start), Span(cold[-1].span.end, end))
+    slot = SlotView(0, EPOCH, end, 0, resident, 4096 - sum(map(len, resident)))
+    conversation = Conversation(session, np.zeros(0, np.int32))
+    conversation.budgeted.plan_ran(EPOCH)
+    return conversation, prompt, slot
+
+
+async def planned(
+    server: Server, conversation: Conversation, request: ParsedChat, late: bool = False
+) -> PreparedQuery:
+    """Do the work beside the rendering of a request, which ends before that work if `late`."""
+    vectors = BlockVectors(WordsOnly(), Conversations(CONFIG, 9))  # type: ignore[arg-type]
+    early = EarlyPlan(server, vectors, server, request)  # type: ignore[arg-type]
+    early.start(conversation)
+    prepared = PreparedQuery(query=query_of(request.chat))
+    if late:
+        asyncio.get_running_loop().call_later(server.delay_s / 2, early.stop)
+    await early.finish(prepared, RequestTrace(0.0))
+    early.stop()
+    return prepared
+
+
+def begun(
+    conversation: Conversation, messages: Messages, slot: SlotView, prepared: PreparedQuery
+) -> Turn:
+    """The turn of a request, for the slot that its complete rendering has."""
+    prompt = rendered(messages)
+    view = replace(slot, n_common=min(slot.n_tokens, len(prompt.tokens)))
+    chat = request_of(messages).chat
+    return conversation.session.begin(prompt, view, chat, prepared.query, 4096)
+
+
+def was_planned_early(conversation: Conversation, turn: Turn) -> bool:
+    """Whether the session has the plan of a turn: then it does not make another one."""
+    return conversation.session.plan(turn) is conversation.session.plan(turn)
+
+
+def fresh_plan(turn: Turn) -> Plan:
+    return decide(turn.view, turn.query, turn.config)
+
+
+LONGER = [*STORY, QUESTION, ANSWER, NEXT]
+
+
+def test_a_turn_that_comes_as_expected_has_its_plan_when_it_is_rendered() -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot)
+    prepared = asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    assert server.calls == [{"messages": [QUESTION, ANSWER, NEXT]}]
+    turn = begun(conversation, LONGER, slot, prepared)
+    assert was_planned_early(conversation, turn)
+    plan = conversation.session.plan(turn)
+    assert plan == fresh_plan(turn)
+    assert plan.loads  # the question needs blocks that had left the slot
+
+
+def test_the_session_is_not_changed_before_the_turn_begins() -> None:
+    conversation, previous, slot = finished_turn()
+    session = conversation.session
+    before = session.layout, session.turns, session.pins, session.past
+    asyncio.run(planned(Server(slot), conversation, request_of(LONGER, previous)))
+    assert (session.layout, session.turns, session.pins, session.past) == before
+
+
+def with_other_token(one: Rendered) -> Rendered:
+    tokens = one.tokens.copy()
+    tokens[-3] += 1
+    return replace(one, tokens=tokens)
+
+
+def with_another_epoch(one: Rendered) -> Rendered:
+    return replace(one, slots=tuple(replace(slot, epoch=EPOCH + 1) for slot in one.slots))
+
+
+def with_fewer_rows(one: Rendered) -> Rendered:
+    return replace(one, slots=tuple(replace(slot, resident=(Span(0, 8),)) for slot in one.slots))
+
+
+def without_a_span(one: Rendered) -> Rendered:
+    return replace(one, spans=one.spans[1:])
+
+
+@pytest.mark.parametrize(
+    "change", [with_other_token, with_another_epoch, with_fewer_rows, without_a_span]
+)
+def test_a_turn_that_comes_otherwise_is_planned_as_it_is(
+    change: Callable[[Rendered], Rendered],
+) -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot, change)
+    prepared = asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    assert server.calls
+    turn = begun(conversation, LONGER, slot, prepared)
+    assert not was_planned_early(conversation, turn)
+    other, *_ = finished_turn()
+    expected = begun(other, LONGER, slot, prepared)
+    assert conversation.session.plan(turn) == other.session.plan(expected)
+
+
+def test_nothing_is_planned_when_the_whole_prompt_is_rendered_first() -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot, delay_s=0.05)
+    prepared = asyncio.run(planned(server, conversation, request_of(LONGER, previous), late=True))
+    assert server.calls
+    assert not was_planned_early(conversation, begun(conversation, LONGER, slot, prepared))
+
+
+def test_a_failure_to_render_the_last_messages_changes_nothing() -> None:
+    def fail(_: Rendered) -> Rendered:
+        raise ValueError("a template refuses it")
+
+    conversation, previous, slot = finished_turn()
+    prepared = asyncio.run(planned(Server(slot, fail), conversation, request_of(LONGER, previous)))
+    assert not was_planned_early(conversation, begun(conversation, LONGER, slot, prepared))
+
+
+def test_a_cancelled_request_leaves_no_call_behind() -> None:
+    async def cancelled() -> int:
+        conversation, previous, slot = finished_turn()
+        server = Server(slot, delay_s=60.0)
+        coroutine = planned(server, conversation, request_of(LONGER, previous))
+        work = asyncio.get_running_loop().create_task(coroutine)
+        await asyncio.sleep(0.01)
+        assert server.calls
+        work.cancel()
+        await asyncio.wait([work])
+        return len(asyncio.all_tasks()) - 1
+
+    assert asyncio.run(cancelled()) == 0
+
+
+def tool_messages() -> Messages:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        *(*STORY, QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}),
+        {"role": "tool", "content": "ok", "tool_call_id": "c"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [*STORY, QUESTION],  # sent again
+        tool_messages(),
+        [*STORY, QUESTION, ANSWER, NEXT | {"content": "word " * 9000}],
+        [*STORY, QUESTION, *[ANSWER, NEXT] * 20],
+    ],
+)
+def test_other_requests_are_not_planned_early(messages: Messages) -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot)
+    asyncio.run(planned(server, conversation, request_of(messages, previous)))
+    assert server.calls == []
+
+
+@pytest.mark.parametrize("budget", [None, 4096])
+def test_nothing_is_planned_early_where_nothing_is_ranked(budget: int | None) -> None:
+    conversation, previous, slot = finished_turn()
+    conversation.session.config = replace(CONFIG, budget=budget)
+    server = Server(slot)
+    asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    assert server.calls == []
+
+
+def test_another_running_request_is_not_delayed() -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot)
+    server.slots.pool.request("another", "", 0.0)
+    asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    assert server.calls == []
+
+
+def test_after_two_unexpected_turns_only_some_are_expected() -> None:
+    conversation, previous, slot = finished_turn()
+    session = conversation.session
+    messages: list[dict[str, Any]] = [*STORY, QUESTION]
+    asked = list[bool]()
+    for _ in range(10):
+        messages = [*messages, ANSWER, NEXT]
+        server = Server(slot, with_other_token)
+        prepared = asyncio.run(planned(server, conversation, request_of(messages, previous)))
+        asked.append(bool(server.calls))
+        turn = begun(conversation, messages, slot, prepared)
+        session.applied(turn, session.plan(turn))
+        n_prompt = len(turn.rendered.tokens)
+        session.finish(TokenAccounting(n_prompt, 0, 0, 0, n_prompt))
+        previous = turn.rendered
+        end = n_prompt + len(words_of(ANSWER))
+        slot = replace(slot, n_tokens=end, resident=(Span(0, end),), n_free=4096 - end)
+    assert asked == [True, True, *[False] * 5, True, False, False]
+
+
+def test_an_answer_of_other_tokens_than_generated_is_not_planned_early() -> None:
+    """The template adds one token to an answer, which the first turns show."""
+    conversation, previous, slot = finished_turn()
+    session = conversation.session
+    prepared = asyncio.run(planned(Server(slot), conversation, request_of(LONGER, previous)))
+    turn = begun(conversation, LONGER, slot, prepared)
+    session.applied(turn, session.plan(turn))
+    n_prompt = len(turn.rendered.tokens)
+    session.finish(TokenAccounting(n_prompt, 0, 0, 0, n_prompt))
+    end = n_prompt + len(words_of(ANSWER)) + 2  # the model generated two more tokens
+    slot = replace(slot, n_tokens=end, resident=(Span(0, end),), n_free=4096 - end)
+    messages, server = [*LONGER, ANSWER, NEXT], Server(slot)
+    prepared = asyncio.run(planned(server, conversation, request_of(messages, turn.rendered)))
+    assert server.calls
+    slot_then = replace(slot, n_tokens=n_prompt)
+    assert not was_planned_early(conversation, begun(conversation, messages, slot_then, prepared))
