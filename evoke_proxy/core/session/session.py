@@ -56,7 +56,7 @@ _FEW_BLOCKS = 32
 # Runs of text at other positions than before are decoded again when they have fewer tokens.
 _MIN_MOVED = 128
 # After this many expected turns in a row that came otherwise, only some turns are expected.
-_MAX_UNEXPECTED, _EXPECTED_AGAIN = 2, 8
+_MAX_UNEXPECTED, _RETRY_TURNS = 2, 8
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -302,7 +302,7 @@ class Session:
     @property
     def is_predictable(self) -> bool:
         """Whether it is worth to `expect` the next turn, because the last ones came as expected."""
-        return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _EXPECTED_AGAIN == 0
+        return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _RETRY_TURNS == 0
 
     def can_continue(self, rendered: Rendered, view: SlotView) -> bool:
         """Return whether a prompt seems to have the tokens of the latest answer that the slot has.
