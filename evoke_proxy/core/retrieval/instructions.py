@@ -394,9 +394,14 @@ def statement_points(text: str) -> float:
     return max(0.0, points - asks)
 
 
-# A question for a list: "which cities have I visited", "give me all open tickets", "who owes me".
+# A question for a list: "which cities have I visited", "give me all open tickets", "who owes me",
+# "what do you know about my aunt", "what must I keep in mind", "what did I lend, and to whom".
 _SEVERAL = re.compile(
     r"\b(?:all|every|each|everything|every(?:one|body)|list|summari[sz]e|overview)\b"
+    r"|\bwhat (?:do |did )?(?:you|we|i) (?:know|remember) (?:about|of)\b"
+    r"|\bwhat\b[^.?!]{0,40}\b(?:(?:keep|bear) in mind|(?:look|watch) out for|pay attention to)\b"
+    r"|\b(?:who|what|which|where|when|how (?:much|many))\b[^.?!]{3,80}(?:\band (?:to|for|from|with|"
+    r"on|by|at|in) (?:whom|what|which|where|when)\b|\b(?:to|for|from|with|on) (?:whom|what)[?! ]*$)"
     r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
     r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "
     r"(?:(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"

@@ -43,15 +43,17 @@ _FUNCTION_WORD_WEIGHT = 0.3
 # text has half the weight of the one before.
 _CONTEXT_WEIGHT = 0.5
 # Weights of rankings, beside 1 for the ranking by the whole text: by one clause of several, by a
-# message that the user sent directly before the last one, and by the names in the best units.
+# message that the user sent directly before the last one, and by the names in the best units; the
+# last one with a question for a list, which has a ranking more.
 _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
+_LIST_LOOK_UP_WEIGHT = 0.5
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
 # Weight of the ranking of the user's short statements, and the share of the query's words that a
 # unit must have to be a likely answer: the statements are used when none of them has this share, or
 # when the user asks for advice. A question for a list has several statements as its answer, some of
-# them in other words, so the statements have more weight.
-_STATEMENT_WEIGHT, _LIST_WEIGHT, _MIN_COVERAGE = 0.34, 0.8, 0.6
+# them in other words, so the statements have more weight than the ranking of all units.
+_STATEMENT_WEIGHT, _LIST_WEIGHT, _MIN_COVERAGE = 0.34, 1.3, 0.6
 # A longer text without a question mark tells something and asks for nothing.
 _SHORT_CHARS = 256
 # A unit of at most this many tokens, after one without a question mark, is an acknowledgement like
@@ -329,6 +331,7 @@ class UnitRanker:
             is_unsure = _asks(query.text) and not is_covered
         if query.n_own and asks_for_several(query.clauses[0]):
             first.append(replace(_statements(texts[0], points, after), weight=_LIST_WEIGHT))
+            second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
             first.append(_statements(texts[0], points, after))
         return interleaved(

@@ -200,6 +200,10 @@ def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
         "Give me all open tickets.",
         "Summarize the chapters of my story.",
         "And what kind of tools do we use?",
+        "Tell me what you know about my family.",
+        "I am cooking for them. What do I have to keep in mind?",
+        "Which of my things did I lend out, and to whom?",
+        "How much money did I spend on what?",
     ],
 )
 def test_a_question_for_a_list_is_recognized(text: str) -> None:
@@ -216,6 +220,10 @@ def test_a_question_for_a_list_is_recognized(text: str) -> None:
         "Which class did I take?",
         "When does the ferry leave?",
         "What was his name?",
+        "Do you know where I put the keys?",
+        "What is on the table?",
+        "I was there when it happened.",
+        "Where is the shop in which I bought it?",
     ],
 )
 def test_a_question_for_one_thing_is_not_one_for_a_list(text: str) -> None:
