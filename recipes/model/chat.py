@@ -14,6 +14,8 @@ from bench.model.facts import Fact
 
 START, END = "<|im_start|>", "<|im_end|>\n"
 HEAD = 3  # tokens of `<|im_start|>role\n`: every role name is one token
+# A thought stands between these. The template writes the first, so the model learns what follows.
+THINK, THOUGHT_END = "<think>\n", "\n</think>\n\n"
 
 # Loss weights: what the user says teaches little, the answers to questions teach everything.
 SYSTEM_W, USER_W, CHATTER_W, ACK_W, ANSWER_W = 0.02, 0.02, 0.06, 0.1, 1.0
@@ -35,7 +37,8 @@ Encoder = Callable[[str], Encoding]
 class Question:
     """One question: token ranges of the answer, of the value in it and of the fact asked for.
 
-    The value's range begins with the space before it. Where the fact was never told `fact` is None
+    The answer begins with the thought where there is one, and the value is then the one in the
+    thought. The value's range begins with the space before it. Where the fact was never told `fact` is None
     and the value "something I don't know".
     """
 
@@ -109,19 +112,29 @@ class Builder:
             said += fact.statement
         self.add(role, said + after, USER_W, spans)
 
-    def ask(self, fact: Fact, question: str) -> None:
-        """Append a question and its answer; `fact` needs its value only when it was stated."""
+    def ask(self, fact: Fact, question: str, thinking: bool = False) -> None:
+        """Append a question and its answer; `fact` needs its value only when it was stated.
+
+        With `thinking` a thought precedes the answer: what is asked for, and the answer itself.
+        """
         self.add("user", question, USER_W)
         span = self.spans.get(fact.key)
         said = fact.answer if span else fact.unknown_answer
-        base, offsets, header = self.add("assistant", said, ANSWER_W)
+        before = f"{THINK}The user needs {_name(fact)}. " if thinking else ""
+        whole = f"{before}{said}{THOUGHT_END}{said}" if thinking else said
+        base, offsets, header = self.add("assistant", whole, ANSWER_W)
+        first = base + (
+            _overlapping(offsets, header + len(THINK), header + len(whole))[0] if thinking else HEAD
+        )
+        self.weights[base + HEAD : first] = [0.0] * (first - base - HEAD)
+        header += len(before)
         space = len(fact.answer.removesuffix(".")) - len(fact.value) - 1
         value = _overlapping(offsets, header + space, header + len(said.removesuffix(".")))
         value = (base + value[0], base + value[1])
         # A number's space is a token, and says already that there is a number.
         for index in range(value[0], value[0] + (2 if span and fact.type == "number" else 1)):
             self.weights[index] = FIRST_W
-        answer = (base + HEAD, len(self.ids) - 1)
+        answer = (first, len(self.ids) - 1)
         paraphrased = question == fact.paraphrase
         self.questions.append(Question(fact, paraphrased, answer, value, span))
 
@@ -140,6 +153,11 @@ class Builder:
         count = min(length, len(self.ids))
         whole = [question for question in self.questions if question.answer[1] < count]
         return Chat(self.ids[:count], self.weights[:count], whole)
+
+
+def _name(fact: Fact) -> str:
+    """Return what a thought calls a fact: the words of the question in those of the statement."""
+    return fact.question.removeprefix("What is ").removesuffix("?")
 
 
 def _overlapping(offsets: Sequence[Span], start: int, end: int) -> Span:

@@ -10,20 +10,22 @@ from bench.model import facts, text, vocab
 from bench.model.facts import Fact
 from recipes.model.chat import SYSTEM_W, USER_W, Builder, Chat, Encoder
 
-QUESTION_TOKENS = 44
+QUESTION_TOKENS, THOUGHT_TOKENS = 44, 36
 FACT_TOKENS = 26  # told in a message of its own, with the answer to it
 _MAX_STATED = 40  # of about 65 facts that are not settings of files
+UNKNOWN_SHARE = 0.2
 MODES = {"dense": 5, "many": 5, "needle": 2, "sparse": 2}
 
 
-def chat(
-    rng: random.Random, length: int, encode: Encoder, mode: str | None = None, unknown: float = 0.2
-) -> Chat:
-    """Return one chat of at most `length` tokens; `unknown` is the share of "I don't know."."""
-    writer = Writer(rng, Builder(encode), length, unknown)
+def chat(rng: random.Random, length: int, encode: Encoder, thinking: float = 0.0) -> Chat:
+    """Return one chat of at most `length` tokens; a share `thinking` of the answers has a thought.
+
+    A share UNKNOWN_SHARE of the questions is answered by "I don't know.".
+    """
+    writer = Writer(rng, Builder(encode), length, thinking)
     if rng.random() < 0.6:
         writer.builder.add("system", rng.choice(vocab.SYSTEM_PROMPTS), SYSTEM_W)
-    getattr(writer, mode or rng.choices(list(MODES), list(MODES.values()))[0])()
+    getattr(writer, rng.choices(list(MODES), list(MODES.values()))[0])()
     return writer.builder.finish(length)
 
 
@@ -34,12 +36,13 @@ class Writer:
     rng: random.Random
     builder: Builder
     length: int
-    unknown: float
+    thinking: float
     asked: set[str] = field(default_factory=set)
 
     @property
     def _room(self) -> int:
-        return self.length - len(self.builder.ids) - QUESTION_TOKENS
+        reserved = QUESTION_TOKENS + (THOUGHT_TOKENS if self.thinking else 0)
+        return self.length - len(self.builder.ids) - reserved
 
     def dense(self) -> None:
         """Facts and questions in turns, an update or an unrelated exchange now and then."""
@@ -120,7 +123,7 @@ class Writer:
 
     def _ask(self) -> None:
         rng, stated = self.rng, list(self.builder.facts.values())
-        if rng.random() < self.unknown or not stated:
+        if rng.random() < UNKNOWN_SHARE or not stated:
             near = rng.choice(stated) if stated and rng.random() < 0.6 else None
             fact = self._new(near)
         else:
@@ -130,7 +133,8 @@ class Writer:
         question = fact.question
         if fact.paraphrase and rng.random() < 0.75:
             question = fact.paraphrase
-        self.builder.ask(fact, question)
+        # Without thoughts nothing is drawn, and a seed gives the chats of the bundled model.
+        self.builder.ask(fact, question, self.thinking > 0 and rng.random() < self.thinking)
 
     def _new(self, near: Fact | None = None, kinds: Sequence[str] = facts.KINDS) -> Fact:
         """Return a fact that was not stated yet, a near miss of another where one is given."""

@@ -138,17 +138,17 @@ def _moved(span: Span, place: Ints) -> Span | None:
 
 
 def row(
-    rng: random.Random, length: int, encode: Encoder, mode: str | None = None
+    rng: random.Random, length: int, encode: Encoder, thinking: float = 0.0
 ) -> tuple[Chat, Ints]:
     """Return a chat and its positions: 25 % with dropped blocks, 45 % with gaps, else as it is."""
     shape = rng.random()
     if shape < 0.25:
         longer = int(length * rng.choice((1.3, 1.6, 2.0, 3.0)))
-        chat, positions = sparsify(rng, draw_chat(rng, longer, encode, mode), length)
+        chat, positions = sparsify(rng, draw_chat(rng, longer, encode, thinking), length)
         if rng.random() < 0.25:
             positions = np.arange(len(chat.ids))
     else:
-        chat = draw_chat(rng, length, encode, mode)
+        chat = draw_chat(rng, length, encode, thinking)
         positions = np.arange(len(chat.ids))
         if shape < 0.7 and len(chat.ids) > 8:
             positions = positions + _gaps(rng, chat)
@@ -167,13 +167,15 @@ def _gaps(rng: random.Random, chat: Chat) -> Ints:
     return np.cumsum(gaps)
 
 
-def batch(rng: random.Random, length: int, rows: int, encode: Encoder) -> Batch:
+def batch(
+    rng: random.Random, length: int, rows: int, encode: Encoder, thinking: float = 0.0
+) -> Batch:
     """Return that many rows; the token at place t + 1 is the target of place t."""
     ids = np.full((rows, length), PAD, np.int64)
     weights, positions = np.zeros((rows, length), np.float32), np.zeros((rows, length), np.int64)
     questions: list[tuple[int, Question]] = []
     for index in range(rows):
-        chat, token_positions = row(rng, length, encode)
+        chat, token_positions = row(rng, length, encode, thinking)
         count = len(chat.ids)
         ids[index, :count], weights[index, :count] = chat.ids, chat.weights
         positions[index, :count] = token_positions
@@ -184,7 +186,7 @@ def batch(rng: random.Random, length: int, rows: int, encode: Encoder) -> Batch:
     return Batch(ids, targets, shifted, positions, questions)
 
 
-def worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> None:
+def worker(seed: int, queue: Any, phase: Any, scale: int = 1, thinking: float = 0.0) -> None:
     """Fill the queue with (phase, length, rows, batch) for ever; `phase[0]` says which phase.
 
     The sequence of lengths is the same for every worker and rank; `scale` multiplies the rows.
@@ -198,12 +200,16 @@ def worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> None:
             lengths = random.Random(77 + current)
         shapes = PHASES[current]
         length, rows, _ = lengths.choices(shapes, [share for _, _, share in shapes])[0]
-        made = batch(rng, length, rows * scale, encode)
+        made = batch(rng, length, rows * scale, encode, thinking)
         queue.put((current, length, rows * scale, made))
 
 
-def start_worker(seed: int, queue: Any, phase: Any, scale: int = 1) -> multiprocessing.Process:
+def start_worker(
+    seed: int, queue: Any, phase: Any, scale: int = 1, thinking: float = 0.0
+) -> multiprocessing.Process:
     """Start a process that runs `worker`; it ends with this one."""
-    process = multiprocessing.Process(target=worker, args=(seed, queue, phase, scale), daemon=True)
+    process = multiprocessing.Process(
+        target=worker, args=(seed, queue, phase, scale, thinking), daemon=True
+    )
     process.start()
     return process

@@ -67,7 +67,7 @@ class Trainer:
         self._batches: Any = multiprocessing.Queue(max(6, 2 * args.workers))
         for index in range(args.workers):
             seed = 1000 + args.seed + 7919 * (args.rank * args.workers + index)
-            start_worker(seed, self._batches, self._phase, args.scale)
+            start_worker(seed, self._batches, self._phase, args.scale, args.thinking)
 
     def _flatten_gradients(self, parameters: list[Tensor]) -> None:
         """Make all gradients views of one tensor, so that ranks exchange it in one call.
@@ -249,6 +249,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, default=60e6, help="of all ranks together (60e6)")
     parser.add_argument("--max-steps", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--thinking", type=float, default=0.0, help="share of the answers that begin with a thought"
+    )
     model = parser.add_argument_group("model (ignored with --init)")
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--width", type=int, default=256)
