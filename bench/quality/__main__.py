@@ -16,9 +16,10 @@ test of the two. `visible`: questions whose fact was whole in the cache when the
 `peak_share`: of the budget in the worst turn. The last tables are of lost questions and of bars.
 
 Parts besides `full`: `quick` (three short sessions at 8x), `hybrid` (short sessions, for a model
-with recurrent layers, `--model`), `ceilings` (every task at three lengths, nothing evicted),
-`unseen` (questions that the training of the bundled model did not have, found by text, by the model
-itself and by both), `crossover` (InfLLM at every compression).
+with recurrent layers: by default that of `bench/model`), `thinking` (the same with a thought before
+each answer, which the template leaves out of the next prompt), `ceilings` (every task at three
+lengths, nothing evicted), `unseen` (questions that the training of the bundled model did not have,
+found by text, by the model itself and by both), `crossover` (InfLLM at every compression).
 
 *Against* no eviction, the oracle, `discard`, every other policy. *Fails* on a bar of
 `protocol.toml`."""
@@ -31,7 +32,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench.driver import Bench, Report, Row, option, run_parts
+from bench.driver import Bench, Option, Report, Row, option, run_parts
+from bench.model import HYBRID
 from bench.quality import plan, report
 from bench.quality.report import summarise
 from bench.quality.work import OPTIONS, TURN_FIELDS, first_seed, recorded
@@ -68,7 +70,7 @@ def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Rep
 
 def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     """A record without what only the journal needs to hold: 1 is a right answer, 0 a wrong one."""
-    kept = ("cell", "session", "arm", "tokens", "budget", "again", "faults", "wall_s")
+    kept = "cell session arm tokens budget again answers_again faults wall_s".split()
     turns = dict(zip(TURN_FIELDS, zip(*row["turns"], strict=True), strict=True))
     return {
         **{name: row[name] for name in kept},
@@ -85,13 +87,30 @@ _OPTIONS = (
     option("--policies", help="only these, beside never evicting (all there are)"),
     option("--part", help="every Nth session, from the Kth (1/1)", type=_part, metavar="K/N"),
 )
-PLANS = {"full": plan.FULL, "quick": plan.QUICK, "hybrid": plan.HYBRID, "ceilings": plan.CEILINGS,
-         "unseen": plan.UNTRAINED, "crossover": plan.CROSSOVER}  # fmt: skip
+# A model that can think does so by default.
+_OF_HYBRID = {"hybrid": "--reasoning off", "thinking": "--reasoning on"}
+
+
+def _options(part: str) -> Sequence[Option]:
+    """Return the options of a part; those of _OF_HYBRID have defaults of their own."""
+    if part not in _OF_HYBRID:
+        return _OPTIONS
+    own = (
+        option("--model", HYBRID, "a .gguf file"),
+        option("--server-args", _OF_HYBRID[part], "more options of the server"),
+    )
+    names = {each.name for each in own}
+    return (*(each for each in _OPTIONS if each.name not in names), *own)
+
+
+PLANS = {"full": plan.FULL, "quick": plan.QUICK, "hybrid": plan.HYBRID, "thinking": plan.HYBRID,
+         "ceilings": plan.CEILINGS, "unseen": plan.UNTRAINED,
+         "crossover": plan.CROSSOVER}  # fmt: skip
 PARTS = {
     name: Bench(
         each := "quality" if name == "full" else f"quality {name}", __doc__,
         "--tuning --cells facts12 --minutes 10", partial(measure, chosen), partial(reported, each),
-        (), _OPTIONS,
+        (), _options(name),
     )
     for name, chosen in PLANS.items()
 }  # fmt: skip

@@ -107,6 +107,7 @@ def _row(
         "visible": sum(bool(probe["visible"]) for probe, _ in flat) / n,
         "decoded_again": sum(bool(probe["decoded_again"]) for probe, _ in flat),
         "again_tokens": sum(record["again"] for record in records),
+        "answers_again": sum(record["answers_again"] for record in records),
         "wall_s": sum(record["wall_s"] for record in records),
         "peak_share": max(
             (turn[-1] / r["budget"] for r in records if r["budget"] for turn in r["turns"]),

@@ -23,6 +23,8 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import bench
 import evoke_proxy
 from bench.driver import MODEL, SERVER, option
@@ -33,7 +35,7 @@ from bench.quality.sessions import REPORTING, TUNING, Script, right
 from bench.record import Journal
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span, clipped, count, merged
-from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.demo.client import Reply, Turn, chat, read_turn, resident_now
@@ -72,14 +74,17 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A script as tokens. `ends[i]` is where message i ends; a prompt has `generation` tokens
-    behind its last message. `gold[i]` are the places where probe i's fact is told, `blocks` what
-    the proxy cuts the prompt into."""
+    """A script as tokens.
+
+    `ends[i]` is where message i ends; a prompt has `generation` tokens behind its last message, and
+    the next prompt lacks the last `opening` of them (`<think>`). `gold[i]` are the places where
+    probe i's fact is told, `blocks` what the proxy cuts the prompt into."""
 
     ends: Sequence[int]
     generation: int
     gold: Sequence[Sequence[Range]]
     blocks: Sequence[Draft]
+    opening: int = 0
 
     def prompt(self, n_messages: int) -> int:
         """How many tokens a request with the first messages has."""
@@ -128,7 +133,10 @@ def read(upstream: int, script: Script) -> Reading:
             raise ValueError(f"{script.name}: {probe.fact.statement!r} is not in the prompt")
         gold.append(found)
     generation = len(pieces) - rendered["generation"]
-    return Reading(ends, generation, gold, _blocks(rendered, body["body"]))
+    tokens = np.array(rendered["tokens"])
+    shared = common_prefix(tokens[-generation:], tokens[ends[script.turns[0] - 1] :])
+    blocks = _blocks(rendered, body["body"])
+    return Reading(ends, generation, gold, blocks, generation - shared)
 
 
 def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
@@ -154,7 +162,7 @@ def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
     return {item["id"]: str(item["piece"]) for item in answer["tokens"]}
 
 
-ANSWER_TOKENS = 40
+ANSWER_TOKENS, THOUGHT_TOKENS = 40, 60
 Spans = Sequence[Span]
 ORACLE = "oracle"
 TURN_FIELDS = ("prompt", "decoded", "recovered", "resident_before", "omitted", "resident_peak")
@@ -170,12 +178,13 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
     probes: list[dict[str, Any]] = []
     faults: list[str] = []
     first_probe = len(script.turns) - len(script.probes)
+    most = ANSWER_TOKENS + (THOUGHT_TOKENS if reading.opening else 0)
     for number, end in enumerate(script.turns):
         probing = number >= first_probe
         body = {
             "messages": list(script.messages[:end]),
             "temperature": 0,
-            "max_tokens": ANSWER_TOKENS if probing else 1,
+            "max_tokens": most if probing else 1,
             **arm.body(tokens),
         }
         if probing and arm.policy == ORACLE:
@@ -201,7 +210,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         "budget": budget,
         "probes": probes,
         "turns": [[getattr(turn, name) for name in TURN_FIELDS] for turn in turns],
-        "again": _redecoded_tokens(turns),
+        "again": _redecoded_tokens(turns, reading.opening),
+        "answers_again": _redecoded_answers(turns[first_probe:], reading.opening),
         "faults": [*faults, *_faults(turns, budget)],
         "wall_s": round(time.perf_counter() - began, 3),
     }
@@ -263,10 +273,20 @@ def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
     return [span for span in moved if left_out == 0 or span[0] >= system]
 
 
-def _redecoded_tokens(turns: Sequence[Turn]) -> int:
+def _redecoded_tokens(turns: Sequence[Turn], opening: int) -> int:
     """Tokens decoded that an earlier turn's prompt had already."""
-    pairs = zip(turns, turns[1:], strict=False)
-    return sum(max(0, now.decoded - max(0, now.prompt - before.prompt)) for before, now in pairs)
+    return sum(
+        max(0, now.decoded - max(0, now.prompt - before.prompt + opening))
+        for before, now in zip(turns, turns[1:], strict=False)
+    )
+
+
+def _redecoded_answers(turns: Sequence[Turn], opening: int) -> int:
+    """Answers that were decoded in the next turn too, although the model had generated them."""
+    return sum(
+        now.decoded >= now.prompt - before.prompt + opening
+        for before, now in zip(turns, turns[1:], strict=False)
+    )
 
 
 def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:

@@ -37,8 +37,8 @@ Encoder = Callable[[str], Encoding]
 class Question:
     """One question: token ranges of the answer, of the value in it and of the fact asked for.
 
-    The answer begins with the thought where there is one, and the value is then the one in the
-    thought. The value's range begins with the space before it. Where the fact was never told `fact` is None
+    The answer begins with the thought where there is one; the value is then that of the thought.
+    The value's range begins with the space before it. Where the fact was never told `fact` is None
     and the value "something I don't know".
     """
 

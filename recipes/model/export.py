@@ -21,6 +21,15 @@ CHAT_TEMPLATE = (
     " + '<|im_end|>' + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Opens a thought where `enable_thinking` is true, and leaves out those of earlier answers.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}{% set content = message['content'] %}"
+    "{% if message['role'] == 'assistant' and '</think>' in content %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking %}{{ '<think>\n' }}{% endif %}{% endif %}"
+)
 _EXAMPLES = """examples:
   python -m recipes.model.export out/model/run/final.pt out/model/tiny-recall-f16.gguf
 """
@@ -33,13 +42,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--context", type=int, default=8192, help="declared context (8192)")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
+    parser.add_argument("--thinking", action="store_true", help="with the template for thoughts")
     args = parser.parse_args()
-    export(load(args.checkpoint), args.out, args.tokenizer, args.context)
+    template = THINKING_TEMPLATE if args.thinking else CHAT_TEMPLATE
+    tokenizer = {**json.loads(args.tokenizer.read_text()), "chat_template": template}
+    export(load(args.checkpoint), args.out, tokenizer, args.context)
     print(args.out, args.out.stat().st_size, "bytes")
 
 
-def export(model: Model, out: Path, tokenizer: Path, context: int) -> None:
-    """Write the model with its tokenizer and chat template."""
+def export(model: Model, out: Path, tokenizer: Mapping[str, Any], context: int) -> None:
+    """Write the model with its tokenizer, whose `chat_template` is a key of its own."""
     import gguf
 
     writer = gguf.GGUFWriter(str(out), architecture(model.shape))
@@ -49,7 +61,7 @@ def export(model: Model, out: Path, tokenizer: Path, context: int) -> None:
     )
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     _write_shape(writer, model.shape, context)
-    _write_tokenizer(writer, json.loads(tokenizer.read_text()), model.shape.vocab)
+    _write_tokenizer(writer, tokenizer, model.shape.vocab)
     _write_tensors(writer, model)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -77,7 +89,7 @@ def _write_shape(writer: Any, shape: Shape, context: int) -> None:
     writer.add_vocab_size(shape.vocab)
 
 
-def _write_tokenizer(writer: Any, spec: dict[str, Any], size: int) -> None:
+def _write_tokenizer(writer: Any, spec: Mapping[str, Any], size: int) -> None:
     import gguf
 
     vocab, merges = spec["model"]["vocab"], spec["model"]["merges"]
@@ -97,7 +109,7 @@ def _write_tokenizer(writer: Any, spec: dict[str, Any], size: int) -> None:
     writer.add_pad_token_id(vocab["<|pad|>"])
     writer.add_add_bos_token(False)
     writer.add_eot_token_id(vocab["<|im_end|>"])
-    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.add_chat_template(spec["chat_template"])
 
 
 def _write_tensors(writer: Any, model: Model) -> None:
