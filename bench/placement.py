@@ -10,6 +10,9 @@ question asks for the fact. The bench calls the server directly, without the pro
 * `never`: nothing is evicted
 * `discard`: nothing is recovered
 
+`--rope` compares how the server computes positions beyond the trained length: `none`, `linear` or
+`yarn`. Beyond it an arm says something only where `never` still answers.
+
 *Against* `native`, `never` and `discard`. *Fails* never."""
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragra
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("never", "original", "late", "tail", "native", "discard")
+# Those in the middle share one text, decoded without the fact; the tail changes it, and is last.
+ARMS = ("never", "original", "late", "discard", "tail", "native")
 _TRAINED = 8192
+_MOST_TOKENS = 256  # more than a turn has
 _ANSWER: dict[str, Any] = {"n_predict": 32, "stop": ["<|im_end|>"]}
 
 
@@ -48,34 +53,51 @@ class Session:
             fact_span, answered, asked = (view["spans"][i] for i in (1, 2, -1))
             if asked["p0"] - answered["p1"] >= distance:
                 break
-            messages += [_said("user", paragraph(rng, SENTENCES)), _said("assistant", "I see.")]
+            missing = distance - (asked["p0"] - answered["p1"])
+            for _ in range(1 + missing // _MOST_TOKENS):
+                messages += [_said("user", paragraph(rng, SENTENCES)), _said("assistant", "I see.")]
         self._tokens: list[int] = view["tokens"]
         self._fact_span, self._answered = (fact_span["p0"], fact_span["p1"]), answered["p1"]
         self._asked: int = asked["p0"]
 
-    def row(self, arm: str) -> dict[str, Any]:
-        """Run one arm in an empty slot."""
+    def rows(self, arms: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Run these of ARMS, in that order."""
         self._llama.erase()
-        prompt = self._tokens if arm == "never" else self._moved() if arm == "native" else None
-        if prompt is None:
-            prompt = self._evicted(arm)
-        answer = self._llama.complete(prompt, **_ANSWER)
-        said = answer["content"].strip()
-        return {
-            "distance": self._distance,
-            "seed": self._seed,
-            "arm": arm,
-            "tokens": len(prompt),
-            "answer": said,
-            "recalled": recalled(said, self.fact.value),
-        }
+        evicted = False
+        for arm in (each for each in ARMS if each in arms):
+            if arm in ("never", "native"):
+                self._llama.erase()
+                prompt = self._tokens if arm == "never" else self._moved()
+            else:
+                self._evict(again=evicted)
+                evicted, prompt = True, self._recovered(arm)
+            answer = self._llama.complete(prompt, **_ANSWER)
+            said = answer["content"].strip()
+            yield {
+                "distance": self._distance,
+                "seed": self._seed,
+                "arm": arm,
+                "tokens": len(prompt),
+                "answer": said,
+                "recalled": recalled(said, self.fact.value),
+            }
 
-    def _evicted(self, arm: str) -> list[int]:
-        """The prompt that the slot then stands for, decoded up to the question."""
+    def _evict(self, again: bool) -> None:
+        """Leave the slot with all that stands before the question, decoded without the fact."""
         llama, (p0, p1) = self._llama, self._fact_span
-        llama.complete(self._tokens[: self._answered])
-        llama.act("block-save", name="fact", p0=p0, p1=p1, evict=True)
-        llama.complete(self._tokens[: self._asked] if arm != "late" else self._tokens)
+        if again:
+            llama.act("block-evict", p0=p0, p1=p1)
+        else:
+            llama.erase()
+            llama.complete(self._tokens[: self._answered])
+            llama.act("block-save", name="fact", p0=p0, p1=p1, evict=True)
+        llama.complete(self._tokens[: self._asked])
+
+    def _recovered(self, arm: str) -> list[int]:
+        """Bring the fact back as an arm does; return the prompt that the slot then stands for."""
+        llama = self._llama
+        if arm == "late":
+            llama.complete(self._tokens)
         if arm in ("original", "late"):
             llama.act("block-load", names=["fact"])
         if arm != "tail":
@@ -98,32 +120,44 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for each distance, session and arm."""
-    options = ["-c", str(args.cells), "-np", "1", "-t", "1", "--evoke-ram", "64", "-fa", "on"]
-    if args.cells > _TRAINED:
-        options += ["--override-kv", f"llama.context_length=int:{args.cells}"]
-    with running(ensure_server(), bundled_model(), *options) as llama:
-        for distance in args.distances:
-            for seed in range(args.first, args.first + args.seeds):
-                session = Session(llama, seed, distance)
-                yield from (session.row(arm) for arm in ARMS)
+    """Yield a row for each kind of RoPE, distance, session and arm."""
+    for rope in args.rope:
+        with running(ensure_server(), bundled_model(), *_options(args.cells, rope)) as llama:
+            for distance in args.distances:
+                for seed in range(args.first, args.first + args.seeds):
+                    session = Session(llama, seed, distance)
+                    yield from ({"rope": rope, **row} for row in session.rows(args.arms))
+
+
+def _options(cells: int, rope: str) -> list[str]:
+    """Return the server's options: positions are compressed into the trained length, or not."""
+    options = ["-c", str(cells), "-np", "1", "-t", "1", "--evoke-ram", "256", "-fa", "on"]
+    if cells > _TRAINED:
+        options += ["--override-kv", f"llama.context_length=int:{cells}"]
+    if rope != "none":
+        options += ["--rope-scaling", rope, "--rope-scale", str(cells / _TRAINED)]
+        options += ["--yarn-orig-ctx", str(_TRAINED)]
+    return options
 
 
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report the share of sessions that recall, by distance and arm."""
-    arms = []
-    for distance in args.distances:
-        for arm in ARMS:
-            mine = [r["recalled"] for r in rows if (r["distance"], r["arm"]) == (distance, arm)]
-            arms.append({"distance": distance, "arm": arm, **share_of(sum(mine), len(mine))})
+    """Report the share of sessions that recall, by kind of RoPE, distance and arm."""
+    cells = {(row["rope"], row["distance"], row["arm"]): list[bool]() for row in rows}
+    for row in rows:
+        cells[row["rope"], row["distance"], row["arm"]].append(row["recalled"])
+    arms = [
+        {"rope": rope, "distance": distance, "arm": arm, **share_of(sum(mine), len(mine))}
+        for (rope, distance, arm), mine in cells.items()
+    ]
     return Report({"arms": arms}, table=arms)
 
 
 BENCH = Bench(
     "placement", __doc__, "--seeds 5 --distances 500 2000", measure, report,
-    ("distance", "arm", "n", "right", "share", "interval_95"),
+    ("rope", "distance", "arm", "n", "right", "share", "interval_95"),
     (option("--seeds", 20, "how many sessions"), option("--first", 0, "the first seed"),
      option("--distances", (500, 2000, 6000), "tokens between"),
+     option("--arms", ARMS, "which"), option("--rope", ("none",), "none, linear or yarn"),
      option("--cells", _TRAINED, "of the slot; more than the trained length for longer distances")),
 )  # fmt: skip
 
