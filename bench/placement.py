@@ -69,7 +69,7 @@ class Session:
                 self._llama.erase()
                 prompt = self._tokens if arm == "never" else self._moved()
             else:
-                self._evict(again=evicted)
+                self._evict(is_saved=evicted)
                 evicted, prompt = True, self._recovered(arm)
             answer = self._llama.complete(prompt, **_ANSWER)
             said = answer["content"].strip()
@@ -82,10 +82,10 @@ class Session:
                 "recalled": recalled(said, self.fact.value),
             }
 
-    def _evict(self, again: bool) -> None:
+    def _evict(self, is_saved: bool) -> None:
         """Leave the slot with all that stands before the question, decoded without the fact."""
         llama, (p0, p1) = self._llama, self._fact_span
-        if again:
+        if is_saved:
             llama.act("block-evict", p0=p0, p1=p1)
         else:
             llama.erase()

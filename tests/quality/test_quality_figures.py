@@ -53,6 +53,7 @@ def record(session: str, arm: Arm, answers: str, visible: str = "", **more: Any)
         "ratio": arm.ratio,
         "budget": arm.budget(4000),
         "again": 0,
+        "answers_again": 0,
         "wall_s": 1.0,
         "faults": [],
         "turns": [[100, 100, 0, 0, 0, 90]],
