@@ -54,6 +54,8 @@ _MODEL_WEIGHT = 0.5
 # when the user asks for advice. A question for a list has several statements as its answer, some of
 # them in other words, so the statements have more weight than the ranking of all units.
 _STATEMENT_WEIGHT, _LIST_WEIGHT, _MIN_COVERAGE = 0.34, 1.3, 0.6
+# The share of the query's words from which on a unit has all of them; less is a rounding error.
+_ALL_WORDS = 1.0 - 1e-6
 # A longer text without a question mark tells something and asks for nothing.
 _SHORT_CHARS = 256
 # A unit of at most this many tokens, after one without a question mark, is an acknowledgement like
@@ -324,6 +326,8 @@ class UnitRanker:
         after, is_unsure = 0, False
         if first and len(first[0].order):
             coverage = self._coverage(query)
+            if not query.n_context and coverage[first[0].order[0]] < _MIN_COVERAGE:
+                first[0] = _covering_first(first[0], coverage)
             # Where the best unit has most of the query's words, other rankings come after it.
             if coverage[first[0].order[0]] >= _MIN_COVERAGE:
                 after = self._room_of_best(first[0].order)
@@ -648,6 +652,19 @@ def _bm25_scores(counts: _SparseRows, weights: FloatArray, norms: FloatArray) ->
     """Return the BM25 scores of counts [s, u], for weights [s] and length normalizations [u]."""
     weighted = weights[counts.rows] * counts.values * (_K1 + 1)
     return counts.with_values(weighted / (counts.values + norms[counts.columns]))
+
+
+def _covering_first(ranking: Ranking, coverage: FloatArray) -> Ranking:
+    """Return the ranking with those of its best units first that have all words of the query.
+
+    A short unit that has only the common one of two words may rank above a long one with both.
+    """
+    best = ranking.order[:_COMPARED_UNITS]
+    has_all = coverage[best] >= _ALL_WORDS
+    if has_all[: has_all.sum()].all():
+        return ranking
+    order = np.concatenate([best[has_all], best[~has_all], ranking.order[_COMPARED_UNITS:]])
+    return replace(ranking, order=order)
 
 
 def _first_terms(terms: Sequence[str]) -> list[str]:

@@ -14,8 +14,10 @@ import evoke_proxy.core.retrieval.index as index_module
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
+from evoke_proxy.core.retrieval.fusion import Ranking
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.ranking import _covering_first
 from evoke_proxy.core.retrieval.units import Units
 
 WORDS = ("harbour", "harbours", "ferry", "red", "the", "fox", "Oslo", "where", "key-7", "show")
@@ -80,6 +82,15 @@ def test_a_long_message_that_has_only_good_neighbours_comes_after_a_short_one_of
     query = Query.of("What does my sister play in the evening on her cello?")
     found = Index().unit_order(query, table, Units.of(table, 256), len(table), None).tolist()
     assert found[:2] == [9, 3] and {8, 10} <= set(found)
+
+
+def test_messages_with_all_words_come_first_in_their_order() -> None:
+    coverage = np.array([0.3, 1.0, 0.3, 0.9, 1.0])
+    ranking = Ranking(np.array([2, 0, 4, 3, 1]), weight=0.5)
+    found = _covering_first(ranking, coverage)
+    assert found.order.tolist() == [4, 1, 2, 0, 3] and found.weight == 0.5
+    assert _covering_first(found, coverage) is found
+    assert _covering_first(ranking, np.zeros(5)) is ranking
 
 
 def test_a_function_word_that_is_a_noun_or_a_verb_of_the_question_counts() -> None:
