@@ -12,15 +12,22 @@ The page cache holds nothing of the files at the second turn. Arms:
 * `ours-plain`: the proxy, and a template that rewrites nothing (that of the bundled model)
 * `ours-at-once`: the proxy, restarted directly after the first reply, without a pause in which it
   could decode ahead
+* `alone`: as `ours-plain`, but after the restart llama-server restores the proxy's file by itself:
+  nothing is verified
 
 Columns of the second turn: `ttft_ms` is the time to the first token, `decoded` the number of tokens
 that the server decoded, `ahead` the number that it had decoded ahead in the pause before the
 restart, `restore_ms` the time to verify and restore the snapshot, `disk_ms` the time to read as
-many bytes once at the median speed of five readings, `share` the latter divided by the former,
+many bytes once, `share` the latter divided by the former, `share_min` and `share_max` its extremes,
 `cached` the share of the files' pages that were in the page cache although the system was told to
 drop them (by `mincore`). If that is more than a hundredth, the speed of the disk is measured with
-O_DIRECT. Files of the model `wide` have at least 200 MiB. Sizes of 28,672 tokens are for models
-with few, narrow layers; the others would take hours on a CPU.
+O_DIRECT. The disk is read three times before the second turn and three times after it; the median
+counts. A virtual machine may have to get memory back from its host before it can read a file into
+it, so as much memory as the file has bytes is touched and freed before each reading and before the
+second turn. Arms that restore a snapshot have the restart and the second turn `--restarts` times,
+each with the files of the first turn; the medians count. Files of the model `wide` have at least
+200 MiB. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours
+on a CPU.
 
 Every measurement is written at once: an interrupted run continues where it stopped while the
 sources and the server are the same.
@@ -37,6 +44,7 @@ import http.client
 import json
 import mmap
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -59,14 +67,15 @@ from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 
-ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours", "ours-plain", "ours-at-once")
-_OURS = ("ours", "ours-plain", "ours-at-once")
-_RESTARTED = ("cold", "peer", *_OURS)
+ARMS = ("cold", "peer", "ours", "ram", "live", "live-ours", "ours-plain", "ours-at-once", "alone")
+_OURS, _PLAIN = ("ours", "ours-plain", "ours-at-once"), ("ours-plain", "alone")
+_RESTORED = (*_OURS, "alone")
+_RESTARTED = ("cold", "peer", *_RESTORED)
 # Arms without a restart run at this length only; the longest chats take minutes and run few arms.
 _LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
 # Pages that may still be cached when the speed of the disk is measured without O_DIRECT.
 _MAX_CACHED = 0.01
-_BLOCK_BYTES, _DISK_READINGS = 1 << 20, 5
+_BLOCK_BYTES, _DISK_READINGS = 1 << 20, 3
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
     "dense": ("dense-8", (), (1024, 5120)),
     "hybrid": ("hybrid-8", (), (1024, 5120)),
@@ -78,7 +87,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
 }
 _COLUMNS = (
     *("model", "tokens", "arm", "runs", "ttft_ms", "ttft_min", "ttft_max", "decoded", "vs_cold"),
-    *("ahead", "restore_ms", "disk_ms", "share", "mib", "cached"),
+    *("ahead", "restore_ms", "disk_ms", "share", "share_min", "share_max", "mib", "cached"),
 )
 # Of the chat that takes a slot in between.
 _OTHER = 512
@@ -146,11 +155,12 @@ class Setup:
         self._command += ["-t", args.threads, "-tb", args.threads, "--slot-save-path", str(folder)]
         self._folder = folder
         self._answer: int = args.answer
+        self._restarts: int = args.restarts
 
     @contextmanager
     def _server(self, arm: str) -> Iterator[int]:
         port, command = free_port(), [*self._command]
-        if arm != "ours-plain":
+        if arm not in _PLAIN:
             command += ["--chat-template-file", str(qwen_template())]
         with serving([*command, "--port", str(port)], port, self._folder / "server.log"):
             yield port
@@ -175,35 +185,88 @@ class Setup:
         if arm == "cold":
             chat.append_answer(self._answer)
         else:
-            with self._server(arm) as port, self._front(arm, port) as front:
+            first = "ours-plain" if arm == "alone" else arm
+            with self._server(arm) as port, self._front(first, port) as front:
                 chat.turn(front, self._answer)
                 before = samples(port)[_DECODED]
                 if arm == "ram":
                     other.turn(front, self._answer)
-                elif arm in ("ours", "ours-plain", "live-ours"):
+                elif first in ("ours", "ours-plain", "live-ours"):
                     _rest(front)
                     ahead = {"ahead": int(samples(port)[_DECODED] - before)}
                 if arm not in _RESTARTED:
                     return self._second(chat, port, front) | ahead
+        if arm not in _RESTORED:
+            with self._server(arm) as port, self._front(arm, port) as front:
+                _drop(self._files())
+                return self._second(chat, port, front)
+        runs = list[dict[str, Any]]()
+        for _ in range(self._restarts):
+            with _copied(self._folder, self._files()):
+                again = Chat(0, 0)
+                again.messages = list(chat.messages)
+                runs.append(self._restart(again, arm))
+        middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        shares = [run["share"] for run in runs]
+        return middle | ahead | {"share_min": min(shares), "share_max": max(shares)}
+
+    def _files(self) -> list[Path]:
+        """The snapshots and slot files."""
+        return [path for path in self._folder.iterdir() if path.suffix in (".evoke-kv", ".bin")]
+
+    def _restart(self, chat: Chat, arm: str) -> dict[str, Any]:
+        """The second turn after a restart that restores the largest file."""
         with self._server(arm) as port, self._front(arm, port) as front:
-            bytes_per_s, cached = _disk_speed(self._folder)
-            row = self._second(chat, port, front) | ahead
-            if arm in _OURS:
-                row |= self._restored(front, bytes_per_s) | {"cached": cached}
-            return row
+            _drop(self._files())
+            largest = max(self._files(), key=lambda path: path.stat().st_size)
+            size, cached = largest.stat().st_size, _cached_share(largest)
+            with largest.open("rb") as kept:  # the proxy may replace the file
+                flag = os.O_DIRECT if cached > _MAX_CACHED else 0
+                times = [_read_seconds(kept.fileno(), size, flag) for _ in range(_DISK_READINGS)]
+                _drop(self._files())
+                _touch(size)
+                row = self._alone(chat, port, largest) if arm == "alone" else {}
+                row = row or self._second(chat, port, front) | _restored(front)
+                times += [_read_seconds(kept.fileno(), size, flag) for _ in range(_DISK_READINGS)]
+        disk_ms = 1000 * statistics.median(times) * row["mib"] * 2**20 / size
+        return row | {"disk_ms": disk_ms, "share": disk_ms / row["restore_ms"], "cached": cached}
+
+    def _alone(self, chat: Chat, port: int, file: Path) -> dict[str, Any]:
+        """The second turn after llama-server alone has restored a file."""
+        began = time.perf_counter()
+        ask(port, "POST", "/slots/0?action=restore", json.dumps({"filename": file.name}))
+        seconds = time.perf_counter() - began
+        row = self._second(chat, port, port)
+        times = {"ttft_ms": row["ttft_ms"] + 1000 * seconds, "restore_ms": 1000 * seconds}
+        return row | times | {"mib": file.stat().st_size / 2**20}
 
     def _second(self, chat: Chat, port: int, front: int) -> dict[str, Any]:
         before = samples(port)[_DECODED]
         ttft = chat.turn(front, self._answer)
         return {"ttft_ms": ttft * 1000, "decoded": int(samples(port)[_DECODED] - before)}
 
-    def _restored(self, front: int, bytes_per_s: float) -> dict[str, Any]:
-        figures = samples(front)
-        seconds = figures["evoke_snapshot_restore_seconds_sum"]
-        n_bytes = figures["evoke_snapshot_restored_bytes_total"]
-        disk = n_bytes / bytes_per_s
-        times = {"restore_ms": seconds * 1000, "disk_ms": disk * 1000, "share": disk / seconds}
-        return times | {"mib": n_bytes / 2**20}
+
+def _restored(front: int) -> dict[str, Any]:
+    """How long the proxy took to verify and restore a snapshot, and its size."""
+    figures = samples(front)
+    n_bytes = figures["evoke_snapshot_restored_bytes_total"]
+    seconds = figures["evoke_snapshot_restore_seconds_sum"]
+    return {"restore_ms": 1000 * seconds, "mib": n_bytes / 2**20}
+
+
+@contextmanager
+def _copied(folder: Path, files: Sequence[Path]) -> Iterator[None]:
+    """Give the folder its content back at the end: snapshots are only replaced, never changed."""
+    with tempfile.TemporaryDirectory(dir=folder.parent) as kept:
+        for path in files:
+            os.link(path, Path(kept) / path.name)
+        for path in folder.glob("index.sqlite*"):
+            shutil.copy(path, kept)
+        yield
+        for path in [*folder.glob("*.evoke-*"), *folder.glob("*.bin"), *folder.glob("index*")]:
+            path.unlink()
+        for path in Path(kept).iterdir():
+            path.rename(folder / path.name)
 
 
 def peer(upstream: int, folder: Path) -> AbstractContextManager[int]:
@@ -250,44 +313,37 @@ def _key(body: dict[str, Any]) -> str:
     return hashlib.sha256(first.encode()).hexdigest()[:16] + ".bin"
 
 
-def _disk_speed(folder: Path) -> tuple[float, float]:
-    """Read the largest file there from the disk five times; all leave the page cache before.
+def _read_seconds(file: int, size: int, flag: int) -> float:
+    """Return the seconds to read an open file from the disk once.
 
-    Returns the median of the bytes per second, and the largest share of the pages of that file
-    that stayed in the cache.
+    Its pages leave the page cache before and after; `flag` is passed to `open` besides O_RDONLY.
     """
-    files = [path for path in folder.iterdir() if path.suffix in (".evoke-kv", ".bin")]
-    for path in files:
-        _forget(path)
-    if not files:
-        return 0.0, 0.0
-    largest = max(files, key=lambda path: path.stat().st_size)
-    cached, times = _cached_share(largest), list[float]()
-    for _ in range(_DISK_READINGS):
-        times.append(_read_seconds(largest, os.O_DIRECT if cached > _MAX_CACHED else 0))
-        _forget(largest)
-        cached = max(cached, _cached_share(largest))
-    return largest.stat().st_size / statistics.median(times), cached
-
-
-def _read_seconds(path: Path, flag: int) -> float:
-    """Return the seconds to read a file once; `flag` is passed to `open` besides O_RDONLY."""
     page = mmap.mmap(-1, _BLOCK_BYTES)  # aligned, as O_DIRECT requires
-    handle = os.open(path, os.O_RDONLY | flag)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    _touch(size)
+    handle = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | flag)
     began = time.perf_counter()
     while os.readv(handle, [page]) > 0:
         pass
     seconds = time.perf_counter() - began
     os.close(handle)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     return seconds
 
 
-def _forget(path: Path) -> None:
-    """Ask the system to drop a file from the page cache."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(handle)
+def _touch(n_bytes: int) -> None:
+    """Write to as much memory and free it, so that the system has it without asking its host."""
+    with mmap.mmap(-1, n_bytes) as memory:
+        for at in range(0, n_bytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def _drop(files: Sequence[Path]) -> None:
+    """Ask the system to drop files from the page cache."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _cached_share(path: Path) -> float:
@@ -383,7 +439,13 @@ def _journal(args: argparse.Namespace) -> Journal:
     server = args.server or ensure_server(patched=False)
     own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     models = [ensure(SHAPES[MODELS[model][0]]) for model in MODELS]
-    config = [own, args.threads, args.answer, *(fingerprint(model, server) for model in models)]
+    config = [
+        own,
+        args.threads,
+        args.answer,
+        args.restarts,
+        *(fingerprint(model, server) for model in models),
+    ]
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
     return Journal(args.journal, digest)
 
@@ -412,6 +474,7 @@ BENCH = Bench(
      option("--arms", ARMS, choices=ARMS),
      option("--threads", "1", "of the server, while it decodes"),
      option("--repeats", 3, "chats of each length; half as many of the longest"),
+     option("--restarts", 3, "of each chat whose snapshot is restored"),
      option("--answer", 128, "tokens of an answer"),
      option("--minutes", 600.0, "start no new chat after this many minutes"),
      option("--journal", Path("out/bench/restart.jsonl"))),
