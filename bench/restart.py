@@ -38,6 +38,7 @@ left to be measured."""
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import hashlib
 import http.client
@@ -203,9 +204,7 @@ class Setup:
         runs = list[dict[str, Any]]()
         for _ in range(self._restarts):
             with _copied(self._folder, self._files()):
-                again = Chat(0, 0)
-                again.messages = list(chat.messages)
-                runs.append(self._restart(again, arm))
+                runs.append(self._restart(copy.deepcopy(chat), arm))
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         shares = [run["share"] for run in runs]
         return middle | ahead | {"share_min": min(shares), "share_max": max(shares)}
