@@ -26,7 +26,7 @@ import yaml
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # A commit before the first release, and each release.
-VERSIONS = ("043861e", "0.1.0", "0.2.0")
+VERSIONS = ("043861e", "0.1.0", "0.2.0", "0.3.0")
 # The name and time of the model's file are part of a snapshot's fingerprint.
 MODEL_NAME, MODEL_TIME = "model.gguf", 1_700_000_000
 # More tokens than a question with its template, fewer than one message of the history.
