@@ -299,6 +299,13 @@ def _call(folder: Path, step: Step) -> Call:
     return "read", file
 
 
+def server_options(cells: int) -> tuple[str, ...]:
+    """Return the options of a server of one slot for an agent."""
+    template = str(chat_template("Qwen3.5-4B"))
+    memory = ("-c", str(cells), "-fa", "on", "--evoke-ram", "256")
+    return ("-np", "1", "-t", "1", "-tb", "1", *memory, "--jinja", "--chat-template-file", template)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A kind of agent.
@@ -317,10 +324,7 @@ class Kind:
 
     def measure(self, args: argparse.Namespace) -> Iterator[Row]:
         """Yield the row of each arm."""
-        template = str(chat_template("Qwen3.5-4B"))
-        memory = ("-c", str(self.cells), "-fa", "on", "--evoke-ram", "256")
-        chats = ("--jinja", "--chat-template-file", template)
-        options = ("-np", "1", "-t", "1", "-tb", "1", *memory, *chats)
+        options = server_options(self.cells)
         for arm in args.arms:
             binary, model = args.server or ensure_server(), ensure(SHAPES["long-2"])
             with running(binary, model, *options) as llama:

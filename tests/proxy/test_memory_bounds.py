@@ -24,8 +24,8 @@ SIZES = ((64, 8), (160, 3))
 def fake_server() -> Iterator[int]:
     """The port of a fake llama-server that computes nothing and answers every request."""
     port = free_port()
-    command = [sys.executable, "-m", "bench.stall_processes", "server", str(port)]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    code = f"from bench.stall_processes import run_server; run_server(None, {port})"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
     try:
         until(lambda: healthy(port), "the server answers")
         yield port

@@ -26,9 +26,11 @@ def test_mixed_agents_run_for_a_minute_without_faults(soak_result: dict[str, Any
 
 
 def test_the_slope_is_the_median_over_pairs_of_samples() -> None:
-    samples = [(float(second), 60.0 + 0.5 * second / 60 + second % 2) for second in range(120)]
-    assert soak.slope(samples) == pytest.approx(0.5, abs=0.2)
-    assert soak.slope([(0.0, 1.0)]) == 0.0
+    samples = [
+        {"at": float(second), "rss": 60.0 + 0.5 * second / 60 + second % 2} for second in range(120)
+    ]
+    assert soak.growth(samples) == pytest.approx(0.5, abs=0.2)
+    assert soak.growth([{"at": 0.0, "rss": 1.0}]) == 0.0
 
 
 def test_a_run_misses_its_bars_by_faults_and_a_long_one_by_memory_growth() -> None:
