@@ -44,15 +44,22 @@ the end of each part of a prompt, so that sums lack most rows of the prompt.
 These blocks come first; the rest of the budget is spent as `evoke` spends it. So the oracle has
 what `evoke` has, and the answer. Where it recalls more, `evoke` did not find the block; where it
 recalls less than without eviction, that is the cost of the holes.
+
+`bm25` and `random` fill the budget with blocks by plain BM25 (`bench.fills`) of the turn's text,
+and in an order drawn anew each turn. Evicted blocks are saved, as with `evoke`. A question that
+`bm25` answers does not show that the ranking of `evoke` is good, nor one that `random` answers that
+the budget is small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from bench import fills
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import FloatArray, Mask, blocks_named
 from evoke_proxy.core.policy.attention import Capture
@@ -188,6 +195,29 @@ def _with_gold(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
     return replace(choice, scores=choice.scores + _GOLD * blocks_named(view.blocks, query.gold))
 
 
+def _in_order(order: Callable[[PolicyView, Query], Sequence[int]]) -> Choose:
+    """Return a choice of the blocks that come first in an order of all indexes."""
+
+    def fill(candidates: Candidates, scores: FloatArray, room: int) -> Mask:
+        best = by_score(candidates.optional, scores, candidates.blocks)
+        return first_fit(best, candidates.lengths, room)
+
+    def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
+        scores = np.zeros(len(view.blocks))
+        scores[list(order(view, query))] = np.linspace(1.0, 0.0, len(scores))
+        return Choice(scores, scores, _selecting(fill))
+
+    return choose
+
+
+def _by_words(view: PolicyView, query: Query) -> Sequence[int]:
+    return fills.bm25([block.text for block in view.blocks], query.text)
+
+
+def _by_chance(view: PolicyView, _: Query) -> Sequence[int]:
+    return random.Random(view.n_tokens).sample(range(len(view.blocks)), len(view.blocks))
+
+
 register(Policy(name="recency", choose=_by_age, keeps_sinks=False))
 register(Policy(name="streaming", choose=_by_age))
 for _name, _k in (("infllm", _N_BLOCKS), *((f"infllm_k{k}", k) for k in _OTHER_N_BLOCKS)):
@@ -205,6 +235,9 @@ register(Policy(name="scored", choose=_by_attention(_last_turns, _none), capture
 _by_bounds = Capture("ewma", queries=16, read="queries")
 register(Policy(name="arkvale", choose=_beside_recent, saves_evicted=True, capture=_by_bounds))
 register(Policy(name="oracle", choose=_with_gold, saves_evicted=True, uses_query=True))
+_filled = Policy(name="bm25", choose=_in_order(_by_words), saves_evicted=True, uses_query=True)
+register(_filled)
+register(replace(_filled, name="random", choose=_in_order(_by_chance)))
 # The model's attention as a signal of the keep-score.
 register(evoke_policy("evoke_attention", EvokeParameters(weights=KeepWeights(attention=0.3))))
 # Without and with a larger margin for blocks that are in place.

@@ -21,8 +21,8 @@ each answer, which the template leaves out of the next prompt), `ceilings` (ever
 lengths, nothing evicted), `unseen` (questions that the training of the bundled model did not have,
 found by text, by the model itself and by both), `crossover` (InfLLM at every compression).
 
-*Against* no eviction, the oracle, `discard`, every other policy. *Fails* on a bar of
-`protocol.toml`."""
+*Against* no eviction, the oracle, a BM25 fill, random blocks, `discard`, every other policy.
+*Fails* on a bar of `protocol.toml`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ CEILING, OURS = "no_eviction", "evoke"
 RATIOS = (3.6, 8.0, 16.0)
 # What every claim needs beside them: one that must fail, and one that must not.
 FAILS, BEST = "discard", "oracle"
+# What shows whether a cell is hard: a search for words, and blocks drawn at random.
+FILLS = ("bm25", "random")
 # The other policies of the proxy and of bench.policies, and the compression they are run at.
 OTHERS = (
     "infllm", "recency", "streaming", "truncate", "h2o", "snapkv", "tova", "scored", "arkvale",
@@ -64,10 +66,10 @@ class Arm:
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Sessions of one kind. All get the ceiling and our own policy, the first `best` of them the
-    oracle and the first `core` of them `discard` beside it, at compressions `controls`, the first
-    `asked` ours with the model's own recall, the first `wide` every other policy at OTHERS_AT.
-    `times`: how many of the task's sessions are told and asked in one. `others` and `others_at`
-    replace all other policies and OTHERS_AT."""
+    oracle, the first `core` of them `discard` and the first `filled` of them FILLS beside it, at
+    compressions `controls`, the first `asked` ours with the model's own recall, the first `wide`
+    every other policy at OTHERS_AT. `times`: how many of the task's sessions are told and asked in
+    one. `others` and `others_at` replace all other policies and OTHERS_AT."""
 
     name: str
     task: str
@@ -77,6 +79,7 @@ class Cell:
     wide: int = 0
     core: int = 3
     best: int = 3
+    filled: int = 0
     asked: int = 0
     controls: Sequence[float] = (OTHERS_AT,)
     others: Sequence[str] = OTHERS
@@ -86,7 +89,8 @@ class Cell:
         """Those that the session of this number is run under; the ceiling alone without ratios."""
         found = [Arm(CEILING), *(Arm(OURS, ratio) for ratio in ratios)]
         within = [ratio for ratio in ratios if ratio in self.controls]
-        for name, first in ((FAILS, self.core), (BEST, self.best)):
+        fills = [(name, self.filled) for name in FILLS]
+        for name, first in ((FAILS, self.core), (BEST, self.best), *fills):
             found += [Arm(name, ratio) for ratio in within if session < first]
         if session < self.asked:
             found += [Arm(OURS, ratio, recall) for recall in RECALLS for ratio in ratios]

@@ -321,6 +321,7 @@ _OURS = ("adapters", "config", "core", "engine", "web")
 _BENCH = (
     *(f"model/{name}" for name in ("facts.py", "lists.toml", "tasks.py", "text.py", "vocab.py")),
     *(f"quality/{name}.py" for name in ("plan", "sessions", "work")),
+    *("fills.py", "policies/baselines.py"),
 )
 
 

@@ -93,6 +93,29 @@ def test_infllm_always_keeps_a_window() -> None:
     assert "10" in kept.split() and "11" in kept.split()
 
 
+def test_bm25_fills_the_budget_with_the_blocks_that_share_most_words() -> None:
+    texts = [FILLER[0], f"{FACT} one", FILLER[2], f"{FACT} three", *FILLER[4:10]]
+    view = block_view(texts, "rsssrrrrrr", tail=64)
+    plan = decide(view, config("bm25"), QUESTION)
+    assert {load.label for load in plan.loads} == {"s/1", "s/3"}
+    assert len(resident_after(view, plan).split()) == 6
+    assert not decide(view, config("bm25"), "zzz").loads
+
+
+def test_random_fills_the_budget_with_other_blocks_each_turn() -> None:
+    view = block_view([FACT, *FILLER[1:10]], "r" * 10, tail=64)
+    kept = {
+        resident_after(
+            replace(view, n_tokens=view.n_tokens + n),
+            decide(replace(view, n_tokens=view.n_tokens + n), config("random"), QUESTION),
+        )
+        for n in range(8)
+    }
+    assert len(kept) > 1
+    again = resident_after(view, decide(view, config("random"), QUESTION))
+    assert again == resident_after(view, decide(view, config("random"), QUESTION))
+
+
 @pytest.mark.parametrize("gold", [(1,), ("user:01",), ("user:01#0",)])
 def test_the_oracle_loads_the_gold_blocks(gold: tuple[str | int, ...]) -> None:
     texts = [FILLER[0], FILLER[1], FACT, f"{FACT} repeated", *FILLER[4:9]]
