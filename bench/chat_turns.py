@@ -79,12 +79,13 @@ def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[di
         grow(talk, size)
         tokens = 0
         while len(found) < turns and tokens < size + size // TURN_GROWTH:
-            found.append(_timed_turn(proxy, talk))
+            found.append(timed_turn(proxy, talk))
             tokens = found[-1]["tokens"]
     return found
 
 
-def _timed_turn(proxy: Proxy, talk: Conversation) -> dict[str, Any]:
+def timed_turn(proxy: Proxy, talk: Conversation) -> dict[str, Any]:
+    """One turn of a chat; return its times and counts by the log of the proxy."""
     cpu = proxy.cpu_ms()
     tokens = talk.turn()
     time.sleep(0.02)  # its last line is written when our end of the answer has closed
@@ -101,7 +102,7 @@ def measure_dialog(proxy: Proxy, texts: Sequence[str], turns: int) -> list[dict[
     found = []
     for _ in range(turns):
         talk.lengthen(1)
-        found.append(_timed_turn(proxy, talk))
+        found.append(timed_turn(proxy, talk))
     return found
 
 

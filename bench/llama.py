@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import resource
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -111,9 +112,8 @@ class Proxy:
     pid: int
 
     def cpu_ms(self) -> float:
-        """Processor time of its main thread so far, which is all but what resolves names."""
-        text = Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii")
-        return int(text.split()[0]) / 1e6
+        """Processor time of all its threads so far."""
+        return 1000 * cpu_s(Path(f"/proc/{self.pid}"))
 
     def last_turn(self) -> str:
         """The log line of the latest chat request; there soon after its answer has ended."""
@@ -148,3 +148,9 @@ def cpu_s(folder: Path) -> float:
     """Processor time of all threads of a process so far, in seconds."""
     times = (task.read_text().split()[0] for task in folder.glob("task/*/schedstat"))
     return sum(map(int, times)) / 1e9
+
+
+def rss_mib(pid: int) -> float:
+    """Resident memory of a process in MiB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / 2**20

@@ -5,9 +5,10 @@ own background work does something large, compared with an idle arm of the same 
 when the 99.9th percentile of the loop's lag is more than 20 ms above that of the idle arm.
 
 The proxy runs in a process of its own (`bench.stall_processes`) in front of a server that computes
-nothing; a client sends a small relayed request every 5 ms. `lag` is how late a timer of the loop
-fires, `client` the delay of the small request, both in ms, as percentiles over time. `callback_cpu`
-is the processor time of the longest callback of the loop, which other load does not change.
+nothing (`bench.silent_llama`); a client sends a small relayed request every 5 ms. `lag` is how late
+a timer of the loop fires, `client` the delay of the small request, both in ms, as percentiles over
+time. `callback_cpu` is the processor time of the longest callback of the loop, which other load
+does not change.
 
 *Against* the idle arm. *Fails* on an arm above the bar."""
 
@@ -37,6 +38,7 @@ from typing import Any
 from bench import stall_processes as processes
 from bench.driver import Bench, Report, Row, option
 from bench.llama import ask
+from bench.silent_llama import silent_llama
 from bench.stall_processes import Measured
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
@@ -326,11 +328,10 @@ ARMS: Mapping[str, Callable[[Stage], AbstractContextManager[Callable[[Stage], No
 @contextmanager
 def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, Measured]]:
     """The server and the proxy; both end with the block."""
-    server, port, admin = free_port(), free_port(), free_port()
+    port, admin = free_port(), free_port()
     settings = {
         "listen": [f"127.0.0.1:{port}"],
         "security.admin_listen": [f"127.0.0.1:{admin}"],
-        "upstream.url": f"http://127.0.0.1:{server}",
         "policy.budget": 8192,
         "limits.sessions": 10 * args.sessions,
         "snapshots.directory": str(folder),
@@ -338,13 +339,11 @@ def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, 
         "embedder.directory": "none",
         "normalise.dates_h": 1.0,
     }
-    with ExitStack() as ends:
-        ends.callback(Measured(processes.run_server, server).close)
-        _until("the server answers", lambda: healthy(server))
-        proxy = Measured(processes.run_proxy, settings, args.where)
-        ends.callback(proxy.close)
-        _until("the proxy answers", lambda: healthy(port))
-        yield Stage(port, admin, args.scale), proxy
+    with silent_llama() as server:
+        settings["upstream.url"] = f"http://127.0.0.1:{server}"
+        with closing(Measured(processes.run_proxy, settings)) as proxy:
+            _until("the proxy answers", lambda: healthy(port))
+            yield Stage(port, admin, args.scale), proxy
 
 
 def _until(what: str, happens: Callable[[], bool]) -> None:
@@ -392,10 +391,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             with closing(Measured(processes.run_client, stage.port)) as client:
                 time.sleep(1.0)
                 for arm in arms:
-                    row = _arm(arm, stage, (proxy, client), args.seconds)
-                    yield row
-                    for line, count in row.get("where", ()):
-                        print(f"    {count:4d}  {line}", flush=True)
+                    yield _arm(arm, stage, (proxy, client), args.seconds)
 
 
 def _arm(
@@ -447,11 +443,10 @@ def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
 
 
 BENCH = Bench(
-    "stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5 --where", measure, report, _COLUMNS,
+    "stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5", measure, report, _COLUMNS,
     (option("--seconds", 10.0, "shortest duration of an arm"),
      option("--scale", 1.0, "multiplies all sizes"), option("--sessions", 1000, "recorded"),
-     option("--arms", tuple(ARMS), choices=list(ARMS)),
-     option("--where", False, "print the source lines at which the loop was blocked")),
+     option("--arms", tuple(ARMS), choices=list(ARMS))),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import ask, until
+from harness import ask
 
 from bench.llama import Proxy, proxied
-from evoke_proxy.demo.processes import free_port, healthy
+from bench.silent_llama import silent_llama
 
 LIMIT_MIB = 64
 # The number of conversations, and the MiB of the body of each: together many times the limit.
@@ -23,15 +21,8 @@ SIZES = ((64, 8), (160, 3))
 @pytest.fixture(scope="module")
 def fake_server() -> Iterator[int]:
     """The port of a fake llama-server that computes nothing and answers every request."""
-    port = free_port()
-    code = f"from bench.stall_processes import run_server; run_server(None, {port})"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    try:
-        until(lambda: healthy(port), "the server answers")
+    with silent_llama() as port:
         yield port
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _rss_mib(proxy: Proxy) -> float:

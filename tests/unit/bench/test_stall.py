@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from bench import stall
+from bench.silent_llama import Said
 from bench.stall import summarise
-from bench.stall_processes import Delays, Said
+from bench.stall_processes import Delays
 
 
 def test_percentiles_are_over_time_not_over_samples() -> None:

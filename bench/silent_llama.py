@@ -1,0 +1,262 @@
+"""A patched llama-server that computes nothing: it answers any chat and any block call at once.
+
+Four bytes of text are a token. It keeps the rows of one slot as a mask, applies plans to it, and
+evicts in the given order when a prompt exceeds the budget. A chat whose `model` is `bytes-N` is
+answered with N bytes of text. `growth` and `stall` measure the proxy in front of it."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import os
+import sys
+import tempfile
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from aiohttp import web
+
+from bench.slot_in_process import spans_of
+from evoke_proxy.core.prompt.rendered import common_prefix
+from evoke_proxy.demo.processes import free_port, serving
+
+Tokens = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.bool_]
+Json = dict[str, Any]
+
+_FEATURES = ("blocks", "plan", "render", "reuse", "stream", "adopt")
+N_CTX, _N_CELLS = 1 << 21, 1 << 20
+_EDGES = 8
+_BYTES_A_TOKEN = 4
+# What an answer begins with, and a prompt ends with.
+_BEGINS = np.array([1, 2, 3, 4], np.int32)
+
+
+class Said:
+    """The messages of a request as tokens: one for every four bytes of text."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.roles = [str(message.get("role", "user")) for message in messages]
+        self.ends: list[int] = []
+        self.stops: list[int] = []
+        parts, at = [np.zeros(0, np.int32)], 0
+        for message in messages:
+            content = message.get("content", "")
+            text = (content if isinstance(content, str) else "[image]").encode() or b"none"
+            padded = text + b" " * (-len(text) % _BYTES_A_TOKEN)
+            ids = (np.frombuffer(padded, "<u4") % 100_000 + 10).astype(np.int32)
+            if message.get("role") == "assistant":
+                ids = np.concatenate([_BEGINS, ids])
+            ends = np.flatnonzero(np.frombuffer(padded, np.uint8) == ord(".")) // _BYTES_A_TOKEN
+            self.stops += (at + ends[ends > 0]).tolist()
+            parts.append(ids)
+            at += len(ids)
+            self.ends.append(at)
+        self.tokens: Tokens = np.concatenate(parts)
+        self.prompt: Tokens = np.concatenate([self.tokens, _BEGINS])
+
+
+class SilentLlama:
+    """The one slot of the server, with a context of `n_ctx` tokens, and the saved copies."""
+
+    def __init__(self, n_ctx: int = N_CTX) -> None:
+        self._n_ctx = n_ctx
+        self._copies: dict[str, Json] = {}
+        self._tokens: Tokens = np.zeros(0, np.int32)
+        self._rows: Rows = np.zeros(0, np.bool_)
+        self._stream: Mapping[str, Any] = {}
+        self._tenant = ""
+        self._n_loaded = 0
+
+    def props(self) -> Json:
+        """The answer to GET /props."""
+        evoke = {"features": _FEATURES, "limits": {"n_ctx_logical": self._n_ctx}}
+        return {"evoke": evoke, "total_slots": 1}
+
+    def slot(self, query: Mapping[str, str]) -> Json:
+        """The answer to GET /slots/0/blocks."""
+        tenant, latest = query.get("tenant", ""), query.get("since") == "latest"
+        copies = [] if latest else [c for c in self._copies.values() if c["tenant"] == tenant]
+        return self._state() | {"tokens_hash": "", "blocks": copies}
+
+    def _state(self) -> Json:
+        resident = [(span.start, span.end) for span in spans_of(self._rows)]
+        n_free = _N_CELLS - int(self._rows.sum())
+        slot = {"id": 0, "epoch": 1, "n_tokens": len(self._tokens), "n_free": n_free}
+        return slot | {"resident": resident}
+
+    def render(self, call: Mapping[str, Any]) -> Json:
+        """The answer to POST /evoke/render."""
+        said, cached = Said(call["body"].get("messages", ())), call["known"]
+        prompt, last = said.prompt, said.ends[-_EDGES:]
+        hashes = _hashes(prompt, {*last, *(end for end, _ in cached)})
+        since = max([end for end, text in cached if hashes.get(end) == text], default=0)
+        first, count = bisect_right(said.ends, since) if since else 0, len(said.ends)
+        stops = np.zeros(len(prompt), np.bool_)
+        stops[said.stops] = True
+        bits = np.packbits(stops[since:], bitorder="little")
+        return {
+            "from": since,
+            "edges": [[end, hashes[end]] for end in last],
+            "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
+            "stops_b64": base64.b64encode(bits.tobytes()).decode(),
+            "generation": len(said.tokens),
+            "spans": {
+                "index": list(range(first, count)),
+                "role": said.roles[first:],
+                "end": said.ends[first:],
+            },
+            "slots": [self._state() | {"n_common": common_prefix(prompt, self._tokens)}],
+        }
+
+    def act(self, action: str, call: Mapping[str, Any]) -> Json:
+        """The answer to a block call."""
+        if action == "block-drop":
+            for name in call.get("names", ()):
+                self._copies.pop(name, None)
+        if action == "block-plan":
+            self._tenant, self._n_loaded = call.get("tenant", ""), 0
+            for op in call["ops"]:
+                self._run(op)
+        return {"epoch": 1, "results": []}
+
+    def _run(self, op: Mapping[str, Any]) -> None:
+        if op["op"] == "save":
+            self._keep(op["name"], op["p0"], op["p1"])
+        elif op["op"] == "evict":
+            self._rows[op["p0"] : op["p1"]] = False
+        elif op["op"] == "stream":
+            self._stream = op
+        elif op["op"] == "load":
+            for copy in (self._copies[name] for name in op["names"]):
+                self._rows[copy["p0"] : copy["p1"]] = True
+                self._n_loaded += copy["p1"] - copy["p0"]
+
+    def _keep(self, name: str, start: int, end: int) -> None:
+        self._copies[name] = {"name": name, "p0": start, "p1": end, "tenant": self._tenant}
+
+    def chat(self, body: Mapping[str, Any]) -> Json:
+        """The answer to a chat, with the token counts of its prompt."""
+        kind, _, size = str(body.get("model", "")).partition("-")
+        text = "a" * int(size) if kind == "bytes" else "Yes."
+        message = {"role": "assistant", "content": text}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        if body.get("stream"):
+            choice["delta"] = choice.pop("message")
+        timings = {"evoke": self._decoded(Said(body.get("messages", ())))}
+        return {"choices": [choice], "usage": usage, "timings": timings}
+
+    def _decoded(self, said: Said) -> Json:
+        """Decode a prompt at once; return its token counts."""
+        prompt = said.prompt
+        n_past = min(common_prefix(prompt, self._tokens), len(prompt) - 1)
+        rows = np.ones(len(prompt), np.bool_)
+        rows[:n_past] = self._rows[:n_past]
+        resident = int(rows[:n_past].sum())
+        recovered = min(self._n_loaded, resident)
+        evicted = self._evict_to_budget(rows)
+        self._tokens, self._rows = said.tokens, rows[: len(said.tokens)].copy()
+        self._n_loaded = 0
+        usage = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
+        usage |= {"recovered": recovered, "resident_before": resident - recovered, "epoch": 1}
+        n_rows = int(rows.sum())
+        usage |= {"omitted": n_past - resident, "auto_evicted": evicted}
+        return usage | {"n_resident": n_rows, "n_resident_peak": n_rows}
+
+    def _evict_to_budget(self, rows: Rows) -> list[tuple[int, int, str]]:
+        """Evict rows in the given order until the budget is kept; return the evicted blocks."""
+        over = int(rows.sum()) - self._stream.get("budget", 0)
+        evicted = []
+        for entry in self._stream.get("order", ()):
+            if over <= 0:
+                break
+            start, end = entry["p0"], entry["p1"]
+            if end + self._stream["recent"] < len(rows) and rows[start:end].all():
+                rows[start:end] = False
+                evicted.append((start, end, entry["name"]))
+                self._keep(entry["name"], start, end)
+                over -= end - start
+        return evicted
+
+
+def _hashes(tokens: Tokens, ends: Iterable[int]) -> dict[int, str]:
+    """Of the tokens up to each of these ends."""
+    hashed, at, found = hashlib.blake2b(digest_size=8), 0, {}
+    for end in sorted(ends):
+        hashed.update(tokens[at:end].tobytes())
+        at, found[end] = end, hashed.copy().hexdigest()
+    return found
+
+
+def _answering(
+    answer: Callable[[web.Request, Any], Json],
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that answers from the request and its parsed body."""
+
+    async def handle(request: web.Request) -> web.Response:
+        call = orjson.loads(await request.read() or b"{}")
+        data = orjson.dumps(answer(request, call))
+        if call.get("stream"):
+            events = b"data: %s\n\ndata: [DONE]\n\n" % data
+            return web.Response(body=events, content_type="text/event-stream")
+        return web.Response(body=data, content_type="application/json")
+
+    return handle
+
+
+async def _metrics(_: web.Request) -> web.Response:
+    return web.Response(text="# none\n")
+
+
+async def _unread(request: web.Request) -> web.Response:
+    async for _ in request.content.iter_any():
+        pass
+    return web.Response(body=b'{"tokens":[1]}', content_type="application/json")
+
+
+@contextmanager
+def silent_llama(n_ctx: int = N_CTX) -> Iterator[int]:
+    """The port of such a server in a process of its own, which ends with the block."""
+    port = free_port()
+    command = [sys.executable, "-m", "bench.silent_llama", "--port", str(port), "--ctx", str(n_ctx)]
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(command, port, Path(folder) / "server.log"):
+            yield port
+
+
+def main() -> None:
+    """Serve on the port of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ctx", type=int, default=N_CTX, help="tokens of the context")
+    args = parser.parse_args()
+    os.nice(5)
+    llama = SilentLlama(args.ctx)
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes(
+        [
+            web.get("/health", _answering(lambda *_: {"status": "ok"})),
+            web.get("/metrics", _metrics),
+            web.get("/props", _answering(lambda *_: llama.props())),
+            web.get("/slots/{id}/blocks", _answering(lambda got, _: llama.slot(got.query))),
+            web.post(
+                "/slots/{id}", _answering(lambda got, call: llama.act(got.query["action"], call))
+            ),
+            web.post("/evoke/render", _answering(lambda _, call: llama.render(call))),
+            web.post("/v1/chat/completions", _answering(lambda _, call: llama.chat(call))),
+            web.route("*", "/{path:.*}", _unread),
+        ]
+    )
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None)
+
+
+if __name__ == "__main__":
+    main()
