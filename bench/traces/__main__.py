@@ -14,8 +14,6 @@ tokens. Arms:
   `nothing shared`: copies belong to one conversation; `nothing adopted`: a conversation that loses
   its slot is decoded again, as on hybrid models; `half`: the budget is half of the cells;
   `within_turn full`: see policy.within_turn; `named`: clients send an id of the conversation
-* `snapshots`: the proxy in front of a stock server with its default RAM cache, with as much disk as
-  `evoke`; `default`: with 32 GiB
 * `N users`: with as many conversations at the same time, instead of 4
 
 A miss is a request that decodes more than 1,000 tokens that an earlier request or answer had.
@@ -30,7 +28,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,12 +36,10 @@ import numpy as np
 
 from bench.driver import Bench, Report, Row, option
 from bench.traces.patched import FEATURES, Limits, PatchedServer
-from bench.traces.proxied import ProxiedServer, proxied
+from bench.traces.proxied import proxied
 from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs, Replay, Served, misses, run
-from bench.traces.snapshots import FileServer, with_snapshots
 from bench.traces.stock import PromptCache, StockServer, Unlimited
-from bench.traces.texts import MISS_TOKENS, Agent, Scale, shipped, statistics_of
-from evoke_proxy.config import Config
+from bench.traces.texts import MISS_TOKENS, Agent, Scale, shipped
 from evoke_proxy.core.servers.memory_plan import (
     LayerKv,
     Machine,
@@ -71,13 +66,12 @@ class Spec:
 
     Attributes:
         name: What tables call it.
-        kind: `bound`, `stock`, `snapshots` (the proxy in front of a stock server) or `evoke`.
+        kind: `bound`, `stock` or `evoke`.
         slots: Slots of the server.
         users: Conversations at the same time.
         ram_gib: Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up`
             plans. 0: no RAM cache. Infinite: no limit.
-        has_disk: Whether saved blocks may be on disk, as `up` plans; of `snapshots`: whether they
-            may take as much disk, instead of 32 GiB.
+        has_disk: Whether saved blocks may be on disk, as `up` plans.
         all_cells: Whether a slot has cells for the longest prompt; stock servers always have.
         features: Features of the patched server.
         settings: Settings of the proxy that differ from the default.
@@ -115,8 +109,6 @@ SPECS: tuple[Spec, ...] = (
     Spec("ram cache, default", "stock", ram_gib=DEFAULT_RAM_GIB),
     Spec(SAME_RAM, "stock"),
     Spec("ram cache, no limit", "stock", ram_gib=float("inf")),
-    Spec("snapshots, default", "snapshots", ram_gib=DEFAULT_RAM_GIB, has_disk=False),
-    Spec("snapshots", "snapshots", ram_gib=DEFAULT_RAM_GIB),
     Spec(OURS),
     Spec("evoke, no disk", has_disk=False),
     Spec("evoke, all cells", all_cells=True),
@@ -159,19 +151,11 @@ def replayed(
         record = run(replay.run(Unlimited(scale, costs), spec.users))
         return _row(spec, record, scale, {})
     ram = _tokens_of(plan.ram_mib / 1024 if spec.ram_gib is None else spec.ram_gib, scale, costs)
-    cache = PromptCache(ram) if spec.ram_gib != 0 else None
     if spec.kind == "stock":
+        cache = PromptCache(ram) if spec.ram_gib != 0 else None
         server = StockServer(spec.slots, cache, scale, costs)
         record = run(replay.run(server, spec.users))
         return _row(spec, record, scale, {"peak": server.peak})
-    if spec.kind == "snapshots":
-        mib = plan.disk_mib if spec.has_disk else Config().snapshots.max_mib
-        files = FileServer(spec.slots, cache, scale)
-        max_tokens = _tokens_of(mib / 1024, scale, DEFAULT_COSTS) or 0
-        record, found = run(_served(spec, replay, with_snapshots(files, max_tokens, scale)))
-        row = _row(spec, record, scale, found)
-        ahead = _recorded(files.n_decoded, scale) - row["decoded"]
-        return row | {"decoded": row["decoded"] + ahead, "ahead": ahead}
     cells = scale.tokens(longest if spec.all_cells else plan.cells)
     disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
     limits = Limits(
@@ -181,20 +165,16 @@ def replayed(
     settings = dict(spec.settings)
     if spec.budget_share is not None:
         settings["policy.budget"] = int(cells * spec.budget_share)
-    record, found = run(_served(spec, replay, proxied(patched, settings, costs, spec.names)))
-    found = {"budget": cells} | found | {"lost": patched.pool.n_lost}
-    return _row(spec, record, scale, found | {"refused_plans": sum(patched.refusals.values())})
 
+    async def served() -> tuple[list[Served], dict[str, int]]:
+        async with proxied(patched, settings, costs, spec.names) as proxy:
+            record = await replay.run(proxy, spec.users)
+            budget = proxy.engine.server.monitor.budget.tokens or cells
+            return record, {"peak": proxy.peak, "busy": proxy.n_busy, "budget": budget}
 
-async def _served(
-    spec: Spec, replay: Replay, arm: AbstractAsyncContextManager[ProxiedServer]
-) -> tuple[list[Served], dict[str, int]]:
-    """Replay through the proxy; return the requests, and the sizes that were seen."""
-    async with arm as proxy:
-        served = await replay.run(proxy, spec.users)
-        found = {"peak": proxy.peak, "busy": proxy.n_busy}
-        budget = proxy.engine.server.monitor.budget.tokens
-        return served, found if budget is None else found | {"budget": budget}
+    record, found = run(served())
+    found |= {"lost": patched.pool.n_lost, "refused_plans": sum(patched.refusals.values())}
+    return _row(spec, record, scale, found)
 
 
 def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
@@ -316,7 +296,7 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
         "costs": {name: getattr(costs, name) for name in costs.__dataclass_fields__},
         "machine_of_the_plan": {"device": MACHINE.device, "ram": MACHINE.ram, "disk": MACHINE.disk},
         "plan": {"cells": plan.cells, "ram_mib": plan.ram_mib, "disk_mib": plan.disk_mib},
-        "conversations": statistics_of(conversations),
+        "conversations": len(conversations),
         "misses": {row["arm"]: row["causes"] for row in rows if row["arm"].startswith(OURS)},
         "bars": reached,
     }

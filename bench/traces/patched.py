@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+from multidict import CIMultiDict
 
-from bench.engine_in_process import DEFAULT_OPTIONS, LocalReply, body_of, reply_of
-from bench.slot_in_process import evictions
-from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
-from bench.traces.stock import shared
-from bench.traces.texts import ANSWER, Prompt, Scale, Tokens, tokenized
+from bench.slot_in_process import evictions, spans_of
+from bench.traces.replay import DEFAULT_COSTS, Costs
+from bench.traces.texts import ANSWER, Scale, Tokens, tokenized
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import DecodeBudget
+from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.errors import UpstreamRejected
 
 # What identifies a copy: range, hash of all tokens up to its end, and visibility (0: whole).
@@ -284,6 +284,15 @@ class Refusal(Exception):
         return UpstreamRejected(self.status, orjson.dumps({"error": error}))
 
 
+class LocalReply(Reply):
+    """A reply that is not read from a connection, but has the decoded prompt."""
+
+    decoded: DecodedPrompt
+
+
+_DEFAULT_OPTIONS = CallOptions()
+
+
 class PatchedServer:
     """A patched llama-server.
 
@@ -311,10 +320,10 @@ class PatchedServer:
     # Calls of the proxy.
 
     async def call(
-        self, method: str, target: str, body: object = None, options: CallOptions = DEFAULT_OPTIONS
+        self, method: str, target: str, body: object = None, options: CallOptions = _DEFAULT_OPTIONS
     ) -> dict[str, Any]:
         """Replaces `LlamaClient.call`."""
-        data = body_of(body)
+        data = _body_of(body)
         if target == "/completion":
             return await self._prefill(orjson.loads(data))
         before = Totals(self.totals.loaded, self.totals.saved, self.totals.read)
@@ -334,21 +343,12 @@ class PatchedServer:
         self, method: str, target: str, headers: Mapping[str, str], body: Any = None
     ) -> AsyncIterator[Reply]:
         """Replaces `LlamaClient.open`."""
-        yield reply_of(await self.decode(orjson.loads(body_of(body))))
-
-    def expect(self) -> None:
-        """See AnsweringServer."""
-
-    async def answered(self, reply: LocalReply, prompt: Prompt) -> tuple[Counts, dict[str, Any]]:
-        """See AnsweringServer."""
-        timings = await self.answer(reply.decoded, prompt.answer)
-        usage = timings["evoke"]
-        counts = Counts(usage["decoded"], usage["recovered"], usage["omitted"])
-        return counts, {"choices": [], "timings": timings}
-
-    def decoded_beside(self, session: str) -> int:
-        """See AnsweringServer."""
-        return self.prefilled.pop(session, 0)
+        reply = LocalReply.__new__(LocalReply)
+        decoded = await self.decode(orjson.loads(_body_of(body)))
+        members = {"status": 200, "reason": "OK", "headers": CIMultiDict(), "decoded": decoded}
+        for name, value in members.items():
+            object.__setattr__(reply, name, value)
+        yield reply
 
     def _seconds(self, moved: int, read: int) -> float:
         costs, row = self._costs, self._costs.row_bytes / self._scale.factor
@@ -428,20 +428,19 @@ class PatchedServer:
         }
 
     def _view(self, slot: Slot, prompt: Tokens | None = None) -> dict[str, Any]:
-        edges = np.flatnonzero(np.diff(np.concatenate([[0], slot.rows, [0]]).astype(np.int8)))
         view: dict[str, Any] = {
             "id": slot.id,
             "epoch": slot.epoch,
             "n_tokens": len(slot.tokens),
             "n_free": self.limits.n_cells - slot.n_rows,
-            "resident": edges.reshape(-1, 2).tolist(),
+            "resident": [[span.start, span.end] for span in spans_of(slot.rows)],
             "is_processing": slot.is_busy,
             "n_reusable": slot.n_whole,
             "tenant": slot.tenant,
             "session": slot.session,
         }
         if prompt is not None:
-            n_common = shared(slot.tokens, prompt)
+            n_common = common_prefix(slot.tokens, prompt)
             view["n_common"] = n_common if slot.reuse is None else min(n_common, slot.reuse)
         return view
 
@@ -699,7 +698,7 @@ class PatchedServer:
 
     def _n_past(self, slot: Slot, prompt: Tokens, has_marker: bool) -> int:
         """How many tokens of a prompt are not decoded."""
-        limit = min(shared(slot.tokens, prompt), len(prompt) - 1)
+        limit = min(common_prefix(slot.tokens, prompt), len(prompt) - 1)
         if slot.reuse is not None:
             limit = min(limit, slot.reuse)
         if not has_marker:
@@ -762,6 +761,12 @@ class DecodedPrompt:
     slot: Slot
     counts: dict[str, int]
     marker: str
+
+
+def _body_of(body: object) -> bytes:
+    """The bytes of a call's body, which may come in parts."""
+    parts = body if isinstance(body, tuple) else (body,)
+    return b"".join(part if isinstance(part, bytes) else orjson.dumps(part) for part in parts)
 
 
 def _of(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:

@@ -1,45 +1,28 @@
-"""The proxy as an arm of the replay: the engine in this process, in front of a server."""
+"""The proxy as an arm of the replay: the engine in this process, in front of a patched server."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
-from bench.engine_in_process import LocalReply, LocalServer, engine_before, exchanged
+from bench.traces.patched import PatchedServer
 from bench.traces.replay import Costs, Counts
 from bench.traces.texts import Prompt
+from evoke_proxy.config import load
+from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.errors import CapacityError
 
 # Seconds after which a client repeats a request that was answered 503.
 _RETRY_S = 1.0
-
-
-class AnsweringServer(LocalServer, Protocol):
-    """A server whose answers are scripted.
-
-    Attributes:
-        peak: The most tokens that had cells in one slot at the same time.
-    """
-
-    peak: int
-
-    def expect(self) -> None:
-        """A request begins in this task."""
-        ...
-
-    async def answered(self, reply: LocalReply, prompt: Prompt) -> tuple[Counts, dict[str, Any]]:
-        """Generate the answer of a prompt; return what was done, and the body of the reply."""
-        ...
-
-    def decoded_beside(self, session: str) -> int:
-        """Return the tokens that were decoded for a session before its prompt, to bring it back."""
-        ...
 
 
 @dataclass(slots=True)
@@ -55,7 +38,7 @@ class ProxiedServer:
     """
 
     engine: ModelRouter
-    server: AnsweringServer
+    server: PatchedServer
     costs: Costs
     has_names: bool = False
     n_busy: int = 0
@@ -76,33 +59,45 @@ class ProxiedServer:
                 await asyncio.sleep(_RETRY_S)
 
     async def _served(self, prompt: Prompt, label: str, began: float) -> Counts:
-        self.server.expect()
         await asyncio.sleep(self.costs.proxy_s)
         name = label.partition("#")[0].partition("/")[0]  # sub-agents send that of their parent
         headers = {"X-Claude-Code-Session-Id": name} if self.has_names else {}
-        async with exchanged(self.engine, orjson.dumps(prompt.body()), headers) as (
-            exchange,
-            trace,
-        ):
+        body = orjson.dumps(prompt.body())
+        incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
+        trace = RequestTrace(_now())
+        request = await self.engine.parser.parse(incoming)
+        async with self.engine.exchange(request, trace) as exchange:
             reply: Any = exchange.reply
             first_token_s = _now() - began
-            counts, body = await self.server.answered(reply, prompt)
-            exchange.observe(orjson.dumps(body))
-        session = str((trace.facts or {}).get("session") or "")
-        beside = self.server.decoded_beside(session)  # counts as recovered
-        decoded, loaded = counts.decoded + beside, max(0, counts.loaded - beside)
-        return replace(
-            counts, decoded=decoded, loaded=loaded, first_token_s=first_token_s, session=session
+            timings = await self.server.answer(reply.decoded, prompt.answer)
+            exchange.observe(orjson.dumps({"choices": [], "timings": timings}))
+        session, usage = str((trace.facts or {}).get("session") or ""), timings["evoke"]
+        beside = self.server.prefilled.pop(session, 0)  # counts as recovered
+        return Counts(
+            decoded=usage["decoded"] + beside,
+            loaded=max(0, usage["recovered"] - beside),
+            omitted=usage["omitted"],
+            first_token_s=first_token_s,
+            session=session,
         )
 
 
 @asynccontextmanager
 async def proxied(
-    server: AnsweringServer, settings: Mapping[str, object], costs: Costs, has_names: bool = False
+    server: PatchedServer, settings: Mapping[str, object], costs: Costs, has_names: bool = False
 ) -> AsyncIterator[ProxiedServer]:
-    """Run the proxy with these settings in front of a server."""
-    async with engine_before(server, settings) as engine:
-        yield ProxiedServer(engine, server, costs, has_names)
+    """Run the proxy with these settings in front of a server; it logs nothing but errors."""
+    engine = build_router(load(None, {}, {"upstream.url": "http://none", **settings}))
+    engine.upstream.call = server.call  # type: ignore[method-assign]
+    engine.upstream.open = server.open  # type: ignore[method-assign]
+    log = logging.getLogger("evoke_proxy")
+    level = log.level
+    async with engine:
+        log.setLevel(logging.ERROR)
+        try:
+            yield ProxiedServer(engine, server, costs, has_names)
+        finally:
+            log.setLevel(level)
 
 
 def _now() -> float:

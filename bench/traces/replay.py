@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from bench.traces.texts import MISS_TOKENS, Agent, Prompt, Scale, Writer, common
+from bench.traces.texts import MISS_TOKENS, Agent, Prompt, Scale, Writer
+from evoke_proxy.core.prompt.rendered import common_prefix
 
 T = TypeVar("T")
 
@@ -197,7 +198,7 @@ class Replay:
         counts = await arm.ask(prompt, label)
         shared, n_before, is_new = None, 0, False
         if before is not None:
-            shared = common(before[0].content, prompt.content) * self.scale.block
+            shared = common_prefix(before[0].content, prompt.content) * self.scale.block
             n_before = len(before[0].tokens)
             is_new = before[1].session != counts.session
         self.served.append(

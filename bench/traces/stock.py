@@ -15,16 +15,10 @@ import numpy as np
 
 from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
 from bench.traces.texts import Prompt, Scale, Tokens
+from evoke_proxy.core.prompt.rendered import common_prefix
 
 # Defaults of llama-server: --slot-prompt-similarity, and constants of its source.
 _SIMILARITY, _KEEP_SLOT, _KEEP_CACHED = 0.1, 0.5, 0.25
-
-
-def shared(one: Tokens, other: Tokens) -> int:
-    """Return the length of the common prefix of two lists of tokens."""
-    n = min(len(one), len(other))
-    differs = one[:n] != other[:n]
-    return int(differs.argmax()) if differs.any() else n
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +28,6 @@ class Slot:
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
     is_busy: bool = False
     last_used: float = -1.0
-    task: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A prompt that was decoded: its slot, tokens decoded, tokens copied to and from the cache."""
-
-    slot: Slot
-    decoded: int
-    copied: int
 
 
 class PromptCache:
@@ -66,7 +50,7 @@ class PromptCache:
         """Save a slot; return the number of tokens copied."""
         if not len(tokens):
             return 0
-        common = [shared(state, tokens) for state in self.states]
+        common = [common_prefix(state, tokens) for state in self.states]
         if any(n == len(tokens) for n in common):
             return 0
         if self.limit is not None and len(tokens) > self.limit:
@@ -80,10 +64,10 @@ class PromptCache:
 
     def load(self, slot: Tokens, prompt: Tokens) -> Tokens | None:
         """Take the state that is better for a prompt than the slot; None when there is none."""
-        n = shared(slot, prompt)
+        n = common_prefix(slot, prompt)
         best, keep, similar = None, n / len(slot) if len(slot) else -1.0, n / len(prompt)
         for at, state in enumerate(self.states):
-            n = shared(state, prompt)
+            n = common_prefix(state, prompt)
             kept, likeness = n / len(state), n / len(prompt)
             if kept >= _KEEP_CACHED and keep < kept and similar < likeness:
                 best, keep, similar = at, kept, likeness
@@ -97,90 +81,56 @@ class StockServer:
         cache: Its cache of prompts; None with `--cache-ram 0`.
         slots: Its slots.
         peak: The most tokens in one slot.
-        n_decoded: Tokens of prompts that were decoded in all.
-        costs: The cost model.
     """
 
     def __init__(
         self, n_slots: int, cache: PromptCache | None, scale: Scale, costs: Costs = DEFAULT_COSTS
     ) -> None:
         self.cache = cache
-        self.peak = self.n_decoded = 0
+        self.peak = 0
         self.slots = [Slot() for _ in range(n_slots)]
         self._scale = scale
-        self.costs = costs
+        self._costs = costs
         self._waiting: deque[asyncio.Event] = deque()
-        self._n_tasks = 0
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm."""
-        began = _now()
-        started = await self.start(prompt.tokens)
-        first = _now() - began
-        await self.finish(started.slot, prompt.answer)
-        return Counts(started.decoded, started.copied, 0, first)
-
-    async def start(self, prompt: Tokens, number: int | None = None) -> Started:
-        """Decode a prompt in the slot with this number, or in one that the server chooses."""
-        while self._chosen(prompt, number) is None:
+        began, tokens = _now(), prompt.tokens
+        while (chosen := self._chosen(tokens)) is None:
             free = asyncio.Event()
             self._waiting.append(free)
             await free.wait()
-        slot, updates = self._chosen(prompt, number) or (self.slots[0], False)
-        copied = 0
-        if updates and self.cache is not None:
-            copied = _update(self.cache, slot, prompt)
-        self._n_tasks += 1
-        slot.is_busy, slot.task = True, self._n_tasks
+        slot, updates = chosen
+        copied = _update(self.cache, slot, tokens) if updates and self.cache is not None else 0
+        slot.is_busy = True
         copied += self._save_idle()
-        n_past = min(shared(slot.tokens, prompt), len(prompt) - 1)
-        n_decoded = len(prompt) - n_past
-        slot.tokens = prompt
-        self.n_decoded += n_decoded
-        began, seconds = _now(), self._seconds(copied, n_decoded)
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:  # the client has gone: the rest is not decoded
-            n_left = n_decoded - int(n_decoded * (_now() - began) / seconds)
-            self.n_decoded -= n_left
-            slot.tokens = prompt[: len(prompt) - n_left]
-            self._free(slot)
-            raise
-        return Started(slot, n_decoded, copied)
-
-    async def finish(self, slot: Slot, answer: Tokens) -> None:
-        """Generate an answer in a slot, and set the slot free."""
-        await asyncio.sleep(len(answer) / self._scale.factor / self.costs.decode)
-        slot.tokens = np.concatenate([slot.tokens, answer[:-1]])
+        n_decoded = len(tokens) - min(common_prefix(slot.tokens, tokens), len(tokens) - 1)
+        slot.tokens = tokens
+        costs, factor = self._costs, self._scale.factor
+        copying_s = copied * costs.row_bytes / costs.copy
+        await asyncio.sleep((copying_s + n_decoded / costs.prefill) / factor)
+        first_token_s = _now() - began
+        await asyncio.sleep(len(prompt.answer) / factor / costs.decode)
+        slot.tokens = np.concatenate([tokens, prompt.answer[:-1]])
         self.peak = max(self.peak, len(slot.tokens))
-        self._free(slot)
-
-    def _free(self, slot: Slot) -> None:
         slot.is_busy, slot.last_used = False, _now()
         waiting, self._waiting = self._waiting, deque()
         for free in waiting:
             free.set()
+        return Counts(n_decoded, copied, 0, first_token_s)
 
-    def _seconds(self, copied: int, decoded: int) -> float:
-        costs, factor = self.costs, self._scale.factor
-        return (copied * costs.row_bytes / costs.copy + decoded / costs.prefill) / factor
-
-    def _chosen(self, prompt: Tokens, number: int | None = None) -> tuple[Slot, bool] | None:
-        """The slot for a prompt, and whether the cache is updated; None while all are busy.
-
-        `number` is the slot that the request names, if it names one.
-        """
-        slots = self.slots if number is None else self.slots[number : number + 1]
+    def _chosen(self, prompt: Tokens) -> tuple[Slot, bool] | None:
+        """The slot for a prompt, and whether the cache is updated; None while all are busy."""
         best, best_similarity = None, 0.0
-        for slot in slots:
+        for slot in self.slots:
             if slot.is_busy or not len(slot.tokens):
                 continue
-            similarity = shared(slot.tokens, prompt) / len(prompt)
+            similarity = common_prefix(slot.tokens, prompt) / len(prompt)
             if similarity > best_similarity and similarity > _SIMILARITY:
                 best, best_similarity = slot, similarity
         if best is not None:
             return best, best_similarity * len(prompt) / len(best.tokens) < _KEEP_SLOT
-        idle = [slot for slot in slots if not slot.is_busy]
+        idle = [slot for slot in self.slots if not slot.is_busy]
         if not idle:
             return None
         oldest = min(slot.last_used for slot in idle)

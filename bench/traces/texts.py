@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from evoke_proxy.core.prompt.rendered import common_prefix
 
 BLOCK = 64
 SHIPPED = Path(__file__).parents[1] / "data" / "agent_traces.json.gz"
@@ -70,13 +71,6 @@ class Agent:
                 yield from agent.walk()
 
 
-def common(one: Ids, other: Ids) -> int:
-    """Return the length of the common prefix of two lists of hashes."""
-    n = min(len(one), len(other))
-    differs = one[:n] != other[:n]
-    return int(differs.argmax()) if differs.any() else n
-
-
 def unpacked(value: Mapping[str, Any]) -> Agent:
     """Return the agent of a record: each request is what differs from the one before, as runs."""
     requests: list[Request] = []
@@ -93,40 +87,6 @@ def shipped(path: Path = SHIPPED) -> list[Agent]:
     """Return the conversations of the compact file."""
     with gzip.open(path) as file:
         return [unpacked(each) for each in json.load(file)["conversations"]]
-
-
-def statistics_of(conversations: Sequence[Agent]) -> dict[str, float]:
-    """Return what conversations are like, each agent alone on a server that forgets nothing.
-
-    A request breaks its history when it lacks more than the last block of the request before it.
-    Shares of tokens are of those that are newly decoded: first prompts, appended text, breaks.
-    """
-    first, appended, broken = list[int](), list[int](), list[int]()
-    for agent in (each for conversation in conversations for each in conversation.walk()):
-        first += [len(request.ids) * BLOCK for request in agent.requests[:1]]
-        for before, request in zip(agent.requests, agent.requests[1:], strict=False):
-            kept = common(before.ids, request.ids)
-            continues = kept >= len(before.ids) - 1
-            (appended if continues else broken).append((len(request.ids) - kept) * BLOCK)
-    total = max(1, sum(first) + sum(appended) + sum(broken))
-    n_requests = len(first) + len(appended) + len(broken)
-    peaks = [max(len(r.ids) for r in each.requests) * BLOCK for each in conversations]
-    with_agents = [any(r.agents for r in each.requests) for each in conversations]
-    waits = [r.wait_s for each in conversations for r in each.requests[1:]]
-    return {
-        "conversations": len(conversations),
-        "requests": n_requests,
-        "median_peak_tokens": statistics.median(peaks),
-        "largest_peak_tokens": max(peaks),
-        "share_with_agents": sum(with_agents) / len(with_agents),
-        "share_breaks": len(broken) / n_requests,
-        "median_break_tokens": statistics.median(broken) if broken else 0,
-        "new_tokens": total,
-        "first_share": sum(first) / total,
-        "appended_share": sum(appended) / total,
-        "break_share": sum(broken) / total,
-        "median_wait_s": statistics.median(waits) if waits else 0.0,
-    }
 
 
 Tokens = npt.NDArray[np.int32]
@@ -244,7 +204,7 @@ class Writer:
         content = request.ids + (self._number + 1) * _BY_CONVERSATION
         if self._first is None:
             self._first = request.ids
-        n_tools = min(self._agent.n_tools // BLOCK, common(self._first, request.ids))
+        n_tools = min(self._agent.n_tools // BLOCK, common_prefix(self._first, request.ids))
         content[:n_tools] = self._agent.n_tools * 4096 + np.arange(n_tools)
         return content
 
@@ -254,7 +214,7 @@ class Writer:
         n_answer = self._scale.tokens(request.n_out)
         n_blocks = 0
         said = content[:0]
-        if following is not None and common(content, following) == len(content):
+        if following is not None and common_prefix(content, following) == len(content):
             n_blocks = _answer_blocks(request.n_out, len(following) - len(content))
         if n_blocks and following is not None:  # the next prompt continues with this answer
             ends_next = {**ends, len(content) + n_blocks: "assistant"}
@@ -271,7 +231,7 @@ class Writer:
         """Where each message ends, and its author: as in the earlier prompt that shares most."""
         shared, ends = 0, self._first_ends(len(content))
         for earlier, old in reversed(self._earlier):
-            n = common(earlier, content)
+            n = common_prefix(earlier, content)
             if n > shared:
                 shared, ends = n, {end: role for end, role in old.items() if end < len(content)}
         last = max((role for role in ends.items()), default=(0, "system"))

@@ -98,4 +98,4 @@ def test_the_command_writes_rows_and_bars(tmp_path: Path) -> None:
     assert {row["arm"] for row in report["rows"]} == {BOUND, SAME_RAM, OURS}
     reached = [bar["reached"] for bar in report["summary"]["bars"].values()]
     assert status == (0 if all(reached) else 1)
-    assert report["summary"]["conversations"]["conversations"] == 1
+    assert report["summary"]["conversations"] == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bench.traces.patched import Limits, PatchedServer
-from bench.traces.stock import shared
 from bench.traces.texts import ANSWER, Agent, Request, Scale, Writer, shipped
+from evoke_proxy.core.prompt.rendered import common_prefix
 
 _SCALE = Scale(4)
 
@@ -20,8 +20,8 @@ def test_equal_blocks_get_equal_text_and_other_conversations_share_the_tools() -
     agent = _agent([1, 2, 3, 4], [1, 2, 3, 5, 6, 7])
     first, second = Writer(agent, 0, _SCALE).prompts()
     other = next(Writer(agent, 1, _SCALE).prompts())
-    assert shared(first.tokens, second.tokens) == 3 * 4
-    assert shared(first.tokens, other.tokens) == 2 * 4  # 128 tokens of tools
+    assert common_prefix(first.tokens, second.tokens) == 3 * 4
+    assert common_prefix(first.tokens, other.tokens) == 2 * 4  # 128 tokens of tools
     assert first.tokens[-1] == ANSWER and len(first.tokens) == 4 * 4 + 1
 
 
@@ -31,7 +31,7 @@ def test_the_answer_is_what_the_next_prompt_continues_with() -> None:
     ).prompts()
     assert [m.role for m in second.messages] == ["system", "user", "assistant", "user"]
     whole = np.concatenate([first.tokens, first.answer])
-    assert shared(whole, second.tokens) == len(whole)
+    assert common_prefix(whole, second.tokens) == len(whole)
     assert first.answer_content == second.content[4:5].tolist()
     assert not second.answer_content and len(third.messages) == 1
 
