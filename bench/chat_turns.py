@@ -4,7 +4,7 @@ The proxy's own times are read from its log. The time to the first byte is measu
 in pairs, through the proxy and directly: each of the two has its own llama-server with the same
 model and template, and the same conversation. Every turn is sent to both; which is first
 alternates. Times are from the first written byte of the request to the first byte of the response
-body, each on a new connection."""
+body, each on a new connection. The proxy's own times of these turns are in the same row."""
 
 from __future__ import annotations
 
@@ -69,19 +69,6 @@ class Conversation:
         if "evoke" not in reply.timings:
             raise RuntimeError(f"no token counts of the engine: {reply}")
         return int(reply.timings["evoke"]["n_prompt"])
-
-
-def measure_turns(proxy: Proxy, size: int, turns: int, seed: int = 1) -> list[dict[str, Any]]:
-    """The turns of conversations whose prompts are about `size` tokens long, one record each."""
-    found: list[dict[str, Any]] = []
-    while len(found) < turns:
-        talk = Conversation(proxy.port, seed + len(found))
-        grow(talk, size)
-        tokens = 0
-        while len(found) < turns and tokens < size + size // TURN_GROWTH:
-            found.append(timed_turn(proxy, talk))
-            tokens = found[-1]["tokens"]
-    return found
 
 
 def timed_turn(proxy: Proxy, talk: Conversation) -> dict[str, Any]:
@@ -204,31 +191,25 @@ def _first_byte(port: int, body: bytes, session: str) -> tuple[float, int]:
     return ms, int(tokens[-1])
 
 
-def measure_first_bytes(direct: int, through: int, size: int, pairs: int) -> list[dict[str, float]]:
+def measure_first_bytes(direct: int, proxy: Proxy, size: int, pairs: int) -> list[dict[str, Any]]:
     """Pairs of turns of conversations whose prompts are about `size` tokens long."""
-    found: list[dict[str, float]] = []
-    seed = 1
+    found: list[dict[str, Any]] = []
     while len(found) < pairs:
-        talk = PairedChat(direct, through, seed + len(found))
+        talk = PairedChat(direct, proxy.port, 1 + len(found))
         grow(talk, size)
         tokens = talk.turn()  # the second that is not counted
         while len(found) < pairs and tokens < size + size // TURN_GROWTH:
-            tokens = talk.turn()
-            found.append(talk.latest)
+            found.append(timed_turn(proxy, talk) | talk.latest)
+            tokens = found[-1]["tokens"]
     return found
 
 
-def first_byte_row(
-    template: str, size: int, pairs: Sequence[Mapping[str, float]]
-) -> dict[str, Any]:
-    """Medians of the pairs, and how far their differences spread."""
+def first_byte_row(template: str, size: int, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians of the pairs, how far their differences spread, and the proxy's own times."""
     added = [pair["through"] - pair["direct"] for pair in pairs]
+    row = turn_row(template, size, pairs)
     return {
-        "template": template,
-        "history": size,
-        "budget": budget_of(size),
-        "pairs": len(pairs),
-        "tokens": statistics.median(pair["tokens"] for pair in pairs),
+        **row,
         "direct_ms": statistics.median(pair["direct"] for pair in pairs),
         "through_ms": statistics.median(pair["through"] for pair in pairs),
         "first_byte_added_ms": statistics.median(added),
@@ -237,7 +218,6 @@ def first_byte_row(
         # Of the fastest on each route: what other load on the machine adds is least there.
         "first_byte_added_ms_fastest": min(pair["through"] for pair in pairs)
         - min(pair["direct"] for pair in pairs),
-        "spread": {
-            route: spread([pair[route] for pair in pairs]) for route in ("direct", "through")
-        },
+        "spread": row["spread"]
+        | {route: spread([pair[route] for pair in pairs]) for route in ("direct", "through")},
     }

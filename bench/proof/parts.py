@@ -379,9 +379,9 @@ def first_byte(reader: Reader) -> Part:
         running(ensure_server(), model, *options, "--evoke-ram", "512", saves=False) as patched,
         proxied(patched.port, "--budget", str(budget_of(_HISTORY))) as proxy,
     ):
-        pairs = measure_first_bytes(direct.port, proxy.port, _HISTORY, _PAIRS)
+        pairs = measure_first_bytes(direct.port, proxy, _HISTORY, _PAIRS)
     row = first_byte_row(model.name, _HISTORY, pairs)
-    columns = {"template": "model", "tokens": "prompt tokens", "budget": "budget", "pairs": "pairs",
+    columns = {"template": "model", "tokens": "prompt tokens", "budget": "budget", "turns": "pairs",
                "direct_ms": "direct, ms", "through_ms": "through the proxy, ms",
                "first_byte_added_ms": "added, median, ms",
                "first_byte_added_ms_fastest": "added, fastest, ms"}  # fmt: skip

@@ -66,18 +66,13 @@ def _row(
     ceilings: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
     wanted: Which,
 ) -> Row:
-    pairs = [
-        [
-            (probe, above)
-            for probe, above in zip(
-                record["probes"], ceilings[record["cell"], record["session"]], strict=True
-            )
-            if wanted(record, probe)
-        ]
-        for record in records
-        if (record["cell"], record["session"]) in ceilings
-    ]
-    pairs = [pair for pair in pairs if pair]
+    pairs, mine = list[list[tuple[Record, Record]]](), list[Record]()
+    for record in records:
+        tops = ceilings.get((record["cell"], record["session"]))
+        both = zip(record["probes"], tops, strict=True) if tops else ()
+        if chosen := [(probe, top) for probe, top in both if wanted(record, probe)]:
+            pairs.append(chosen)
+            mine.append(record)
     if not pairs:
         return {"n": 0}
     asked = [len(pair) for pair in pairs]
@@ -87,7 +82,7 @@ def _row(
     gained = [x - both for x, both in zip(right, kept, strict=True)]
     flat = [item for pair in pairs for item in pair]
     lost = sum(above) - sum(kept)
-    first, n = records[0], sum(asked)
+    first, n = mine[0], sum(asked)
     return {
         "cell": name,
         "arm": arm,
@@ -106,11 +101,11 @@ def _row(
         "p": mcnemar(lost, sum(gained)),
         "visible": sum(bool(probe["visible"]) for probe, _ in flat) / n,
         "decoded_again": sum(bool(probe["decoded_again"]) for probe, _ in flat),
-        "again_tokens": sum(record["again"] for record in records),
-        "answers_again": sum(record["answers_again"] for record in records),
-        "wall_s": sum(record["wall_s"] for record in records),
+        "again_tokens": sum(record["again"] for record in mine),
+        "answers_again": sum(record["answers_again"] for record in mine),
+        "wall_s": sum(record["wall_s"] for record in mine),
         "peak_share": max(
-            (turn[-1] / r["budget"] for r in records if r["budget"] for turn in r["turns"]),
+            (turn[-1] / r["budget"] for r in mine if r["budget"] for turn in r["turns"]),
             default=None,
         ),
     }

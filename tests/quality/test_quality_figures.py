@@ -71,6 +71,18 @@ def one_row(records: Sequence[dict[str, Any]], arm: str) -> dict[str, Any]:
     return next(row for row in rows if row["cell"] == "facts5" and row["arm"] == arm)
 
 
+def test_a_row_has_the_time_and_the_peak_of_its_own_cell() -> None:
+    long = {"cell": "long", "wall_s": 9.0, "turns": [[100, 100, 0, 0, 0, 600]], "again": 70}
+    records = [
+        made
+        for arm in (CEILING, EVOKE)
+        for made in (record("a", arm, "11"), record("b", arm, "11", **long))
+    ]
+    row = one_row(records, EVOKE.name)
+    assert (row["wall_s"], row["again_tokens"], row["sessions"]) == (1.0, 0, 1)
+    assert row["peak_share"] == 90 / 500
+
+
 def test_a_share_of_the_ceiling_counts_the_same_questions_in_both_arms() -> None:
     records = [
         record("a", CEILING, "1110"),

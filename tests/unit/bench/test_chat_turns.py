@@ -44,8 +44,8 @@ def test_a_row_has_the_median_of_its_turns() -> None:
     assert row["budget"] == budget_of(1024) == 256 and row["turns"] == 3
 
 
-def pair(direct: float, through: float) -> dict[str, float]:
-    return {"direct": direct, "through": through, "tokens": 1000}
+def pair(direct: float, through: float) -> dict[str, Any]:
+    return {**turn(2.0), "direct": direct, "through": through}
 
 
 def test_the_added_time_to_the_first_byte_is_the_median_over_pairs() -> None:
@@ -53,5 +53,6 @@ def test_the_added_time_to_the_first_byte_is_the_median_over_pairs() -> None:
     assert row["first_byte_added_ms"] == 5 and row["direct_ms"] == 30 and row["through_ms"] == 33
     assert row["first_byte_added_ms_p10"] == 3 and row["first_byte_added_ms_p90"] == 6
     assert row["first_byte_added_ms_fastest"] == 5
+    assert row["own_ms"] == 2.0 and row["spread"]["own"]["max"] == 2.0
     worse = first_byte_row("qwen3.5", 1024, [pair(10, 19)])
-    assert summarise([], [], [row, worse]) == {"first_byte_added_ms_1k_p50": 9}
+    assert summarise([row, worse])["first_byte_added_ms_1k_p50"] == 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench import overhead
-from bench.chat_turns import turn_record, turn_row
+from bench.chat_turns import first_byte_row, turn_record
 from bench.overhead import summarise
 
 LINE = (
@@ -17,17 +17,18 @@ LINE = (
 
 
 def turn(own: float) -> dict[str, Any]:
-    return {**turn_record(LINE, 2.0), "own": own, "tokens": 1000, "messages": 9}
+    record = {**turn_record(LINE, 2.0), "own": own, "tokens": 1000, "messages": 9}
+    return {**record, "direct": 10.0, "through": 10.0 + own}
 
 
 def test_the_summary_has_the_worst_model_of_each_length() -> None:
-    relay = [{"added_ms": 0.4}, {"added_ms": 0.7}]
+    relay = [{"request": "a", "added_ms": 0.4}, {"request": "b", "added_ms": 0.7}]
     rows = [
-        turn_row("bundled", 32768, [turn(3.0)]),
-        turn_row("qwen3.5", 32768, [turn(4.0)]),
-        turn_row("bundled", 1024, [turn(1.0)]),
+        first_byte_row("bundled", 32768, [turn(3.0)]),
+        first_byte_row("qwen3.5", 32768, [turn(4.0)]),
+        first_byte_row("bundled", 1024, [turn(1.0)]),
     ]
-    summary = summarise(relay, rows)
+    summary = summarise([*relay, *rows])
     assert summary["passthrough_added_ms_p50"] == 0.7
     assert summary["own_ms_32k_p50"] == 4.0 and summary["own_ms_1k_p50"] == 1.0
     assert summary["render_ms_32k_p50"] == 92.4 and summary["plan_ms_1k_p50"] == 11.6
@@ -42,11 +43,14 @@ def test_a_dialog_has_its_messages_and_about_its_tokens() -> None:
 
 
 def test_dialogs_have_figures_of_their_own() -> None:
-    row = {"history": 14_000, "own_ms": 5.0, "own_ms_p90": 9.0, "render_ms": 1.0}
-    rows = [
-        {**row, "template": "dialog", "block-plan_ms": 1.0},
-        {**row, "template": "bundled", "history": 1024, "own_ms": 2.0, "block-plan_ms": 1.0},
-    ]
-    summary = overhead.summarise([], rows)
+    row = {"template": "dialog", "history": 14_000, "own_ms": 5.0, "own_ms_p90": 9.0}
+    summary = overhead.summarise([row, first_byte_row("bundled", 1024, [turn(2.0)])])
     assert (summary["dialog_own_ms_p50"], summary["dialog_own_ms_p90"]) == (5.0, 9.0)
     assert summary["own_ms_1k_p50"] == 2.0 and "own_ms_13k_p50" not in summary
+
+
+def test_the_time_to_the_first_byte_has_a_bar_at_each_length() -> None:
+    rows = [first_byte_row("bundled", size, [turn(9.0)]) for size in (1024, 8192, 32768)]
+    assert overhead.report(overhead.BENCH.parse([]), rows).missed == [
+        "first_byte_added_ms_8k_p50 at most 8"
+    ]
