@@ -373,14 +373,14 @@ def _opencode_budget(arm: str, _: Llama, args: argparse.Namespace) -> int:
 
 def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report what a budget costs the made agent, and its bars."""
-    ours = next(row for row in rows if row["arm"] == "evoke")
     found = [*watched.missed(rows)]
-    found += [f"{kind}: a file not whole" for kind, calls in ours["named"].items()
-              if calls["whole"] < calls["calls"]]  # fmt: skip
     found += [f"{row['arm']}: tools not whole" for row in rows
               if row["arm"] in WHOLE_ARMS and row["tools_whole"] < row["turns"]]  # fmt: skip
-    if ours["turns"] < 30 or ours["prompt"] < 5 * ours["budget"]:
-        found.append("30 turns and five budgets")
+    for ours in (row for row in rows if row["arm"] == "evoke"):
+        found += [f"{kind}: a file not whole" for kind, calls in ours["named"].items()
+                  if calls["whole"] < calls["calls"]]  # fmt: skip
+        if ours["turns"] < 30 or ours["prompt"] < 5 * ours["budget"]:
+            found.append("30 turns and five budgets")
     return Report(watched.summarise(rows), found)
 
 

@@ -111,17 +111,23 @@ def converse(port: int, one: Case, fields: Mapping[str, Any], name: str) -> dict
     return answers
 
 
+def _approximate(folder: Path) -> str:
+    """Return the name of a configuration file with `policy.reanchor: approximate`."""
+    config = folder / "config.yaml"
+    config.write_text("policy: {reanchor: approximate}\n", encoding="utf-8")
+    return str(config)
+
+
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield one row for each kind of edit and arm."""
     options, model = ("-c", "16384", "-np", "1", "-t", "1"), bundled_model()
-    config = Path(tempfile.mkdtemp(), "config.yaml")
-    config.write_text("policy: {reanchor: approximate}\n", encoding="utf-8")
     with (
+        tempfile.TemporaryDirectory() as folder,
         running(ensure_server(patched=False), model, *options, saves=False) as stock,
         running(ensure_server(), model, *options, "--evoke-ram", "256", saves=False) as patched,
         proxied(patched.port) as exact,
         running(ensure_server(), model, *options, "--evoke-ram", "256", saves=False) as other,
-        proxied(other.port, "--config", str(config)) as approximate,
+        proxied(other.port, "--config", _approximate(Path(folder))) as approximate,
     ):
         budget = {"evoke_budget": args.budget}
         arms: Sequence[tuple[str, int, dict[str, Any]]] = (

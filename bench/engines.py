@@ -195,9 +195,8 @@ class OnServers:
 
     def spans(self, messages: Sequence[Message]) -> Spans:
         """Return the positions of each message, by its index."""
-        body = {"dialect": "chat", "body": {"messages": list(messages)}}
-        answer = self._llama.call("POST", "/evoke/render", body)
-        return {span["index"]: (span["p0"], span["p1"]) for span in answer["spans"]}
+        spans = self._llama.rendered({"messages": list(messages)})["spans"]
+        return {span["index"]: (span["p0"], span["p1"]) for span in spans}
 
     def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
         """Return a new conversation."""

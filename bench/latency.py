@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import ctypes.util
+import math
 import random
 import statistics
 import sys
@@ -175,7 +176,7 @@ def of_decoding(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     largest = next(row for row in rows if row["tokens"] == max(args.sizes))
     names = ("load_vs_reprefill", "save_load_vs_reprefill", "save_over_load")
     summary = {"shape": args.shape, "kv_bytes_per_token": SHAPES[args.shape].kv_bytes}
-    return Report({**summary, **{f"{name}_1280": largest[name] for name in names}})
+    return Report(summary | {f"{name}_{largest['tokens']}": largest[name] for name in names})
 
 
 class Memcpy:
@@ -295,24 +296,23 @@ def of_memcpy(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
         if (matching := [r for r in rows if r["bar"] and (r["fa"], r["cells"]) == (fa, cells)])
         for verb in VERBS
     }
-    of_one_run = {
-        f"fa_{fa}_{cells.replace(' ', '_')}": min(
-            row[f"{verb}_vs_one_run"]
-            for row in rows
-            if (row["fa"], row["cells"]) == (fa, cells)
-            for verb in VERBS
-        )
-        for fa in dict.fromkeys(row["fa"] for row in rows)
-        for cells in ("8 runs", "64 runs", FOUR_CLIENTS)
-    }
+    of_one_run: dict[str, float] = {}
+    for row in rows:
+        if row["cells"] in ("8 runs", "64 runs", FOUR_CLIENTS) and "save_vs_one_run" in row:
+            name = f"fa_{row['fa']}_{row['cells'].replace(' ', '_')}"
+            of_one_run[name] = min(of_one_run.get(name, math.inf), _share_of_one_run(row))
     missed = [f"{r['tokens']} tokens, {r['cells']}, -fa {r['fa']}" for r in rows if _misses(r)]
     summary = {"shape": args.shape, "worst_from_640": worst, "worst_of_one_run": of_one_run}
     return Report({**summary, "missed": len(missed)}, missed)
 
 
+def _share_of_one_run(row: Row) -> float:
+    return min(float(row[f"{verb}_vs_one_run"]) for verb in VERBS)
+
+
 def _misses(row: Row) -> bool:
-    if row["cells"] in ("64 runs", FOUR_CLIENTS):
-        return bool(min(row[f"{verb}_vs_one_run"] for verb in VERBS) < BAR_OF_ONE_RUN)
+    if row["cells"] in ("64 runs", FOUR_CLIENTS):  # a block of 64 tokens in one run may be missing
+        return "save_vs_one_run" in row and _share_of_one_run(row) < BAR_OF_ONE_RUN
     worse = min(row["save_vs_memcpy"], row["load_vs_memcpy"])
     return row["bar"] is not None and worse < row["bar"]
 

@@ -9,7 +9,8 @@ server.
 
 Part `shift`: what does an answer that is longer than the cells leave of what was said before it? A
 fact is stated, the model generates `--tokens` tokens in `--cells` cells, and a question asks for
-the fact. What is generated has no meaning; sessions in which it names the fact are left out. Arms:
+the fact. What is generated has no meaning; sessions in which it names the fact in any arm are left
+out of all. Arms:
 `never` (enough cells for all); `context shift` (llama-server drops the oldest half behind the
 system prompt and moves the rest); `streaming`, `scored`, `attention` (`--kv-eviction` 1 to 3,
 without the proxy; nothing comes back); `evoke` (the same cells behind the proxy with its defaults).
@@ -168,18 +169,13 @@ def text_of(llama: Llama, messages: Sequence[dict[str, str]]) -> str:
     return str(llama.call("POST", "/apply-template", {"messages": messages})["prompt"])
 
 
-def tokens_of(llama: Llama, text: str) -> list[int]:
-    """The tokens of a rendered text."""
-    body = {"content": text, "parse_special": True}
-    return [int(token) for token in llama.call("POST", "/tokenize", body)["tokens"]]
-
-
 def directly(llama: Llama, arm: str, fact: Fact, args: argparse.Namespace) -> tuple[str, str, int]:
     """Generate and ask at the server; returns both texts, and the tokens it had kept."""
     messages = beginning(fact)
     text = text_of(llama, messages)
-    prompt = tokens_of(llama, text)
-    kept = len(tokens_of(llama, text_of(llama, messages[:1]).partition("<|im_start|>user")[0]))
+    prompt = llama.tokens(text, parse_special=True)
+    system = text_of(llama, messages[:1]).partition("<|im_start|>user")[0]
+    kept = len(llama.tokens(system, parse_special=True))
     marks = arm not in ("never", "context shift")
     llama.erase()
 
@@ -197,7 +193,8 @@ def directly(llama: Llama, arm: str, fact: Fact, args: argparse.Namespace) -> tu
     left = [*prompt, *generated]
     if arm == "context shift":
         left = rows_left(prompt, generated, kept, args.cells)
-    answer = complete([*left, *tokens_of(llama, asked)], _LAST, stop=["<|im_end|>"])
+    question = llama.tokens(asked, parse_special=True)
+    answer = complete([*left, *question], _LAST, stop=["<|im_end|>"])
     if not marks and answer["timings"]["cache_n"] != len(left) - 1:
         raise RuntimeError("the tokens that the server kept are not those that were computed")
     return str(long["content"]), str(answer["content"]), int(answer["timings"]["cache_n"])
@@ -240,9 +237,11 @@ def shift(args: argparse.Namespace) -> Iterator[Row]:
 
 def of_shift(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report the share of sessions that recall, by arm."""
-    table = []
+    named, table = {row["seed"] for row in rows if row["named"]}, []
+    if all(row["seed"] in named for row in rows):
+        return Report({"arms": []}, ["what is generated names the fact in every session"])
     for arm in SHIFT_ARMS:
-        mine = [row["recalled"] for row in rows if row["arm"] == arm and not row["named"]]
+        mine = [r["recalled"] for r in rows if r["arm"] == arm and r["seed"] not in named]
         table.append({"arm": arm, **share_of(sum(mine), len(mine))})
     by = {row["arm"]: row["share"] for row in table}
     missed = [] if by["evoke"] >= by["never"] else ["evoke recalls less than never evicting"]

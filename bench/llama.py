@@ -80,6 +80,14 @@ class Llama:
         marker = {"id_slot": slot, "evoke": {"epoch": self.epoch(slot)}}
         return self.call("POST", "/completion", body | marker | more)
 
+    def rendered(self, body: object) -> Any:
+        """The prompt of a chat request: `tokens`, `spans` of messages, and more."""
+        return self.call("POST", "/evoke/render", {"dialect": "chat", "body": body})
+
+    def tokens(self, text: str, **more: object) -> list[int]:
+        """The tokens of a text."""
+        return list(self.call("POST", "/tokenize", {"content": text} | more)["tokens"])
+
     def erase(self, slot: int = 0) -> None:
         """Empty a slot."""
         self.call("POST", f"/slots/{slot}?action=erase", {})

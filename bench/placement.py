@@ -49,7 +49,7 @@ class Session:
         messages += [_said("assistant", "Noted.")]
         question = _said("user", self.fact.question)
         while True:
-            view = self._rendered([*messages, question])
+            view = llama.rendered({"messages": [*messages, question]})
             fact_span, answered, asked = (view["spans"][i] for i in (1, 2, -1))
             if asked["p0"] - answered["p1"] >= distance:
                 break
@@ -109,10 +109,6 @@ class Session:
     def _moved(self) -> list[int]:
         (p0, p1), tokens = self._fact_span, self._tokens
         return tokens[:p0] + tokens[p1 : self._asked] + tokens[p0:p1] + tokens[self._asked :]
-
-    def _rendered(self, messages: list[dict[str, str]]) -> Any:
-        body = {"dialect": "chat", "body": {"messages": messages}}
-        return self._llama.call("POST", "/evoke/render", body)
 
 
 def _said(role: str, text: str) -> dict[str, str]:

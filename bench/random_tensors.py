@@ -35,19 +35,14 @@ LATENT = frozenset(("deepseek32", "glm-dsa", "dots3note"))  # one compressed row
 SPARSE = LATENT | {"minimax-m3", "deepseek4", "qwen4exp"}
 WITH_OUTPUT = frozenset(("minimax-m3", "deepseek4"))  # their output matrix is not the embedding
 
-_QUERY_RANK, _ROW_RANK, _ROTATED = (
-    64,
-    64,
-    32,
-)  # of latent attention: queries, a row, its rotated part
+# Of latent attention: queries, a row, its rotated part.
+_QUERY_RANK, _ROW_RANK, _ROTATED = 64, 64, 32
 _INDEX_HEADS, _INDEX_TOP = 4, 48  # of the index; how many rows it chooses
 _BLOCK, _TOP_BLOCKS = 16, 3  # of MSA, which chooses whole blocks
 _STREAMS, _LOW_RANK = 4, 8  # residual streams and the rank of what mixes them
 _GROUPS, _OUTPUT_RANK = 2, 16  # of the output matrix of deepseek4
-_RATIOS = {
-    "deepseek4": (0, 0, 4, 128),
-    "qwen4exp": (4, 4, 4, 4),
-}  # tokens for one index key, by layer
+# Tokens for one index key, by layer.
+_RATIOS = {"deepseek4": (0, 0, 4, 128), "qwen4exp": (4, 4, 4, 4)}
 
 
 def head_sizes(shape: Shape) -> tuple[int, int, int]:
@@ -235,9 +230,8 @@ def _compressor(name: str, size: int, ratio: int, shape: Shape) -> Iterator[Tens
     yield Tensor(f"{name}_compressor_norm.weight", (size,))
 
 
-RECURRENT = frozenset(
-    ("mamba", "jamba", "lfm2", "qwen35", "qwen4exp")
-)  # on their even layers, or on all
+# On their even layers, or on all.
+RECURRENT = frozenset(("mamba", "jamba", "lfm2", "qwen35", "qwen4exp"))
 MROPE = frozenset(("qwen2vl", "qwen35", "qwen4exp"))
 DELTA_NETS = frozenset(("qwen35", "qwen4exp"))
 

@@ -6,7 +6,6 @@ on real files and sends back their results."""
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,12 +13,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from bench.listening import Quiet, listening
+from bench.llama import ask
 from evoke_proxy.demo.client import events
 
 Json = dict[str, Any]
 # A stream of one call: from its id, its name and its arguments.
 Calling = Callable[[str, str, Mapping[str, Any]], bytes]
-_TIMEOUT_S = 300.0
 _OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-encoding")
 
 
@@ -44,13 +43,7 @@ class Relay:
 
     def answer(self, path: str, sent: bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Status and bytes of the answer to a POST."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.front, timeout=_TIMEOUT_S)
-        try:
-            connection.request("POST", path, sent, dict(headers))
-            response = connection.getresponse()
-            status, found = response.status, response.read()
-        finally:
-            connection.close()
+        status, found = ask(self.front, "POST", path, sent, headers)
         body = json.loads(sent)
         if status != 200 or not body.get("tools"):
             return status, found

@@ -141,7 +141,7 @@ def _tokens_of(llama: Llama, message: Message) -> int:
     """Tokens of a message within a prompt, without a template's generation prompt."""
     both = {"messages": [message], "add_generation_prompt": False}
     text = llama.call("POST", "/apply-template", both)["prompt"]
-    return len(llama.call("POST", "/tokenize", {"content": text, "parse_special": True})["tokens"])
+    return len(llama.tokens(text, parse_special=True))
 
 
 class Client:

@@ -29,7 +29,6 @@ import re
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -44,10 +43,11 @@ import numpy as np
 
 from bench.charts import chart
 from bench.driver import Bench, Report, Row, option, run_parts
-from bench.llama import ask, process
+from bench.llama import ask, process, rss_mib
 from bench.stats import slope, theil_sen
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
-from evoke_proxy.demo.processes import free_port, healthy, plain_environment, serving
+from evoke_proxy.demo.client import DemoError
+from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -61,7 +61,7 @@ _COLUMNS = (
     *("arm", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
     *("over_budget", "during_faults", "rss_start", "rss_end", "slope"),
 )
-_LOGGED = re.compile(r"(own|after|render|block-plan|first_byte)_ms=([0-9.]+)")
+_LOGGED = re.compile(r"(own|first_byte)_ms=([0-9.]+)")
 _MINUTE_S, _BLOCK_MINUTES = 60.0, 10
 # Times of turns, by their names in the log of the proxy.
 _TIMES = ("own", "first_byte")
@@ -78,38 +78,22 @@ class Upstream:
     command: Sequence[str]
     port: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    _running: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def start(self) -> None:
-        """Start it and wait until it is healthy, a minute at most."""
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=plain_environment(),
-            )
-        until = time.monotonic() + 60
-        while not healthy(self.port):
-            if time.monotonic() > until or self.process.poll() is not None:
-                raise RuntimeError(f"llama-server did not start, see {self.log}")
-            time.sleep(0.2)
+        """Start it and wait until it is healthy."""
+        self._running.enter_context(serving(self.command, self.port, self.log))
 
-    def end(self, number: signal.Signals) -> None:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal and wait for its end; nothing if it has ended."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(number)
-            try:
-                self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(15)
+        with contextlib.suppress(LookupError):
+            os.kill(self.pid, number)
+        self._running.close()
 
     @property
     def pid(self) -> int:
-        """The process ID of the latest start."""
-        return self.process.pid if self.process else 0
+        """Its process ID; LookupError when it has ended."""
+        return int(process(self.port).name)
 
 
 @dataclass(slots=True)
@@ -145,7 +129,7 @@ class Faults:
             what = ""
             try:
                 what = kind() or ""
-            except (OSError, RuntimeError) as error:
+            except (OSError, LookupError, DemoError) as error:
                 what = f"failed: {error!r}"
             finally:
                 self._until = time.monotonic() + GRACE_S
@@ -368,7 +352,7 @@ def growth(samples: Sequence[Sample]) -> float:
     return 60 * theil_sen(at, rss) if len(late) > 1 else 0.0
 
 
-def sample(proxy: int, upstream: Upstream, log: Path, offset: int) -> tuple[dict[str, Any], int]:
+def sample(proxy: int, log: Path, offset: int) -> tuple[dict[str, Any], int]:
     """What one moment looks like, and how far the log has been read."""
     folder = Path(f"/proc/{proxy}")
     stat = (folder / "stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
@@ -376,26 +360,16 @@ def sample(proxy: int, upstream: Upstream, log: Path, offset: int) -> tuple[dict
         file.seek(offset)
         lines = file.read().split(b"\n")
     text = b"\n".join(lines[:-1]).decode(errors="replace").splitlines()
-    try:
-        server = _resident_mib(upstream.pid)
-    except (OSError, ValueError, IndexError):
-        server = None
     return {
-        "rss": _resident_mib(proxy),
+        "rss": round(rss_mib(proxy), 2),
         "descriptors": len(list((folder / "fd").iterdir())),
         "threads": int(stat[17]),
         "cpu_ms": 10 * (int(stat[11]) + int(stat[12])),
-        "server_rss": server,
         "load": os.getloadavg()[0],
         "turns": [dict(_LOGGED.findall(line)) for line in text if " own_ms=" in line],
         "requests": sum("POST /v1/chat/completions" in line for line in text),
         "errors": [line[:400] for line in text if " ERROR " in line or "Traceback" in line][:5],
     }, offset + sum(len(line) + 1 for line in lines[:-1])
-
-
-def _resident_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 2)
 
 
 def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -429,7 +403,7 @@ def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[
             return _worked(arm, int(process(front).name), faults, folder, arguments)
     finally:
         faults.stop()
-        upstream.end(signal.SIGTERM)
+        upstream.end()
 
 
 def _worked(
@@ -450,7 +424,7 @@ def _worked(
     with (folder / f"{arm}-samples.jsonl").open("w", encoding="utf-8") as file:
         try:
             while time.monotonic() < until:
-                one, offset = sample(proxy, faults.upstream, folder / "proxy.log", offset)
+                one, offset = sample(proxy, folder / "proxy.log", offset)
                 one |= {"at": round(time.monotonic() - began, 2), "faults": len(faults.done)}
                 one |= {"counts": dict(tally.counts)}
                 samples.append(one)

@@ -20,7 +20,6 @@ Questions of one session are not independent, so every interval allows for it:
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -181,19 +180,12 @@ def paired_difference(
     `low` and `high` are None for fewer than 3 conversations.
     """
     of = {(r["conversation"], r["question"], r["arm"]): int(r["whole"]) for r in rows}
-    by_talk: dict[str, list[int]] = {}
+    by_talk: dict[str, list[tuple[int, int]]] = {}
     for conversation, question, name in of:
         if name == arm:
-            difference = of[conversation, question, arm] - of[conversation, question, other]
-            by_talk.setdefault(conversation, []).append(difference)
-    sums, sizes = [sum(each) for each in by_talk.values()], [len(d) for d in by_talk.values()]
-    points = round(100.0 * sum(sums) / sum(sizes), 1)
-    if len(sums) < _FEWEST_CONVERSATIONS:
-        return {"points": points, "low": None, "high": None}
-    chance, means = random.Random(1), list[float]()
-    for _ in range(_PAIRED_DRAWS):
-        drawn = chance.choices(range(len(sums)), k=len(sums))
-        means.append(100.0 * sum(sums[i] for i in drawn) / sum(sizes[i] for i in drawn))
-    means.sort()
-    low, high = means[_PAIRED_DRAWS * 25 // 1000], means[_PAIRED_DRAWS * 975 // 1000]
-    return {"points": points, "low": round(low, 1), "high": round(high, 1)}
+            pair = of[conversation, question, other], of[conversation, question, arm]
+            by_talk.setdefault(conversation, []).append(pair)
+    sums = np.array([np.sum(pairs, axis=0) for pairs in by_talk.values()], np.float64)
+    sizes = np.array([[len(pairs)] * 2 for pairs in by_talk.values()], np.float64)
+    found: dict[str, float | None] = {**difference_of_shares(sums, sizes)}
+    return found if len(sums) >= _FEWEST_CONVERSATIONS else found | {"low": None, "high": None}

@@ -215,14 +215,15 @@ def _talk(llama: Llama, slot: int, *, seed: int, then: str, wanted: str) -> list
     step, or `_DRAFTS` for the tokens and how many were drafted and accepted.
     """
     llama.erase(slot)
-    history = _tokens(llama, "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60)))
+    items = "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60))
+    history = llama.tokens(items, add_special=True)
     reply = llama.complete(history, slot, n_predict=4, return_tokens=True, ignore_eos=True)
     p0, p1 = _BLOCK
     if then != _KEEP:
         llama.act("block-save", slot, name=f"b{slot}", p0=p0, p1=p1, evict=True)
     if then == _RETURN and not llama.act("block-load", slot, names=[f"b{slot}"])["same_cells"]:
         raise RuntimeError("the block's cells were not free")
-    more = history + reply["tokens"] + _tokens(llama, " And what is item 7?")
+    more = history + reply["tokens"] + llama.tokens(" And what is item 7?", add_special=True)
     if wanted == _DRAFTS:
         longer = {"n_predict": 4 * _STEPS, "ignore_eos": True, "return_tokens": True}
         answer = llama.complete(more, slot, **longer)
@@ -243,11 +244,6 @@ def _talk(llama: Llama, slot: int, *, seed: int, then: str, wanted: str) -> list
     if any(len(step) != _VOCABULARY for step in found) or len(found) != _STEPS:
         raise RuntimeError(f"{len(found)} steps, not all with every logprob")
     return found
-
-
-def _tokens(llama: Llama, text: str) -> list[int]:
-    answer = llama.call("POST", "/tokenize", {"content": text, "add_special": True})
-    return list(answer["tokens"])
 
 
 def _reason(log: str) -> str:

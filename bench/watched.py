@@ -195,9 +195,9 @@ def saved_rows(upstream: int, folder: Path) -> dict[int, bytes]:
 
 def positions(upstream: int, body: Json, indexes: Sequence[int]) -> set[int]:
     """Where these messages of a chat request are in its prompt."""
-    answer = Llama(upstream).call("POST", "/evoke/render", {"dialect": "chat", "body": body})
-    spans = [(item["p0"], item["p1"]) for item in answer["spans"] if item["index"] in indexes]
-    return {at for start, end in spans for at in range(start, end)}
+    spans = Llama(upstream).rendered(body)["spans"]
+    wanted = [range(span["p0"], span["p1"]) for span in spans if span["index"] in indexes]
+    return {at for positions in wanted for at in positions}
 
 
 def _calls(messages: Sequence[Json]) -> Iterator[tuple[int, str, str]]:

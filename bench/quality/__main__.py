@@ -4,8 +4,7 @@ Sends sessions of several kinds turn by turn through the proxy, once under every
 compression; the last turns ask for the facts. Every finished session is a line of
 out/bench/quality.jsonl, and an interrupted run continues from there. Results of another model,
 server or version of the proxy's sources do not count. Without --tuning the sessions are those of
-the seeds of `protocol.toml`, whose hash the record has; do not tune anything on them. `--part 1/2`
-and `--part 2/2` can run at the same time.
+the seeds of `protocol.toml`, whose hash the record has; do not tune anything on them.
 
 `multi-fact` is facts5, facts12, facts20 and codes together. `recall`: the answer ends with exactly
 the value (unknown: it says that it was never told). Intervals (`_95`) allow for sessions
@@ -45,16 +44,7 @@ def measure(chosen: plan.Plan, args: argparse.Namespace) -> Sequence[Row]:
     if args.policies is not None:
         wanted = {plan.CEILING, *args.policies.split(",")}
         todo = [unit for unit in todo if unit.arm.policy in wanted]
-    which, of = args.part or (1, 1)
-    mine = frozenset(list(dict.fromkeys(unit.script.name for unit in todo))[which - 1 :: of])
-    return recorded(args, todo, [unit for unit in todo if unit.script.name in mine])
-
-
-def _part(text: str) -> tuple[int, int]:
-    which, _, of = text.partition("/")
-    if not 0 < int(which) <= int(of):
-        raise ValueError(text)
-    return int(which), int(of)
+    return recorded(args, todo)
 
 
 def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
@@ -85,7 +75,6 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
 _OPTIONS = (
     *OPTIONS,
     option("--policies", help="only these, beside never evicting (all there are)"),
-    option("--part", help="every Nth session, from the Kth (1/1)", type=_part, metavar="K/N"),
 )
 # A model that can think does so by default.
 _OF_HYBRID = {"hybrid": "--reasoning off", "thinking": "--reasoning on"}

@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import os
 import queue
+import re
 import sys
 import tempfile
 import time
@@ -111,11 +112,8 @@ def read(upstream: int, script: Script) -> Reading:
 
     ValueError when a fact is not where the generator said it.
     """
-    body: dict[str, Any] = {
-        "dialect": "chat",
-        "body": {"messages": list(script.messages[:-1])},
-    }
-    rendered = Llama(upstream).call("POST", "/evoke/render", body)
+    body = {"messages": list(script.messages[:-1])}
+    rendered = Llama(upstream).rendered(body)
     words = _pieces(upstream, [message["content"] for message in script.messages])
     pieces = [words.get(token, _UNKNOWN) for token in rendered["tokens"]]
     ends = [span["p1"] for span in sorted(rendered["spans"], key=lambda span: span["index"])]
@@ -126,16 +124,16 @@ def read(upstream: int, script: Script) -> Reading:
     starts = [0, *accumulate(len(piece) for piece in pieces)]
     gold = []
     for probe in script.probes:
-        found = (
-            _occurrences(history, probe.fact.statement, starts) if probe.value is not None else []
-        )
-        if not found and probe.value is not None:
+        if probe.value is None:
+            gold.append(list[Range]())
+            continue
+        gold.append(_occurrences(history, probe.fact.statement, starts))
+        if not gold[-1]:
             raise ValueError(f"{script.name}: {probe.fact.statement!r} is not in the prompt")
-        gold.append(found)
     generation = len(pieces) - rendered["generation"]
     tokens = np.array(rendered["tokens"])
     shared = common_prefix(tokens[-generation:], tokens[ends[script.turns[0] - 1] :])
-    blocks = _blocks(rendered, body["body"])
+    blocks = _blocks(rendered, body)
     return Reading(ends, generation, gold, blocks, generation - shared)
 
 
@@ -146,13 +144,8 @@ def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Dr
 
 
 def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
-    occurrences = []
-    at = text.find(wanted)
-    while at >= 0:
-        last = at + len(wanted) - 1
-        occurrences.append((bisect_right(starts, at) - 1, bisect_right(starts, last)))
-        at = text.find(wanted, at + 1)
-    return occurrences
+    places = (match.span() for match in re.finditer(re.escape(wanted), text))
+    return [(bisect_right(starts, a) - 1, bisect_right(starts, b - 1)) for a, b in places]
 
 
 def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
@@ -341,19 +334,14 @@ def first_seed(args: argparse.Namespace) -> int:
     return (TUNING if args.tuning else REPORTING).start + int(args.seed)
 
 
-def recorded(
-    args: argparse.Namespace, todo: Sequence[Unit], run: Sequence[Unit]
-) -> Sequence[Record]:
-    """Run those of the units `run` that the journal lacks, and return the records of all `todo`.
-
-    RuntimeError when there is no record.
-    """
+def recorded(args: argparse.Namespace, todo: Sequence[Unit]) -> Sequence[Record]:
+    """Run the units that the journal lacks, and return the records; RuntimeError without any."""
     server, model = args.server or ensure_server(), args.model or bundled_model()
     options = args.server_args.split()
     journal = Journal(args.journal, fingerprint(model, server, *options))
     if not args.show:
         deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-        Work(server, model, journal, deadline, options).run(run, args.lanes)
+        Work(server, model, journal, deadline, options).run(todo, args.lanes)
     done = journal.records()
     found = [done[unit.key] for unit in todo if unit.key in done]
     if not found:

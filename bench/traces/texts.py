@@ -261,12 +261,6 @@ def _answer_blocks(n_out: int, n_new: int) -> int:
     return min(max(1, round(n_out / BLOCK)), n_new - 1) if n_new > 1 else 0
 
 
-def words_of(tokens: Tokens) -> str:
-    """Return the text of tokens that are no `ANSWER`."""
-    words = _vocabulary()
-    return " ".join([words[token] for token in tokens.tolist()])
-
-
 def tokenized(text: str, is_answer: bool) -> Tokens:
     """Return the tokens of a message; the first one of the assistant's begins an answer."""
     table = numbers()
