@@ -144,8 +144,8 @@ def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Dr
 
 
 def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:
-    places = (match.span() for match in re.finditer(re.escape(wanted), text))
-    return [(bisect_right(starts, a) - 1, bisect_right(starts, b - 1)) for a, b in places]
+    spans = (match.span() for match in re.finditer(re.escape(wanted), text))
+    return [(bisect_right(starts, a) - 1, bisect_right(starts, b - 1)) for a, b in spans]
 
 
 def _pieces(upstream: int, texts: Sequence[str]) -> dict[int, str]:
