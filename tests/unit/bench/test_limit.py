@@ -23,3 +23,19 @@ def test_context_shift_drops_the_oldest_half_behind_what_is_kept() -> None:
     # Full at 7 tokens: 1 stays, three of the other six go; full again at 7.
     assert left == [1, 14, 15, 16, 17, 18, 19]
     assert limit.rows_left([1, 2], [3, 4], kept=1, cells=8) == [1, 2, 3, 4]
+
+
+def _shifted(arm: str, seed: int, recalled: bool, named: bool = False) -> dict[str, object]:
+    return {"arm": arm, "seed": seed, "recalled": recalled, "named": named}
+
+
+def test_a_session_whose_answer_names_the_fact_in_one_arm_is_left_out_of_all() -> None:
+    rows = [_shifted(arm, seed, seed > 0) for arm in limit.SHIFT_ARMS for seed in range(3)]
+    rows.append(_shifted("evoke", 0, True, named=True))
+    args = limit.PARTS["shift"].parse([])
+    report = limit.of_shift(args, rows)
+    assert {row["arm"]: (row["right"], row["n"]) for row in report.summary["arms"]} == {
+        arm: (2, 2) for arm in limit.SHIFT_ARMS
+    }
+    named = [{**row, "named": True} for row in rows]
+    assert limit.of_shift(args, named).missed, "nothing was measured"
