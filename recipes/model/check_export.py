@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -72,8 +73,9 @@ class Agreement:
             spelled.add(message["role"], message["content"], 0.0)
         spelled.ask(probe.fact, probe.question)
         prompt = spelled.ids[: spelled.questions[0].answer[0]]
-        messages = {"messages": [*chat.messages, *exchange(probe.question)]}
-        rendered = server.call("POST", "/apply-template", messages)["prompt"]
+        asked: dict[str, Any] = {"messages": [*chat.messages, *exchange(probe.question)]}
+        asked["chat_template_kwargs"] = {"enable_thinking": False}
+        rendered = server.call("POST", "/apply-template", asked)["prompt"]
         cut = {"content": rendered, "add_special": True, "parse_special": True}
         self.template_differs += server.call("POST", "/tokenize", cut)["tokens"] != prompt
         body = {"prompt": prompt, "n_predict": 24, "temperature": 0, "n_probs": 5}
