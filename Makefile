@@ -123,10 +123,11 @@ test-matrix: venv .venv/clients
 help:
 	@sed -n 's/^##@ \(.*\)/\n\1/p; s/^## /  /p' Makefile
 
-# Both servers from one build tree: minutes the first time, immediate later.
+# Both servers from one build tree: minutes the first time, immediate later. The patched one is first,
+# because `make demo` leaves the tree patched: only its web UI is compiled then.
 build: venv
-	@$(BIN)/python -m evoke_proxy.server_build --stock
 	@$(BIN)/python -m evoke_proxy.server_build
+	@$(BIN)/python -m evoke_proxy.server_build --stock
 
 venv: .venv/stamp
 
