@@ -24,10 +24,13 @@ drop them (by `mincore`). If that is more than a hundredth, the speed of the dis
 O_DIRECT. The disk is read three times before the second turn and three times after it; the median
 counts. A virtual machine may have to get memory back from its host before it can read a file into
 it, so as much memory as the file has bytes is touched and freed before each reading and before the
-second turn. Arms that restore a snapshot have the restart and the second turn `--restarts` times,
-each with the files of the first turn; the medians count. Files of the model `wide` have at least
-200 MiB. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours
-on a CPU.
+second turn. Reading also takes twice as long when the last reading was seconds ago and not a moment
+before; the cause was not found. So three seconds pass before each reading of the disk and before
+the second turn, alike in all arms: `alone` restores at once, the proxy after it has prepared the
+request. Arms that restore a snapshot have the restart and the second turn `--restarts` times, each
+with the files of the first turn; the medians count. Files of the model `wide` have at least 200
+MiB. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours on a
+CPU.
 
 Every measurement is written at once: an interrupted run continues where it stopped while the
 sources and the server are the same.
@@ -77,6 +80,8 @@ _LIVE, _LONG, _FEW = 5120, 8192, ("cold", "peer", "ours", "ram")
 # Pages that may still be cached when the speed of the disk is measured without O_DIRECT.
 _MAX_CACHED = 0.01
 _BLOCK_BYTES, _DISK_READINGS = 1 << 20, 3
+# Pause before the file is read: directly after another reading it takes less time.
+_UNREAD_S = 3.0
 MODELS: dict[str, tuple[str, tuple[str, ...], tuple[int, ...]]] = {
     "dense": ("dense-8", (), (1024, 5120)),
     "hybrid": ("hybrid-8", (), (1024, 5120)),
@@ -223,6 +228,7 @@ class Setup:
                 flag = os.O_DIRECT if cached > _MAX_CACHED else 0
                 times = [_read_seconds(kept.fileno(), size, flag) for _ in range(_DISK_READINGS)]
                 _drop(self._files())
+                time.sleep(_UNREAD_S)
                 _touch(size)
                 row = self._alone(chat, port, largest) if arm == "alone" else {}
                 row = row or self._second(chat, port, front) | _restored(front)
@@ -319,6 +325,7 @@ def _read_seconds(file: int, size: int, flag: int) -> float:
     """
     page = mmap.mmap(-1, _BLOCK_BYTES)  # aligned, as O_DIRECT requires
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    time.sleep(_UNREAD_S)
     _touch(size)
     handle = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | flag)
     began = time.perf_counter()
