@@ -84,13 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in wanted if name not in PARTS]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began, load, version = time.monotonic(), os.getloadavg()[0], record.checkout()
     found = run(parts.Reader(seed, args.model, args.threads), wanted)
     about = {
         "seed": seed,
         "model": args.model.name if args.model else "bundled, and random weights",
         "machine": record.machine(),
-        "version": record.checkout(),
+        "version": version,
         "load average before": round(load, 2),
         "minutes": round((time.monotonic() - began) / 60, 1),
     }

@@ -81,3 +81,11 @@ def test_both_pages_have_every_row_and_bar() -> None:
         assert word in text and word in html, word
     assert "a &lt;machine&gt;" in html and "<machine>" not in html
     assert list(ARMS)[:2] == ["no eviction", "oracle"]
+
+
+def test_the_page_names_missed_bars_and_writes_numbers_for_people() -> None:
+    rows = [{"arm": "default", "whole": 23121.7}, {"arm": "random", "whole": True}]
+    made = Part("A", "?", ("arm", "whole"), rows, (Bar("first", 1, least=2), Bar("second", 1)))
+    for page in (proof.text([made], ABOUT), proof.html([made], ABOUT)):
+        assert "1 of 2 bars hold; missed: first" in page
+        assert "23,122" in page and "yes" in page and "True" not in page
