@@ -112,8 +112,8 @@ def text(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
     for number, part in enumerate(parts, 1):
         lines += ["", f"{number}. {part.title} ({part.seconds:.0f} s)", f"   {part.question}", ""]
         if part.rows:
-            shown = [{name: _value(x) for name, x in row.items()} for row in part.rows]
-            lines += [record.table(shown, part.columns), ""]
+            table = [{name: _value(x) for name, x in row.items()} for row in part.rows]
+            lines += [record.table(table, part.columns), ""]
         lines += [f"   {_verdict(bar.holds):5} {bar.claim}: {_value(bar.value)} ({bar.wanted})"
                   for bar in part.bars]  # fmt: skip
     return "\n".join(lines) + "\n"
