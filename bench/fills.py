@@ -146,7 +146,8 @@ class _Bm25:
     def scores(self, asked: Sequence[str], k1: float = 1.2, b: float = 0.75) -> Floats:
         """Return the score of each text for the words of a question."""
         total = np.zeros(len(self._counts))
-        norms = k1 * (1 - b + b * self._lengths / self._lengths.mean())
+        mean = self._lengths.mean() if self._lengths.any() else 1.0  # no text, or none with words
+        norms = k1 * (1 - b + b * self._lengths / mean)
         for word in asked:
             among = self._in_texts[word]
             rarity = math.log(1 + (len(self._counts) - among + 0.5) / (among + 0.5))
