@@ -84,20 +84,26 @@ def test_a_common_beginning_of_user_messages_is_shared(tmp_path: Path, at_once: 
 
 @pytest.mark.parametrize("shape", SHAPE_NAMES)
 def test_a_shared_state_gives_the_answer_of_a_decoded_prefix(tmp_path: Path, shape: str) -> None:
-    """The same tokens with the same log probabilities, bit by bit."""
+    """The same tokens; bit by bit the same log probabilities after each restore."""
     body, answers = agent_body(7, n_tokens=24), []
-    for name, has_other in (("alone", False), ("after another", True)):
+    for name, other in (("alone", None), ("after another", 1), ("after a third", 2)):
         folder = tmp_path / name
         folder.mkdir()
         deployment = Deployment(folder, shape, SEPARATE)
         with deployment.server_and_proxy(look_ahead=False) as running:
-            if has_other:
-                ask_agent(running.port, agent_body(1))
+            if other is not None:
+                ask_agent(running.port, agent_body(other))
             answers.append(ask_agent(running.port, body)["choices"][0])
             useful = final_metric(running, "evoke_snapshot_restores_total", result="useful")
-            assert useful == has_other
-    assert answers[0]["message"] == answers[1]["message"]
-    assert answers[0]["logprobs"] == answers[1]["logprobs"]
+            assert useful == (other is not None)
+    alone, *restored = answers
+    assert all(answer["message"] == alone["message"] for answer in restored)
+    assert restored[0]["logprobs"] == restored[1]["logprobs"]
+    # Alone, the prefix is decoded in one batch with what follows, which some CPUs add up in another
+    # order.
+    pairs = zip(alone["logprobs"]["content"], restored[0]["logprobs"]["content"], strict=True)
+    differences = [abs(one["logprob"] - other["logprob"]) for one, other in pairs]
+    assert max(differences) < 0.005
 
 
 def test_a_state_belongs_to_its_tenant(tmp_path: Path) -> None:
