@@ -22,9 +22,6 @@ from bench.stats import percentile, spread
 from evoke_proxy.demo.client import chat, events
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
 
-# The word that the answers in dialogs consist of. A model with random weights generates tokens that
-# its tokenizer would not make of their text, so that the next prompt does not continue the answer.
-_WORD = "yes"
 TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
 TIMES = ("own", "beside", "after", "render", "block-plan", "cpu", "first_byte")
@@ -40,8 +37,6 @@ class Conversation:
         self._random = random.Random(seed)
         self._texts = texts
         self._said: list[str] = []
-        # What a request has besides its messages.
-        self._more = {"logit_bias": [[_WORD, 100]]} if texts else {}
         self.messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
 
     def lengthen(self, n: int) -> None:
@@ -63,7 +58,7 @@ class Conversation:
     def turn(self) -> int:
         """One request; how many tokens its prompt had."""
         self.ask()
-        body = {"messages": self.messages, "max_tokens": 4, "temperature": 0, **self._more}
+        body = {"messages": self.messages, "max_tokens": 4, "temperature": 0}
         reply = chat(self._port, body, {})
         self.messages.append({"role": "assistant", "content": reply.text or "Yes."})
         if "evoke" not in reply.timings:

@@ -111,13 +111,13 @@ json server_blocks_calls::slot_json(const server_blocks_slot & slot) const {
     };
 }
 
-// Returns for a rendered prompt how many of its tokens each slot has.
+// Returns for a rendered prompt, or for the end of one, how many of its tokens each slot has.
 json server_blocks_calls::view(const server_blocks_call & call, const std::vector<server_blocks_slot> & slots) const {
     json res = json::array();
     for (const auto & slot : slots) {
         json one = slot_json(slot);
         const auto & tokens = slot.prompt->tokens;
-        one["n_common"] = server_blocks_before_media(tokens, std::min(server_blocks_common_prefix(tokens, call.tokens), state_of(slot).reuse()));
+        one["n_common"] = server_blocks_before_media(tokens, std::min(server_blocks_common_prefix(tokens, call.tokens, call.behind), state_of(slot).reuse()));
         res.push_back(one);
     }
     return json { {"slots", res}, {"instance", instance()} };

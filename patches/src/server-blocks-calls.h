@@ -20,6 +20,7 @@ struct server_blocks_call {
     int          id_slot = -1;
     json         body;
     llama_tokens tokens; // of action "view": the ids of the rendered prompt, see server-blocks-media.h
+    int32_t      behind = 0; // of action "view": how many ids precede these, and count as those of each slot
 
     // disk work that the thread of the call does before run() is called once more
     bool waits   = false;

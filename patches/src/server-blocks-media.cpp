@@ -86,19 +86,20 @@ llama_kv_ranges server_blocks_media(const server_tokens & tokens) {
     return res;
 }
 
-int32_t server_blocks_common_prefix(const server_tokens & tokens, const llama_tokens & ids) {
+int32_t server_blocks_common_prefix(const server_tokens & tokens, const llama_tokens & ids, size_t from) {
     size_t n = 0;
     llama_tokens media;
     for_each_part(tokens,
         [&](size_t i) {
-            const bool same = i < ids.size() && ids[i] == tokens[i];
+            const bool same = i < from || (i - from < ids.size() && ids[i - from] == tokens[i]);
             n += same;
             return same;
         },
         [&](size_t i, const mtmd_input_chunk * chunk) {
             media.clear();
             append_ids(chunk, media);
-            const bool same = i + media.size() <= ids.size() && std::equal(media.begin(), media.end(), ids.begin() + i);
+            const bool same = i + media.size() <= from ||
+                (i >= from && i - from + media.size() <= ids.size() && std::equal(media.begin(), media.end(), ids.begin() + (i - from)));
             n += same ? media.size() : 0;
             return same;
         });

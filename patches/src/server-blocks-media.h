@@ -26,8 +26,9 @@ llama_tokens server_blocks_ids(const server_tokens & tokens);
 // Returns the ranges of the media of a text, one for each.
 llama_kv_ranges server_blocks_media(const server_tokens & tokens);
 
-// Returns how many leading ids of a text and of a list are equal. It never ends inside media.
-int32_t server_blocks_common_prefix(const server_tokens & tokens, const llama_tokens & ids);
+// Returns how many leading ids of a text and of a list are equal. It never ends inside media. The list is compared with the
+// text behind its first `from` ids, which count as equal, except media that they would cut.
+int32_t server_blocks_common_prefix(const server_tokens & tokens, const llama_tokens & ids, size_t from = 0);
 
 // Returns `n`, or the start of the media that the first n tokens would cut.
 int32_t server_blocks_before_media(const server_tokens & tokens, int32_t n);

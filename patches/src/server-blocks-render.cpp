@@ -285,6 +285,25 @@ server_blocks_edges server_blocks_render::parse_edges(const json & value) {
     return res;
 }
 
+int32_t server_blocks_render::end_of(size_t n) const {
+    return n > 0 && n <= spans.size() && spans[n - 1].index == n - 1 ? spans[n - 1].p1 : 0;
+}
+
+std::pair<int32_t, size_t> server_blocks_render::parse_behind(const json & request) {
+    if (!request.contains("behind")) {
+        return { 0, 0 };
+    }
+    const auto & value = request.at("behind");
+    if (!value.is_array() || value.size() != 2 || !value[0].is_number_integer() || !value[1].is_number_integer()) {
+        throw std::invalid_argument("\"behind\" must be [tokens, messages]");
+    }
+    const auto n_tokens = value[0].get<int64_t>(), n_messages = value[1].get<int64_t>();
+    if (n_tokens < 1 || n_tokens > std::numeric_limits<int32_t>::max() || n_messages < 1) {
+        throw std::invalid_argument("\"behind\" must be [tokens, messages], each at least 1");
+    }
+    return { (int32_t) n_tokens, (size_t) n_messages };
+}
+
 std::string server_blocks_render::compact(json reply, const server_blocks_edges & previous) const {
     const auto own = edges();
     int32_t from = 0;

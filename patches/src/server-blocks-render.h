@@ -35,6 +35,13 @@ public:
     // prompt and `previous` have in common.
     std::string compact(json reply, const server_blocks_edges & previous) const;
 
+    // Returns the first token of message `n`; 0 when not each message before it was located.
+    int32_t end_of(size_t n) const;
+
+    // Returns the member "behind" of a request: a number of tokens, and one of messages. Both are 0 when there is none.
+    // Throws std::invalid_argument when it is not like that.
+    static std::pair<int32_t, size_t> parse_behind(const json & request);
+
     // Returns the edges of a request, [[end, hash], ...]. Throws std::invalid_argument when the value is not like that.
     static server_blocks_edges parse_edges(const json & value);
 

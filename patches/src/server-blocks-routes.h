@@ -109,6 +109,7 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         }
     }
     const auto previous = server_blocks_render::parse_edges(json_value(request, "known", json::array()));
+    const auto [n_behind, n_before] = server_blocks_render::parse_behind(request);
     json body = std::move(request.at("body"));
     if (dialect == "responses") {
         body = server_chat_convert_responses_to_chatcmpl(body);
@@ -135,18 +136,20 @@ std::unique_ptr<server_res_generator> server_routes::handle_render(const server_
         throw std::invalid_argument("exactly one prompt can be rendered");
     }
 
-    server_blocks_call call;
-    call.action = "view";
-    call.tokens = server_blocks_ids(inputs[0]);
-    const llama_tokens tokens = call.tokens;
-    auto res = handle_blocks(req, std::move(call));
-    if (res->status != 200 || res->data.empty()) {
-        return res;
-    }
+    const llama_tokens tokens = server_blocks_ids(inputs[0]);
     server_blocks_render render(ctx_server.vocab, tokens, server_blocks_media(inputs[0]));
     if (prompt.is_string()) {
         const json messages = dialect == "completions" ? json::array() : body.at("messages");
         render.locate_messages(prompt.get<std::string>(), messages, rendered.generation_prompt);
+    }
+
+    server_blocks_call call;
+    call.action = "view";
+    call.behind = n_behind;
+    call.tokens.assign(tokens.begin() + render.end_of(n_before), tokens.end());
+    auto res = handle_blocks(req, std::move(call));
+    if (res->status != 200 || res->data.empty()) {
+        return res;
     }
     json data = json::parse(res->data);
     if (json_value(request, "keep", false) && files.empty() && dialect != "completions" && params.path_prompts_log_dir.empty()) {

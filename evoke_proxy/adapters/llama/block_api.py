@@ -57,6 +57,10 @@ class RenderCall:
             None for no limit.
         tenant: for whom llama-server keeps the rendering until the body is forwarded; None: it does
             not keep it.
+        behind: where the answer begins in a longer prompt, and how many of the first messages of
+            the body are its last ones. The slots are then compared with that prompt and what
+            follows it, but the prompt itself is taken as equal. None: they are compared with this
+            rendering.
     """
 
     dialect: str
@@ -64,6 +68,7 @@ class RenderCall:
     previous: Rendered | None = None
     n_ctx: int | None = None
     tenant: str | None = None
+    behind: tuple[int, int] | None = None
 
 
 class BlockApi:
@@ -85,13 +90,13 @@ class BlockApi:
         previous = call.previous
         edges = orjson.dumps(previous.message_hashes if previous is not None else ())
         # The body is inserted unparsed, because llama-server must see the bytes that are forwarded.
-        kept = b""
+        more = b'"behind":[%d,%d],' % call.behind if call.behind is not None else b""
         if call.tenant is not None:
-            kept = b'"keep":true,"tenant":%b,' % orjson.dumps(call.tenant)
+            more += b'"keep":true,"tenant":%b,' % orjson.dumps(call.tenant)
         head = b'{"compact":true,"dialect":%b,"known":%b,%b"body":' % (
             orjson.dumps(call.dialect),
             edges,
-            kept,
+            more,
         )
         check = RenderingLimit(call.n_ctx).feed if call.n_ctx is not None else None
         options = CallOptions("render", check=check)

@@ -204,19 +204,20 @@ class Rendered:
             _memory=memory,
         )
 
-    def followed_by(self, last: Rendered, n_messages: int) -> Rendered:
+    def followed_by(self, last: Rendered, n_messages: int, n_before: int = 1) -> Rendered:
         """Return the expected rendering of this prompt and the messages that follow it.
 
-        `last` is the rendering of the last message of this prompt and of those that follow it,
-        `n_messages` in all. A template may render them otherwise behind the other messages, so
+        `last` is the rendering of `n_messages` messages: the first `n_before` end this prompt, the
+        others follow it. A template may render them otherwise behind the other messages, so
         the result may differ from llama-server's own rendering. It has the slots of `last`. Raises
         ValueError when the two cannot be joined.
         """
         if self.media or last.media or self.turns or len(last.spans) != n_messages:
             raise ValueError("not every message has its own tokens")
-        start, end = self.generation, last.spans[0].span.end
-        shift, first = start - end, self.spans[-1].index - last.spans[0].index
-        added = last.spans[1:]
+        ending = last.spans[n_before - 1]
+        start, end = self.generation, ending.span.end
+        shift, first = start - end, self.spans[-1].index - ending.index
+        added = last.spans[n_before:]
         columns = {
             "index": [item.index + first for item in added],
             "role": [str(item.role) for item in added],

@@ -59,6 +59,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Sequence[Message]]] = {
 # Fields that limit the answer, in llama-server's order of precedence.
 _MAX_TOKENS = ("n_predict", "max_completion_tokens", "max_tokens", "max_output_tokens")
 _NONE_PLAIN: Mapping[str, int] = {}
+_TEMPLATE_FIELDS = ("chat_template_kwargs", "reasoning_effort")
 _ANTHROPIC_MAX_TOKENS = 4096  # llama-server's default, in this dialect only
 
 
@@ -80,6 +81,7 @@ class ChatRequest:
         keep_marks: the client's mark, "pin" or "prefer", by message index.
         keys: top-level keys of the body, without the proxy's own fields.
         transcript: turns of the last message, when its text is a whole conversation.
+        template_fields: fields of the body that chat templates read beside messages and tools.
     """
 
     dialect: str
@@ -95,6 +97,7 @@ class ChatRequest:
     keep_marks: Mapping[int, str] = field(default_factory=dict)
     keys: frozenset[str] = frozenset()
     transcript: tuple[TranscriptTurn, ...] = ()
+    template_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def turns(self) -> Sequence[Message]:
@@ -180,6 +183,7 @@ def parse_chat(
         keep_marks=_keep_marks(parsed_messages) if with_marks else {},
         keys=frozenset(body) - OWN_FIELDS,
         transcript=_transcript(parsed_messages),
+        template_fields={key: body[key] for key in _TEMPLATE_FIELDS if key in body},
     )
 
 

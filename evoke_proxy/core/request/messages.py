@@ -108,6 +108,10 @@ class LazyMessages(Sequence[Message]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def as_chat(self, start: int) -> list[Any]:
+        """The messages from `start` on, as chat messages in JSON."""
+        return list(self._items[start:])
+
     @overload
     def __getitem__(self, at: int) -> Message: ...
     @overload

@@ -30,6 +30,8 @@ class ServerInfo:
         has_disk: whether copies can be written to disk, where they survive a restart.
         can_find: whether it can list the saved blocks that fit a prompt, and the session of each
             slot.
+        can_render_behind: whether it can compare its slots with a prompt of which it renders only
+            the last messages.
         needs_full_state: whether copies of blocks lack a part of a slot's state (hybrids and
             models with sliding windows).
         is_recurrent: whether its slots have a recurrent state, which cannot go back to an earlier
@@ -55,6 +57,7 @@ class ServerInfo:
     can_share: bool = False
     has_disk: bool = False
     can_find: bool = False
+    can_render_behind: bool = False
     needs_full_state: bool = False
     is_recurrent: bool = False
     capturable: tuple[int, ...] = ()
@@ -116,6 +119,7 @@ class ServerInfo:
             can_share="share" in _features(props.get("evoke")),
             has_disk="disk" in _features(props.get("evoke")),
             can_find="find" in _features(props.get("evoke")),
+            can_render_behind="behind" in _features(props.get("evoke")),
             needs_full_state=_memory(props.get("evoke")) in ("hybrid", "iswa", "dsa-iswa"),
             is_recurrent=_memory(props.get("evoke")) == "hybrid",
             capturable=_capturable(props.get("evoke")),

@@ -147,8 +147,6 @@ class Session:
         # The turn that is expected next, with its plan, and how many came otherwise, in a row.
         self._expected: tuple[DecidedTurn, Plan] | None = None
         self._n_unexpected = 0
-        # Tokens that the template adds to an answer, behind those that the model has generated.
-        self._answer_frame: int | None = None
         # Copies of blocks of the previous prompt at their positions in the next one.
         self._moved: tuple[SavedRange, ...] = ()
         # The tokens of the latest finished prompt.
@@ -304,15 +302,6 @@ class Session:
         """Whether it is worth to `expect` the next turn, because the last ones came as expected."""
         return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _RETRY_TURNS == 0
 
-    def can_continue(self, rendered: Rendered, view: SlotView) -> bool:
-        """Return whether a prompt seems to have the tokens of the latest answer that the slot has.
-
-        A tokenizer may make other tokens of a text than the model has generated. It does when their
-        number differs by more than one; the slot lacks the last token of an answer that was cut.
-        """
-        before, frame = self._answer_frame, _answer_frame(rendered, view)
-        return before is None or abs(frame - before) <= 1
-
     def expect(self, turn: Turn) -> None:
         """Plan a turn that is expected next, and was begun on a draft of this session.
 
@@ -320,6 +309,10 @@ class Session:
         """
         plan = decide(turn.view, turn.query, turn.config)
         self._expected = DecidedTurn(turn.view, turn.query, turn.config), plan
+
+    def not_expected(self) -> None:
+        """Record that what comes next could not be expected: it counts as if it came otherwise."""
+        self._n_unexpected += 1
 
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
@@ -378,8 +371,6 @@ class Session:
         if expected is not None:
             self.was_expected = plan is expected[1]
             self._n_unexpected = 0 if self.was_expected else self._n_unexpected + 1
-        if 0 < turn.slot.n_common == turn.slot.n_tokens:
-            self._answer_frame = _answer_frame(turn.rendered, turn.slot)
         self.layout = applied.layout
         self._outdated, self._unconfirmed = applied.outdated, applied.unconfirmed
         self._recovered = applied.recovered
@@ -733,12 +724,6 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     essential = essential_blocks(view, query.files, config.budget)
     needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
-
-
-def _answer_frame(rendered: Rendered, view: SlotView) -> int:
-    """Return the tokens of a prompt from the end of a slot to the end of the message there."""
-    spans = rendered.spans_after(view.n_tokens - 1)
-    return spans[0].span.end - view.n_tokens if spans else 0
 
 
 def _tokens_only_in_slot(layout: Layout) -> int:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -21,7 +23,8 @@ from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.registry import may_probe, uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
-from evoke_proxy.core.request.messages import Message
+from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.messages import LazyMessages
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, MoreWork, PreparedQuery
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -31,6 +34,21 @@ from evoke_proxy.engine.server.strategy import ServerResources
 _log = logging.getLogger(__name__)
 # The most messages, and characters of them, that are rendered alone.
 _MAX_MESSAGES, _MAX_CHARS = 16, 16_384
+# Stands for the messages of the user that come before a call of a tool.
+_STAND_IN = {"role": "user", "content": "Go on."}
+
+
+@dataclass(frozen=True, slots=True)
+class LastMessages:
+    """The last messages of a request, as they are rendered alone.
+
+    Attributes:
+        messages: chat messages in JSON.
+        n_before: how many of the first stand for the end of the previous prompt.
+    """
+
+    messages: Sequence[Any]
+    n_before: int
 
 
 class EarlyPlan(MoreWork):
@@ -49,36 +67,44 @@ class EarlyPlan(MoreWork):
         self._calls = calls
         self._request = request
         self._conversation: Conversation | None = None
-        self._last: asyncio.Task[Rendered | None] | None = None
-        self._n_messages = 0
+        self._last: LastMessages | None = None
+        self._rendering: asyncio.Task[Rendered | None] | None = None
 
     def start(self, conversation: Conversation) -> None:
         """See MoreWork: render the last messages alone."""
-        messages = self._last_messages(conversation)
-        if messages:
-            self._conversation, self._n_messages = conversation, len(messages)
-            body = {"messages": [{"role": one.role, "content": one.text} for one in messages]}
-            work = self._rendered(orjson.dumps(body))
-            self._last = asyncio.get_running_loop().create_task(work)
+        previous = self._request.previous
+        if previous is None or not self._may_plan(conversation, previous):
+            return
+        self._last = _last_messages(self._request.chat, previous.spans[-1].index)
+        if self._last is None:
+            return
+        self._conversation = conversation
+        body = {"messages": self._last.messages, **self._request.chat.template_fields}
+        behind = previous.generation, self._last.n_before
+        call = RenderCall("chat", orjson.dumps(body), n_ctx=self._n_ctx, behind=behind)
+        self._rendering = asyncio.get_running_loop().create_task(self._rendered(call))
 
     def stop(self) -> None:
         """See MoreWork."""
-        if self._last is not None:
-            self._last.cancel()
-            self._last = None
+        if self._rendering is not None:
+            self._rendering.cancel()
+            self._rendering = None
 
     async def finish(self, prepared: PreparedQuery, trace: RequestTrace) -> None:
         """See MoreWork: plan the turn that is expected."""
-        last = self._last
-        if last is None or self._conversation is None:
+        task = self._rendering
+        if task is None or self._conversation is None:
             return
         try:
-            await asyncio.wait([last])
+            await asyncio.wait([task])
         except asyncio.CancelledError:
             self.stop()
             raise
-        rendered = None if self._last is None or last.cancelled() else last.result()
+        if self._rendering is None or task.cancelled():
+            return
+        rendered = task.result()
         if rendered is None:
+            self._conversation.session.not_expected()
             return
         try:
             with trace.beside():
@@ -87,37 +113,35 @@ class EarlyPlan(MoreWork):
             # The turn is planned as any other, and a failure then has consequences.
             _log.debug("nothing is planned early: %r", error)
 
-    async def _rendered(self, body: bytes) -> Rendered | None:
-        """The rendering of a body; None when llama-server does not render it."""
+    async def _rendered(self, call: RenderCall) -> Rendered | None:
+        """The rendering of the last messages; None when llama-server does not render them."""
         AWAITED.set(None)  # the request does not wait for this call
-        n_ctx = self._server.monitor.server.n_ctx
         try:
-            return await self._calls.blocks.render(RenderCall("chat", body, None, n_ctx))
+            return await self._calls.blocks.render(call)
         except Exception as error:  # many templates refuse a part of a conversation
             _log.debug("the last messages are not rendered alone: %r", error)
             return None
 
-    def _last_messages(self, conversation: Conversation) -> list[Message]:
-        """The last message of the previous prompt and those that follow; [] to plan nothing early.
+    @property
+    def _n_ctx(self) -> int | None:
+        return self._server.monitor.server.n_ctx
 
-        That is so where it would save little time, or delay other requests, and where the whole
-        prompt certainly differs from what would be expected.
+    def _may_plan(self, conversation: Conversation, previous: Rendered) -> bool:
+        """Whether to plan early.
+
+        Not where it would save little time, or delay other requests, and where the whole prompt
+        certainly differs from what would be expected.
         """
-        request, session = self._request, conversation.session
-        previous, config = request.previous, effective_config(session.config, request.chat)
-        if previous is None or not previous.spans or request.chat.transcript:
-            return []
+        chat, session = self._request.chat, conversation.session
+        if not previous.spans or chat.transcript or chat.has_media:
+            return False
+        if not self._server.monitor.server.can_render_behind:
+            return False
+        config = effective_config(session.config, chat)
         if not uses_query(config) or may_probe(config) or quotes_past(config):
-            return []
+            return False
         needs_plan = config.budget is not None and len(previous.tokens) > config.budget
-        if not (needs_plan and session.is_predictable and self._is_free(conversation)):
-            return []
-        first = previous.spans[-1].index
-        messages = list(request.chat.messages[first : first + _MAX_MESSAGES + 1])
-        is_short = len(messages) <= _MAX_MESSAGES and sum(map(_length, messages)) <= _MAX_CHARS
-        if not is_short or len(messages) < 2 or messages[0].role is not Role.USER:
-            return []
-        return messages if all(map(_is_plain, messages)) else []
+        return needs_plan and session.is_predictable and self._is_free(conversation)
 
     def _is_free(self, conversation: Conversation) -> bool:
         """Whether no other request is served, and the conversation has its slot and vectors."""
@@ -133,16 +157,15 @@ class EarlyPlan(MoreWork):
         """Plan the turn for the slot as it was when the last messages were rendered."""
         request, session = self._request, conversation.session
         slot = self._server.slots.pool.slot_of(conversation.id)
-        if request.previous is None or slot is None or conversation.worker_lock.locked():
+        if request.previous is None or self._last is None or slot is None:
             return
-        expected = request.previous.followed_by(last, self._n_messages)
+        if conversation.worker_lock.locked():
+            return
+        n_messages = len(self._last.messages)
+        expected = request.previous.followed_by(last, n_messages, self._last.n_before)
         view = expected.slot(slot)
         if view is None or view.busy or view.epoch != conversation.budgeted.epoch:
             return
-        if not session.can_continue(expected, view):
-            return
-        # The slot has the previous prompt and the answer, which the new prompt should have, too.
-        view = replace(view, n_common=min(view.n_tokens, len(expected.tokens)))
         n_slot_cells = self._server.monitor.server.n_slot_cells
         session.index.prepare(prepared.texts)
         draft = session.draft()
@@ -152,11 +175,20 @@ class EarlyPlan(MoreWork):
         session.expect(turn)
 
 
-def _length(message: Message) -> int:
-    return len(message.text)
+def _last_messages(chat: ChatRequest, last: int) -> LastMessages | None:
+    """The messages of a request that follow message `last`, behind those that they need.
 
-
-def _is_plain(message: Message) -> bool:
-    """Whether a message is text of the user or the assistant, and nothing else."""
-    plain = Message(message.role, message.text)
-    return message == plain and message.role in (Role.USER, Role.ASSISTANT)
+    None when there are none, or too many to render them in little time. A result of a tool needs
+    the call that it answers, and before that the user has a message in every template.
+    """
+    if not isinstance(chat.messages, LazyMessages) or not last + 1 < len(chat.messages):
+        return None
+    first = last
+    while first and chat.messages[first].role is Role.TOOL:
+        first -= 1
+    rest = chat.messages[first:]
+    if len(rest) > _MAX_MESSAGES or sum(len(message.printed) for message in rest) > _MAX_CHARS:
+        return None
+    before = [] if rest[0].role is Role.USER else [_STAND_IN]
+    n_before = len(before) + last + 1 - first
+    return LastMessages([*before, *chat.messages.as_chat(first)], n_before)

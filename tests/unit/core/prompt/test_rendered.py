@@ -204,6 +204,17 @@ def test_a_rendering_is_continued_by_the_last_messages_alone() -> None:
     assert previous.tokens.tolist() == list(range(32))
 
 
+def test_several_messages_may_stand_for_the_end_of_the_prompt() -> None:
+    previous = compact([10, 20, 30], 32, [5, 15, 25, 31])
+    last = compact([4, 6, 12, 20, 33], 35, [2, 4, 12, 16, 25], first=18)
+    whole = compact([10, 20, 30, 38, 51], 53, [5, 15, 25, 30, 34, 43])
+    joined = previous.followed_by(last, 5, n_before=3)
+    assert joined.tokens.tolist() == whole.tokens.tolist()
+    assert [(span.index, span.span) for span in joined.spans] == [
+        (span.index, span.span) for span in whole.spans
+    ]
+
+
 @pytest.mark.parametrize("n_messages", [2, 4])
 def test_messages_without_tokens_of_their_own_cannot_be_joined(n_messages: int) -> None:
     previous, last = compact([10, 20, 30], 32, []), compact([10, 18, 31], 33, [])

@@ -90,6 +90,11 @@ def test_a_server_with_the_find_feature_can_find_sessions() -> None:
         assert ServerInfo.parse({"evoke": {"features": features}}).can_find is can_find
 
 
+def test_a_server_with_the_behind_feature_renders_behind_a_prompt() -> None:
+    for features, can in ((FEATURES, False), ([*FEATURES, "behind"], True)):
+        assert ServerInfo.parse({"evoke": {"features": features}}).can_render_behind is can
+
+
 def test_a_server_with_the_media_feature_holds_images() -> None:
     features = ["blocks", "plan", "render", "reuse", "stream"]
     assert not ServerInfo.parse({"evoke": {"features": features}}).can_hold_media

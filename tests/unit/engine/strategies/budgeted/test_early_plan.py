@@ -48,15 +48,24 @@ NEXT = {"role": "user", "content": "Which number has the violin, and which the l
 
 
 def words_of(message: dict[str, Any]) -> list[int]:
-    words = str(message["content"]).split()
+    calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    words = [*str(message["content"]).split(), *calls]
     return [sum(map(ord, word)) * 31 + len(word) for word in words]
 
 
 def answer_of(messages: Messages, slots: Sequence[SlotView] = ()) -> dict[str, Any]:
-    """A compact reply to a call to render: a token for each word, one before and one behind."""
+    """A compact reply to a call to render: a token for each word, one before and one behind.
+
+    Successive results of tools have one beginning and one end, as in most templates.
+    """
     tokens, ends = list[int](), list[int]()
-    for message in messages:
-        tokens += [1 if message["role"] == "user" else 2, *words_of(message), 3]
+    for i, message in enumerate(messages):
+        is_result = message["role"] == "tool"
+        if not (is_result and messages[i - 1]["role"] == "tool"):
+            tokens.append(1 if message["role"] in ("user", "tool") else 2)
+        tokens += words_of(message)
+        if not (is_result and [one["role"] for one in messages[i + 1 : i + 2]] == ["tool"]):
+            tokens.append(3)
         ends.append(len(tokens))
     raw = np.array([*tokens, 2], "<i4").tobytes()
     return {
@@ -96,6 +105,8 @@ class Server:
     """A server with one slot, which renders messages and counts the calls."""
 
     view: SlotView
+    # Tokens at its end that the next prompt does not have.
+    n_other: int = 0
     # Replaces the rendering of the last messages.
     change: Callable[[Rendered], Rendered] = lambda one: one
     delay_s: float = 0.0
@@ -106,14 +117,21 @@ class Server:
         pool.request("s", "", 0.0)
         pool.release(0, 0.0)
         self.slots = SimpleNamespace(pool=pool)
-        self.monitor = SimpleNamespace(server=SimpleNamespace(n_ctx=4096, n_slot_cells=4096))
+        self.monitor = SimpleNamespace(
+            server=SimpleNamespace(n_ctx=4096, n_slot_cells=4096, can_render_behind=True)
+        )
         self.blocks = self
 
     async def render(self, call: RenderCall) -> Rendered:
         body = json.loads(call.body)
         self.calls.append(body)
         await asyncio.sleep(self.delay_s)
-        return self.change(rendered(body["messages"], [self.view]))
+        last = rendered(body["messages"])
+        assert call.behind is not None
+        n_tokens, n_before = call.behind
+        n_tokens += len(last.tokens) - last.spans[n_before - 1].span.end
+        n_common = min(self.view.n_tokens - self.n_other, n_tokens)
+        return self.change(replace(last, slots=(replace(self.view, n_common=n_common),)))
 
 
 class WordsOnly:
@@ -122,9 +140,10 @@ class WordsOnly:
     on = is_immediate = False
 
 
-def finished_turn(config: PolicyConfig = CONFIG) -> tuple[Conversation, Rendered, SlotView]:
+def finished_turn(
+    config: PolicyConfig = CONFIG, messages: Messages = (*STORY, QUESTION)
+) -> tuple[Conversation, Rendered, SlotView]:
     """A conversation after its first turn, the rendering of that, and the slot after the answer."""
-    messages = [*STORY, QUESTION]
     session, prompt = Session("s", "", config), rendered(messages)
     empty = SlotView(0, EPOCH, 0, 0, (), 4096)
     chat = request_of(messages).chat
@@ -159,11 +178,18 @@ async def planned(
 
 
 def begun(
-    conversation: Conversation, messages: Messages, slot: SlotView, prepared: PreparedQuery
+    conversation: Conversation,
+    messages: Messages,
+    slot: SlotView,
+    prepared: PreparedQuery,
+    n_other: int = 0,
 ) -> Turn:
-    """The turn of a request, for the slot that its complete rendering has."""
+    """The turn of a request, for the slot that its complete rendering has.
+
+    The prompt lacks the last `n_other` tokens of the slot.
+    """
     prompt = rendered(messages)
-    view = replace(slot, n_common=min(slot.n_tokens, len(prompt.tokens)))
+    view = replace(slot, n_common=min(slot.n_tokens - n_other, len(prompt.tokens)))
     chat = request_of(messages).chat
     return conversation.session.begin(prompt, view, chat, prepared.query, 4096)
 
@@ -225,7 +251,7 @@ def test_a_turn_that_comes_otherwise_is_planned_as_it_is(
     change: Callable[[Rendered], Rendered],
 ) -> None:
     conversation, previous, slot = finished_turn()
-    server = Server(slot, change)
+    server = Server(slot, change=change)
     prepared = asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
     assert server.calls
     turn = begun(conversation, LONGER, slot, prepared)
@@ -248,8 +274,12 @@ def test_a_failure_to_render_the_last_messages_changes_nothing() -> None:
         raise ValueError("a template refuses it")
 
     conversation, previous, slot = finished_turn()
-    prepared = asyncio.run(planned(Server(slot, fail), conversation, request_of(LONGER, previous)))
+    server, request = Server(slot, change=fail), request_of(LONGER, previous)
+    prepared = asyncio.run(planned(server, conversation, request))
     assert not was_planned_early(conversation, begun(conversation, LONGER, slot, prepared))
+    for _ in range(3):  # it is not tried again and again
+        asyncio.run(planned(server, conversation, request))
+    assert len(server.calls) == 2
 
 
 def test_a_cancelled_request_leaves_no_call_behind() -> None:
@@ -267,19 +297,50 @@ def test_a_cancelled_request_leaves_no_call_behind() -> None:
     assert asyncio.run(cancelled()) == 0
 
 
-def tool_messages() -> Messages:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    return [
-        *(*STORY, QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}),
-        {"role": "tool", "content": "ok", "tool_call_id": "c"},
-    ]
+def called(*names: str) -> Messages:
+    """An answer that calls these tools, and their results."""
+    functions = [{"name": name, "arguments": "{}"} for name in names]
+    calls = [{"id": one["name"], "type": "function", "function": one} for one in functions]
+    results = [{"role": "tool", "content": f"{name} ok", "tool_call_id": name} for name in names]
+    return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "n_before"),
+    [
+        ([QUESTION], called("look"), 1),
+        ([QUESTION, *called("look", "open")], [*called("find"), NEXT], 4),
+        ([QUESTION, *called("look")], [ANSWER | {"reasoning_content": "Hm."}, NEXT], 3),
+    ],
+)
+def test_a_turn_with_tools_is_planned_early(
+    before: Messages, after: Messages, n_before: int
+) -> None:
+    conversation, previous, slot = finished_turn(messages=[*STORY, *before])
+    server, messages = Server(slot), [*STORY, *before, *after]
+    prepared = asyncio.run(planned(server, conversation, request_of(messages, previous)))
+    sent = server.calls[0]["messages"]
+    assert sent[n_before:] == after  # with all that the client sends
+    has_results = before[-1]["role"] == "tool"
+    assert sent[has_results:n_before] == before[-n_before + has_results :]
+    turn = begun(conversation, messages, slot, prepared)
+    assert was_planned_early(conversation, turn)
+    assert conversation.session.plan(turn) == fresh_plan(turn)
+
+
+def test_fields_that_the_template_reads_are_those_of_the_request() -> None:
+    conversation, previous, slot = finished_turn()
+    server, more = Server(slot), {"chat_template_kwargs": {"enable_thinking": False}}
+    request = request_of(LONGER, previous, **more, temperature=0.5)
+    asyncio.run(planned(server, conversation, request))
+    assert server.calls == [{"messages": [QUESTION, ANSWER, NEXT], **more}]
 
 
 @pytest.mark.parametrize(
     "messages",
     [
         [*STORY, QUESTION],  # sent again
-        tool_messages(),
+        [*STORY, QUESTION, *called(*"abcdefghijklmnop")],
         [*STORY, QUESTION, ANSWER, NEXT | {"content": "word " * 9000}],
         [*STORY, QUESTION, *[ANSWER, NEXT] * 20],
     ],
@@ -315,7 +376,7 @@ def test_after_two_unexpected_turns_only_some_are_expected() -> None:
     asked = list[bool]()
     for _ in range(10):
         messages = [*messages, ANSWER, NEXT]
-        server = Server(slot, with_other_token)
+        server = Server(slot, change=with_other_token)
         prepared = asyncio.run(planned(server, conversation, request_of(messages, previous)))
         asked.append(bool(server.calls))
         turn = begun(conversation, messages, slot, prepared)
@@ -328,19 +389,19 @@ def test_after_two_unexpected_turns_only_some_are_expected() -> None:
     assert asked == [True, True, *[False] * 5, True, False, False]
 
 
-def test_an_answer_of_other_tokens_than_generated_is_not_planned_early() -> None:
-    """The template adds one token to an answer, which the first turns show."""
+def test_an_answer_of_other_tokens_than_generated_is_planned_early() -> None:
     conversation, previous, slot = finished_turn()
-    session = conversation.session
-    prepared = asyncio.run(planned(Server(slot), conversation, request_of(LONGER, previous)))
-    turn = begun(conversation, LONGER, slot, prepared)
-    session.applied(turn, session.plan(turn))
-    n_prompt = len(turn.rendered.tokens)
-    session.finish(TokenAccounting(n_prompt, 0, 0, 0, n_prompt))
-    end = n_prompt + len(words_of(ANSWER)) + 2  # the model generated two more tokens
-    slot = replace(slot, n_tokens=end, resident=(Span(0, end),), n_free=4096 - end)
-    messages, server = [*LONGER, ANSWER, NEXT], Server(slot)
-    prepared = asyncio.run(planned(server, conversation, request_of(messages, turn.rendered)))
-    assert server.calls
-    slot_then = replace(slot, n_tokens=n_prompt)
-    assert not was_planned_early(conversation, begun(conversation, messages, slot_then, prepared))
+    server = Server(slot, n_other=3)
+    prepared = asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    turn = begun(conversation, LONGER, slot, prepared, n_other=3)
+    assert turn.slot.n_common == slot.n_tokens - 3
+    assert was_planned_early(conversation, turn)
+    assert conversation.session.plan(turn) == fresh_plan(turn)
+
+
+def test_nothing_is_planned_early_on_a_server_that_cannot_render_behind_a_prompt() -> None:
+    conversation, previous, slot = finished_turn()
+    server = Server(slot)
+    server.monitor.server.can_render_behind = False
+    asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
+    assert server.calls == []
