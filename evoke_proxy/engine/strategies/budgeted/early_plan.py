@@ -32,8 +32,9 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.strategy import ServerResources
 
 _log = logging.getLogger(__name__)
-# The most messages, and characters of them, that are rendered alone.
-_MAX_MESSAGES, _MAX_CHARS = 16, 16_384
+# The most messages, characters of their texts, and bytes of all that they have, that are rendered
+# alone.
+_MAX_MESSAGES, _MAX_CHARS, _MAX_BYTES = 16, 16_384, 65_536
 # Stands for the messages of the user that come before a call of a tool.
 _STAND_IN = {"role": "user", "content": "Go on."}
 
@@ -79,10 +80,8 @@ class EarlyPlan(MoreWork):
         if self._last is None:
             return
         self._conversation = conversation
-        body = {"messages": self._last.messages, **self._request.chat.template_fields}
-        behind = previous.generation, self._last.n_before
-        call = RenderCall("chat", orjson.dumps(body), n_ctx=self._n_ctx, behind=behind)
-        self._rendering = asyncio.get_running_loop().create_task(self._rendered(call))
+        work = self._rendered(self._last, previous.generation)
+        self._rendering = asyncio.get_running_loop().create_task(work)
 
     def stop(self) -> None:
         """See MoreWork."""
@@ -113,18 +112,22 @@ class EarlyPlan(MoreWork):
             # The turn is planned as any other, and a failure then has consequences.
             _log.debug("nothing is planned early: %r", error)
 
-    async def _rendered(self, call: RenderCall) -> Rendered | None:
-        """The rendering of the last messages; None when llama-server does not render them."""
+    async def _rendered(self, last: LastMessages, n_before: int) -> Rendered | None:
+        """The rendering of the last messages, the new ones of which begin at token `n_before`.
+
+        None when they have too many bytes, and when llama-server does not render them.
+        """
         AWAITED.set(None)  # the request does not wait for this call
+        n_ctx, behind = self._server.monitor.server.n_ctx, (n_before, last.n_before)
         try:
+            body = orjson.dumps({"messages": last.messages, **self._request.chat.template_fields})
+            if len(body) > _MAX_BYTES:
+                return None
+            call = RenderCall("chat", body, n_ctx=n_ctx, behind=behind)
             return await self._calls.blocks.render(call)
         except Exception as error:  # many templates refuse a part of a conversation
             _log.debug("the last messages are not rendered alone: %r", error)
             return None
-
-    @property
-    def _n_ctx(self) -> int | None:
-        return self._server.monitor.server.n_ctx
 
     def _may_plan(self, conversation: Conversation, previous: Rendered) -> bool:
         """Whether to plan early.

@@ -342,6 +342,8 @@ def test_fields_that_the_template_reads_are_those_of_the_request() -> None:
         [*STORY, QUESTION],  # sent again
         [*STORY, QUESTION, *called(*"abcdefghijklmnop")],
         [*STORY, QUESTION, ANSWER, NEXT | {"content": "word " * 9000}],
+        [*STORY, QUESTION, ANSWER | {"reasoning_content": "Hm. " * 20_000}, NEXT],
+        [*STORY, QUESTION, ANSWER | {"name": "\ud800"}, NEXT],
         [*STORY, QUESTION, *[ANSWER, NEXT] * 20],
     ],
 )
