@@ -179,25 +179,26 @@ def test_a_rendering_reports_the_common_prefix_with_each_slot(two: Llama) -> Non
     assert views[1]["epoch"] == two.epoch(1)
 
 
-def test_slots_are_compared_with_the_end_of_a_prompt_behind_its_first_message(two: Llama) -> None:
+def test_slots_are_compared_with_the_end_of_a_prompt(two: Llama) -> None:
     for slot in (0, 1):
         two.erase(slot)
-    two.post("/v1/chat/completions", {"messages": LONG, "id_slot": 1, "max_tokens": 4})
-    previous, n_slot = render(two, "chat", {"messages": LONG}), two.slot(1)["n_tokens"]
-    told = {"role": "assistant", "content": "A word that it has not said."}
-    asked = {"role": "user", "content": "Why?"}
-    for more in ([told, asked], [{"role": "assistant", "content": "A"}, asked]):
-        whole = render(two, "chat", {"messages": [*LONG, *more]})
-        body = {"messages": [LONG[-1], *more]}
-        last = render(two, "chat", body, behind=previous["generation"])
-        assert last["slots"][1]["n_common"] == whole["slots"][1]["n_common"] < n_slot
-        assert last["tokens"] == render(two, "chat", body)["tokens"]
-        # The first tokens of the slot are not read, and there may be fewer.
-        other = render(two, "chat", body, behind=n_slot + 1)
-        assert [view["n_common"] for view in other["slots"]] == [0, n_slot]
-    first = {"messages": LONG[-1:]}  # the generation prompt
-    n_prompt, generation = len(previous["tokens"]), previous["generation"]
-    assert render(two, "chat", first, behind=generation)["slots"][1]["n_common"] == n_prompt
+    before = LONG[-7:]
+    two.post("/v1/chat/completions", {"messages": before, "id_slot": 1, "max_tokens": 4})
+    previous, n_slot = render(two, "chat", {"messages": before}), two.slot(1)["n_tokens"]
+    generation, asked = previous["generation"], {"role": "user", "content": "Why?"}
+    for told in ("A word that it has not said.", "A"):
+        more = [{"role": "assistant", "content": told}, asked]
+        whole = render(two, "chat", {"messages": [*before, *more]})
+        for n_before in (1, 3):
+            body = {"messages": [*before[-n_before:], *more]}
+            last = render(two, "chat", body, behind=[generation, n_before])
+            assert last["slots"][1]["n_common"] == whole["slots"][1]["n_common"] < n_slot
+            assert last["tokens"] == render(two, "chat", body)["tokens"]
+            # The first tokens of the slot are not read, and there may be fewer.
+            other = render(two, "chat", body, behind=[n_slot + 1, n_before])
+            assert [view["n_common"] for view in other["slots"]] == [0, n_slot]
+    alone = render(two, "chat", {"messages": before[-1:]}, behind=[generation, 1])
+    assert alone["slots"][1]["n_common"] == len(previous["tokens"])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_slots_are_compared_with_the_end_of_a_prompt_behind_its_first_message(tw
         ),
         *(
             {"dialect": "completions", "body": {"prompt": "a"}, "behind": value}
-            for value in (-1, 1 << 31, 1.5, "1", None, [])
+            for value in (1, {}, None, [], [1], [0, 1], [1, 0], [1 << 31, 1], [1.5, 1], ["1", 1])
         ),
     ],
 )

@@ -93,9 +93,9 @@ def test_turns_with_tools_are_planned_while_their_prompt_is_rendered(
     for i in range(6):
         function = {"name": "look_up", "arguments": f'{{"number": {i}}}'}
         call = {"id": f"call_{i}", "type": "function", "function": function}
+        said = {"role": "assistant", "content": f"Ship {i}?", "tool_calls": [call]}
         result = {"role": "tool", "tool_call_id": f"call_{i}", "content": f"Ship {i} came back."}
-        client.messages[-1] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        client.messages.append(result)
+        client.messages[-1:] = [said, result]
         answer = client.post()
         assert json.loads(answer.body)["timings"]["evoke"]["n_resident_peak"] <= BUDGET
         client.messages.append({"role": "assistant", "content": "Next."})

@@ -111,6 +111,7 @@ class EarlyPlan(MoreWork):
         except Exception as error:
             # The turn is planned as any other, and a failure then has consequences.
             _log.debug("nothing is planned early: %r", error)
+            self._conversation.session.not_expected()
 
     async def _rendered(self, last: LastMessages, n_before: int) -> Rendered | None:
         """The rendering of the last messages, the new ones of which begin at token `n_before`.
