@@ -108,7 +108,7 @@ def turn_record(line: str, cpu_ms: float) -> dict[str, Any]:
     return {**counts, "cpu": cpu_ms, "block-plan": 0.0, "beside": 0.0, **times}
 
 
-def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def turn_row(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians of the turns, and how far they spread."""
     times = {name: [turn[name] for turn in found] for name in TIMES}
     middle = {
@@ -116,9 +116,6 @@ def turn_row(template: str, size: int, found: Sequence[Mapping[str, Any]]) -> di
         for name in ("tokens", "messages", *_COUNTS)
     }
     return {
-        "template": template,
-        "history": size,
-        "budget": budget_of(size),
         "turns": len(found),
         **middle,
         **{f"{name}_ms": statistics.median(values) for name, values in times.items()},
@@ -202,8 +199,11 @@ def measure_first_bytes(direct: int, proxy: Proxy, size: int, pairs: int) -> lis
 def first_byte_row(template: str, size: int, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians of the pairs, how far their differences spread, and the proxy's own times."""
     added = [pair["through"] - pair["direct"] for pair in pairs]
-    row = turn_row(template, size, pairs)
+    row = turn_row(pairs)
     return {
+        "template": template,
+        "history": size,
+        "budget": budget_of(size),
         **row,
         "direct_ms": statistics.median(pair["direct"] for pair in pairs),
         "through_ms": statistics.median(pair["through"] for pair in pairs),

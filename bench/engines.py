@@ -7,7 +7,6 @@ llama-server reports the rows. Both count tokens by the vocabulary of Qwen2."""
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ import numpy as np
 
 import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import option
-from bench.llama import Llama, proxied, running, samples
+from bench.llama import Llama, proxied, running, settle
 from bench.random_models import SHAPES, ensure
 from bench.slot_in_process import SlotInProcess, spans_of
 from bench.vocabulary import Renderer
@@ -30,7 +29,6 @@ from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.demo.client import chat
 from evoke_proxy.server_build import ensure_server
 
-_SETTLE_S = 60.0
 _REQUEST_FIELDS = {"recovery": "evoke_recovery", "recall": "evoke_recall"}
 Message = Mapping[str, str]
 Ranges = Sequence[tuple[int, int]]
@@ -214,18 +212,10 @@ class OnServers:
             if not isinstance(accounting, Mapping) or accounting.get("marker") != "ok":
                 raise RuntimeError(f"the proxy did not plan this turn: {reply}")
             answer = self._llama.call("GET", "/slots/0/blocks")
-            self._settle()
+            settle(self._proxy)
             return [(start, end) for start, end in answer["resident"]]
 
         return resident
-
-    def _settle(self) -> None:
-        """Wait until every block has its vector, as during a user's pause; TimeoutError if not."""
-        until = time.monotonic() + _SETTLE_S
-        while samples(self._proxy).get("evoke_embed_waiting", 0.0) > 0:
-            if time.monotonic() > until:
-                raise TimeoutError(f"blocks without vectors after {_SETTLE_S:.0f} s")
-            time.sleep(0.02)
 
 
 @contextmanager

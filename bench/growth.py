@@ -2,13 +2,14 @@
 
 Arms: `one` has all blocks in one conversation, `many` has 100 blocks in each conversation, one of
 which continues. The proxy runs in front of a server that answers at once (`bench.silent_llama`).
-Blocks have 64 tokens, messages four blocks; they are ranked by words and by the built-in word
-vectors, with `--embedder none` by words alone, with `--embedder DIRECTORY` by words and an encoder.
+Blocks have 64 tokens, messages four blocks; the budget is a quarter of the conversation, at most
+8,192 tokens. Messages are ranked by words and by the built-in word vectors, with `--embedder none`
+by words alone, with `--embedder DIRECTORY` by words and an encoder.
 
 * `own_ms`, `beside_ms`, `after_ms`: the proxy's own time by its log, as `bench.overhead` explains;
   medians of the turns
 * `cpu_ms`: processor time of the whole proxy in the turn; other load does not count
-* `first_ms`: own time of the turn that brings a conversation of this size
+* `first_ms`: own time of the first turn of the conversation, which brings all its messages
 * `rss_mib`: growth of the process
 
 *Against* the same with a tenth of the blocks. *Fails* when a turn takes more than 5 ms of processor
@@ -28,7 +29,7 @@ from typing import Any
 
 from bench.chat_turns import Conversation, timed_turn, turn_row
 from bench.driver import Bench, Report, Row, option
-from bench.llama import proxied, rss_mib
+from bench.llama import proxied, rss_mib, settle
 from bench.silent_llama import silent_llama
 from evoke_proxy.demo.session import paragraph
 
@@ -39,19 +40,21 @@ BUDGET = 8192
 MOST_MS = 5.0
 _SENTENCES = 19  # about A_MESSAGE blocks
 _CONTEXT = 1 << 30
+_SETTLE_S = 3600.0
 _COLUMNS = (
-    *("arm", "blocks", "sessions", "tokens", "turns", "own_ms", "beside_ms", "after_ms", "cpu_ms"),
-    *("first_ms", "recovered_tokens", "rss_mib"),
+    *("arm", "blocks", "sessions", "budget", "tokens", "turns", "own_ms", "beside_ms", "after_ms"),
+    *("cpu_ms", "first_ms", "recovered_tokens", "rss_mib"),
 )
 
 
 def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return a row: medians over the turns of one conversation with this many saved blocks."""
+    """Return a row: medians over turns of one conversation, with this many saved blocks in all."""
     n_sessions = max(1, blocks // EACH) if arm == "many" else 1
     each = blocks // n_sessions
+    budget = min(BUDGET, each * BLOCK // 4)
     is_encoder = Path(args.embedder).is_dir()
     config = {
-        "policy": {"budget": min(BUDGET, each * BLOCK // 4)},
+        "policy": {"budget": budget},
         "limits": {"sessions": n_sessions + 1, "messages": blocks + 100},
         "embedder": {"directory" if is_encoder else "model": args.embedder},
     }
@@ -64,11 +67,11 @@ def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
                 talk = Conversation(proxy.port, number, _texts(number))
                 talk.lengthen(each // A_MESSAGE // 2)
                 first = timed_turn(proxy, talk)
+            settle(proxy.port, _SETTLE_S)
             found = [timed_turn(proxy, talk) for _ in range(args.turns + 1)][1:]
-            row = turn_row("", each * BLOCK, found)
             growth = rss_mib(proxy.pid) - empty
-    named = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "first_ms": first["own"]}
-    return named | row | {"rss_mib": growth}
+    named = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "budget": budget}
+    return named | turn_row(found) | {"first_ms": first["own"], "rss_mib": growth}
 
 
 def _texts(seed: int) -> Iterator[str]:
@@ -111,7 +114,7 @@ def missed(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for each arm and size, each of a new proxy for its memory."""
     for arm in args.arms:
-        for blocks in args.sizes:
+        for blocks in sorted(args.sizes):
             yield measured(arm, blocks, args)
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import resource
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ def samples(port: int) -> dict[str, float]:
     lines = ask(port, "GET", "/metrics")[1].decode().splitlines()
     pairs = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
     return {name: float(value) for name, _, value in pairs}
+
+
+def settle(port: int, longest_s: float = 60.0) -> None:
+    """Wait until a proxy has embedded every block, as in a user's pause; TimeoutError if not."""
+    until = time.monotonic() + longest_s
+    while samples(port).get("evoke_embed_waiting", 0.0) > 0:
+        if time.monotonic() > until:
+            raise TimeoutError(f"blocks without vectors after {longest_s:.0f} s")
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True, slots=True)

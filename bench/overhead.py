@@ -184,7 +184,8 @@ def _dialogs(args: argparse.Namespace) -> Iterator[Row]:
             budget = tokens // _DIALOG_SHARE
             with proxied(llama.port, "--budget", str(budget)) as proxy:
                 found = measure_dialog(proxy, dialog_texts(tokens, messages), args.dialogs)
-            yield {**turn_row("dialog", tokens, found), "budget": budget}
+            named = {"template": "dialog", "history": tokens, "budget": budget}
+            yield named | turn_row(found)
 
 
 def _turns(args: argparse.Namespace) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from bench import growth
 def test_the_growth_bench_plans_and_measures_a_turn(arm: str) -> None:
     row = growth.measured(arm, 200, growth.BENCH.parse(["--turns", "2"]))
     assert row["sessions"] == (1 if arm == "one" else 2)
+    assert row["budget"] == 200 * growth.BLOCK // 4 // row["sessions"]
     assert row["tokens"] == pytest.approx(200 * growth.BLOCK / row["sessions"], rel=0.1)
     assert row["recovered_tokens"] > 0, "blocks return, so that there are copies"
     assert 0 < row["own_ms"] and 0 < row["cpu_ms"] and row["rss_mib"] > 0
