@@ -7,14 +7,13 @@ answered with N bytes of text. `growth` and `stall` measure the proxy in front o
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
 import os
 import sys
 import tempfile
-from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import numpy.typing as npt
 import orjson
 from aiohttp import web
 
-from bench.slot_in_process import spans_of
+from bench.slot_in_process import rendering, spans_of
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.demo.processes import free_port, serving
 
@@ -33,14 +32,20 @@ Json = dict[str, Any]
 
 _FEATURES = ("blocks", "plan", "render", "reuse", "stream", "adopt")
 N_CTX, _N_CELLS = 1 << 21, 1 << 20
-_EDGES = 8
-_BYTES_A_TOKEN = 4
+_BYTES_A_TOKEN, _ANY = 4, 1 << 40
 # What an answer begins with, and a prompt ends with.
 _BEGINS = np.array([1, 2, 3, 4], np.int32)
 
 
 class Said:
-    """The messages of a request as tokens: one for every four bytes of text."""
+    """The messages of a request as tokens: one for every four bytes of text.
+
+    Attributes:
+        roles, ends: The author of each message, and where it ends.
+        stops: Where sentences end.
+        tokens: All messages.
+        prompt: The same, with what begins an answer.
+    """
 
     def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.roles = [str(message.get("role", "user")) for message in messages]
@@ -49,7 +54,9 @@ class Said:
         parts, at = [np.zeros(0, np.int32)], 0
         for message in messages:
             content = message.get("content", "")
-            text = (content if isinstance(content, str) else "[image]").encode() or b"none"
+            if not isinstance(content, str):
+                content = "".join(part.get("text", "[image]") for part in content)
+            text = content.encode() or b"none"
             padded = text + b" " * (-len(text) % _BYTES_A_TOKEN)
             ids = (np.frombuffer(padded, "<u4") % 100_000 + 10).astype(np.int32)
             if message.get("role") == "assistant":
@@ -73,7 +80,9 @@ class SilentLlama:
         self._rows: Rows = np.zeros(0, np.bool_)
         self._stream: Mapping[str, Any] = {}
         self._tenant = ""
-        self._n_loaded = 0
+        # Rows that were loaded since the latest chat, and the most tokens that it may continue.
+        self._loaded: Rows = np.zeros(0, np.bool_)
+        self._reuse = _ANY
 
     def props(self) -> Json:
         """The answer to GET /props."""
@@ -94,35 +103,23 @@ class SilentLlama:
 
     def render(self, call: Mapping[str, Any]) -> Json:
         """The answer to POST /evoke/render."""
-        said, cached = Said(call["body"].get("messages", ())), call["known"]
-        prompt, last = said.prompt, said.ends[-_EDGES:]
-        hashes = _hashes(prompt, {*last, *(end for end, _ in cached)})
-        since = max([end for end, text in cached if hashes.get(end) == text], default=0)
-        first, count = bisect_right(said.ends, since) if since else 0, len(said.ends)
-        stops = np.zeros(len(prompt), np.bool_)
+        said = Said(call["body"].get("messages", ()))
+        stops = np.zeros(len(said.prompt), np.bool_)
         stops[said.stops] = True
-        bits = np.packbits(stops[since:], bitorder="little")
-        return {
-            "from": since,
-            "edges": [[end, hashes[end]] for end in last],
-            "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
-            "stops_b64": base64.b64encode(bits.tobytes()).decode(),
-            "generation": len(said.tokens),
-            "spans": {
-                "index": list(range(first, count)),
-                "role": said.roles[first:],
-                "end": said.ends[first:],
-            },
-            "slots": [self._state() | {"n_common": common_prefix(prompt, self._tokens)}],
-        }
+        hash_of = partial(_hashes, said.prompt)
+        made = rendering(said.prompt, (said.ends, said.roles), stops, call["known"], hash_of)
+        return made | {"slots": [self._state() | {"n_common": self._n_common(said.prompt)}]}
 
     def act(self, action: str, call: Mapping[str, Any]) -> Json:
         """The answer to a block call."""
         if action == "block-drop":
-            for name in call.get("names", ()):
-                self._copies.pop(name, None)
+            self._run({"op": "drop", **call})
+        if action == "block-adopt":
+            self._tokens = np.array(call["tokens"], np.int32)
+            self._rows, self._loaded = np.zeros((2, len(self._tokens)), np.bool_)
+            self._run({"op": "load", **call})
         if action == "block-plan":
-            self._tenant, self._n_loaded = call.get("tenant", ""), 0
+            self._tenant = call.get("tenant", "")
             for op in call["ops"]:
                 self._run(op)
         return {"epoch": 1, "results": []}
@@ -134,10 +131,15 @@ class SilentLlama:
             self._rows[op["p0"] : op["p1"]] = False
         elif op["op"] == "stream":
             self._stream = op
+        elif op["op"] == "reuse":
+            self._reuse = op["n_tokens"]
+        elif op["op"] == "drop":
+            for name in op.get("names", ()):
+                self._copies.pop(name, None)
         elif op["op"] == "load":
             for copy in (self._copies[name] for name in op["names"]):
                 self._rows[copy["p0"] : copy["p1"]] = True
-                self._n_loaded += copy["p1"] - copy["p0"]
+                self._loaded[copy["p0"] : copy["p1"]] = True
 
     def _keep(self, name: str, start: int, end: int) -> None:
         self._copies[name] = {"name": name, "p0": start, "p1": end, "tenant": self._tenant}
@@ -157,19 +159,22 @@ class SilentLlama:
     def _decoded(self, said: Said) -> Json:
         """Decode a prompt at once; return its token counts."""
         prompt = said.prompt
-        n_past = min(common_prefix(prompt, self._tokens), len(prompt) - 1)
+        n_past = min(self._n_common(prompt), len(prompt) - 1)
         rows = np.ones(len(prompt), np.bool_)
         rows[:n_past] = self._rows[:n_past]
         resident = int(rows[:n_past].sum())
-        recovered = min(self._n_loaded, resident)
+        recovered = int((rows[:n_past] & self._loaded[:n_past]).sum())
         evicted = self._evict_to_budget(rows)
         self._tokens, self._rows = said.tokens, rows[: len(said.tokens)].copy()
-        self._n_loaded = 0
+        self._loaded, self._reuse = np.zeros(len(self._rows), np.bool_), _ANY
         usage = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
         usage |= {"recovered": recovered, "resident_before": resident - recovered, "epoch": 1}
         n_rows = int(rows.sum())
         usage |= {"omitted": n_past - resident, "auto_evicted": evicted}
         return usage | {"n_resident": n_rows, "n_resident_peak": n_rows}
+
+    def _n_common(self, prompt: Tokens) -> int:
+        return min(common_prefix(prompt, self._tokens), self._reuse)
 
     def _evict_to_budget(self, rows: Rows) -> list[tuple[int, int, str]]:
         """Evict rows in the given order until the budget is kept; return the evicted blocks."""
@@ -188,7 +193,7 @@ class SilentLlama:
 
 
 def _hashes(tokens: Tokens, ends: Iterable[int]) -> dict[int, str]:
-    """Of the tokens up to each of these ends."""
+    """Return the hash of the tokens up to each of these ends."""
     hashed, at, found = hashlib.blake2b(digest_size=8), 0, {}
     for end in sorted(ends):
         hashed.update(tokens[at:end].tobytes())

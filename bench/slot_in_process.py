@@ -8,8 +8,10 @@ content.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,8 @@ from evoke_proxy.core.session.session import Session
 _N_CELLS = 1 << 20
 # The largest batch of a prompt (`--batch-size` of llama-server).
 _BATCH_TOKENS = 2048
+# Of how many last messages `POST /evoke/render` reports the ends.
+_EDGES = 8
 
 
 class SlotInProcess:
@@ -220,6 +224,39 @@ def _aligned(evictable: Mask, size: int) -> list[tuple[Span, bool]]:
             found.append((Span(at, stop), not (stop == end and stop % size)))
             at = stop
     return sorted(found, key=lambda each: not each[1])
+
+
+def rendering(
+    prompt: Tokens,
+    messages: tuple[Sequence[int], Sequence[str]],
+    stops: Mask,
+    known: Iterable[tuple[int, str]],
+    hash_of: Callable[[Iterable[int]], Mapping[int, str]],
+) -> dict[str, Any]:
+    """Return the answer of `POST /evoke/render` but for the slots: what follows a known end.
+
+    `messages` are the ends of all messages and their roles, `stops` the positions where sentences
+    end, `known` ends with their hashes as the caller has them. `hash_of` returns the hash of the
+    prompt up to each of some ends.
+    """
+    ends, roles = messages
+    last, edges = ends[-_EDGES:], list(known)
+    hashes = hash_of({*last, *(end for end, _ in edges)})
+    since = max((end for end, said in edges if end in ends and hashes.get(end) == said), default=0)
+    first = ends.index(since) + 1 if since else 0
+    bits = np.packbits(stops[since:], bitorder="little")
+    return {
+        "from": since,
+        "edges": [[end, hashes[end]] for end in last],
+        "tokens_b64": base64.b64encode(prompt[since:].tobytes()).decode(),
+        "stops_b64": base64.b64encode(bits.tobytes()).decode(),
+        "generation": ends[-1] if ends else 0,
+        "spans": {
+            "index": list(range(first, len(ends))),
+            "role": roles[first:],
+            "end": ends[first:],
+        },
+    }
 
 
 def spans_of(rows: Mask) -> tuple[Span, ...]:

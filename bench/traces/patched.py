@@ -6,11 +6,10 @@ not share cells. A call is checked first and then run, so that a refused call ch
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy.typing as npt
 import orjson
 from multidict import CIMultiDict
 
-from bench.slot_in_process import evictions, spans_of
+from bench.slot_in_process import evictions, rendering, spans_of
 from bench.traces.replay import DEFAULT_COSTS, Costs
 from bench.traces.texts import ANSWER, Scale, Tokens, tokenized
 from evoke_proxy.adapters.llama.client import CallOptions
@@ -116,9 +115,9 @@ class BlockPool:
         """Bring copies into host memory; return the tokens that were read from disk."""
         n_read = 0
         for copy in copies:
-            if copy.on_disk and copy.size > self.ram:
-                raise PoolFull
             if copy.on_disk:
+                if copy.size > self.ram:
+                    raise PoolFull
                 copy.on_disk = False  # so that it is not lost to make room
                 self.disk_used -= copy.size
                 self._take_room(copy)
@@ -180,7 +179,6 @@ Rows = npt.NDArray[np.bool_]
 Sums = npt.NDArray[np.uint64]
 
 FEATURES = ("blocks", "plan", "render", "reuse", "stream", "find", "adopt", "share")
-_EDGES = 8
 _N_BATCH = 2048  # recorded tokens
 _MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, 1 << 21, dtype=np.uint64) | np.uint64(
     1
@@ -261,6 +259,12 @@ class Slot:
         self.tokens, self.sums, self.rows, self.origin = tokens, sums_of(tokens), rows, origin
         self.loaded = np.zeros(len(tokens), np.bool_)
 
+    def append(self, tokens: Tokens) -> None:
+        """Lengthen the text by tokens without rows."""
+        rows = np.append(self.rows, np.zeros(len(tokens), np.bool_))
+        origin = np.append(self.origin, np.zeros(len(tokens), np.int64))
+        self.replace(np.append(self.tokens, tokens), rows, origin)
+
 
 @dataclass(slots=True)
 class Totals:
@@ -326,7 +330,7 @@ class PatchedServer:
         data = _body_of(body)
         if target == "/completion":
             return await self._prefill(orjson.loads(data))
-        before = Totals(self.totals.loaded, self.totals.saved, self.totals.read)
+        before = replace(self.totals)
         try:
             answer = self._answer(target, data)
         except Refusal as refused:
@@ -405,27 +409,15 @@ class PatchedServer:
     def _rendered(self, call: Mapping[str, Any]) -> dict[str, Any]:
         tokens, ends, roles = self.tokens_of(call["body"])
         sums = sums_of(tokens)
-        last = ends[-_EDGES:]
-        same = [end for end, text in call["known"] if end in ends and text == str(int(sums[end]))]
-        since = max(same, default=0)
-        first = ends.index(since) + 1 if since else 0
+
+        def hash_of(wanted: Iterable[int]) -> dict[int, str]:
+            return {end: str(int(sums[end])) for end in wanted if end < len(sums)}
+
         # A sentence ends at each block.
         stops = np.arange(len(tokens)) % self._scale.block == 0
-        bits = np.packbits(stops[since:], bitorder="little")
-        return {
-            "from": since,
-            "edges": [[end, str(int(sums[end]))] for end in last],
-            "tokens_b64": base64.b64encode(tokens[since:].tobytes()).decode(),
-            "stops_b64": base64.b64encode(bits.tobytes()).decode(),
-            "generation": len(tokens) - 1,
-            "spans": {
-                "index": list(range(first, len(ends))),
-                "role": roles[first:],
-                "end": ends[first:],
-            },
-            "slots": [self._view(slot, tokens) for slot in self.slots],
-            "instance": "1" * 16,
-        }
+        made = rendering(tokens, (ends, roles), stops, call["known"], hash_of)
+        slots = [self._view(slot, tokens) for slot in self.slots]
+        return made | {"slots": slots, "instance": "1" * 16}
 
     def _view(self, slot: Slot, prompt: Tokens | None = None) -> dict[str, Any]:
         view: dict[str, Any] = {
@@ -677,13 +669,8 @@ class PatchedServer:
         """Generate an answer; return the `timings` of the reply, and set the slot free."""
         slot = decoded.slot
         await asyncio.sleep(len(answer) / self._scale.factor / self._costs.decode)
-        new = answer[:-1]  # the row of the last token is not decoded
         at = len(slot.tokens)
-        rows, origin = np.zeros(len(new), np.bool_), np.zeros(len(new), np.int64)
-        evicted_rows = np.concatenate([slot.rows, rows])
-        slot.replace(
-            np.concatenate([slot.tokens, new]), evicted_rows, np.concatenate([slot.origin, origin])
-        )
+        slot.append(answer[:-1])  # the row of the last token is not decoded
         while at < len(slot.tokens):
             at += self._decode_batch(slot, at, min(self._scale.block, len(slot.tokens) - at))
         slot.is_busy = False

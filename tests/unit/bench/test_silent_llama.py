@@ -37,6 +37,29 @@ def test_rows_leave_by_a_plan_and_by_the_budget_and_come_back() -> None:
     assert not llama.slot({"since": "latest"})["blocks"]
 
 
+def test_a_slot_is_taken_over_with_copies_and_continued_as_far_as_allowed() -> None:
+    llama = SilentLlama()
+    _usage(llama, _TALK)
+    _planned(llama, {"op": "save", "name": "a", "p0": 0, "p1": 64})
+    _usage(llama, [{"role": "user", "content": "Another text."}])
+    llama.act("block-adopt", {"tokens": Said(_TALK).tokens[:64].tolist(), "names": ["a"]})
+    assert (llama.slot({})["n_tokens"], llama.slot({})["resident"]) == (64, [(0, 64)])
+    _planned(llama)
+    usage = _usage(llama, _TALK)
+    assert (usage["recovered"], usage["decoded"]) == (64, 240)
+    _planned(llama, {"op": "reuse", "n_tokens": 10}, {"op": "drop", "names": ["a"]})
+    known: list[tuple[int, str]] = []
+    assert llama.render({"body": {"messages": _TALK}, "known": known})["slots"][0]["n_common"] == 10
+    assert _usage(llama, _TALK)["decoded"] == 294 and not llama.slot({})["blocks"]
+    assert _usage(llama, _TALK)["decoded"] == 4, "the limit is for one request"
+
+
+def test_parts_of_a_message_are_one_text() -> None:
+    parts = [{"type": "text", "text": "abcd"}, {"type": "image_url"}, {"text": "efgh"}]
+    joined = Said([{"role": "user", "content": "abcd[image]efgh"}])
+    assert Said([{"role": "user", "content": parts}]).tokens.tolist() == joined.tokens.tolist()
+
+
 def test_a_rendering_has_what_follows_the_edge_that_the_caller_knows() -> None:
     llama = SilentLlama()
     body = {"messages": [*_TALK, {"role": "assistant", "content": "Yes."}]}
