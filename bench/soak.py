@@ -4,18 +4,18 @@ Agents talk through one proxy to a server with two slots: growing conversations 
 streamed and not, side requests for titles, invalid requests, and clients that disconnect at any
 moment. The token counts of every turn must add up and keep the budget; the proxy must not make a
 5xx response of its own. The memory of its process is sampled every second; `slope` is that of the
-last two thirds, in MiB a minute. Arms: `patched`, a patched server with a budget, and `stock`, a
-stock server with snapshots.
+last two thirds, in MiB a minute, which begin with `rss_start`. Arms: `patched`, a patched server
+with a budget, and `stock`, a stock server with snapshots.
 
-With --faults something breaks every so many seconds: llama-server is
-killed, ended or stands still, stored files are damaged or deleted, clients stay silent. What fails
-until 15 s after a fault counts as `during_faults`. With --clock snapshots, records and normalised
-dates age faster (`bench/fast_clock.py`). The part `slopes` computes the slopes of memory,
-descriptors and times with their intervals (`bench/stats.py`, of the medians of each minute) from
-the samples of a run; the beginning, when caches fill, is left out.
+With --faults something breaks every so many seconds: llama-server is killed, ended or stands still,
+stored files are damaged or deleted, clients stay silent. What fails until 15 s after a fault counts
+as `during_faults`, and errors in the log of the proxy are no bar. With --clock snapshots, records
+and normalised dates age faster (`bench/fast_clock.py`). The part `slopes` computes the slopes of
+memory, descriptors and times with their intervals (`bench/stats.py`, of the medians of each minute)
+from the samples of a run; the beginning, when caches fill, is left out.
 
 *Against* fixed limits. *Fails* on an error of the proxy, counts that do not add up, a turn over the
-budget, or growing memory."""
+budget, growing memory, or an early end."""
 
 from __future__ import annotations
 
@@ -54,13 +54,12 @@ from evoke_proxy.server_build import ensure_server
 
 BUDGET, LONGEST = 384, 60
 _CHAT = "/v1/chat/completions"
-# What a minute may add once everything has been in use, in MiB: less than a thousandth of what a
-# month would need to hurt.
+# What a minute may add, in MiB. In short runs caches still fill, so this finds large leaks only;
+# the part `slopes` measures small ones.
 SLOPE_MOST = 2.0
-_COLUMNS = (
-    *("arm", "seconds", "requests", "turns", "hung_up", "refused", "own_5xx", "unbalanced"),
-    *("over_budget", "during_faults", "rss_start", "rss_end", "slope"),
-)
+_COUNTED = ("turns", "hung_up", "refused", "own_5xx", "other_4xx", "unbalanced", "over_budget",
+            "during_faults")  # fmt: skip
+_COLUMNS = ("arm", "seconds", "requests", *_COUNTED, "errors", "rss_start", "rss_end", "slope")
 _LOGGED = re.compile(r"(own|first_byte)_ms=([0-9.]+)")
 _MINUTE_S, _BLOCK_MINUTES = 60.0, 10
 # Times of turns, by their names in the log of the proxy.
@@ -98,7 +97,7 @@ class Upstream:
 
 @dataclass(slots=True)
 class Faults:
-    """Causes one fault every `every_s` seconds until it is stopped; one thread."""
+    """Causes one fault every `every_s` seconds; one thread."""
 
     upstream: Upstream
     proxy: int
@@ -108,21 +107,20 @@ class Faults:
     done: list[tuple[float, str, str]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _until: float = 0.0
-    _stop: threading.Event = field(default_factory=threading.Event)
     _random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def recent(self, since: float) -> bool:
         """Whether a fault was active, or may have been felt, after `since` (monotonic)."""
         return since < self._until
 
-    def run(self) -> None:
-        """Cause faults in turn."""
+    def run(self, stop: threading.Event) -> None:
+        """Cause faults in turn until `stop` is set."""
         kinds = (
             *(self.kill, self.silent_clients, self.pause, self.flip, self.terminate),
             *(self.delete, self.burst, self.unread_admin),
         )
         number = 0
-        while self.every_s and not self._stop.wait(self.every_s):
+        while self.every_s and not stop.wait(self.every_s):
             kind = kinds[number % len(kinds)]
             number += 1
             self._until = float("inf")
@@ -134,10 +132,6 @@ class Faults:
             finally:
                 self._until = time.monotonic() + GRACE_S
             self.done.append((round(time.monotonic() - self._began, 1), kind.__name__, what))
-
-    def stop(self) -> None:
-        """Cause no more."""
-        self._stop.set()
 
     def kill(self) -> None:
         """llama-server is killed and started again."""
@@ -242,11 +236,11 @@ class Agent:
     n_conversations: int = 0
     since: float = 0.0  # when the current act began, monotonic
 
-    def work(self, until: float) -> None:
-        """Ask and ask, with pauses, until that moment of the monotonic clock."""
+    def work(self, stop: threading.Event) -> None:
+        """Ask and ask, with pauses, until `stop` is set."""
         rng = random.Random(self.number)
         acts = [self.turn, self.turn, self.tool, self.turn, self.side, self.hang_up, self.wrong]
-        while time.monotonic() < until:
+        while not stop.is_set():
             if not self.messages or len(self.messages) > LONGEST:
                 self.n_conversations += 1
                 self.messages = [{"role": "system", "content": SYSTEM}]
@@ -255,7 +249,7 @@ class Agent:
                 rng.choice(acts)(rng)
             except (OSError, http.client.HTTPException) as error:
                 self.tally.note("own_5xx", f"no answer: {error!r}", self.since)
-            time.sleep(rng.random() * 2 * self.pause_s)
+            stop.wait(rng.random() * 2 * self.pause_s)
 
     def turn(self, rng: random.Random) -> None:
         """Continue the conversation with a message of the user."""
@@ -305,7 +299,8 @@ class Agent:
         reply = self._send(body, self._headers())
         content = _text(reply) or "Yes."
         self.messages.append({"role": "assistant", "content": content})
-        self._check(_timings(reply).get("evoke") if reply else None)
+        if reply:  # a failure is counted already
+            self._check(_timings(reply).get("evoke"))
 
     def _check(self, usage: Mapping[str, Any] | None) -> None:
         """Check that a budgeted turn reports token counts that add up and keep the budget."""
@@ -372,10 +367,9 @@ def sample(proxy: int, log: Path, offset: int) -> tuple[dict[str, Any], int]:
     }, offset + sum(len(line) + 1 for line in lines[:-1])
 
 
-def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Run one arm; return its row, and its failures in words."""
+def soak(arm: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run one arm in a folder of its own; return its row."""
     patched = arm == "patched"
-    folder = arguments.work or Path(tempfile.mkdtemp(prefix="soak"))
     slots, disk = folder / "slots", folder / "disk"
     for path in (slots, disk):
         path.mkdir(parents=True, exist_ok=True)
@@ -402,28 +396,29 @@ def soak(arm: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[
         with serving(proxy, front, folder / "proxy.log"):
             return _worked(arm, int(process(front).name), faults, folder, arguments)
     finally:
-        faults.stop()
         upstream.end()
 
 
 def _worked(
     arm: str, proxy: int, faults: Faults, folder: Path, arguments: argparse.Namespace
-) -> tuple[dict[str, Any], list[str]]:
-    began = time.monotonic()
+) -> dict[str, Any]:
+    began, stop = time.monotonic(), threading.Event()
     tally, until = Tally(faults=faults), began + arguments.seconds
     agents = [
         Agent(faults.proxy, faults.upstream.port, number, arm == "patched", arguments.pause, tally)
         for number in range(arguments.agents)
     ]
-    threads = [threading.Thread(target=agent.work, args=(until,), daemon=True) for agent in agents]
-    threads.append(threading.Thread(target=faults.run, daemon=True))
+    threads = [
+        threading.Thread(target=work, args=(stop,), daemon=True)
+        for work in (*(agent.work for agent in agents), faults.run)
+    ]
     for thread in threads:
         thread.start()
     samples: list[dict[str, Any]] = []
     offset = 0
-    with (folder / f"{arm}-samples.jsonl").open("w", encoding="utf-8") as file:
+    with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
         try:
-            while time.monotonic() < until:
+            while not samples or time.monotonic() < until:
                 one, offset = sample(proxy, folder / "proxy.log", offset)
                 one |= {"at": round(time.monotonic() - began, 2), "faults": len(faults.done)}
                 one |= {"counts": dict(tally.counts)}
@@ -432,24 +427,24 @@ def _worked(
                 file.flush()
                 time.sleep(arguments.every)
         except (KeyboardInterrupt, OSError) as error:
-            tally.failures.append(f"ended early: {error!r}")
-    faults.stop()
+            tally.note("ended_early", repr(error))
+        finally:
+            stop.set()
+    row = {"arm": arm, "seconds": round(time.monotonic() - began, 1), "clock": arguments.clock}
     for thread in threads:
         thread.join(20)
     counts = tally.counts
-    row: dict[str, Any] = {name: counts[name] for name in _COLUMNS[3:10]}
-    seconds = round(time.monotonic() - began, 1)
-    row |= {"arm": arm, "seconds": seconds, "slope": round(growth(samples), 3)}
+    row |= {name: counts[name] for name in (*_COUNTED, "ended_early")}
     row["requests"] = sum(counts[name] for name in ("turns", "side", "hung_up", "refused"))
-    row |= {"other_4xx": counts["other_4xx"], "samples": samples, "faults": faults.done}
+    row |= {"slope": round(growth(samples), 3), "errors": sum(len(s["errors"]) for s in samples)}
     row |= {"rss_start": samples[len(samples) // 3]["rss"], "rss_end": samples[-1]["rss"]}
-    row |= {"clock": arguments.clock}
-    return row, tally.failures
+    return row | {"samples": samples, "faults": faults.done, "failures": tally.failures}
 
 
 def missed(row: Mapping[str, Any], long: bool) -> list[str]:
     """Return the bars that a run fails; the slope only counts when the run is `long` enough."""
-    none = ("own_5xx", "unbalanced", "over_budget", "other_4xx")
+    none = ["own_5xx", "unbalanced", "over_budget", "other_4xx", "ended_early"]
+    none += [] if row["faults"] else ["errors"]
     found = [f"{row['arm']}: {name} {row[name]}" for name in none if row[name]]
     if not row["turns"]:
         found.append(f"{row['arm']}: no turn")
@@ -517,15 +512,16 @@ def picture(samples: Sequence[Sample]) -> str:
             (block[0][0] / 60, 100 * statistics.median(value for _, value in block) / middle)
             for block in blocks
         ]
-    return chart("One proxy with a fault a minute", "hours", "% of the median", lines)
+    title = f"One proxy, {samples[-1]['faults']} faults"
+    return chart(title, "hours", "% of the median", lines)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Yield the row of each arm."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for arm in [arguments.arm] if arguments.arm else ["patched", "stock"]:
-        row, failures = soak(arm, arguments)
-        yield {**row, "failures": failures}
+        with tempfile.TemporaryDirectory(prefix="soak") as temporary:
+            yield soak(arm, (arguments.work or Path(temporary)) / arm, arguments)
 
 
 def report(arguments: argparse.Namespace, rows: Sequence[Row]) -> Report:
@@ -558,12 +554,12 @@ _OPTIONS = (
     option("--faults", 0.0, "seconds between two, 0: none"),
     option("--clock", 1.0, "how fast stored things age"),
     option("--every", 1.0, "seconds between samples"),
-    option("--work", help="the folder of logs and samples", type=Path),
+    option("--work", help="where logs and samples stay, in a folder for each arm", type=Path),
 )  # fmt: skip
 PARTS = {
     "run": Bench("soak", __doc__, "--seconds 600", measure, report, _COLUMNS, _OPTIONS),
     "slopes": Bench(
-        "soak slopes", __doc__, "--samples FOLDER/patched-samples.jsonl", of_samples, of_slopes,
+        "soak slopes", __doc__, "--samples FOLDER/patched/samples.jsonl", of_samples, of_slopes,
         ("figure", "median", "per_hour", "low", "high"),
         (option("--samples", help="of a run, also while it runs", type=Path, required=True),
          option("--warm-up", 1800.0, "seconds to leave out")),

@@ -35,10 +35,15 @@ def test_the_slope_is_the_median_over_pairs_of_samples() -> None:
 
 def test_a_run_misses_its_bars_by_faults_and_a_long_one_by_memory_growth() -> None:
     row = {"arm": "patched", "turns": 3, "own_5xx": 0, "unbalanced": 0, "over_budget": 0}
-    growing = {**row, "other_4xx": 0, "slope": 9.0}
+    row |= {"other_4xx": 0, "ended_early": 0, "errors": 0, "faults": []}
+    growing = {**row, "slope": 9.0}
     assert soak.missed(growing, long=False) == []
     assert soak.missed(growing, long=True) == ["patched: 9.0 MiB a minute"]
     assert soak.missed({**growing, "unbalanced": 2, "turns": 0}, long=False) == [
         "patched: unbalanced 2",
         "patched: no turn",
     ]
+    logged = {**growing, "ended_early": 1, "errors": 4}
+    assert soak.missed(logged, long=False) == ["patched: ended_early 1", "patched: errors 4"]
+    broken = {**growing, "errors": 4, "faults": [[60.0, "flip", "3 files"]]}
+    assert soak.missed(broken, long=False) == [], "damaged files are logged as errors"

@@ -20,7 +20,7 @@ def samples(minutes: int, mib_an_hour: float) -> list[dict[str, Any]]:
         found.append(
             {"at": at, "rss": 80 + mib_an_hour * at / 3600 + math.sin(number), "descriptors": 15,
              "threads": 8, "load": 2.0, "turns": [turn, {"own": "1"}], "requests": 2,
-             "cpu_ms": 30 * number}
+             "cpu_ms": 30 * number, "faults": number // 6}
         )  # fmt: skip
     return found
 
@@ -56,5 +56,5 @@ def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
 
 def test_the_picture_has_every_figure() -> None:
     svg = picture(samples(30, 3))
-    for name in ("memory", "descriptors", "own time of a turn", "processor time"):
+    for name in ("memory", "descriptors", "own time of a turn", "processor time", "29 faults"):
         assert name in svg
