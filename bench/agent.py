@@ -393,7 +393,7 @@ PARTS = {
         (SERVER, _STEPS, _ARMS, option("--budget", BUDGET, "tokens"), option("--seed", 1)),
     ),
     "opencode": Bench(
-        "agent opencode", __doc__, "--steps 5 --arms evoke", OPENCODE.measure,
+        "agent opencode", __doc__, "--arms evoke below", OPENCODE.measure,
         lambda _, rows: Report(watched.summarise(rows), list(watched.missed(rows))), COLUMNS,
         (SERVER, _STEPS, _ARMS, option("--budget", OPENCODE_BUDGET, "tokens"),
          option("--fitting", FITTING, "of evoke")),

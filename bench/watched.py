@@ -162,8 +162,8 @@ class Watch:
         """Return the watch of an arm; `truncate` may shift the messages, so it has no checks."""
         return cls(llama.port, None if arm == "truncate" else llama.folder, arm in compared)
 
-    def __call__(self, body: Json, timings: Json, blocks: int = 0) -> None:
-        """Record an answered request; `blocks` were recovered for it, where that is reported."""
+    def __call__(self, body: Json, timings: Json, blocks: int | None = None) -> None:
+        """Record an answered request; `blocks` were recovered for it, None: unknown."""
         usage = timings["evoke"]
         kind, index = latest_call(body["messages"])
         one: Json = {name: int(usage[name]) for name in TOKEN_KINDS}
@@ -265,10 +265,12 @@ def check(
 def row(arm: str, budget: int, watch: Watch, log: str) -> Json:
     """Return the row of a session: sums of its turns, and what the log of the proxy says."""
     turns, limit = watch.turns, None if arm == "no_eviction" else budget
-    sums = ("decoded", "recovered", "omitted", "tools_whole", "checks", "checks_hold")
-    totals = {name: sum(turn.get(name, 0) for turn in turns) for name in sums}
+    sums = ["decoded", "recovered", "omitted"]
+    sums += ["tools_whole", "checks", "checks_hold"] if watch.saved else []
+    totals = {name: sum(turn[name] for turn in turns) for name in sums}
     sent = sum(turn["prompt"] for turn in turns)
-    within = limit is None or arm == "below_full"
+    blocks = [turn["blocks"] for turn in turns]
+    may_exceed = limit is None or arm == "below_full"
     found = {
         "arm": arm,
         "budget": limit,
@@ -277,10 +279,10 @@ def row(arm: str, budget: int, watch: Watch, log: str) -> Json:
         "sent": sent,
         **totals,
         "decoded_share": totals["decoded"] / sent,
-        "recovered_blocks": sum(turn["blocks"] for turn in turns),
+        "recovered_blocks": None if None in blocks else sum(blocks),
         "missing": Counter(kind for turn in turns for kind in turn.get("missing", ())),
         "peak": max(turn["peak"] for turn in turns),
-        "over": 0 if within else sum(turn["peak"] > budget for turn in turns),
+        "over": 0 if may_exceed else sum(turn["peak"] > budget for turn in turns),
         "unbalanced": sum(sum(turn[k] for k in TOKEN_KINDS) != turn["prompt"] for turn in turns),
         "mismatches": log.count("refused a plan") + log.count("differs from the plan"),
         "each": turns,
@@ -305,7 +307,7 @@ def _named(turns: Sequence[Json], kind: str) -> Json:
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
-    """What decides, by arm."""
+    """Return figures by arm; `decoded_over_ARM` is what `evoke` decoded over what the arm did."""
     by = {row["arm"]: row for row in rows}
     summary: Json = {}
     for arm, row in by.items():
@@ -313,7 +315,7 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
         summary |= {f"{arm}_{key}": row[key] for key in ("peak", "omitted")}
         if row["budget"]:
             summary[f"{arm}_prompt_over_budget"] = round(row["prompt"] / row["budget"], 2)
-        if row["checks"]:
+        if row.get("checks"):
             summary[f"{arm}_tools_whole"] = f"{row['tools_whole']} of {row['turns']}"
             summary[f"{arm}_checks"] = f"{row['checks_hold']} of {row['checks']}"
         if "evoke" in by and arm != "evoke":
@@ -327,13 +329,15 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> Json:
 def missed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the bars that are missed, in words.
 
-    Every recovered row equals the original, no turn of an arm but `below_full` exceeds its budget,
-    token counts add up, no plan was refused, and 98 % of the checks hold where system prompt and
-    tools fit or are served whole.
+    Where rows are compared, some are recovered, and every one equals the original; no turn of an
+    arm but `below_full` exceeds its budget, token counts add up, no plan was refused, and 98 % of
+    the checks hold where system prompt and tools fit or are served whole.
     """
     for row in rows:
         for key in ("over", "unbalanced", "mismatches", "rows_differ"):
             if row.get(key):
                 yield f"{row['arm']}: {key} {row[key]}"
+        if row.get("rows_back") == 0:
+            yield f"{row['arm']}: no row came back"
         if row["arm"] in WHOLE_ARMS and row["checks_hold"] < LEAST_CHECKS * row["checks"]:
             yield f"{row['arm']}: {row['checks_hold']} of {row['checks']} checks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from bench import watched
@@ -72,3 +73,19 @@ def test_the_bars_are_rows_budgets_counts_and_checks() -> None:
     assert list(watched.missed([_row("below_full", checks_hold=97)])) == [
         "below_full: 97 of 100 checks"
     ]
+    assert list(watched.missed([_row("evoke", rows_back=0)])) == ["evoke: no row came back"]
+    assert list(watched.missed([_row("evoke", rows_back=1)])) == []
+
+
+def test_a_row_has_no_figure_of_what_was_not_measured(tmp_path: Path) -> None:
+    turn = {"prompt": 90, "peak": 50, "decoded": 90, "recovered": 0, "resident_before": 0}
+    turn |= {"omitted": 0, "blocks": None, "kind": "asked"}
+    watch = watched.Watch(1, None, compares=False, turns=[turn])
+    row = watched.row("truncate", 40, watch, "")
+    assert row["recovered_blocks"] is None and row["over"] == 1 and "tools_whole" not in row
+    assert "truncate_checks" not in watched.summarise([row])
+    seen = {"blocks": 3, "tools_whole": True, "checks": 2, "checks_hold": 1, "missing": ["rules"]}
+    watch = watched.Watch(1, tmp_path, compares=False, turns=[turn | seen])
+    row = watched.row("below_full", 40, watch, "")
+    assert (row["recovered_blocks"], row["checks_hold"], row["over"]) == (3, 1, 0)
+    assert watched.summarise([row])["below_full_tools_whole"] == "1 of 1"
