@@ -170,7 +170,7 @@ def replayed(
         async with proxied(patched, settings, costs, spec.names) as proxy:
             record = await replay.run(proxy, spec.users)
             budget = proxy.engine.server.monitor.budget.tokens or cells
-            return record, {"peak": proxy.peak, "busy": proxy.n_busy, "budget": budget}
+            return record, {"peak": patched.peak, "busy": proxy.n_busy, "budget": budget}
 
     record, found = run(served())
     found |= {"lost": patched.pool.n_lost, "refused_plans": sum(patched.refusals.values())}
@@ -227,7 +227,7 @@ _COLUMNS = (
     *("first_token_p50_s", "first_token_p95_s", "first_token_mean_s", "peak", "budget"),
 )
 _QUICK_CONVERSATIONS = 8
-# The bars: most decoded tokens for each of the RAM cache and of the bound, most misses.
+# The bars: most decoded tokens, by those of the RAM cache and of the bound; largest miss share.
 OF_RAM_CACHE, OF_BOUND, MISS_SHARE = 0.60, 1.35, 0.01
 
 
@@ -250,7 +250,7 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to each row its decoded tokens for each of the bound, and the share of omitted tokens."""
+    """Add to each row its decoded tokens by those of the bound, and the share of omitted tokens."""
     bound = next(row["decoded"] for row in rows if row["arm"] == BOUND)
     return [
         row
@@ -266,7 +266,7 @@ def _conversations(args: argparse.Namespace) -> list[Agent]:
 
 
 def _measured(spec: Spec, args: argparse.Namespace) -> dict[str, Any]:
-    """One row, in a process of its own."""
+    """Return the row of an arm; it runs in a process of its own."""
     costs = Costs(prefill=args.prefill)
     return replayed(spec, _conversations(args), Scale(args.block), costs)
 
@@ -277,7 +277,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     specs = [spec for spec in SPECS if spec.name in wanted | {BOUND, SAME_RAM, OURS}]
     with ProcessPoolExecutor(args.jobs) as pool:
         # The longest runs begin first.
-        first = sorted(specs, key=lambda spec: (spec.kind != OURS, -spec.users))
+        first = sorted(specs, key=lambda spec: (spec.kind != "evoke", -spec.users))
         rows = pool.map(partial(_measured, args=args), first)
         made = dict(zip((spec.name for spec in first), rows, strict=True))
     yield from with_ratios([made[spec.name] for spec in specs])
@@ -306,7 +306,8 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
 BENCH = Bench(
     "traces", __doc__, "--quick", measure, report, _COLUMNS,
     (option("--conversations", 0, "only the first N"),
-     option("--arms", None, "only these, beside those of the bars", nargs="+"),
+     option("--arms", None, "only these, beside those of the bars", nargs="+",
+            choices=[spec.name for spec in SPECS]),
      option("--block", 8, "tokens for 64 recorded ones"),
      option("--prefill", DEFAULT_COSTS.prefill, "tokens a second"),
      option("--jobs", 2, "processes"),

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from bench.traces.patched import PatchedServer
-from bench.traces.replay import Costs, Counts
+from bench.traces.replay import Costs, Counts, now
 from bench.traces.texts import Prompt
 from evoke_proxy.config import load
 from evoke_proxy.engine.assembly import build_router
@@ -43,14 +43,9 @@ class ProxiedServer:
     has_names: bool = False
     n_busy: int = 0
 
-    @property
-    def peak(self) -> int:
-        """See Arm."""
-        return self.server.peak
-
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm; a request that is refused because all slots are busy is sent again."""
-        began = _now()
+        began = now()
         while True:
             try:
                 return await self._served(prompt, label, began)
@@ -64,11 +59,11 @@ class ProxiedServer:
         headers = {"X-Claude-Code-Session-Id": name} if self.has_names else {}
         body = orjson.dumps(prompt.body())
         incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
-        trace = RequestTrace(_now())
+        trace = RequestTrace(now())
         request = await self.engine.parser.parse(incoming)
         async with self.engine.exchange(request, trace) as exchange:
             reply: Any = exchange.reply
-            first_token_s = _now() - began
+            first_token_s = now() - began
             timings = await self.server.answer(reply.decoded, prompt.answer)
             exchange.observe(orjson.dumps({"choices": [], "timings": timings}))
         session, usage = str((trace.facts or {}).get("session") or ""), timings["evoke"]
@@ -98,7 +93,3 @@ async def proxied(
             yield ProxiedServer(engine, server, costs, has_names)
         finally:
             log.setLevel(level)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -51,6 +51,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+def now() -> float:
+    """Return the virtual time."""
+    return asyncio.get_running_loop().time()
+
+
 # Longer pauses between a reply and the next request are shortened to this.
 MAX_WAIT_S = 300.0
 
@@ -87,7 +92,7 @@ class Counts:
 
     Attributes:
         decoded: Tokens of the prompt that it decoded.
-        loaded: Tokens that it copied into the cache from elsewhere.
+        loaded: Tokens that it copied into the slot from elsewhere.
         omitted: Tokens of the prompt without rows.
         first_token_s: Seconds from the request to the first token of the answer.
         session: The session of the proxy that served it; empty without one.
@@ -105,11 +110,6 @@ class Arm(Protocol):
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """Serve one request whole, in virtual time."""
-        ...
-
-    @property
-    def peak(self) -> int:
-        """The most tokens that had cells in one slot at the same time."""
         ...
 
 

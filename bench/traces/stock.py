@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bench.traces.replay import DEFAULT_COSTS, Costs, Counts
+from bench.traces.replay import DEFAULT_COSTS, Costs, Counts, now
 from bench.traces.texts import Prompt, Scale, Tokens
 from evoke_proxy.core.prompt.rendered import common_prefix
 
@@ -95,29 +95,34 @@ class StockServer:
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm."""
-        began, tokens = _now(), prompt.tokens
+        began, tokens = now(), prompt.tokens
         while (chosen := self._chosen(tokens)) is None:
             free = asyncio.Event()
             self._waiting.append(free)
             await free.wait()
         slot, updates = chosen
-        copied = _update(self.cache, slot, tokens) if updates and self.cache is not None else 0
+        saved = loaded = 0
+        if updates and self.cache is not None:
+            saved = self.cache.save(slot.tokens)
+            state = self.cache.load(slot.tokens, tokens)
+            if state is not None:
+                slot.tokens, loaded = state, len(state)
         slot.is_busy = True
-        copied += self._save_idle()
+        saved += self._save_idle()
         n_decoded = len(tokens) - min(common_prefix(slot.tokens, tokens), len(tokens) - 1)
         slot.tokens = tokens
         costs, factor = self._costs, self._scale.factor
-        copying_s = copied * costs.row_bytes / costs.copy
+        copying_s = (saved + loaded) * costs.row_bytes / costs.copy
         await asyncio.sleep((copying_s + n_decoded / costs.prefill) / factor)
-        first_token_s = _now() - began
+        first_token_s = now() - began
         await asyncio.sleep(len(prompt.answer) / factor / costs.decode)
         slot.tokens = np.concatenate([tokens, prompt.answer[:-1]])
         self.peak = max(self.peak, len(slot.tokens))
-        slot.is_busy, slot.last_used = False, _now()
+        slot.is_busy, slot.last_used = False, now()
         waiting, self._waiting = self._waiting, deque()
         for free in waiting:
             free.set()
-        return Counts(n_decoded, copied, 0, first_token_s)
+        return Counts(n_decoded, loaded, 0, first_token_s)
 
     def _chosen(self, prompt: Tokens) -> tuple[Slot, bool] | None:
         """The slot for a prompt, and whether the cache is updated; None while all are busy."""
@@ -147,9 +152,8 @@ class Unlimited:
     """The bound: every token is decoded once, whatever the conversation; an arm of the replay."""
 
     def __init__(self, scale: Scale, costs: Costs = DEFAULT_COSTS) -> None:
-        self.peak = 0
         self._scale = scale
-        self.costs = costs
+        self._costs = costs
         self._contents: set[int] = set()
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
@@ -157,22 +161,8 @@ class Unlimited:
         unseen = [each for each in prompt.content.tolist() if each not in self._contents]
         self._contents.update(unseen)
         n_decoded = len(unseen) * self._scale.block + 1
-        first = n_decoded / self._scale.factor / self.costs.prefill
-        answering = len(prompt.answer) / self._scale.factor / self.costs.decode
+        first = n_decoded / self._scale.factor / self._costs.prefill
+        answering = len(prompt.answer) / self._scale.factor / self._costs.decode
         await asyncio.sleep(first + answering)
         self._contents.update(prompt.answer_content)
         return Counts(n_decoded, 0, 0, first)
-
-
-def _update(cache: PromptCache, slot: Slot, prompt: Tokens) -> int:
-    """Save what a slot has, load what is better; return the number of tokens copied."""
-    copied = cache.save(slot.tokens)
-    loaded = cache.load(slot.tokens, prompt)
-    if loaded is not None:
-        slot.tokens = loaded
-        copied += len(loaded)
-    return copied
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

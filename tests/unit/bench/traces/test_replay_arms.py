@@ -69,10 +69,11 @@ def test_each_bar_compares_with_its_limit() -> None:
         "share of misses": False,
         "peak of the budget": True,
     }
-    full = _row("evoke, within_turn full", 130, peak=500, budget=50)
+    full = _row("evoke, half, within_turn full", 130, peak=500, budget=50)
     assert bars([*rows, ours, full])["peak of the budget"]["reached"]
     over = _row("evoke, no disk", 130, peak=51, budget=50)
     assert not bars([*rows, ours, over])["peak of the budget"]["reached"]
+    assert {row["arm"] for row in (full, over)} <= {spec.name for spec in SPECS}
     assert with_ratios(rows)[1]["of_bound"] == 2.0
 
 

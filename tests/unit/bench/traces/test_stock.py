@@ -23,11 +23,19 @@ def _prompt(*runs: tuple[int, int], n_answer: int = 1) -> Prompt:
     return Prompt(np.zeros(0, np.int64), (), _tokens(*runs), answer)
 
 
-def _decoded(server: StockServer, *prompts: Prompt) -> list[int]:
+def _counts(server: StockServer, *prompts: Prompt) -> list[Counts]:
     async def work() -> list[Counts]:
         return [await server.ask(prompt, "") for prompt in prompts]
 
-    return [counts.decoded for counts in run(work())]
+    return run(work())
+
+
+def _decoded(server: StockServer, *prompts: Prompt) -> list[int]:
+    return [counts.decoded for counts in _counts(server, *prompts)]
+
+
+def _loaded(server: StockServer, *prompts: Prompt) -> list[int]:
+    return [counts.loaded for counts in _counts(server, *prompts)]
 
 
 def test_a_request_takes_the_most_similar_slot_else_the_least_recently_used() -> None:
@@ -42,6 +50,8 @@ def test_the_ram_cache_brings_back_a_slot_that_was_taken() -> None:
     one, other = _prompt((0, 100)), _prompt((1000, 100))
     assert _decoded(StockServer(1, None, _SCALE), one, other, one) == [100, 100, 100]
     assert _decoded(StockServer(1, PromptCache(None), _SCALE), one, other, one) == [100, 100, 1]
+    # What is saved takes time, but is not loaded.
+    assert _loaded(StockServer(1, PromptCache(None), _SCALE), one, other, one) == [0, 0, 100]
     # A state that exceeds the limit is not saved.
     assert _decoded(StockServer(1, PromptCache(99), _SCALE), one, other, one) == [100, 100, 100]
 
