@@ -91,6 +91,12 @@ def test_causes_of_misses(position: int | None, is_new: bool, cause: str) -> Non
     assert cause_of(served, Scale(8)) == cause
 
 
+def test_an_arm_that_does_not_exist_is_refused() -> None:
+    assert BENCH.parse(["--arms", OURS]).arms == [OURS]
+    with pytest.raises(SystemExit):
+        BENCH.parse(["--arms", OURS, "evoke, discard"])
+
+
 def test_the_command_writes_rows_and_bars(tmp_path: Path) -> None:
     out = tmp_path / "traces.json"
     argv = ["--conversations", "1", "--arms", BOUND, "--block", "2", "--jobs", "1"]
