@@ -230,17 +230,17 @@ def rendering(
     prompt: Tokens,
     messages: tuple[Sequence[int], Sequence[str]],
     stops: Mask,
-    known: Iterable[tuple[int, str]],
+    cached: Iterable[tuple[int, str]],
     hash_of: Callable[[Iterable[int]], Mapping[int, str]],
 ) -> dict[str, Any]:
-    """Return the answer of `POST /evoke/render` but for the slots: what follows a known end.
+    """Return the answer of `POST /evoke/render` but for the slots: what the caller has not.
 
     `messages` are the ends of all messages and their roles, `stops` the positions where sentences
-    end, `known` ends with their hashes as the caller has them. `hash_of` returns the hash of the
+    end, `cached` the ends that the caller has, with hashes. `hash_of` returns the hash of the
     prompt up to each of some ends.
     """
     ends, roles = messages
-    last, edges = ends[-_EDGES:], list(known)
+    last, edges = ends[-_EDGES:], list(cached)
     hashes = hash_of({*last, *(end for end, _ in edges)})
     since = max((end for end, said in edges if end in ends and hashes.get(end) == said), default=0)
     first = ends.index(since) + 1 if since else 0

@@ -48,8 +48,8 @@ def test_a_slot_is_taken_over_with_copies_and_continued_as_far_as_allowed() -> N
     usage = _usage(llama, _TALK)
     assert (usage["recovered"], usage["decoded"]) == (64, 240)
     _planned(llama, {"op": "reuse", "n_tokens": 10}, {"op": "drop", "names": ["a"]})
-    known: list[tuple[int, str]] = []
-    assert llama.render({"body": {"messages": _TALK}, "known": known})["slots"][0]["n_common"] == 10
+    none: list[tuple[int, str]] = []
+    assert llama.render({"body": {"messages": _TALK}, "known": none})["slots"][0]["n_common"] == 10
     assert _usage(llama, _TALK)["decoded"] == 294 and not llama.slot({})["blocks"]
     assert _usage(llama, _TALK)["decoded"] == 4, "the limit is for one request"
 
