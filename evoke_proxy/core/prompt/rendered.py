@@ -236,6 +236,18 @@ class Rendered:
             _memory=memory,
         )
 
+    def has_same_prompt(self, other: Rendered) -> bool:
+        """Whether another rendering has the same tokens, and divides them into the same parts."""
+        return (
+            self.generation == other.generation
+            and self.cue == other.cue
+            and self.media == other.media
+            and self.turns == other.turns
+            and _same_rows(self.tokens, other.tokens)
+            and _same_rows(self.sentence_starts, other.sentence_starts)
+            and _same_spans(self.spans, other.spans)
+        )
+
     @property
     def turn_spans(self) -> Sequence[MessageSpan]:
         """The spans, with those of the turns of a transcript instead of the message that it is."""
@@ -267,6 +279,16 @@ class Rendered:
     def slot(self, id: int) -> SlotView | None:
         """The slot with this number; None when the server has none."""
         return next((slot for slot in self.slots if slot.id == id), None)
+
+
+def _same_rows(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return len(one) == len(other) == common_prefix(one, other)
+
+
+def _same_spans(one: Sequence[MessageSpan], other: Sequence[MessageSpan]) -> bool:
+    if isinstance(one, _SpanColumns) and isinstance(other, _SpanColumns):
+        return one.equals(other)
+    return tuple(one) == tuple(other)
 
 
 def common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
@@ -366,6 +388,11 @@ class _SpanColumns(Sequence[MessageSpan]):
 
     def __len__(self) -> int:
         return len(self._index.rows)
+
+    def equals(self, other: _SpanColumns) -> bool:
+        """Whether the other has equal spans, without an object for each."""
+        pairs = ((self._ends, other._ends), (self._index, other._index), (self._role, other._role))
+        return all(_same_rows(mine.rows, others.rows) for mine, others in pairs)
 
     def ends_of(self, role: Role) -> Positions:
         """End positions of a role's messages, without an object for each."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,8 @@ _FEW_BLOCKS = 32
 _MIN_MOVED = 128
 # After this many expected turns in a row that came otherwise, only some turns are expected.
 _MAX_UNEXPECTED, _RETRY_TURNS = 2, 8
+# The attributes that `begin` changes.
+_CHANGED_BY_BEGIN = ("layout", "pins", "past", "past_index", "_moved", "_turn_marks")
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -80,6 +83,25 @@ class _TurnInputs:
     slot: SlotView
     config: PolicyConfig
     marks: Mapping[int, _Mark]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExpectedTurn:
+    """A turn that is expected next.
+
+    Attributes:
+        turn: The turn, begun on a draft of the session.
+        n_slot_cells: As it was given to `begin`.
+        before: The attributes of the session before the turn.
+        after: The attributes of the draft after the turn has begun.
+        plan: The plan of the turn; None until it is made.
+    """
+
+    turn: Turn
+    n_slot_cells: int | None
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,8 +166,8 @@ class Session:
         self._task = Task()
         # The query that was compared last, the task before it, and the task after it.
         self._compared: tuple[Query, Task, Task] | None = None
-        # The turn that is expected next, with its plan, and how many came otherwise, in a row.
-        self._expected: tuple[DecidedTurn, Plan] | None = None
+        # The turn that is expected next, and how many came otherwise, in a row.
+        self._expected: _ExpectedTurn | None = None
         self._n_unexpected = 0
         # Copies of blocks of the previous prompt at their positions in the next one.
         self._moved: tuple[SavedRange, ...] = ()
@@ -251,6 +273,11 @@ class Session:
             config=effective_config(self.config, request),
             marks=self._marks_with(number, request),
         )
+        expected = self._matching(inputs, query, n_slot_cells)
+        if expected is not None:
+            for name in _CHANGED_BY_BEGIN:
+                setattr(self, name, expected.after[name])
+            return replace(expected.turn, rendered=rendered, slot=view)
         layout, adopt_to, copies_end = self._reconcile(inputs)
         pins_before = self.pins
         pins = valid_pins(pins_before, layout)
@@ -302,13 +329,44 @@ class Session:
         """Whether it is worth to `expect` the next turn, because the last ones came as expected."""
         return self._n_unexpected < _MAX_UNEXPECTED or self.turns % _RETRY_TURNS == 0
 
-    def expect(self, turn: Turn) -> None:
-        """Plan a turn that is expected next, and was begun on a draft of this session.
+    def expect(
+        self,
+        rendered: Rendered,
+        view: SlotView,
+        request: ChatRequest,
+        query: Query,
+        n_slot_cells: int | None,
+    ) -> Turn:
+        """Return the turn that is expected next, with the arguments of `begin`.
 
-        This shortens `plan`, and changes no result: a plan is used for an equal turn only.
+        This and `plan_expected` shorten `begin` and `plan`, and change no result: what was computed
+        is used for an equal turn of an unchanged session only. Raises as `begin` does.
         """
-        plan = decide(turn.view, turn.query, turn.config)
-        self._expected = DecidedTurn(turn.view, turn.query, turn.config), plan
+        draft = self.draft()
+        turn = draft.begin(rendered, view, request, query, n_slot_cells)
+        before = {name: value for name, value in vars(self).items() if name != "_expected"}
+        self._expected = _ExpectedTurn(turn, n_slot_cells, before, vars(draft))
+        return turn
+
+    def plan_expected(self) -> None:
+        """Plan the turn of `expect`."""
+        if self._expected is not None:
+            turn = self._expected.turn
+            plan = decide(turn.view, turn.query, turn.config)
+            self._expected = replace(self._expected, plan=plan)
+
+    def _matching(
+        self, inputs: _TurnInputs, query: Query | None, n_slot_cells: int | None
+    ) -> _ExpectedTurn | None:
+        """Return the expected turn if it has these inputs, and the session is as it was then."""
+        expected, now = self._expected, vars(self)
+        if expected is None or n_slot_cells != expected.n_slot_cells:
+            return None
+        turn = expected.turn
+        is_same = turn.request is inputs.request and turn.query is query
+        is_same = is_same and turn.slot == inputs.slot
+        is_same = is_same and all(now[name] is value for name, value in expected.before.items())
+        return expected if is_same and turn.rendered.has_same_prompt(inputs.rendered) else None
 
     def not_expected(self) -> None:
         """Record that what comes next could not be expected: it counts as if it came otherwise."""
@@ -316,11 +374,11 @@ class Session:
 
     def plan(self, turn: Turn) -> Plan:
         """Return the plan to run before the turn's prompt is decoded; changes nothing."""
-        if self._expected is not None:
-            expected, plan = self._expected
+        if self._expected is not None and self._expected.plan is not None:
+            expected = self._expected.turn
             is_same = expected.query is turn.query and expected.config == turn.config
-            if is_same and expected.view.equals(turn.view):
-                return plan
+            if is_same and (expected.view is turn.view or expected.view.equals(turn.view)):
+                return self._expected.plan
         return decide(turn.view, turn.query, turn.config)
 
     def lost_block_steps(self, turn: Turn) -> Sequence[Refill]:
@@ -368,8 +426,8 @@ class Session:
         """Record that llama-server has run the plan of `after`."""
         turn, plan = applied.turn, applied.plan
         expected, self._expected, self.was_expected = self._expected, None, None
-        if expected is not None:
-            self.was_expected = plan is expected[1]
+        if expected is not None and expected.plan is not None:
+            self.was_expected = plan is expected.plan
             self._n_unexpected = 0 if self.was_expected else self._n_unexpected + 1
         self.layout = applied.layout
         self._outdated, self._unconfirmed = applied.outdated, applied.unconfirmed

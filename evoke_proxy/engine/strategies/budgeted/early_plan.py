@@ -172,11 +172,10 @@ class EarlyPlan(MoreWork):
             return
         n_slot_cells = self._server.monitor.server.n_slot_cells
         session.index.prepare(prepared.texts)
-        draft = session.draft()
-        turn = draft.begin(expected, view, request.chat, prepared.query, n_slot_cells)
+        turn = session.expect(expected, view, request.chat, prepared.query, n_slot_cells)
         if prepared.query.vectors:
             self._vectors.embed_missing(session, turn.view.blocks)
-        session.expect(turn)
+        session.plan_expected()
 
 
 def _last_messages(chat: ChatRequest, last: int) -> LastMessages | None:

@@ -218,6 +218,66 @@ def test_a_turn_that_comes_as_expected_has_its_plan_when_it_is_rendered() -> Non
     assert plan.loads  # the question needs blocks that had left the slot
 
 
+def same_layout(one: Session, other: Session) -> bool:
+    first, second = one.layout, other.layout
+    return (
+        first.blocks.equals(second.blocks)
+        and first.tokens.tolist() == second.tokens.tolist()
+        and (first.n_past, first.resident, first.ranges, first.stale, first.branches)
+        == (second.n_past, second.resident, second.ranges, second.stale, second.branches)
+        and (first.generation, first.divergence, first.numbers, first.unverified)
+        == (second.generation, second.divergence, second.numbers, second.unverified)
+    )
+
+
+def test_an_expected_turn_begins_without_dividing_the_prompt_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation, previous, slot = finished_turn()
+    request = request_of(LONGER, previous)
+    prepared = asyncio.run(planned(Server(slot), conversation, request))
+    plain, _, _ = finished_turn()
+    view = replace(slot, n_common=slot.n_tokens)
+    arguments = rendered(LONGER), view, request.chat, prepared.query, 4096
+    turn = plain.session.begin(*arguments)
+    monkeypatch.setattr(Session, "_reconcile", lambda *_: pytest.fail("it was divided again"))
+    expected = conversation.session.begin(*arguments)
+    assert expected.rendered is arguments[0] and expected.slot is view
+    assert expected.view.equals(replace(turn.view, index=conversation.session.index))
+    names = ("number", "config", "divergence", "needed_budget", "kept_budget", "copies_end")
+    assert [getattr(expected, it) for it in names] == [getattr(turn, it) for it in names]
+    assert same_layout(conversation.session, plain.session)
+    assert conversation.session.pins == plain.session.pins
+    assert conversation.session.plan(expected) == fresh_plan(turn)
+
+
+def pin(session: Session) -> None:
+    session.pins = (Span(0, 64),)
+
+
+def save(session: Session) -> None:
+    blocks = session.layout.blocks
+    session.add_copies([(block.label, block.span) for block in blocks.pick(~blocks.copied)[:1]])
+
+
+@pytest.mark.parametrize("change", [pin, save])
+def test_a_session_that_has_changed_since_divides_the_prompt_as_it_is(
+    change: Callable[[Session], None],
+) -> None:
+    conversation, previous, slot = finished_turn()
+    request = request_of(LONGER, previous)
+    prepared = asyncio.run(planned(Server(slot), conversation, request))
+    plain, _, _ = finished_turn()
+    view = replace(slot, n_common=slot.n_tokens)
+    arguments = rendered(LONGER), view, request.chat, prepared.query, 4096
+    for session in (conversation.session, plain.session):
+        change(session)
+    turns = [one.session.begin(*arguments) for one in (conversation, plain)]
+    assert same_layout(conversation.session, plain.session)
+    assert turns[0].view.equals(replace(turns[1].view, index=conversation.session.index))
+    assert conversation.session.pins == plain.session.pins
+
+
 def test_the_session_is_not_changed_before_the_turn_begins() -> None:
     conversation, previous, slot = finished_turn()
     session = conversation.session
