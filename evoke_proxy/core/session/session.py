@@ -58,8 +58,6 @@ _FEW_BLOCKS = 32
 _MIN_MOVED = 128
 # After this many expected turns in a row that came otherwise, only some turns are expected.
 _MAX_UNEXPECTED, _RETRY_TURNS = 2, 8
-# The attributes that `begin` changes.
-_CHANGED_BY_BEGIN = ("layout", "pins", "past", "past_index", "_moved", "_turn_marks")
 # End of the labels of copies of generated tokens.
 GENERATED = "/gen"
 
@@ -93,7 +91,7 @@ class _ExpectedTurn:
         turn: The turn, begun on a draft of the session.
         n_slot_cells: As it was given to `begin`.
         before: The attributes of the session before the turn.
-        after: The attributes of the draft after the turn has begun.
+        after: Those that the turn has changed, as they are once it has begun.
         plan: The plan of the turn; None until it is made.
     """
 
@@ -275,9 +273,12 @@ class Session:
         )
         expected = self._matching(inputs, query, n_slot_cells)
         if expected is not None:
-            for name in _CHANGED_BY_BEGIN:
-                setattr(self, name, expected.after[name])
-            return replace(expected.turn, rendered=rendered, slot=view)
+            for name, value in expected.after.items():
+                # An operator may have changed the pins meanwhile.
+                if getattr(self, name) is expected.before[name]:
+                    setattr(self, name, value)
+            annotated = self.attention.annotated(expected.turn.view)
+            return replace(expected.turn, rendered=rendered, slot=view, view=annotated)
         layout, adopt_to, copies_end = self._reconcile(inputs)
         pins_before = self.pins
         pins = valid_pins(pins_before, layout)
@@ -345,7 +346,9 @@ class Session:
         draft = self.draft()
         turn = draft.begin(rendered, view, request, query, n_slot_cells)
         before = {name: value for name, value in vars(self).items() if name != "_expected"}
-        self._expected = _ExpectedTurn(turn, n_slot_cells, before, vars(draft))
+        after = {name: value for name, value in vars(draft).items() if name in before}
+        after = {name: value for name, value in after.items() if value is not before[name]}
+        self._expected = _ExpectedTurn(turn, n_slot_cells, before, after)
         return turn
 
     def plan_expected(self) -> None:
@@ -453,7 +456,8 @@ class Session:
 
     def decoding_broke_off(self) -> None:
         """Record that a reply ended early: llama-server may have evicted blocks unreported."""
-        self._unconfirmed |= self._eviction_order
+        # A new object: `_matching` compares the objects.
+        self._unconfirmed = self._unconfirmed | self._eviction_order
 
     def finish(self, accounting: TokenAccounting | None) -> bool:
         """End a turn; return False when the server's accounting contradicts the plan.
@@ -491,8 +495,9 @@ class Session:
         """
         self._can_adopt = can_adopt
         blocks = self.layout.blocks
-        self._possibly_lost |= {block.label: block.span for block in blocks.pick(blocks.copied)}
-        self._possibly_lost |= {item.label: item.span for item in self.layout.ranges}
+        lost = {block.label: block.span for block in blocks.pick(blocks.copied)}
+        lost |= {item.label: item.span for item in self.layout.ranges}
+        self._possibly_lost = self._possibly_lost | lost
         blocks = blocks.with_copies(np.zeros(len(blocks), np.bool_))
         self.layout = replace(
             self.layout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -260,7 +261,23 @@ def save(session: Session) -> None:
     session.add_copies([(block.label, block.span) for block in blocks.pick(~blocks.copied)[:1]])
 
 
-@pytest.mark.parametrize("change", [pin, save])
+def attend(session: Session) -> None:
+    session.attention._shares = {label: (0.9, 1) for label in session.layout.blocks.labels[:3]}
+
+
+def lower_budget(session: Session) -> None:
+    session.config = replace(CONFIG, budget=160)
+
+
+def lose(session: Session) -> None:
+    session.failed(session.layout.saved)
+
+
+def restart(session: Session) -> None:
+    session.on_server_restart(can_adopt=True)
+
+
+@pytest.mark.parametrize("change", [pin, save, attend, lower_budget, lose, restart])
 def test_a_session_that_has_changed_since_divides_the_prompt_as_it_is(
     change: Callable[[Session], None],
 ) -> None:
@@ -276,6 +293,59 @@ def test_a_session_that_has_changed_since_divides_the_prompt_as_it_is(
     assert same_layout(conversation.session, plain.session)
     assert turns[0].view.equals(replace(turns[1].view, index=conversation.session.index))
     assert conversation.session.pins == plain.session.pins
+    assert conversation.session.plan(turns[0]) == fresh_plan(turns[1])
+
+
+def test_evictions_that_were_not_reported_are_not_forgotten() -> None:
+    """A request interrupts decoding ahead, when its turn is already expected."""
+    (conversation, previous, slot), (plain, *_) = finished_turn(), finished_turn()
+    for session in (conversation.session, plain.session):
+        blocks = session.layout.blocks
+        lost = {block.label: block.span for block in blocks.pick(session.layout.in_pool)[:2]}
+        session.failed(lost)
+        session._eviction_order = lost
+    request = request_of(LONGER, previous)
+    prepared = asyncio.run(planned(Server(slot), conversation, request))
+    view = replace(slot, n_common=slot.n_tokens)
+    arguments = rendered(LONGER), view, request.chat, prepared.query, 4096
+    for session in (conversation.session, plain.session):
+        session.decoding_broke_off()
+        session.begin(*arguments)
+    assert lost.keys() <= plain.session.layout.saved
+    assert same_layout(conversation.session, plain.session)
+
+
+def test_pins_that_an_operator_sets_while_a_turn_begins_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn may begin in a thread."""
+    conversation, previous, slot = finished_turn()
+    request = request_of(LONGER, previous)
+    prepared = asyncio.run(planned(Server(slot), conversation, request))
+    compare = Rendered.has_same_prompt
+
+    def compare_slowly(one: Rendered, other: Rendered) -> bool:
+        pin(conversation.session)
+        return compare(one, other)
+
+    monkeypatch.setattr(Rendered, "has_same_prompt", compare_slowly)
+    view = replace(slot, n_common=slot.n_tokens)
+    conversation.session.begin(rendered(LONGER), view, request.chat, prepared.query, 4096)
+    assert conversation.session.pins == (Span(0, 64),)
+
+
+def test_requests_that_are_given_up_are_not_kept() -> None:
+    conversation, previous, slot = finished_turn()
+
+    async def given_up() -> None:
+        for _ in range(4):
+            await planned(Server(slot), conversation, request_of(LONGER, previous))
+
+    asyncio.run(given_up())
+    gc.collect()
+    turns = [one for one in gc.get_objects() if isinstance(one, Turn)]
+    own = conversation.session.index
+    assert sum(turn.view.index is own and turn.number == 2 for turn in turns) == 1
 
 
 def test_the_session_is_not_changed_before_the_turn_begins() -> None:
