@@ -186,12 +186,28 @@ def _last_messages(chat: ChatRequest, last: int) -> LastMessages | None:
     """
     if not isinstance(chat.messages, LazyMessages) or not last + 1 < len(chat.messages):
         return None
-    first = last
-    while first and chat.messages[first].role is Role.TOOL:
+    messages, first = chat.messages, last
+    while first and len(messages) - first <= _MAX_MESSAGES and messages[first].role is Role.TOOL:
         first -= 1
-    rest = chat.messages[first:]
-    if len(rest) > _MAX_MESSAGES or sum(len(message.printed) for message in rest) > _MAX_CHARS:
+    if len(messages) - first > _MAX_MESSAGES:
         return None
-    before = [] if rest[0].role is Role.USER else [_STAND_IN]
-    n_before = len(before) + last + 1 - first
-    return LastMessages([*before, *chat.messages.as_chat(first)], n_before)
+    items = messages.as_chat(first)
+    if _is_larger([items, chat.template_fields], _MAX_BYTES):
+        return None
+    if sum(len(messages[i].printed) for i in range(first, len(messages))) > _MAX_CHARS:
+        return None
+    before = [] if messages[first].role is Role.USER else [_STAND_IN]
+    return LastMessages([*before, *items], len(before) + last + 1 - first)
+
+
+def _is_larger(value: Any, limit: int) -> bool:
+    """Whether a value of JSON has more elements and characters than this; reads no more of it."""
+    pending, size = [value], 0
+    while pending and size <= limit:
+        one = pending.pop()
+        if not isinstance(one, str | list | dict):
+            continue
+        size += len(one)
+        if size <= limit and not isinstance(one, str):
+            pending += [*one, *one.values()] if isinstance(one, dict) else one
+    return size > limit

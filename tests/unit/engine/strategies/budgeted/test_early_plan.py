@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from evoke_proxy.core.policy.registry import decide
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.request.messages import LazyMessages
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.accounting import TokenAccounting
@@ -30,7 +32,7 @@ from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQue
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
-from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan
+from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan, _last_messages
 
 CONFIG = PolicyConfig(
     budget=192, block_tokens=64, sink_tokens=8, recent_tokens=32, reserve_tokens=32
@@ -482,6 +484,44 @@ def test_other_requests_are_not_planned_early(messages: Messages) -> None:
     server = Server(slot)
     asyncio.run(planned(server, conversation, request_of(messages, previous)))
     assert server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("reasoning_content", [1] * 2_000_000),
+        ("reasoning_content", [{"a": "\x01" * 9}] * 200_000),
+        ("reasoning_content", "\x01" * 2_000_000),
+        ("content", [{"type": "text", "text": "\x01"}] * 200_000),
+        ("tool_calls", [{"function": {"name": "f", "arguments": [[]] * 500_000}}]),
+    ],
+)
+def test_large_messages_are_refused_without_reading_all_of_them(field: str, value: Any) -> None:
+    conversation, previous, slot = finished_turn()
+    messages = [*STORY, QUESTION, ANSWER | {field: value}, NEXT]
+    server, request = Server(slot), request_of(messages, previous)
+
+    async def seconds() -> float:
+        vectors = BlockVectors(WordsOnly(), Conversations(CONFIG, 9))  # type: ignore[arg-type]
+        early = EarlyPlan(server, vectors, server, request)  # type: ignore[arg-type]
+        began = time.thread_time()
+        early.start(conversation)
+        await asyncio.sleep(0)
+        early.stop()
+        return time.thread_time() - began
+
+    # A machine that provides memory slowly takes longer at times.
+    assert min(asyncio.run(seconds()) for _ in range(3)) < 0.01
+    assert server.calls == []
+
+
+def test_of_many_results_of_tools_only_the_last_ones_are_read() -> None:
+    result = {"role": "tool", "content": "", "tool_call_id": "a"}
+    many = [*STORY, QUESTION, *[result] * 20_000, result | {"content": "ok"}]
+    chat = request_of([*many, ANSWER, NEXT]).chat
+    assert _last_messages(chat, len(many) - 1) is None
+    assert isinstance(chat.messages, LazyMessages)
+    assert len(chat.messages._read) < 20
 
 
 @pytest.mark.parametrize("budget", [None, 4096])
