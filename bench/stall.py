@@ -7,8 +7,9 @@ when the 99.9th percentile of the loop's lag is more than 20 ms above that of th
 The proxy runs in a process of its own (`bench.stall_processes`) in front of a server that computes
 nothing (`bench.silent_llama`); a client sends a small relayed request every 5 ms. `lag` is how late
 a timer of the loop fires, `client` the delay of the small request, both in ms, as percentiles over
-time. `callback_cpu` is the processor time of the longest callback of the loop, which other load
-does not change.
+time; `client` includes that server, which has one thread and is busy with a large body as well.
+`callback_cpu` is the processor time of the longest callback of the loop, which other load does not
+change. An arm whose requests are answered otherwise than its description says is an error.
 
 *Against* the idle arm. *Fails* on an arm above the bar."""
 
@@ -30,6 +31,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +39,8 @@ from typing import Any
 
 from bench import stall_processes as processes
 from bench.driver import Bench, Report, Row, option
-from bench.llama import ask
-from bench.silent_llama import silent_llama
+from bench.llama import ask, settle
+from bench.silent_llama import N_CTX, silent_llama
 from bench.stall_processes import Measured
 from evoke_proxy.adapters.snapshot_files import INDEX
 from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex
@@ -56,6 +58,7 @@ _PAGES = 20
 _PIPELINES = 400
 _PIPELINED = 800
 _PAGE_S = 0.15
+_SINGLES = 20
 _OTHER = {"Authorization": "Bearer another-tenant"}
 _COLUMNS = (
     *("arm", "times", "lag_p50", "lag_p99", "lag_p99.9", "lag_worst"),
@@ -68,35 +71,31 @@ _COLUMNS = (
 class Stage:
     """A running proxy, and how long an arm repeats its requests.
 
-    `scale` multiplies the sizes of requests; `times` counts repetitions.
+    `scale` multiplies the sizes of requests; `times` counts repetitions; `sessions` is how many
+    another tenant has.
     """
 
     port: int
     admin: int
     scale: float
+    sessions: int
     until: float = 0.0
     times: int = 0
     texts: random.Random = field(default_factory=lambda: random.Random(7))
 
-    def size(self, n: int) -> int:
+    def size(self, n: int, least: int = 1) -> int:
         """Return a size times the scale."""
-        return max(1, int(n * self.scale))
+        return max(least, int(n * self.scale))
 
     def operate(self, method: str, path: str) -> Any:
         """A call of the admin API; RuntimeError when it fails."""
-        status, answer = ask(self.admin, method, path)
-        if status != 200:
-            raise RuntimeError(f"{method} {path}: {status} {answer[:300]!r}")
-        return json.loads(answer)
+        return json.loads(_answer(self.admin, method, path))
 
-    def chat(self, body: Mapping[str, Any] | bytes, **headers: str) -> tuple[int, bytes]:
-        """A chat, refused or answered."""
+    def chat(self, body: Mapping[str, Any] | bytes, status: int = 200, session: str = "") -> None:
+        """A chat; RuntimeError when it is not answered with this status."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        status, answer = ask(self.port, "POST", "/v1/chat/completions", data, named)
-        if status >= 500:
-            raise RuntimeError(f"chat: {status} {answer[:300]!r}")
-        return status, answer
+        path, headers = "/v1/chat/completions", {"X-Evoke-Session": session} if session else {}
+        _answer(self.port, "POST", path, data, headers, wanted=status)
 
     def ask(self, text: str) -> None:
         """A chat of one message."""
@@ -117,6 +116,14 @@ class Stage:
         return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts)]
 
 
+def _answer(port: int, *request: Any, wanted: int = 200) -> bytes:
+    """Make a request, see `bench.llama.ask`; RuntimeError when it has another status."""
+    status, answer = ask(port, *request)
+    if status != wanted:
+        raise RuntimeError(f"{request[0]} {request[1]}: {status} {answer[:300]!r}")
+    return answer
+
+
 def _idle(stage: Stage) -> None:
     time.sleep(0.5)
 
@@ -127,8 +134,8 @@ def _prompt(stage: Stage) -> None:
 
 
 def _endless_prompt(stage: Stage) -> None:
-    """One message of 63 MiB: more tokens than the context of the server holds."""
-    stage.ask(stage.prose(stage.size(64 * 1024)) * 1008)
+    """One message of 63 MiB, more tokens than the context of the server holds: not planned."""
+    stage.ask(stage.prose(stage.size(64 * 1024, _BYTES_A_TOKEN * N_CTX // 1000)) * 1008)
 
 
 def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
@@ -145,7 +152,7 @@ def _conversation(tokens: int, messages: int) -> Callable[[Stage], None]:
 
 
 def _large_body(stage: Stage) -> None:
-    """A chat with an image of nearly 64 MiB in its last message."""
+    """A chat with an image of nearly 64 MiB in its last message, which is not planned."""
     noise = base64.b64encode(os.urandom(stage.size(47 * _MIB))).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{noise}"}}
     content = [{"type": "text", "text": "What is this?"}, image]
@@ -166,16 +173,26 @@ def _large_edited(stage: Stage) -> None:
 
 
 def _large_relayed(stage: Stage) -> None:
-    """A body of nearly 64 MiB for a path that the proxy does not read."""
+    """A body of nearly 64 MiB that is no chat: the proxy checks it and relays it as it is."""
     data = b'{"input":"' + b"a" * stage.size(63 * _MIB) + b'"}'
-    ask(stage.port, "POST", "/embeddings", data)
+    _answer(stage.port, "POST", "/embeddings", data)
 
 
-def _many_messages(stage: Stage) -> None:
-    """A million small messages, with a field of ours in the first."""
+def _small_messages(stage: Stage) -> None:
+    """As many messages as `limits.messages` allows, with 90 % of the `limits.json_values`."""
+    said: list[dict[str, Any]] = [*stage.talk(stage.size(131072), stage.size(4095) | 1)]
+    for message in said:
+        text, step = message["content"], len(message["content"]) // 6 + 1
+        parts = [text[at : at + step] for at in range(0, len(text), step)]
+        message["content"] = [{"type": "text", "text": part} for part in parts]
+    said[0]["evoke_keep"] = "pin"
+    stage.chat({"messages": said})
+
+
+def _million_messages(stage: Stage) -> None:
+    """A million small messages, more than the limits allow: refused before they have arrived."""
     one = b'{"role":"user","content":"a"}'
-    first = b'{"role":"user","content":"a","evoke_keep":"pin"}'
-    stage.chat(b'{"messages":[%s]}' % b",".join([first, *[one] * stage.size(1_000_000)]))
+    stage.chat(b'{"messages":[%s]}' % b",".join([one] * stage.size(1_000_000, 5000)), 400)
 
 
 def _many_strings(stage: Stage) -> None:
@@ -203,7 +220,7 @@ def _large_answer(stage: Stage) -> None:
     """An answer of 64 MiB to a client that asked for the token accounting."""
     message = {"role": "user", "content": stage.prose(200)}
     body = {"model": f"bytes-{stage.size(64 * _MIB)}", "messages": [message]}
-    stage.chat(body, X_Evoke_Session=uuid.uuid4().hex)
+    stage.chat(body, session=uuid.uuid4().hex)
 
 
 def _vectors(stage: Stage) -> None:
@@ -231,37 +248,38 @@ def _pages(stage: Stage) -> Iterator[Callable[[Stage], None]]:
 
     def follow() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", stage.admin, timeout=_TIMEOUT_S)
-        connection.request("GET", "/evoke/events")
-        response = connection.getresponse()
-        while not ended.is_set() and response.readline():
-            pass
-        connection.close()
+        with closing(connection):
+            connection.request("GET", "/evoke/events")
+            response = connection.getresponse()
+            while response.readline():
+                if ended.is_set():
+                    return
+        raise RuntimeError("the events of a page ended")
 
-    n_pages = max(2, stage.size(_PAGES))
-    threads = [threading.Thread(target=work, daemon=True) for work in (page, follow) * n_pages]
-    for thread in threads:
-        thread.start()
-    try:
-        yield lambda stage: stage.ask(stage.prose(400))
-    finally:
-        ended.set()
-        stage.ask("The last event.")
-        for thread in threads:
-            thread.join(30)
+    n_pages = stage.size(_PAGES, 2)
+    with ThreadPoolExecutor(2 * n_pages) as pool:
+        pages = [pool.submit(work) for work in (page, follow) * n_pages]
+        try:
+            yield lambda stage: stage.ask(stage.prose(400))
+        finally:
+            ended.set()
+            stage.ask("The last event.")
+    for each in pages:
+        each.result()
 
 
 def _scrapes(stage: Stage) -> None:
     """Metrics and the list of sessions, with a thousand sessions."""
-    ask(stage.port, "GET", "/metrics")
+    _answer(stage.port, "GET", "/metrics")
     stage.operate("GET", "/evoke/sessions")
 
 
 @contextmanager
 def _pipelining(stage: Stage) -> Iterator[Callable[[Stage], None]]:
-    """400 connections that send requests without reading the answers to those before."""
+    """400 connections that send requests, all refused, and do not wait for the answers."""
     request = b"GET /evoke/sessions/none HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with selectors.DefaultSelector() as selector, ExitStack() as connections:
-        for _ in range(max(2, stage.size(_PIPELINES))):
+        for _ in range(stage.size(_PIPELINES, 2)):
             connection = socket.create_connection(("127.0.0.1", stage.port), timeout=_TIMEOUT_S)
             connections.enter_context(connection)
             connection.setblocking(False)
@@ -273,6 +291,8 @@ def _pipelining(stage: Stage) -> Iterator[Callable[[Stage], None]]:
                 with suppress(BlockingIOError):
                     if events & selectors.EVENT_READ:
                         received = key.fileobj.recv(65536)  # type: ignore[union-attr]
+                        if not received:
+                            raise RuntimeError("the proxy closed a connection")
                         n_unanswered[0] -= received.count(b"HTTP/1.1 ")
                     # A connection with more bytes of further requests than the proxy keeps is
                     # closed.
@@ -283,25 +303,19 @@ def _pipelining(stage: Stage) -> Iterator[Callable[[Stage], None]]:
         yield send
 
 
-@contextmanager
-def _deletion(stage: Stage) -> Iterator[Callable[[Stage], None]]:
-    """Delete single sessions one after the other, then all others of a tenant."""
+def _deletion(stage: Stage) -> None:
+    """Delete 20 sessions one after the other, then all of another tenant; once."""
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
     ours = [row["id"] for row in rows if not row["tenant"] and row["live"]]
-    single = iter(ours[: max(2, len(ours) // 50)])
-
-    def delete(stage: Stage) -> None:
-        id = next(single, None)
-        if id is None:
-            stage.until = 0.0
-            stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")
-        else:
-            stage.operate("DELETE", f"/evoke/sessions/{id}")
-
-    yield delete
+    for id in ours[:_SINGLES]:
+        stage.operate("DELETE", f"/evoke/sessions/{id}")
+    deleted = stage.operate("DELETE", f"/evoke/tenants/{tenant_of(_OTHER)}")["sessions"]
+    if len(ours) < _SINGLES or deleted != stage.sessions:
+        raise RuntimeError(f"{len(ours)} sessions are ours, {deleted} of the tenant were deleted")
+    stage.until = 0.0
 
 
-# What an arm does once; or, as a context manager, what is there while it does that again and again.
+# What an arm does again and again; a context manager yields that, and its block is all of the arm.
 ARMS: Mapping[str, Callable[[Stage], AbstractContextManager[Callable[[Stage], None]] | None]] = {
     "idle": _idle,
     "prompt of 1 MiB": _prompt,
@@ -312,7 +326,8 @@ ARMS: Mapping[str, Callable[[Stage], AbstractContextManager[Callable[[Stage], No
     "4000 messages, 64 MiB": _large_messages,
     "edited 64 MiB": _large_edited,
     "relayed 64 MiB": _large_relayed,
-    "a million messages": _many_messages,
+    "4095 small messages": _small_messages,
+    "a million messages, refused": _million_messages,
     "500,000 strings": _many_strings,
     "60,000 dates": _many_dates,
     "white space": _white_space,
@@ -343,7 +358,7 @@ def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, 
         settings["upstream.url"] = f"http://127.0.0.1:{server}"
         with closing(Measured(processes.run_proxy, settings)) as proxy:
             _until("the proxy answers", lambda: healthy(port))
-            yield Stage(port, admin, args.scale), proxy
+            yield Stage(port, admin, args.scale, args.sessions), proxy
 
 
 def _until(what: str, happens: Callable[[], bool]) -> None:
@@ -359,13 +374,13 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
     """Have the proxy record one session, and copy its record for each of the others."""
     with _processes(folder, args) as (stage, _):
         said = stage.talk(stage.size(_RECORDED_TOKENS), 101)
-        stage.chat({"messages": said}, X_Evoke_Session="recorded")
+        stage.chat({"messages": said}, session="recorded")
         _until("the proxy records a session", lambda: _has_record(folder / INDEX))
     with closing(SnapshotIndex(folder / INDEX)) as store:
         (first,) = [item for item in store.records() if not item.is_part]
         said_of = json.loads(zlib.decompress(first.packed))
-        for number in range(args.sessions):
-            id, tenant = f"{number:012x}", tenant_of(_OTHER) if number % 2 else ""
+        for number in range(args.sessions + _SINGLES):
+            id, tenant = f"{number:012x}", tenant_of(_OTHER) if number < args.sessions else ""
             mine = said_of | {"id": id, "tenant": tenant, "hint": None}
             packed = zlib.compress(json.dumps(mine).encode(), 1)
             store.put_record(Record(id, tenant, time.time(), packed))
@@ -398,6 +413,7 @@ def _arm(
     name: str, stage: Stage, measured: tuple[Measured, Measured], seconds: float
 ) -> dict[str, Any]:
     proxy, client = measured
+    settle(stage.port)  # what earlier arms left behind
     stage.times, stage.until = 0, time.monotonic() + seconds
     proxy.tell("begin")
     client.tell("begin")
@@ -407,7 +423,7 @@ def _arm(
     loop, seen = proxy.tell("end"), client.tell("end")
     row |= {f"lag_{key}": value for key, value in loop.pop("lag").items()}
     row |= {f"client_{key}": value for key, value in seen.items()}
-    return row | loop | {"peak_mib": proxy.peak_mib()}
+    return row | loop
 
 
 def _repeat(arm: Callable[[Stage], Any], stage: Stage) -> None:
@@ -436,16 +452,11 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report the worst of the arms, and those above the bar."""
-    summary = summarise(rows)
-    return Report(summary, summary["missed"])
-
-
 BENCH = Bench(
-    "stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5", measure, report, _COLUMNS,
+    "stall", __doc__, "--arms 'prompt of 1 MiB' --seconds 5", measure,
+    lambda _, rows: Report(summary := summarise(rows), summary["missed"]), _COLUMNS,
     (option("--seconds", 10.0, "shortest duration of an arm"),
-     option("--scale", 1.0, "multiplies all sizes"), option("--sessions", 1000, "recorded"),
+     option("--scale", 1.0, "multiplies sizes"), option("--sessions", 1000, "of another tenant"),
      option("--arms", tuple(ARMS), choices=list(ARMS))),
 )  # fmt: skip
 

@@ -18,7 +18,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class Delays:
         self._delays = array("d")
 
     def late(self, due: float, now: float) -> float:
-        """Record all that was due until now; when the next is due."""
+        """Record what was due until now; return when the next is due."""
         while due <= now:
             self._delays.append(now - due)
             due += self._interval_s
@@ -59,14 +58,10 @@ class Delays:
         """
         if not self._delays:
             raise ValueError("no delay was recorded: the probe does not run")
-        ms = np.array(self._delays.tolist()) * 1000  # an export would block appending meanwhile
-        p50, p99, p999 = np.percentile(ms, [50, 99, 99.9])
-        return {
-            "p50": float(p50),
-            "p99": float(p99),
-            "p99.9": float(p999),
-            "worst": float(ms.max()),
-        }
+        # A list: nothing can be appended to an array while numpy looks at it.
+        ms = np.array(self._delays.tolist()) * 1000
+        found = np.percentile(ms, [50, 99, 99.9, 100]).tolist()
+        return dict(zip(("p50", "p99", "p99.9", "worst"), found, strict=True))
 
 
 class LoopProbe:
@@ -157,12 +152,6 @@ class Measured:
         self._commands.send(command)
         row: dict[str, Any] = self._commands.recv()
         return row
-
-    def peak_mib(self) -> float:
-        """The most memory that it has had."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
-        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        return int(line.split()[1]) / 1024
 
     def close(self) -> None:
         """End it, and wait until it has ended."""

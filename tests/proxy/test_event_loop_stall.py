@@ -17,7 +17,7 @@ from bench import stall
 
 ARMS = (
     *("prompt of 1 MiB", "prompt beyond the context", "32K tokens, 400 messages"),
-    *("500,000 strings", "60,000 dates"),
+    *("4095 small messages", "a million messages, refused", "500,000 strings", "60,000 dates"),
     *("answer of 64 MiB", "20 admin pages", "deletion of 1000 records"),
 )
 # Twice the bar of the bench, for a slow processor.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import stall
+from bench.listening import Quiet, listening
 from bench.silent_llama import Said
 from bench.stall import summarise
 from bench.stall_processes import Delays
@@ -41,6 +42,20 @@ def test_the_published_run_has_every_arm_and_its_own_summary() -> None:
     assert named <= published["summary"]["above_idle_ms"].keys()
     assert summarise(published["rows"]) == published["summary"]
     assert " --scale" not in published["command"], "the sizes are not those of the arms"
+
+
+def test_an_arm_whose_request_is_answered_otherwise_than_it_says_is_an_error() -> None:
+    class Refusing(Quiet):
+        def do_POST(self) -> None:
+            self.body()
+            self.send_response(400)
+            self.end_headers()
+
+    with listening(Refusing) as port:
+        stage = stall.Stage(port, port, scale=1.0, sessions=0)
+        with pytest.raises(RuntimeError, match="/v1/chat/completions: 400"):
+            stage.ask("Hello.")
+        stage.chat({"messages": []}, status=400)
 
 
 def test_a_continued_conversation_begins_with_the_same_tokens() -> None:
