@@ -32,7 +32,14 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,9 +241,11 @@ def _vectors(stage: Stage) -> None:
 
 @contextmanager
 def _pages(stage: Stage) -> Iterator[Callable[[Stage], None]]:
-    """Admin pages that show the largest session, while chats make events."""
+    """Admin pages that show a session of 128K tokens, while chats make events."""
+    said = stage.talk(stage.size(131072), stage.size(1600, 2) | 1)
+    stage.chat({"messages": said}, session="pages")
     rows = stage.operate("GET", "/evoke/sessions")["sessions"]
-    listed = max(rows, key=lambda row: row["tokens"] if row["live"] else 0)["id"]
+    (listed,) = [row["id"] for row in rows if row["name"] == "pages"]
     ended = threading.Event()
 
     def page() -> None:
@@ -315,7 +324,7 @@ def _deletion(stage: Stage) -> None:
     stage.until = 0.0
 
 
-# What an arm does again and again; a context manager yields that, and its block is all of the arm.
+# What an arm does again and again; a context manager prepares that and yields it.
 ARMS: Mapping[str, Callable[[Stage], AbstractContextManager[Callable[[Stage], None]] | None]] = {
     "idle": _idle,
     "prompt of 1 MiB": _prompt,
@@ -412,29 +421,24 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 def _arm(
     name: str, stage: Stage, measured: tuple[Measured, Measured], seconds: float
 ) -> dict[str, Any]:
+    """Do what an arm does, at least once, until its time is over; return its row."""
     proxy, client = measured
-    settle(stage.port)  # what earlier arms left behind
-    stage.times, stage.until = 0, time.monotonic() + seconds
-    proxy.tell("begin")
-    client.tell("begin")
-    began = time.monotonic()
-    _repeat(ARMS[name], stage)
-    row: dict[str, Any] = {"arm": name, "times": stage.times, "seconds": time.monotonic() - began}
-    loop, seen = proxy.tell("end"), client.tell("end")
+    arm: Any = ARMS[name]
+    is_context_manager = hasattr(arm, "__wrapped__")
+    with arm(stage) if is_context_manager else nullcontext(arm) as act:
+        settle(stage.port)  # what earlier arms left behind
+        began = time.monotonic()
+        stage.times, stage.until = 0, began + seconds
+        proxy.tell("begin")
+        client.tell("begin")
+        while not stage.times or time.monotonic() < stage.until:
+            stage.times += 1
+            act(stage)
+        row = {"arm": name, "times": stage.times, "seconds": time.monotonic() - began}
+        loop, seen = proxy.tell("end"), client.tell("end")
     row |= {f"lag_{key}": value for key, value in loop.pop("lag").items()}
     row |= {f"client_{key}": value for key, value in seen.items()}
     return row | loop
-
-
-def _repeat(arm: Callable[[Stage], Any], stage: Stage) -> None:
-    """Do what an arm does, at least once, until its time is over."""
-    if hasattr(arm, "__wrapped__"):  # a context manager
-        with arm(stage) as act:
-            _repeat(act, stage)
-        return
-    while not stage.times or time.monotonic() < stage.until:
-        stage.times += 1
-        arm(stage)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
