@@ -14,7 +14,6 @@ from bench.silent_llama import Said
 from bench.stall import summarise
 from bench.stall_processes import Delays
 
-
 # Arms that are newer than the published run.
 NOT_PUBLISHED = {"4095 small messages"}
 
