@@ -8,8 +8,8 @@ The proxy runs in a process of its own (`bench.stall_processes`) in front of a s
 nothing (`bench.silent_llama`); a client sends a small relayed request every 5 ms. `lag` is how late
 a timer of the loop fires, `client` the delay of the small request, both in ms, as percentiles over
 time; `client` includes that server, which has one thread and is busy with a large body as well.
-`callback_cpu` is the processor time of the longest callback of the loop, which other load does not
-change. An arm whose requests are answered otherwise than its description says is an error.
+`callback_cpu` is the processor time of the longest callback of the loop, which other load changes
+less. An arm whose requests are answered otherwise than its description says is an error.
 
 *Against* the idle arm. *Fails* on an arm above the bar."""
 
