@@ -490,7 +490,7 @@ def test_other_requests_are_not_planned_early(messages: Messages) -> None:
     ("field", "value"),
     [
         ("reasoning_content", [1] * 2_000_000),
-        ("reasoning_content", [{"a": "\x01" * 9}] * 200_000),
+        ("reasoning_content", [{"a": "\x01" * 9}] * 1_000_000),
         ("reasoning_content", "\x01" * 2_000_000),
         ("content", [{"type": "text", "text": "\x01"}] * 200_000),
         ("tool_calls", [{"function": {"name": "f", "arguments": [[]] * 500_000}}]),
