@@ -24,7 +24,7 @@ from evoke_proxy.core.policy.registry import may_probe, uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.messages import LazyMessages
+from evoke_proxy.core.request.messages import LazyMessages, is_larger
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, MoreWork, PreparedQuery
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -192,22 +192,9 @@ def _last_messages(chat: ChatRequest, last: int) -> LastMessages | None:
     if len(messages) - first > _MAX_MESSAGES:
         return None
     items = messages.as_chat(first)
-    if _is_larger([items, chat.template_fields], _MAX_BYTES):
+    if is_larger([items, chat.template_fields], _MAX_BYTES):
         return None
     if sum(len(messages[i].printed) for i in range(first, len(messages))) > _MAX_CHARS:
         return None
     before = [] if messages[first].role is Role.USER else [_STAND_IN]
     return LastMessages([*before, *items], len(before) + last + 1 - first)
-
-
-def _is_larger(value: Any, limit: int) -> bool:
-    """Whether a value of JSON has more elements and characters than this; reads no more of it."""
-    pending, size = [value], 0
-    while pending and size <= limit:
-        one = pending.pop()
-        if not isinstance(one, str | list | dict):
-            continue
-        size += len(one)
-        if size <= limit and not isinstance(one, str):
-            pending += [*one, *one.values()] if isinstance(one, dict) else one
-    return size > limit

@@ -227,3 +227,13 @@ def test_arguments_of_a_call_may_have_any_depth(depth: int) -> None:
     for message in (one, other):
         (read,) = message.tool_calls
         assert read.name == "read" and read.arguments == ("[" * 11 + "]" * 11) * (depth == 10)
+
+
+def test_large_arguments_that_are_no_text_are_not_encoded() -> None:
+    """Encoding them would stop the event loop for as long as 80 ms within the limits of a body."""
+    large: list[object] = [[1] * 70_000, {"path": "a.py", "content": "x" * 70_000}]
+    for arguments in (*large, {"path": "a.py", "content": "x" * 60_000}):
+        call = {"id": "c1", "function": {"name": "write", "arguments": arguments}}
+        ((read,),) = (one.tool_calls for one in from_chat({"messages": [{"tool_calls": [call]}]}))
+        assert (read.arguments == "") == (arguments in large)
+        assert read.path == ("" if arguments in large else "a.py")
