@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class SilentLlama:
     def __init__(self, n_ctx: int = N_CTX) -> None:
         self._n_ctx = n_ctx
         self._copies: dict[str, Json] = {}
+        self._version = 1  # that of the latest copy
         self._tokens: Tokens = np.zeros(0, np.int32)
         self._rows: Rows = np.zeros(0, np.bool_)
         self._stream: Mapping[str, Any] = {}
@@ -91,9 +93,12 @@ class SilentLlama:
 
     def slot(self, query: Mapping[str, str]) -> Json:
         """The answer to GET /slots/0/blocks."""
-        tenant, latest = query.get("tenant", ""), query.get("since") == "latest"
-        copies = [] if latest else [c for c in self._copies.values() if c["tenant"] == tenant]
-        return self._state() | {"tokens_hash": "", "blocks": copies}
+        tenant, since = query.get("tenant", ""), query.get("since") or "0"
+        least = self._version if since == "latest" else int(since)
+        changed = islice(reversed(self._copies.values()), max(0, self._version - least))
+        copies = [copy for copy in changed if copy["tenant"] == tenant and copy["v"] > least]
+        listed = {"blocks": copies[::-1], "version": self._version}
+        return self._state() | {"tokens_hash": ""} | listed
 
     def _state(self) -> Json:
         resident = [(span.start, span.end) for span in spans_of(self._rows)]
@@ -142,7 +147,10 @@ class SilentLlama:
                 self._loaded[copy["p0"] : copy["p1"]] = True
 
     def _keep(self, name: str, start: int, end: int) -> None:
-        self._copies[name] = {"name": name, "p0": start, "p1": end, "tenant": self._tenant}
+        self._version += 1
+        copy = {"name": name, "p0": start, "p1": end, "tenant": self._tenant, "v": self._version}
+        self._copies.pop(name, None)  # the latest is the last one
+        self._copies[name] = copy
 
     def chat(self, body: Mapping[str, Any]) -> Json:
         """The answer to a chat, with the token counts of its prompt."""

@@ -38,22 +38,21 @@ class RowLocations:
     @classmethod
     def parse(
         cls,
-        answer: Mapping[str, Any],
+        copies: Mapping[str, Mapping[str, Any]],
         labels: Collection[str],
         resident: Sequence[Span],
         n_tokens: int,
     ) -> RowLocations:
-        """Read an answer of `GET /slots/{id}/blocks`; only copies with these labels count.
+        """Read the copies of a tenant, by label; only those with these labels count.
 
         The `stale` of a copy is not used: it compares the copy with the slot that was asked, which
         may hold another session.
         """
-        copies: dict[str, list[Span]] = {"ram": [], "disk": []}
-        for copy in answer.get("blocks", ()):
-            if copy.get("name") in labels:
-                tier = "disk" if copy.get("tier") == "disk" else "ram"
-                copies[tier].append(Span(int(copy["p0"]), int(copy["p1"])))
-        return cls(tuple(resident), merged(copies["ram"]), merged(copies["disk"]), n_tokens)
+        found: dict[str, list[Span]] = {"ram": [], "disk": []}
+        for copy in filter(None, map(copies.get, labels)):
+            tier = "disk" if copy.get("tier") == "disk" else "ram"
+            found[tier].append(Span(int(copy["p0"]), int(copy["p1"])))
+        return cls(tuple(resident), merged(found["ram"]), merged(found["disk"]), n_tokens)
 
     def state(self, span: Span) -> str:
         """Return the state of a range, which is that of its least available part."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from evoke_proxy.core.snapshots.snapshots import Snapshot
@@ -15,6 +15,18 @@ from evoke_proxy.errors import EvokeError, RequestError
 _log = logging.getLogger(__name__)
 # Whether to delete a snapshot or record of a tenant and a session.
 Selector = Callable[[str, str], bool]
+
+
+# Other tasks run after as many steps of a deletion.
+_STEPS = 32
+
+
+async def _in_steps(items: Iterable[str]) -> AsyncIterator[str]:
+    """Yield the items; the event loop runs other tasks now and then."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _STEPS == 0:
+            await asyncio.sleep(0)
 
 
 class SessionEraser:
@@ -52,7 +64,7 @@ class SessionEraser:
             left += await self._delete_live(conversations.pop())
             await asyncio.sleep(0)
         snapshots = await self._delete_stored(selects, left) if context.snapshots.is_enabled else ()
-        for id in ids | {item.branch for item in snapshots}:
+        async for id in _in_steps(ids | {item.branch for item in snapshots}):
             self._server.resources.feed.publish("deleted", session=id)
         return {"sessions": len(ids), "snapshots": len(snapshots), "left": left}
 
@@ -86,7 +98,7 @@ class SessionEraser:
             await repository.wait_for_deletions()
         owners = await repository.record_owners()
         sessions = {own.session for own in owners if selects(own.tenant, own.session)}
-        for session in sessions:
+        async for session in _in_steps(sessions):
             repository.remove_record(session)
         if sessions and any(own.session in sessions for own in await repository.record_owners()):
             left.append("records on disk")

@@ -59,10 +59,13 @@ class CopyLists:
         self._blocks = blocks
         self._lists: OrderedDict[str, _CopyList] = OrderedDict()
 
-    async def slot(self, slot: int, tenant: str) -> dict[str, Any]:
-        """The state of a slot, with all copies of a tenant; raises UpstreamError.
+    async def slot(
+        self, slot: int, tenant: str
+    ) -> tuple[dict[str, Any], Mapping[str, Mapping[str, Any]]]:
+        """The state of a slot, and all copies of a tenant, by label; raises UpstreamError.
 
-        A copy that was deleted in the last half minute may still be listed.
+        A copy that was deleted in the last half minute may still be listed. A tenant may have so
+        many that reading all of them in each call would delay other requests.
         """
         cached = self._lists.get(tenant)
         if cached is not None and time.monotonic() - cached.read_at > _FULL_LIST_S:
@@ -71,7 +74,8 @@ class CopyLists:
         answer = await self._blocks.slot(slot, tenant, since)
         version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
         if cached is not None and version >= cached.version:
-            cached.version, cached.blocks = version, cached.blocks | blocks
+            cached.version = version
+            cached.blocks.update(blocks)
         else:
             cached = _CopyList(version, blocks, time.monotonic())
         if version:
@@ -79,7 +83,7 @@ class CopyLists:
             self._lists.move_to_end(tenant)
         while len(self._lists) > _MAX_TENANTS:
             self._lists.popitem(last=False)
-        return answer | {"blocks": list(cached.blocks.values())}
+        return answer, cached.blocks
 
 
 class SessionAdmin:
@@ -310,7 +314,7 @@ class SessionAdmin:
             return RowLocations(), not server.sleeping
         try:
             async with asyncio.timeout(_VIEW_TIMEOUT_S):
-                answer = await self._copies.slot(slot or 0, conversation.tenant)
+                answer, copies = await self._copies.slot(slot or 0, conversation.tenant)
             view = SlotView.parse(answer)
         except (EvokeError, TimeoutError) as error:
             _log.info(
@@ -324,7 +328,7 @@ class SessionAdmin:
         )
         rows, n_tokens = (view.resident, view.n_tokens) if has_rows else ((), 0)
         labels = conversation.session.layout.usable_copies
-        where = RowLocations.parse(answer, labels, rows, n_tokens)
+        where = RowLocations.parse(copies, labels, rows, n_tokens)
         live = {item.id for item in self._server.conversations}
         self._last_locations = {
             id: locations for id, locations in self._last_locations.items() if id in live

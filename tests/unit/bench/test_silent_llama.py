@@ -35,6 +35,8 @@ def test_rows_leave_by_a_plan_and_by_the_budget_and_come_back() -> None:
     assert (usage["recovered"], usage["auto_evicted"]) == (64, [(128, 192, "b")])
     assert [copy["name"] for copy in llama.slot({})["blocks"]] == ["a", "b"]
     assert not llama.slot({"since": "latest"})["blocks"]
+    since = str(llama.slot({})["version"] - 1)
+    assert [copy["name"] for copy in llama.slot({"since": since})["blocks"]] == ["b"]
 
 
 def test_a_slot_is_taken_over_with_copies_and_continued_as_far_as_allowed() -> None:

@@ -113,7 +113,9 @@ def test_only_changed_copies_are_requested(monkeypatch: pytest.MonkeyPatch) -> N
     copies = CopyLists(BlockApi(llama))  # type: ignore[arg-type]
 
     async def names() -> set[str]:
-        return {str(item["name"]) for item in (await copies.slot(0, "t"))["blocks"]}
+        _, found = await copies.slot(0, "t")
+        assert all(copy["name"] == label for label, copy in found.items())
+        return set(found)
 
     async def run() -> None:
         assert await names() == {"s/0"}

@@ -10,18 +10,18 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.session.block_map import RowLocations, block_map, totals
 
 
-def _copy(name: str, start: int, end: int, tier: str = "ram") -> object:
+def _copy(name: str, start: int, end: int, tier: str = "ram") -> dict[str, object]:
     # `stale`: the slot that was asked has other tokens, for example those of another session.
     return {"name": name, "p0": start, "p1": end, "tier": tier, "stale": True}
 
 
 def test_the_state_of_a_block_is_that_of_its_least_available_part() -> None:
-    copies = [
-        *(_copy("a", 10, 15), _copy("b", 15, 20, "disk"), _copy("c", 20, 30)),
-        *(_copy("d", 30, 35), _copy("other", 35, 40)),
-    ]
+    copies = {
+        **{"a": _copy("a", 10, 15), "b": _copy("b", 15, 20, "disk"), "c": _copy("c", 20, 30)},
+        **{"d": _copy("d", 30, 35), "other": _copy("other", 35, 40)},
+    }
     resident = (Span(0, 12), Span(40, 46))
-    locations = RowLocations.parse({"blocks": copies}, {"a", "b", "c", "d"}, resident, 46)
+    locations = RowLocations.parse(copies, {"a", "b", "c", "d", "lost"}, resident, 46)
     rows = block_map(
         small_layout(), locations, np.array([1.0, 0.5, 0.25, 0.0]), [Span(20, 30)], False
     )

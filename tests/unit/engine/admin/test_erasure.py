@@ -20,7 +20,7 @@ from evoke_proxy.config import (
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.engine.admin.admin import Admin
-from evoke_proxy.engine.admin.erasure import SessionEraser
+from evoke_proxy.engine.admin.erasure import SessionEraser, _in_steps
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedRequest
@@ -142,5 +142,24 @@ def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) ->
             assert [
                 record.id for record in engine.server.strategies.snapshots.repository.records()
             ] == [new.id]
+
+    asyncio.run(scenario())
+
+
+def test_other_tasks_run_between_the_steps_of_a_deletion() -> None:
+    async def scenario() -> None:
+        n_turns = 0
+
+        async def other() -> None:
+            nonlocal n_turns
+            while True:
+                n_turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.get_running_loop().create_task(other())
+        items = [str(number) for number in range(1000)]
+        assert [item async for item in _in_steps(items)] == items
+        assert n_turns > 20
+        task.cancel()
 
     asyncio.run(scenario())
