@@ -233,19 +233,25 @@ def same_layout(one: Session, other: Session) -> bool:
     )
 
 
-def test_an_expected_turn_begins_without_dividing_the_prompt_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def expecting() -> tuple[Conversation, Conversation, Any]:
+    """A conversation that expects a turn, an equal one that does not, and the turn's arguments."""
     conversation, previous, slot = finished_turn()
     request = request_of(LONGER, previous)
     prepared = asyncio.run(planned(Server(slot), conversation, request))
     plain, _, _ = finished_turn()
     view = replace(slot, n_common=slot.n_tokens)
     arguments = rendered(LONGER), view, request.chat, prepared.query, 4096
+    return conversation, plain, arguments
+
+
+def test_an_expected_turn_begins_without_dividing_the_prompt_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conversation, plain, arguments = expecting()
     turn = plain.session.begin(*arguments)
     monkeypatch.setattr(Session, "_reconcile", lambda *_: pytest.fail("it was divided again"))
     expected = conversation.session.begin(*arguments)
-    assert expected.rendered is arguments[0] and expected.slot is view
+    assert expected.rendered is arguments[0] and expected.slot is arguments[1]
     assert expected.view.equals(replace(turn.view, index=conversation.session.index))
     names = ("number", "config", "divergence", "needed_budget", "kept_budget", "copies_end")
     assert [getattr(expected, it) for it in names] == [getattr(turn, it) for it in names]
@@ -283,12 +289,7 @@ def restart(session: Session) -> None:
 def test_a_session_that_has_changed_since_divides_the_prompt_as_it_is(
     change: Callable[[Session], None],
 ) -> None:
-    conversation, previous, slot = finished_turn()
-    request = request_of(LONGER, previous)
-    prepared = asyncio.run(planned(Server(slot), conversation, request))
-    plain, _, _ = finished_turn()
-    view = replace(slot, n_common=slot.n_tokens)
-    arguments = rendered(LONGER), view, request.chat, prepared.query, 4096
+    conversation, plain, arguments = expecting()
     for session in (conversation.session, plain.session):
         change(session)
     turns = [one.session.begin(*arguments) for one in (conversation, plain)]
