@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies capture decode limit overhead stall placement quality evidence tasks session restart soak growth agent opencode
+BENCHES := support latency copies decode limit overhead stall placement quality evidence tasks session restart soak growth agent
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -59,7 +59,6 @@ check: venv
 ## make bench-copies    save and load, compared with a memcpy of the same size
 ## make bench-latency-gpu  both on an NVIDIA GPU, compared with the link and with decoding
 ## make bench-decode    decode speed of the patched server, compared with the stock one
-## make bench-capture   time that capturing attention adds to a generated token
 ## make bench-restart   first token after a restart: cold, with the usual recipe, with ours
 ## make bench-peers     only that recipe and ours
 ##@ Limits and whole applications
@@ -67,7 +66,6 @@ check: venv
 ##                      context shift loses
 ## make bench-support   memory types and what they support: writes patches/SUPPORT.md
 ## make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact
-## make bench-opencode  opencode on a budget, compared with an intact prefix cache
 ## make bench-soak      many agents for 10 minutes; ARGS='--seconds 9000 --faults 60' for hours of faults
 ## make bench           all benches, hours
 # All benches in sequence, for hours, on an otherwise idle machine. A bench that misses its bar does not
@@ -80,12 +78,6 @@ bench: build .venv/clients
 # The usual recipe and ours, on the same server in the same run.
 bench-peers: venv
 	@$(BIN)/python -m bench.restart --arms cold peer ours $(ARGS)
-
-bench-capture: venv
-	@$(BIN)/python -m bench.decode capture $(ARGS)
-
-bench-opencode: venv
-	@$(BIN)/python -m bench.agent opencode $(ARGS)
 
 # `gpu` needs nvcc and an NVIDIA GPU, so `make bench` does not include it.
 bench-copies: venv

@@ -1,40 +1,28 @@
 """What does a budget cost a coding agent, and do recovered rows equal the original ones?
 
 An agent reads, searches, edits and rereads files. The same session is sent once under every arm of
-`bench.watched`, each turn with its whole history and all tools. The model has random weights, so
-tool calls are scripted: token counts and bits are meaningful, the text is not. Parts:
-
-* `scripted`: a made agent with the chat template of Qwen3.5
-* `opencode`: the program itself, with its own system prompt and tools, on real files. Between it
-  and the proxy stands `bench.scripted`: each answer is generated and counted, and the program
-  receives a scripted call instead, which it executes. The budget of `evoke` and `discard` holds its
-  prompt and tools, that of the others is a third of these.
+`bench.watched`, each turn with its whole history and all tools, on the chat template of Qwen3.5.
+The model has random weights, so tool calls are scripted: token counts and bits are meaningful, the
+text is not.
 
 *Against* an intact prefix cache, no recovery, dropping the oldest messages, a budget below the
-agent's own prompt. *Fails* on what `bench.watched` requires; and `scripted` when a file that a call
-names, system prompt or tools were not whole, or the session is shorter than 30 turns or five
-budgets."""
+agent's own prompt. *Fails* on what `bench.watched` requires; and when a file that a call names,
+system prompt or tools were not whole, or the session is shorter than 30 turns or five budgets."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench import watched
-from bench.driver import SERVER, Bench, Report, Row, option, run_parts
+from bench.driver import SERVER, Bench, Report, Row, option
 from bench.llama import Llama, running
-from bench.npm import installed
 from bench.random_models import SHAPES, chat_template, ensure
-from bench.scripted import Relay, relayed
 from bench.watched import ARMS, COLUMNS, RULES_FILE, WHOLE_ARMS, Watch
 from evoke_proxy.demo.client import chat
 from evoke_proxy.server_build import ensure_server
@@ -59,13 +47,6 @@ RULES = (
 )
 _RULES_TEXT = "# Rules\n\nRun `make check` after each edit.\nDo not edit two files in one step.\n"
 Json = dict[str, Any]
-OPENCODE_VERSION = "1.18.33"
-OPENCODE_TURN_S, _TIMEOUT_S = 150, 600.0
-# The budget of `evoke` and `discard` with opencode, and that of the arms below its own prompt.
-FITTING, OPENCODE_BUDGET, _OPENCODE_SEED = 18_000, 5000, 1
-# Answers of a model with random weights are noise; a little of it is enough.
-OPENCODE_ANSWER_TOKENS = 24
-Call = tuple[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,85 +201,6 @@ class Session:
         self.watch(body, dict(reply.timings), blocks)
 
 
-def program() -> Path:
-    """opencode, installed once into the cache folder; NotInstalled when it cannot be."""
-    return installed("opencode-ai", OPENCODE_VERSION, "opencode")
-
-
-def configure(folder: Path, port: int) -> None:
-    """Tell opencode of one model, behind a port, and put a file there to talk about."""
-    model = {
-        "name": "random",
-        "tool_call": True,
-        "limit": {"context": 60000, "output": OPENCODE_ANSWER_TOKENS},
-    }
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "evoke-proxy",
-        "options": {"baseURL": f"http://127.0.0.1:{port}/v1", "apiKey": "any"},
-        "models": {"random": model},
-    }
-    config = {
-        "provider": {"evoke": provider},
-        "model": "evoke/random",
-        "small_model": "evoke/random",
-        "autoupdate": False,
-        "share": "disabled",
-    }
-    (folder / "opencode.json").write_text(json.dumps(config))
-    (folder / "notes.txt").write_text("The boat leaves at nine.\n")
-
-
-def turn(opencode: Path, folder: Path, *arguments: str, limit_s: float = OPENCODE_TURN_S) -> str:
-    """Run one turn of opencode and return its output; RuntimeError on failure or timeout."""
-    home = folder.parent / "home"
-    home.mkdir(exist_ok=True)
-    quiet = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
-    switches = {f"OPENCODE_DISABLE_{name}": "1" for name in quiet}
-    try:
-        done = subprocess.run(
-            [opencode, "run", *arguments],
-            cwd=folder,
-            env={"PATH": os.environ["PATH"], "HOME": str(home)} | switches,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"opencode took more than {limit_s:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError(f"opencode ended with {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
-
-
-def calls(folder: Path, steps: Sequence[Step]) -> Iterator[tuple[str, list[Call]]]:
-    """What its user asks, and the calls that follow; the files are written first."""
-    for path, lines in Repository(_OPENCODE_SEED).files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text("\n".join(lines))
-    asks, made = "", list[Call]()
-    for step in steps:
-        if step.asks and made:
-            yield asks, made
-            made = []
-        asks = step.asks or asks
-        made.append(_call(folder, step))
-    yield asks, made
-
-
-def _call(folder: Path, step: Step) -> Call:
-    file = {"filePath": str(folder / step.path)}
-    if step.kind == "edit":
-        return "edit", file | {"oldString": step.call["old"], "newString": step.call["new"]}
-    if step.kind == "search":
-        word = step.call["pattern"]
-        # Its own grep wants a program that it downloads.
-        command = {"command": f"grep -rn {word} src | sort", "description": f"Look for {word}"}
-        return "bash", command
-    return "read", file
-
-
 def server_options(cells: int) -> tuple[str, ...]:
     """Return the options of a server of one slot for an agent."""
     template = str(chat_template("Qwen3.5-4B"))
@@ -306,42 +208,7 @@ def server_options(cells: int) -> tuple[str, ...]:
     return ("-np", "1", "-t", "1", "-tb", "1", *memory, "--jinja", "--chat-template-file", template)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of agent.
-
-    Attributes:
-        cells: Cells of the server's slot.
-        compared: The arms whose rows are compared.
-        budget: Returns the budget of an arm.
-        run: Runs the session through the proxy on a port; returns more columns of the row.
-    """
-
-    cells: int
-    compared: Sequence[str]
-    budget: Callable[[str, Llama, argparse.Namespace], int]
-    run: Callable[[Llama, int, Watch, argparse.Namespace], Json]
-
-    def measure(self, args: argparse.Namespace) -> Iterator[Row]:
-        """Yield the row of each arm."""
-        options = server_options(self.cells)
-        for arm in args.arms:
-            binary, model = args.server or ensure_server(), ensure(SHAPES["long-2"])
-            with running(binary, model, *options) as llama:
-                budget = self.budget(arm, llama, args)
-                watch = Watch.of(arm, llama, self.compared)
-                with watched.front(llama, arm, budget) as proxy:
-                    more = self.run(llama, proxy.port, watch, args)
-                    log = proxy.log.read_text(encoding="utf-8", errors="replace")
-            yield {**watched.row(arm, budget, watch, log), **more}
-
-
-def _scripted(llama: Llama, front: int, watch: Watch, args: argparse.Namespace) -> Json:
-    Session.begin(llama, front, watch).run(script(args.seed, args.steps))
-    return {}
-
-
-def _scripted_budget(arm: str, llama: Llama, args: argparse.Namespace) -> int:
+def budget_of(arm: str, llama: Llama, args: argparse.Namespace) -> int:
     """Return the budget, which in some arms is less than system prompt and tools."""
     if not arm.startswith("below"):
         return int(args.budget)
@@ -350,25 +217,16 @@ def _scripted_budget(arm: str, llama: Llama, args: argparse.Namespace) -> int:
     return int(_BELOW_SHARE * len(whole))
 
 
-def _opencode(_: Llama, front: int, watch: Watch, args: argparse.Namespace) -> Json:
-    """Run opencode behind a relay; RuntimeError when it does not make every call."""
-    relay, opencode = Relay(front, watch), program()
-    with tempfile.TemporaryDirectory() as name, relayed(relay) as port:
-        folder = Path(name) / "work"
-        folder.mkdir()
-        configure(folder, port)
-        steps = script(_OPENCODE_SEED, args.steps)
-        for number, (asks, made) in enumerate(calls(folder, steps)):
-            relay.calls.extend(made)
-            options = ["--continue"] if number else ["--title", "repository"]
-            turn(opencode, folder, *options, asks, limit_s=_TIMEOUT_S)
-    if relay.faults or relay.calls:
-        raise RuntimeError(f"{len(relay.calls)} calls were never made: {relay.faults}")
-    return {"calls": relay.made}
-
-
-def _opencode_budget(arm: str, _: Llama, args: argparse.Namespace) -> int:
-    return int(args.fitting if arm in ("evoke", "discard") else args.budget)
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the row of each arm."""
+    binary, model = args.server or ensure_server(), ensure(SHAPES["long-2"])
+    for arm in args.arms:
+        with running(binary, model, *server_options(65_536)) as llama:
+            budget, watch = budget_of(arm, llama, args), Watch.of(arm, llama)
+            with watched.front(llama, arm, budget) as proxy:
+                Session.begin(llama, proxy.port, watch).run(script(args.seed, args.steps))
+                log = proxy.log.read_text(encoding="utf-8", errors="replace")
+        yield watched.row(arm, budget, watch, log)
 
 
 def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
@@ -384,21 +242,11 @@ def report(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
     return Report(watched.summarise(rows), found)
 
 
-_STEPS, _ARMS = option("--steps", STEPS, "calls of tools"), option("--arms", ARMS, choices=ARMS)
-SCRIPTED = Kind(65_536, ("evoke",), _scripted_budget, _scripted)
-OPENCODE = Kind(131_072, ("evoke", "below"), _opencode_budget, _opencode)
-PARTS = {
-    "scripted": Bench(
-        "agent", __doc__, "--steps 30 --arms evoke no_eviction", SCRIPTED.measure, report, COLUMNS,
-        (SERVER, _STEPS, _ARMS, option("--budget", BUDGET, "tokens"), option("--seed", 1)),
-    ),
-    "opencode": Bench(
-        "agent opencode", __doc__, "--arms evoke below", OPENCODE.measure,
-        lambda _, rows: Report(watched.summarise(rows), list(watched.missed(rows))), COLUMNS,
-        (SERVER, _STEPS, _ARMS, option("--budget", OPENCODE_BUDGET, "tokens"),
-         option("--fitting", FITTING, "of evoke")),
-    ),
-}  # fmt: skip
+BENCH = Bench(
+    "agent", __doc__, "--steps 30 --arms evoke no_eviction", measure, report, COLUMNS,
+    (SERVER, option("--steps", STEPS, "calls of tools"), option("--arms", ARMS, choices=ARMS),
+     option("--budget", BUDGET, "tokens"), option("--seed", 1)),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    sys.exit(run_parts(PARTS, ["scripted"]))
+    sys.exit(BENCH.main())

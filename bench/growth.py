@@ -18,11 +18,9 @@ time and ten times as long."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,18 +56,15 @@ def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
         "limits": {"sessions": n_sessions + 1, "messages": blocks + 100},
         "embedder": {"directory" if is_encoder else "model": args.embedder},
     }
-    with tempfile.TemporaryDirectory() as folder, silent_llama(_CONTEXT) as upstream:
-        settings = Path(folder) / "evoke.yaml"
-        settings.write_text(json.dumps(config), encoding="utf-8")
-        with proxied(upstream, "--config", str(settings)) as proxy:
-            empty = rss_mib(proxy.pid)
-            for number in range(n_sessions):
-                talk = Conversation(proxy.port, number, _texts(number))
-                talk.lengthen(each // A_MESSAGE // 2)
-                first = timed_turn(proxy, talk)
-            settle(proxy.port, _SETTLE_S)
-            found = [timed_turn(proxy, talk) for _ in range(args.turns + 1)][1:]
-            growth = rss_mib(proxy.pid) - empty
+    with silent_llama(_CONTEXT) as upstream, proxied(upstream, config=config) as proxy:
+        empty = rss_mib(proxy.pid)
+        for number in range(n_sessions):
+            talk = Conversation(proxy.port, number, _texts(number))
+            talk.lengthen(each // A_MESSAGE // 2)
+            first = timed_turn(proxy, talk)
+        settle(proxy.port, _SETTLE_S)
+        found = [timed_turn(proxy, talk) for _ in range(args.turns + 1)][1:]
+        growth = rss_mib(proxy.pid) - empty
     named = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "budget": budget}
     return named | turn_row(found) | {"first_ms": first["own"], "rss_mib": growth}
 

@@ -140,12 +140,18 @@ class Proxy:
 
 
 @contextmanager
-def proxied(upstream: int, *options: str) -> Iterator[Proxy]:
-    """The proxy in front of a port; ends with the block."""
-    port = free_port()
+def proxied(
+    upstream: int, *options: str, config: Mapping[str, Any] | None = None
+) -> Iterator[Proxy]:
+    """The proxy in front of a port, with settings by section; ends with the block."""
+    port, command = free_port(), []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "proxy.log"
-        with serving([*proxy_command(port, upstream), *options], port, log):
+        if config is not None:
+            file = Path(folder) / "evoke.yaml"
+            file.write_text(json.dumps(config), encoding="utf-8")
+            command = ["--config", str(file)]
+        with serving([*proxy_command(port, upstream), *command, *options], port, log):
             yield Proxy(port, log, int(process(port).name))
 
 

@@ -5,8 +5,8 @@ every message that its answer needs is in the cache when the answer begins, and 
 of the rows of each is; `messages` is the share of the needed messages that are whole. `exchange`
 says, of turns with messages before their question, whether the last two of these are whole, a
 question and its answer: a follow-up may refer to them. Fills always take them. All turns follow the
-same conversation, as when a user edits the last message. A corpus of talks makes three benches:
-`all` arms, `factorial` (`bench/evidence/factorial.py`), and `agree`, the default in both forms.
+same conversation, as when a user edits the last message. A corpus of talks makes two benches:
+`all` arms, and `factorial` (`bench/evidence/factorial.py`).
 
 Criteria of a cell:
 
@@ -24,11 +24,11 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bench import record
-from bench.driver import Bench, Option, Report, option
+from bench.driver import Bench, Option, Report
 from bench.engines import (
     DEFAULT,
     OPTIONS,
@@ -374,19 +374,13 @@ class Corpus:
     def parts(
         self, report: Callable[[argparse.Namespace, list[Row]], Report], example: str
     ) -> dict[str, Bench]:
-        """Return the three benches; `report` is that of all arms."""
+        """Return the two benches; `report` is that of all arms."""
         options = (*self.options, *OPTIONS)
-        agree = (*options, option("--questions", 1000, "of a conversation"))
-        columns = ("conversation", "question", "share", "in_process", "on_servers")
         return {
             "all": Bench(self.name, self.about, example, self.rows, report, (), options),
             "factorial": Bench(
                 f"{self.name} factorial", self.about, example, self._combined, self._effects, (),
                 options,
-            ),
-            "agree": Bench(
-                f"{self.name} agree", self.about, example, self._both_forms,
-                lambda _, rows: Report({"questions": len(rows)}, differing(rows)), columns, agree,
             ),
         }  # fmt: skip
 
@@ -405,14 +399,10 @@ class Corpus:
         """Return the talks that were asked for."""
         return [talk for _, talks in self.batches(args) for talk in talks]
 
-    def _first(self, args: argparse.Namespace) -> tuple[int, list[Talk]]:
-        """Return the first batch."""
-        length, talks = next(self.batches(args))
-        return length, list(talks)
-
     def _combined(self, args: argparse.Namespace) -> Iterator[Row]:
         """Yield the rows of the first talks with each combination of signals."""
-        pairs = [(talk, share) for talk in self._first(args)[1] for share in shares_of(args)]
+        _, talks = next(self.batches(args))
+        pairs = [(talk, share) for talk in talks for share in shares_of(args)]
 
         def of(made: InProcess, setting: Setting) -> Iterator[Row]:
             for talk, share in pairs:
@@ -428,32 +418,3 @@ class Corpus:
             by_cell = {name: factorial.effects(one) for name, one in self.grouped(mine).items()}
             summary.setdefault(str(value), {})[f"1/{share}"] = by_cell
         return Report(summary, rows=cells(rows, self.keys))
-
-    def _both_forms(self, args: argparse.Namespace) -> Iterator[Row]:
-        """Yield what the default has for each turn of the first talks, in both forms."""
-        length, talks = self._first(args)
-        cut = [replace(talk, asked=talk.asked[: args.questions]) for talk in talks]
-        with engine(True, length) as real:
-            yield from compared(InProcess(), real, cut, shares_of(args))
-
-
-def compared(
-    fast: Engine, real: Engine, talks: Iterable[Talk], shares: Sequence[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield what the default has in both forms for each turn."""
-    for talk in talks:
-        forms = (measure(made, talk, shares, [DEFAULT.arm]) for made in (fast, real))
-        for quick, slow in zip(*forms, strict=True):
-            named = {key: quick[key] for key in ("conversation", "question", "share")}
-            pair = ([row[key] for key in ("tokens", *_COUNTED)] for row in (quick, slow))
-            yield named | dict(zip(("in_process", "on_servers"), pair, strict=True))
-
-
-def differing(rows: Iterable[Row]) -> list[str]:
-    """Return the turns on which both forms differ, in words."""
-    return [
-        f"{row['conversation']} {row['question']} at 1/{row['share']}: {row['in_process']} in this"
-        f" process, {row['on_servers']} on servers"
-        for row in rows
-        if row["in_process"] != row["on_servers"]
-    ]

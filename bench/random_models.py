@@ -82,8 +82,6 @@ SHAPES = {
         # Attention has the share of a token's multiplications that it has in Qwen2.5-7B: 0.3 at
         # 16K tokens, 0.63 at 64K.
         Shape("attention-7b", 4, 896, 3, 1, 64, 4864, 131072),
-        # Qwen2.5-0.5B with a small vocabulary: what a layer costs beside its attention is as there.
-        Shape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 32768),
         # Two layers and a long context, for token accounting.
         Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
         # A vocabulary of 152,000 tokens, for counting as users' models do.

@@ -32,11 +32,7 @@ with the files of the first turn; the medians count. Files of the model `wide` h
 MiB. Sizes of 28,672 tokens are for models with few, narrow layers; the others would take hours on a
 CPU.
 
-Every measurement is written at once: an interrupted run continues where it stopped while the
-sources and the server are the same.
-
-*Against* a cold start, the usual recipe of slot files, and no restart. *Fails* when something is
-left to be measured."""
+*Against* a cold start, the usual recipe of slot files, and no restart. *Fails* never."""
 
 from __future__ import annotations
 
@@ -64,9 +60,7 @@ from bench.driver import Bench, Report, Row, option
 from bench.listening import Quiet, listening
 from bench.llama import ask, proxied, samples
 from bench.overhead import qwen_template
-from bench.quality.work import fingerprint
 from bench.random_models import SHAPES, ensure
-from bench.record import Journal
 from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
@@ -109,11 +103,6 @@ class Unit:
     tokens: int
     arm: str
     seed: int
-
-    @property
-    def key(self) -> str:
-        """Its name in the journal."""
-        return f"{self.model} {self.tokens} {self.arm} {self.seed}"
 
 
 class Chat:
@@ -177,9 +166,8 @@ class Setup:
             with peer(port, self._folder) as front:
                 yield front
         elif arm in (*_OURS, "live-ours"):
-            settings = self._folder / "evoke.yaml"
-            settings.write_text(json.dumps({"snapshots": {"directory": str(self._folder)}}))
-            with proxied(port, "--config", str(settings)) as proxy:
+            settings = {"snapshots": {"directory": str(self._folder)}}
+            with proxied(port, config=settings) as proxy:
                 yield proxy.port
         else:
             yield port
@@ -395,30 +383,22 @@ def plan(args: argparse.Namespace) -> list[Unit]:
     ]
 
 
-def measure(units: Sequence[Unit], journal: Journal, args: argparse.Namespace) -> bool:
-    """Measure what the journal lacks; False when the time was over first."""
-    done, ends = journal.records(), time.monotonic() + 60 * args.minutes
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what was measured of each chat, with the load of the machine before it."""
     binary = args.server or ensure_server(patched=False)
-    for unit in units:
-        if unit.key in done:
-            continue
-        if time.monotonic() > ends:
-            return False
+    for unit in plan(args):
         load = round(os.getloadavg()[0], 2)
         with tempfile.TemporaryDirectory() as folder:
             found = Setup(unit.model, binary, Path(folder), args).measure(unit)
-        journal.append(unit.key, found | {"load": load})
-        print(unit.key, json.dumps(found), flush=True)
-    return True
+        yield {"model": unit.model, "tokens": unit.tokens, "arm": unit.arm, **found, "load": load}
 
 
-def rows(units: Sequence[Unit], done: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def medians(measured: Sequence[Row]) -> list[dict[str, Any]]:
     """Medians of the repeats of each model, length and arm, and their spread."""
-    found: dict[tuple[str, int], dict[str, list[Mapping[str, Any]]]] = {}
-    for unit in units:
-        if unit.key in done:
-            arms = found.setdefault((unit.model, unit.tokens), {})
-            arms.setdefault(unit.arm, []).append(done[unit.key])
+    found: dict[tuple[str, int], dict[str, list[Row]]] = {}
+    for one in measured:
+        arms = found.setdefault((one["model"], one["tokens"]), {})
+        arms.setdefault(one["arm"], []).append(one)
     return [
         row
         for (model, tokens), arms in found.items()
@@ -426,13 +406,14 @@ def rows(units: Sequence[Unit], done: Mapping[str, Mapping[str, Any]]) -> list[d
     ]
 
 
-def _rows(
-    what: dict[str, Any], found: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> list[dict[str, Any]]:
+def _rows(what: dict[str, Any], found: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
     made = []
     for arm, runs in found.items():
-        numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-        middle = {key: statistics.median(run[key] for run in runs) for key in numbers}
+        numbers = [
+            name for name, value in runs[0].items()
+            if isinstance(value, int | float) and name not in what
+        ]  # fmt: skip
+        middle = {name: statistics.median(run[name] for run in runs) for name in numbers}
         times = [run["ttft_ms"] for run in runs]
         spread = {"ttft_min": min(times), "ttft_max": max(times)}
         made.append(what | {"arm": arm, "runs": len(runs)} | middle | spread)
@@ -440,40 +421,15 @@ def _rows(
     return [row | ({"vs_cold": cold / row["ttft_ms"]} if cold else {}) for row in made]
 
 
-def _journal(args: argparse.Namespace) -> Journal:
-    """Of these sources, this server, this many tokens of an answer."""
-    server = args.server or ensure_server(patched=False)
-    own = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
-    models = [ensure(SHAPES[MODELS[model][0]]) for model in MODELS]
-    config = [
-        own,
-        args.threads,
-        args.answer,
-        args.restarts,
-        *(fingerprint(model, server) for model in models),
-    ]
-    digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()[:16]
-    return Journal(args.journal, digest)
-
-
-def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what the journal lacks, and return the rows of all."""
-    units, journal = plan(args), _journal(args)
-    measure(units, journal, args)
-    return rows(units, journal.records())
-
-
-def report(args: argparse.Namespace, found: Sequence[Row]) -> Report:
-    """Report the tokens decoded; it is a miss when something is left to be measured."""
-    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in found}
-    units, done = plan(args), _journal(args).records()
-    left = sum(unit.key not in done for unit in units)
-    missed = [f"{left} of {len(units)} are left: run it again"] if left else []
-    return Report({"decoded": summary}, missed)
+def report(_: argparse.Namespace, measured: Sequence[Row]) -> Report:
+    """Report the tokens decoded."""
+    rows = medians(measured)
+    summary = {f"{row['model']} {row['tokens']} {row['arm']}": row["decoded"] for row in rows}
+    return Report({"decoded": summary}, table=rows, rows=rows)
 
 
 BENCH = Bench(
-    "restart", __doc__, "--models hybrid --repeats 5", rows_of, report, _COLUMNS,
+    "restart", __doc__, "--models hybrid --repeats 5", measure, report, _COLUMNS,
     (option("--server", help="a stock llama-server (default: our build)", type=Path),
      option("--models", tuple(MODELS), choices=list(MODELS)),
      option("--sizes", help="tokens (each model's own)", type=int, nargs="+"),
@@ -481,9 +437,7 @@ BENCH = Bench(
      option("--threads", "1", "of the server, while it decodes"),
      option("--repeats", 3, "chats of each length; half as many of the longest"),
      option("--restarts", 3, "of each chat whose snapshot is restored"),
-     option("--answer", 128, "tokens of an answer"),
-     option("--minutes", 600.0, "start no new chat after this many minutes"),
-     option("--journal", Path("out/bench/restart.jsonl"))),
+     option("--answer", 128, "tokens of an answer")),
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ Arms of the benches of agents:
 * `truncate`: with a budget; the oldest messages are removed from the request
 * `no_eviction`: without a budget; the prefix cache stays intact
 
-After each request of a compared arm the slot is saved to a file, and every row is compared bit by
-bit with the row that was decoded first. The format of the file is that of
+After each request of `evoke` the slot is saved to a file, and every row is compared bit by bit
+with the row that was decoded first. The format of the file is that of
 `llama_state_seq_save_file`, versions 3 and 4: magic, version, tokens, the cells of one stream with
 their positions, in version 4 the sizes of the rotations of keys and values, the keys of each layer,
 then the values of each layer, row by row; values are in rows only with flash attention. Context
@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import json
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,17 +124,12 @@ _FILE = {"file_rows": 0, "file_there": 0, "file_back": 0}
 Json = dict[str, Any]
 
 
-@contextmanager
-def front(llama: Llama, arm: str, budget: int) -> Iterator[Proxy]:
+def front(llama: Llama, arm: str, budget: int) -> AbstractContextManager[Proxy]:
     """Run the proxy with the settings of an arm; the budget counts where the arm has one."""
     policy = {"name": "evoke" if arm.startswith("below") else arm}
     policy["within_turn"] = "full" if arm == "below_full" else "budget"
     settings = {**policy, "budget": None if arm == "no_eviction" else budget}
-    with tempfile.TemporaryDirectory() as name:
-        config = Path(name) / "evoke.yaml"
-        config.write_text(json.dumps({"policy": settings}))
-        with proxied(llama.port, "--config", str(config)) as proxy:
-            yield proxy
+    return proxied(llama.port, config={"policy": settings})
 
 
 @dataclass(slots=True)
@@ -158,12 +152,12 @@ class Watch:
     turns: list[Json] = field(default_factory=list)
 
     @classmethod
-    def of(cls, arm: str, llama: Llama, compared: Sequence[str]) -> Watch:
+    def of(cls, arm: str, llama: Llama) -> Watch:
         """Return the watch of an arm; `truncate` may shift the messages, so it has no checks."""
-        return cls(llama.port, None if arm == "truncate" else llama.folder, arm in compared)
+        return cls(llama.port, None if arm == "truncate" else llama.folder, arm == "evoke")
 
-    def __call__(self, body: Json, timings: Json, blocks: int | None = None) -> None:
-        """Record an answered request; `blocks` were recovered for it, None: unknown."""
+    def __call__(self, body: Json, timings: Json, blocks: int) -> None:
+        """Record an answered request; `blocks` were recovered for it."""
         usage = timings["evoke"]
         kind, index = latest_call(body["messages"])
         one: Json = {name: int(usage[name]) for name in TOKEN_KINDS}
@@ -206,8 +200,7 @@ def _calls(messages: Sequence[Json]) -> Iterator[tuple[int, str, str]]:
     for index, message in enumerate(messages):
         for call in message.get("tool_calls") or ():
             arguments = json.loads(call["function"]["arguments"])
-            path = str(arguments.get("path") or arguments.get("filePath") or "")
-            called[call["id"]] = (call["function"]["name"], path)
+            called[call["id"]] = (call["function"]["name"], arguments.get("path", ""))
         if message["role"] == "tool":
             name, path = called.get(message["tool_call_id"], ("", ""))
             yield index, name, path
@@ -269,7 +262,6 @@ def row(arm: str, budget: int, watch: Watch, log: str) -> Json:
     sums += ["tools_whole", "checks", "checks_hold"] if watch.saved else []
     totals = {name: sum(turn[name] for turn in turns) for name in sums}
     sent = sum(turn["prompt"] for turn in turns)
-    blocks = [turn["blocks"] for turn in turns]
     may_exceed = limit is None or arm == "below_full"
     found = {
         "arm": arm,
@@ -277,9 +269,9 @@ def row(arm: str, budget: int, watch: Watch, log: str) -> Json:
         "turns": len(turns),
         "prompt": max(turn["prompt"] for turn in turns),
         "sent": sent,
+        "recovered_blocks": sum(turn["blocks"] for turn in turns),
         **totals,
         "decoded_share": totals["decoded"] / sent,
-        "recovered_blocks": None if None in blocks else sum(blocks),
         "missing": Counter(kind for turn in turns for kind in turn.get("missing", ())),
         "peak": max(turn["peak"] for turn in turns),
         "over": 0 if may_exceed else sum(turn["peak"] > budget for turn in turns),

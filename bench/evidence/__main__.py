@@ -13,13 +13,12 @@ understands the question, and `truncate`, which is the fill `newest`.
 The decision code runs in this process; with --server the proxy and the patched server run, with
 the settings that a request can ask for. Conversations are for tuning or for reporting
 (`bench/evidence/splits.toml`); figures of the two are never mixed. Parts besides `all`: `factorial`
-measures what each signal of the ranking is worth (`bench/evidence/factorial.py`), `agree` runs the
-default in both forms, `misspelt` asks the same questions with typing errors, `quick` takes a minute
-on servers.
+measures what each signal of the ranking is worth (`bench/evidence/factorial.py`), `quick` takes a
+minute on servers.
 
 *Against* the fills, and other settings of the proxy. *Fails* when the default misses a criterion of
 `bench/presence.py` in a cell (all questions, a data set, a kind of question, a conversation, at one
-budget), when both forms differ (`agree`), when less is found than recorded (`quick`)."""
+budget), when less is found than recorded (`quick`)."""
 
 from __future__ import annotations
 
@@ -39,7 +38,6 @@ from bench.evidence.conversations import (
     conversations,
     kinds_of,
     split_of,
-    with_errors,
 )
 from bench.presence import (
     Asked,
@@ -84,12 +82,6 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[int, list[Talk]]]:
         talk_of(each) for each in conversations()
         if each.id in wanted and args.split in (split_of()[each.id], "both")
     ]  # fmt: skip
-
-
-def misspelt_batches(args: argparse.Namespace) -> Iterator[tuple[int, list[Talk]]]:
-    """Yield the conversations that were asked for, with typing errors in their questions."""
-    for length, talks in batches(args):
-        yield length, [with_errors(each, args.errors) for each in talks]
 
 
 def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -155,12 +147,6 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     return Report(summary, missed, rows=cells(mine, CORPUS.keys), said="\n".join(said))
 
 
-def of_misspelt(_: argparse.Namespace, rows: Sequence[Row]) -> Report:
-    """Report percentages; there is no bar, because fills read the errors as they are."""
-    summary = summarise(rows, CORPUS.by, lambda mine: {"all": mine})
-    return Report(summary, rows=cells(rows, CORPUS.keys), said="\n\n".join(tables(summary)))
-
-
 def quick_rows(_: argparse.Namespace) -> Iterator[Row]:
     """Yield the rows of the quick form, on servers."""
     with servers(_LONGEST) as made:
@@ -179,11 +165,6 @@ CORPUS = Corpus(
 )  # fmt: skip
 PARTS = CORPUS.parts(report, "--split tuning --shares 8 --misses 5")
 PARTS["all"] = replace(PARTS["all"], measure=rows_of)
-MISSPELT = replace(
-    CORPUS, name="evidence misspelt", batches=misspelt_batches,
-    options=(*CORPUS.options, option("--errors", 2, "typing errors in each question")),
-)  # fmt: skip
-PARTS["misspelt"] = MISSPELT.parts(of_misspelt, "--split tuning --arms default,bm25")["all"]
 PARTS["quick"] = Bench("evidence quick", __doc__, "", quick_rows, of_quick)
 
 if __name__ == "__main__":

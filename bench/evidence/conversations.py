@@ -1,21 +1,15 @@
-"""Reads the conversations with labelled evidence, their split, and the kind of each question.
-
-Questions may get typing errors, as users make them: an error leaves out, doubles or replaces a
-letter of a word, or exchanges two neighbours; never the first or the last letter, and only in words
-that carry meaning. Errors depend on nothing but the text of the question."""
+"""Reads the conversations with labelled evidence, their split, and the kind of each question."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from bench.presence import Asked, Talk
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 
 HERE = Path(__file__).parent
@@ -122,42 +116,3 @@ def content_words(text: str) -> set[str]:
     """Return the beginnings of the words of a text, without function words."""
     found: Sequence[str] = re.findall(r"\w+", text.lower())
     return {word[:_STEM_CHARS] for word in found if word not in FUNCTION_WORDS and len(word) > 1}
-
-
-# Words of at least this many letters.
-_WORD = re.compile(r"[A-Za-z]{5,}")
-_REPLACED_BY = "aeiourstln"
-
-
-def misspelt(text: str, count: int) -> str:
-    """Return a text with this many typing errors; fewer when it has no word for them."""
-    rng = random.Random(text)
-    for _ in range(count):
-        words = [match for match in _WORD.finditer(text) if content_words(match[0])]
-        if words:
-            match = rng.choice(words)
-            text = text[: match.start()] + _with_error(rng, match[0]) + text[match.end() :]
-    return text
-
-
-def with_errors(talk: Talk, count: int) -> Talk:
-    """Return a talk whose questions have typing errors; the turns before them have none."""
-    return replace(talk, asked=[_asked(each, count) for each in talk.asked])
-
-
-def _asked(asked: Asked, count: int) -> Asked:
-    *before, question = asked.turn
-    return replace(
-        asked, turn=[*before, {**question, "content": misspelt(question["content"], count)}]
-    )
-
-
-def _with_error(rng: random.Random, word: str) -> str:
-    kind, at = rng.randrange(4), rng.randrange(1, len(word) - 1)
-    if kind == 0:
-        return word[:at] + word[at + 1 :]
-    if kind == 1:
-        return word[:at] + word[at] + word[at:]
-    if kind == 2:
-        return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
-    return word[:at] + rng.choice(_REPLACED_BY) + word[at + 1 :]

@@ -19,12 +19,12 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`.
 The conversation is a turn of its own before the question. The decision code runs in this process;
 with `--server` the proxy and the patched server run, with the settings that a request can ask for.
-Parts besides `all`: `factorial` measures what each signal of the ranking is worth
-(`bench/evidence/factorial.py`), `agree` runs the default in both forms.
+The part `factorial` measures what each signal of the ranking is worth
+(`bench/evidence/factorial.py`).
 
 *Against* the fills, other settings of the proxy, no eviction. *Fails* when the default misses a bar
 (`BARS`) or a criterion of `bench/presence.py` in a cell: a kind of task, or all, at
-one length and budget; intervals draw whole templates; or when both forms differ (`agree`).
+one length and budget; intervals draw whole templates.
 
 The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
 are of `reporting`."""

@@ -18,5 +18,5 @@ def test_the_agent_script_reads_each_file_before_it_edits_it() -> None:
 def test_a_run_without_the_arm_that_recovers_has_a_report() -> None:
     row = {"arm": "no_eviction", "budget": None, "turns": 3, "prompt": 90, "decoded_share": 0.1}
     row |= {"peak": 90, "omitted": 0, "checks": 0, "over": 0, "unbalanced": 0, "mismatches": 0}
-    found = agent.report(agent.PARTS["scripted"].parse([]), [row])
+    found = agent.report(agent.BENCH.parse([]), [row])
     assert not found.missed and found.summary["no_eviction_peak"] == 90

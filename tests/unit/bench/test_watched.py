@@ -11,7 +11,7 @@ from bench import watched
 
 def _tool_call(id: str, name: str, path: str) -> list[dict[str, Any]]:
     """The messages of a tool call and its result."""
-    arguments = json.dumps({"filePath": path, "oldString": "a"})
+    arguments = json.dumps({"path": path, "old": "a"})
     call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
     return [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -79,10 +79,10 @@ def test_the_bars_are_rows_budgets_counts_and_checks() -> None:
 
 def test_a_row_has_no_figure_of_what_was_not_measured(tmp_path: Path) -> None:
     turn = {"prompt": 90, "peak": 50, "decoded": 90, "recovered": 0, "resident_before": 0}
-    turn |= {"omitted": 0, "blocks": None, "kind": "asked"}
+    turn |= {"omitted": 0, "blocks": 0, "kind": "asked"}
     watch = watched.Watch(1, None, compares=False, turns=[turn])
     row = watched.row("truncate", 40, watch, "")
-    assert row["recovered_blocks"] is None and row["over"] == 1 and "tools_whole" not in row
+    assert row["recovered_blocks"] == 0 and row["over"] == 1 and "tools_whole" not in row
     assert "truncate_checks" not in watched.summarise([row])
     seen = {"blocks": 3, "tools_whole": True, "checks": 2, "checks_hold": 1, "missing": ["rules"]}
     watch = watched.Watch(1, tmp_path, compares=False, turns=[turn | seen])

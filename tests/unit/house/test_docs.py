@@ -101,7 +101,7 @@ def test_configurations_for_clients_are_valid() -> None:
     text = TEXTS["clients.md"]
     (config,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     options = json.loads(config)["provider"]["evoke"]
-    written = (ROOT / "bench/agent.py").read_text()
+    written = (ROOT / "tests/clients/test_opencode.py").read_text()
     assert options["npm"] in written and '"baseURL"' in written and set(options) <= {
         "npm", "name", "options", "models"
     }  # fmt: skip
