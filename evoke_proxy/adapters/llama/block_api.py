@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ LATEST = "latest"
 TOO_MUCH_WORK = "too_much_work"
 # Names that llama-server accepts in one call (patches/API.md, "How much one call may have").
 MAX_NAMES = 16_384
+# Selecting among more saved blocks than this takes milliseconds.
+_FEW_COPIES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +118,29 @@ class BlockApi:
         except UpstreamRejected as error:
             raise PlanRefused.of(error) from error
 
-    async def slot(self, slot: int, tenant: str, since: str = "") -> dict[str, Any]:
+    async def slot(
+        self,
+        slot: int,
+        tenant: str,
+        since: str = "",
+        keep: Callable[[str], bool] | None = None,
+    ) -> dict[str, Any]:
         """Return the state of one slot, and the saved blocks of a tenant, whatever their slot was.
 
         `since` is the `version` in an earlier reply: only blocks that have changed since then are
-        listed. With LATEST no block is listed, with "" all are.
+        listed. With LATEST no block is listed, with "" all are. Of these, `blocks` in the result
+        has those whose label `keep` accepts; without `keep` it has all. As a tenant may have tens
+        of thousands, `keep` may be called in another thread.
         """
         target = f"/slots/{slot}/blocks?tenant={tenant}" + (f"&since={since}" if since else "")
-        return await self._client.call("GET", target)
+        answer = await self._client.call("GET", target)
+        copies = answer.get("blocks")
+        if keep is not None and isinstance(copies, list):
+            if len(copies) > _FEW_COPIES:
+                answer["blocks"] = await asyncio.to_thread(_select, copies, keep)
+            else:
+                answer["blocks"] = _select(copies, keep)
+        return answer
 
     async def is_processing(self, slot: int, tenant: str) -> bool:
         """Whether llama-server is processing a request in a slot."""
@@ -233,13 +251,27 @@ def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         raise UpstreamProtocolError("llama-server lists a saved block without a name") from error
 
 
-def copies_of(answer: Mapping[str, Any], session: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the saved blocks of one session in a reply of `BlockApi.slot`, by label.
+def of_session(session: str) -> Callable[[str], bool]:
+    """Return whether a label names a saved block of this session, for `BlockApi.slot`.
 
-    They are found by the session in their label, also if the session does not use them any more.
+    These are found by the session in their label, also if the session does not use them any more.
     """
     prefix = f"{wire_name(session)}/"
-    return {label: it for label, it in copies_in(answer).items() if label.startswith(prefix)}
+    return lambda label: label.startswith(prefix)
+
+
+def _select(copies: list[Any], keep: Callable[[str], bool]) -> list[Any]:
+    """Return the saved blocks to keep, and those without a label, in their order.
+
+    Empties the list step by step: to free a long one at once holds the interpreter's lock.
+    """
+    selected = []
+    copies.reverse()
+    while copies:
+        copy = copies.pop()
+        if not isinstance(copy, dict) or "name" not in copy or keep(str(copy["name"])):
+            selected.append(copy)
+    return selected
 
 
 def slot_in(rendered: Rendered, slot: int) -> SlotView:

@@ -73,7 +73,10 @@ class CutText:
         parts.append(edited[at:])
         # `bytes.join` releases the interpreter's lock while it copies only if all parts are bytes;
         # a single memoryview among them prevents that.
-        return b"".join(parts)
+        restored = b"".join(parts)
+        while parts:  # to free all at once holds the lock, too
+            parts.pop()
+        return restored
 
 
 def cut_long_strings(text: bytes) -> CutText:

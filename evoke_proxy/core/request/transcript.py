@@ -15,7 +15,7 @@ it ends with the label of the assistant, or with a turn of the user after one of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -34,6 +34,9 @@ _LABEL = re.compile(
 )
 # A text with more turns is not divided.
 MAX_TURNS = 4096
+# Characters that are searched in one step, because a search holds the interpreter's lock until it
+# has found something. A label is much shorter.
+_PIECE_CHARS = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,7 @@ class _Labelled:
 
 def transcript_turns(text: str) -> tuple[TranscriptTurn, ...]:
     """Return the turns of a transcript in text order; empty when the text is none."""
-    labels = [
-        _Labelled(found.start(), found.end(), (found[1] or found[2]).casefold())
-        for found in islice(_LABEL.finditer(text), MAX_TURNS + 2)
-    ]
+    labels = list(islice(_labels(text), MAX_TURNS + 2))
     if not labels or len(labels) > MAX_TURNS + 1:
         return ()
     cue = labels[-1] if not text[labels[-1].end :].strip() else None
@@ -99,6 +99,18 @@ def transcript_turns(text: str) -> tuple[TranscriptTurn, ...]:
         first = turns[0]
         turns[0] = TranscriptTurn(first.role, 0, first.text_start, first.text_end, first.end)
     return tuple(turns)
+
+
+def _labels(text: str) -> Iterator[_Labelled]:
+    """Yield the labels in a text, in its order; other threads can run between pieces."""
+    at = 0
+    while at < len(text):
+        stop = text.rfind("\n", at, at + _PIECE_CHARS) + 1 or at + _PIECE_CHARS
+        for found in _LABEL.finditer(text, at, stop):
+            yield _Labelled(found.start(), found.end(), (found[1] or found[2]).casefold())
+        at = stop
+        if text[at - 1 : at] != "\n":  # the rest of a long line has no label
+            at = text.find("\n", at) + 1 or len(text)
 
 
 def _speakers(labels: Sequence[_Labelled], cue: _Labelled | None) -> dict[str, Role]:

@@ -510,6 +510,11 @@ class Session:
         )
         self._unconfirmed = {}
 
+    @property
+    def possibly_lost(self) -> frozenset[str]:
+        """The labels of the copies that llama-server may have lost; see `confirm_copies`."""
+        return frozenset(self._possibly_lost)
+
     def confirm_copies(self, copies: Mapping[str, Span]) -> int:
         """Keep the possibly lost copies that llama-server reports with the same range, by label.
 

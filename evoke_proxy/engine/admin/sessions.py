@@ -328,7 +328,10 @@ class SessionAdmin:
         )
         rows, n_tokens = (view.resident, view.n_tokens) if has_rows else ((), 0)
         labels = conversation.session.layout.usable_copies
-        where = RowLocations.parse(copies, labels, rows, n_tokens)
+        if len(labels) > _MAX_INLINE_BLOCKS:
+            where = await asyncio.to_thread(RowLocations.parse, copies, labels, rows, n_tokens)
+        else:
+            where = RowLocations.parse(copies, labels, rows, n_tokens)
         live = {item.id for item in self._server.conversations}
         self._last_locations = {
             id: locations for id, locations in self._last_locations.items() if id in live

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import LATEST, copies_of
+from evoke_proxy.adapters.llama.block_api import LATEST, copies_in, of_session
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.core.model.blocks import Span, clipped, count, merged, without
@@ -236,7 +236,7 @@ class ShadowAudit:
     async def _replay(self, sample: _Sample, own: int, spare: int, text: str) -> _Replay | str:
         """Return what to decode, or the result when the turn cannot be audited."""
         conversation, blocks = sample.conversation, sample.calls.blocks
-        state = await blocks.slot(own, conversation.tenant)
+        state = await blocks.slot(own, conversation.tenant, keep=of_session(conversation.id))
         free = SlotView.parse(await blocks.slot(spare, conversation.tenant, LATEST))
         answer = await sample.calls.stock.tokenize(text.strip(), False)
         view, tokens = SlotView.parse(state), conversation.session.tokens
@@ -253,7 +253,7 @@ class ShadowAudit:
             return "changed"  # llama-server has evicted rows while it generated the answer
         copies = [
             (label, Span(int(copy["p0"]), int(copy["p1"])))
-            for label, copy in copies_of(state, conversation.id).items()
+            for label, copy in copies_in(state).items()
         ]
         chosen = [
             (label, span) for label, span in copies if count(clipped(resident, span)) == len(span)

@@ -415,8 +415,10 @@ class Planner:
         conversation = turn.conversation
         self._server.metrics.plan_failures.labels(reason=refused.type).inc()
         _log.warning("session %s: llama-server refused a plan: %s", conversation.id, refused)
-        slot = await turn.calls.blocks.slot(turn.slot, conversation.tenant)
-        missing = conversation.labels - copies_in(slot).keys()
+        labels = conversation.labels
+        is_used = labels.__contains__
+        slot = await turn.calls.blocks.slot(turn.slot, conversation.tenant, keep=is_used)
+        missing = labels - copies_in(slot).keys()
         if refused.name is not None:
             missing |= {refused.name}
         conversation.session.failed(missing)

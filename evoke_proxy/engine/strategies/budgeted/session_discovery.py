@@ -7,6 +7,7 @@ llama-server compares with the tokens of the prompt. Nothing needs to be stored 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -108,7 +109,8 @@ class SessionDiscovery:
     async def _with_copies(self, rendered: Rendered, tenant: str, blocks: BlockApi) -> str | None:
         """The unknown session whose copies cover most of a prompt; None when none has enough."""
         if tenant not in self._saved:
-            self._saved[tenant] = saved_sessions(copies_in(await blocks.slot(0, tenant)))
+            listed = copies_in(await blocks.slot(0, tenant))
+            self._saved[tenant] = await asyncio.to_thread(saved_sessions, listed)
         unknown = [
             saved for id, saved in self._saved[tenant].items() if self._conversations.may_resume(id)
         ]

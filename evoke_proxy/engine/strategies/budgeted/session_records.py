@@ -23,7 +23,6 @@ from evoke_proxy.adapters.llama.block_api import (
     RenderCall,
     batches_of_names,
     copies_in,
-    copies_of,
 )
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.snapshot_index import Record
@@ -81,7 +80,7 @@ class CopySpill:
 
         llama-server does nothing for a file that is current. Raises Preempted between two calls.
 
-        `answer` has the changes of the copy list since `version`.
+        `answer` has the session's changed copies since `version`.
         """
         conversation = job.conversation
         layout = conversation.session.layout
@@ -100,7 +99,7 @@ class CopySpill:
         before, names = self._written.get(conversation.id, (0, set[str]()))
         if version < before:  # the list is that of another server
             names = set()
-        names.difference_update(copies_of(answer, conversation.id))
+        names.difference_update(copies_in(answer))
         if version:
             self._written[conversation.id] = version, names
         return names
@@ -370,7 +369,8 @@ class SessionPersistence:
         """
         conversation, server = turn.conversation, self._server
         conversation.session.on_server_restart(server.can_adopt)
-        answer = await turn.calls.blocks.slot(turn.slot, conversation.tenant)
+        is_wanted = conversation.session.possibly_lost.__contains__
+        answer = await turn.calls.blocks.slot(turn.slot, conversation.tenant, keep=is_wanted)
         if server is not self._server:
             return
         copies = copies_in(answer).items()

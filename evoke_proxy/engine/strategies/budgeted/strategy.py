@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from evoke_proxy.adapters.llama.block_api import LATEST, copies_of, slot_in
+from evoke_proxy.adapters.llama.block_api import LATEST, copies_in, of_session, slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 from evoke_proxy.core.model.counts import token_count
@@ -427,8 +427,9 @@ class BudgetedStrategy(CacheStrategy):
         blocks = self._server.calls.blocks
         # Taking the lock waits for a call that saves rows of the session.
         async with self._server.slots.locked(conversation.id):
-            answer = await blocks.slot(0, conversation.tenant)
-            labels = conversation.labels.union(copies_of(answer, conversation.id))
+            is_own = of_session(conversation.id)
+            answer = await blocks.slot(0, conversation.tenant, keep=is_own)
+            labels = conversation.labels.union(copies_in(answer))
             if labels:
                 await blocks.drop_copies(labels, conversation.tenant)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, of_session
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.plan import Plan, Save, batches
@@ -121,7 +121,8 @@ class WriteBack:
         await self._records.decode_next_turn(job)
         lease.check()
         since = self._records.copies_since(conversation)
-        answer = await blocks.slot(job.slot, conversation.tenant, since)
+        is_own = of_session(conversation.id)
+        answer = await blocks.slot(job.slot, conversation.tenant, since, is_own)
         view = SlotView.parse(answer)
         if view.epoch != conversation.budgeted.epoch or view.busy:
             return
@@ -139,7 +140,7 @@ class WriteBack:
             self._records.note_copied(conversation, [save.label for save in batch])
         lease.check()
         if await self._evict_surplus(job, view):
-            answer = await blocks.slot(job.slot, conversation.tenant, since)
+            answer = await blocks.slot(job.slot, conversation.tenant, since, is_own)
             view = SlotView.parse(answer)
         await self._records.save(job, view, answer)
 

@@ -1,4 +1,4 @@
-"""The block calls of a patched server: an `attention` call that is too much work is split."""
+"""The block calls of a patched server: lists of saved blocks, and calls that are split."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from thread_steps import longest_step
 
-from evoke_proxy.adapters.llama.block_api import BlockApi
-from evoke_proxy.errors import PlanRefused
+from evoke_proxy.adapters.llama import block_api
+from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in, of_session
+from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
 
 ALLOWED = 100
 
@@ -79,3 +81,42 @@ def test_the_rest_of_the_answer_is_kept_when_every_range_is_too_long() -> None:
     assert answer["mass"] == [1.0] * 3
     assert answer["key_bounds"].get("known", []) == [False, False]
     assert len(server.calls) <= 8
+
+
+def listed(n_copies: int) -> list[dict[str, Any]]:
+    return [{"name": f"s{i % 2}/{i}", "p0": i, "p1": i + 1} for i in range(n_copies)]
+
+
+def slot_with(copies: list[Any], session: str) -> dict[str, Any]:
+    class Listing:
+        async def call(self, *_: object) -> dict[str, Any]:
+            return {"id": 0, "blocks": copies}
+
+    client: Any = Listing()
+    return asyncio.run(BlockApi(client).slot(0, "t", keep=of_session(session)))
+
+
+@pytest.mark.parametrize("n_copies", [0, 10, 5000])
+def test_only_the_saved_blocks_of_a_session_are_listed_in_their_order(n_copies: int) -> None:
+    answer = slot_with(listed(n_copies), "s1")
+    assert answer == {"id": 0, "blocks": listed(n_copies)[1::2]}
+    assert list(copies_in(answer)) == [f"s1/{i}" for i in range(1, n_copies, 2)]
+
+
+@pytest.mark.parametrize("copy", [{"p0": 0}, "s1/0", None])
+def test_a_saved_block_without_a_name_is_not_overlooked(copy: Any) -> None:
+    with pytest.raises(UpstreamProtocolError):
+        copies_in(slot_with([*listed(4), copy], "s1"))
+
+
+def test_other_threads_run_while_saved_blocks_are_selected() -> None:
+    selected: list[Any] = []
+
+    def select() -> None:
+        selected.append(block_api._select(copies, lambda label: label.startswith("s1/")))
+
+    steps = []
+    for _ in range(3):  # in any one of them this thread may lack a processor
+        copies = listed(200_000)
+        steps.append(longest_step(select))
+    assert min(steps) < 0.02 and not copies

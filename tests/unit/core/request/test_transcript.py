@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_steps import longest_step
 
 from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.request import transcript
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.request.transcript import MAX_TURNS, transcript_turns
 from evoke_proxy.core.retrieval.query import query_of
@@ -104,6 +107,34 @@ def test_too_many_turns_and_long_texts_take_little_time() -> None:
     began = time.process_time()
     transcript_turns("a" * 500_000 + ":" + "User: " * 100_000 + "a b " * 100_000)
     assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("piece", ("a", "\n", " \t\n", "Not a label.\n"))
+def test_other_threads_run_while_a_long_text_is_searched(piece: str) -> None:
+    text = piece * (4_000_000 // len(piece))
+    # The shortest of several runs: in any one of them this thread may lack a processor.
+    assert min(longest_step(lambda: transcript_turns(text)) for _ in range(3)) < 0.02
+
+
+def test_labels_are_found_wherever_a_long_text_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = (
+        "User: ",
+        "Assistant:",
+        "## human",
+        "\n",
+        "\n\n",
+        "a " * 90,
+        "**Bot:** ",
+        " ",
+        "\u00a0",
+    )
+    texts = random.Random(5)
+    for _ in range(300):
+        text = "".join(texts.choices(pieces, k=40)) + "\nUser: Hi\nAssistant:"
+        undivided = transcript_turns(text)
+        with monkeypatch.context() as patch:
+            patch.setattr(transcript, "_PIECE_CHARS", 120)
+            assert transcript_turns(text) == undivided
 
 
 def test_a_request_is_queried_by_the_newest_turn_of_its_transcript() -> None:

@@ -513,7 +513,7 @@ def _slow_block_calls(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, a
     """
     begun, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slot(*_: object) -> dict[str, Any]:
+    async def slot(*_: object, **__: object) -> dict[str, Any]:
         return {"id": 0, "epoch": 5, "n_tokens": 12, "resident": [[0, 12]], "n_free": 9}
 
     async def run(*_: object) -> dict[str, Any]:
@@ -591,7 +591,7 @@ def test_a_session_is_not_deleted_while_its_rows_are_being_saved(monkeypatch: An
         (conversation,) = engine.conversations
         done: list[str] = []
 
-        async def list_copies(*_: object) -> dict[str, Any]:
+        async def list_copies(*_: object, **__: object) -> dict[str, Any]:
             return {}
 
         async def drop(*_: object) -> None:

@@ -34,7 +34,7 @@ class Blocks:
         self.copies = copies
         self.fails = fails
 
-    async def slot(self, slot: int, tenant: str, since: str = "") -> dict[str, Any]:
+    async def slot(self, slot: int, tenant: str, **_: object) -> dict[str, Any]:
         return self._answer()
 
     async def run(self, slot: int, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_a_restart_while_copies_are_listed_is_not_overlooked() -> None:
     assert isinstance(strategy, BudgetedStrategy)
 
     class Restarting(Blocks):
-        async def slot(self, slot: int, tenant: str, since: str = "") -> dict[str, Any]:
+        async def slot(self, slot: int, tenant: str, **_: object) -> dict[str, Any]:
             server._started(ServerInfo("", "", n_slots=1, instance="2"))
             return self._answer()
 
