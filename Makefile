@@ -9,7 +9,7 @@ JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n + 1 : 4)
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies decode limit overhead stall placement quality evidence tasks session restart soak growth agent
+BENCHES := support latency copies limit overhead stall placement quality evidence tasks session restart soak growth agent
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -58,7 +58,6 @@ check: venv
 ## make bench-latency   save, load and evict a block, compared with decoding it
 ## make bench-copies    save and load, compared with a memcpy of the same size
 ## make bench-latency-gpu  both on an NVIDIA GPU, compared with the link and with decoding
-## make bench-decode    decode speed of the patched server, compared with the stock one
 ## make bench-restart   first token after a restart: cold, with the usual recipe, with ours
 ## make bench-peers     only that recipe and ours
 ##@ Limits and whole applications

@@ -68,8 +68,6 @@ SHAPES = {
         # The two as they are, at the sizes of Q4_K_M but for the small vocabulary: for a GPU.
         Shape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 32768, packed=True),
         Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 131072, 500_000.0, packed=True),
-        # 24 layers, for overheads a decode step can show.
-        Shape("deep-24", 24, 256, 4, 2, 64, 704, 65536),
         # Eight layers, for what a conversation costs to bring back.
         Shape("dense-8", 8, 256, 4, 2, 64, 704, 65536),
         # The same, every other one recurrent.

@@ -9,21 +9,16 @@ Arms of the benches of agents:
 * `truncate`: with a budget; the oldest messages are removed from the request
 * `no_eviction`: without a budget; the prefix cache stays intact
 
-After each request of `evoke` the slot is saved to a file, and every row is compared bit by bit
-with the row that was decoded first. The format of the file is that of
-`llama_state_seq_save_file`, versions 3 and 4: magic, version, tokens, the cells of one stream with
-their positions, in version 4 the sizes of the rotations of keys and values, the keys of each layer,
-then the values of each layer, row by row; values are in rows only with flash attention. Context
-checkpoints, which follow, are not read. When a file is edited or reread, it is counted how many
-rows of its latest reading were resident (`named`). `checks` are scripted checks of what the model
-could see: after each turn, whether system prompt and tools, each message of the user, which gives a
-rule, and the project's rules file are whole in the cache; after an edit, whether the latest reading
-of the file is."""
+After each request of `evoke` the slot is saved to a file, and every row is compared bit by bit with
+the row that was decoded first. Values are in rows only with flash attention. When a file is edited
+or reread, it is counted how many rows of its latest reading were resident (`named`). `checks` are
+scripted checks of what the model could see: after each turn, whether system prompt and tools, each
+message of the user, which gives a rule, and the project's rules file are whole in the cache; after
+an edit, whether the latest reading of the file is."""
 
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -33,52 +28,23 @@ from typing import Any
 
 from bench.llama import Llama, Proxy, proxied
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
-
-MAGIC, VERSIONS = 0x67677371, (3, 4)
+from evoke_proxy.core.snapshots.state_file import caches
 
 
 def rows(path: Path) -> dict[int, bytes]:
     """Keys and values of all layers by position; ValueError on a file of another kind."""
-    reader = _Reader(path.read_bytes())
-    magic, version = reader.numbers("<II")
-    if magic != MAGIC or version not in VERSIONS:
-        raise ValueError(f"{path} is no slot file of version 3 or 4")
-    reader.take(4 * reader.numbers("<I")[0])
-    if reader.numbers("<I") != (1,):
-        raise ValueError(f"{path} has rows of several streams")
-    positions = []
-    for _ in range(reader.numbers("<I")[0]):
-        position, n_sequences = reader.numbers("<iI")
-        reader.take(4 * n_sequences)
-        positions.append(position)
-    if not positions:
-        return {}
-    transposed, n_layers = reader.numbers("<II")
-    if transposed:
-        raise ValueError(f"{path} has its values by column: flash attention was off")
-    if version > 3:
-        reader.take(8)
-    parts: list[list[bytes]] = [[] for _ in positions]
-    for _ in range(2 * n_layers):
-        _, size = reader.numbers("<iQ")
-        data = reader.take(size * len(positions))
-        for i, part in enumerate(parts):
-            part.append(data[i * size : (i + 1) * size])
-    return dict(zip(positions, map(b"".join, parts), strict=True))
-
-
-class _Reader:
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
-
-    def take(self, size: int) -> bytes:
-        if self._at + size > len(self._data):
-            raise ValueError("a slot file ends too early")
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    def numbers(self, format: str) -> tuple[int, ...]:
-        return struct.unpack(format, self.take(struct.calcsize(format)))
+    data = path.read_bytes()
+    read = caches(lambda at, size: data[at : at + size], len(data))
+    if len(read) != 1 or read[0].transposed:
+        raise ValueError(f"{path} is no slot file with one cache whose values are in rows")
+    (cache,) = read
+    found = {}
+    for i in range(cache.n_cells):
+        cell = cache.at + 4 + i * cache.cell_bytes  # behind the number of cells
+        starts = [(part.at + i * part.size, part.size) for part in cache.rows]
+        position = int.from_bytes(data[cell : cell + 4], "little")
+        found[position] = b"".join(data[at : at + size] for at, size in starts)
+    return found
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ def test_one_part_runs_by_its_name_and_the_usual_ones_without(
 BENCHES = tuple(
     f"bench.{name}"
     for name in (
-        *("latency", "decode", "limit", "overhead", "stall", "session", "placement"),
+        *("latency", "limit", "overhead", "stall", "session", "placement"),
         *("growth", "restart", "soak", "support", "evidence.__main__", "tasks.__main__"),
         *("quality.__main__", "agent", "traces.__main__"),
     )
