@@ -1,35 +1,49 @@
 """Answers which positions have rows when an answer begins: in this process, or on real servers.
 
-In this process the whole decision code runs against a slot that exists only as numbers. On servers
-the proxy runs in front of the patched llama-server, with random weights and a real vocabulary, and
-llama-server reports the rows. Both count tokens by the vocabulary of Qwen2."""
+In this process the whole engine of the proxy runs in front of a server that exists only as numbers
+(`bench/traces/patched.py`), in virtual time. On servers the proxy runs in front of the patched
+llama-server, with random weights and a real vocabulary, and llama-server reports the rows. Both
+count tokens by the vocabulary of Qwen2."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 
-import bench.policies  # noqa: F401 -- registers the policies to compare with
 from bench.driver import option
-from bench.llama import Llama, proxied, running, settle
+from bench.llama import Llama, running, settle
+from bench.llama import proxied as proxied_server
+from bench.policies import breadcrumb
+from bench.policies.breadcrumb import quote_evicted
 from bench.random_models import SHAPES, ensure
-from bench.slot_in_process import SlotInProcess, spans_of
+from bench.slot_rows import spans_of
+from bench.traces.patched import Limits, PatchedServer
+from bench.traces.proxied import proxied
+from bench.traces.replay import NO_COSTS, run
+from bench.traces.texts import Scale
 from bench.vocabulary import Renderer
 from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
-from evoke_proxy.config import Config, EmbedderConfig
-from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.config import EmbedderConfig
+from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
 from evoke_proxy.demo.client import chat
 from evoke_proxy.server_build import ensure_server
 
 _REQUEST_FIELDS = {"recovery": "evoke_recovery", "recall": "evoke_recall"}
+# Of the server in this process: tokens are not scaled, and there is room for all of them.
+_SCALE, _N_CELLS = Scale(64), 1 << 20
+_ANSWER = np.zeros(1, np.int32)
+# Virtual seconds after each answer, in which the proxy saves and embeds.
+_PAUSE_S = 5.0
 Message = Mapping[str, str]
 Ranges = Sequence[tuple[int, int]]
 Spans = Mapping[int, tuple[int, int]]
@@ -133,55 +147,72 @@ def encoders(directory: Path | None) -> dict[str, Encoder]:
     return found
 
 
-# One conversation under one setting and budget: sends a chat and returns the positions that have
-# rows when the answer begins. Text that is quoted in the request counts as rows of its messages.
-Session = Callable[[Sequence[Message]], Ranges]
-
-
 class Engine(Protocol):
-    """Renders chats, and begins conversations."""
+    """Renders chats, and holds conversations."""
 
     def spans(self, messages: Sequence[Message]) -> Spans:
         """Return the positions of each message, by its index."""
         ...
 
-    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
-        """Return a new conversation; no budget means that nothing is evicted.
+    def resident(
+        self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
+    ) -> list[Ranges]:
+        """Send the chats of a new conversation one after the other.
 
-        `name` is unique to the conversation.
+        Returns for each the positions that have rows when the answer begins. Text that is quoted in
+        the request counts as rows of its messages. Without a budget nothing is evicted. `name` is
+        unique to the conversation.
         """
         ...
 
 
 class InProcess:
-    """The decision code without a server."""
+    """The engine of the proxy in this process, in front of a server without arithmetic."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """Load the encoders; `directory` has that of the settings with an encoder."""
         self._renderer = Renderer()
-        self._policy = Config().policy
         self.encoders = encoders(directory)
 
     def spans(self, messages: Sequence[Message]) -> Spans:
         """Return the positions of each message, by its index."""
-        parsed = parse_chat("chat", {"messages": list(messages)}).messages
-        rendered = self._renderer.render(parsed)
-        return {each.index: (each.span.start, each.span.end) for each in rendered.spans}
+        ends = self._renderer(messages).ends
+        return dict(enumerate(zip([0, *ends], ends, strict=False)))
 
-    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
-        """Return a new conversation."""
-        config = replace(self._policy.with_budget(budget), **setting.policy)  # type: ignore[arg-type]
-        encoder = None if setting.embedder == "none" else self.encoders[setting.embedder]
-        is_immediate = encoder is not None and encoder.is_immediate
-        slot = SlotInProcess(config, self._renderer, encoder, embeds_first=is_immediate)
+    def resident(
+        self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
+    ) -> list[Ranges]:
+        """See Engine."""
+        quotes: list[QuotedRequest] = []
 
-        def resident(messages: Sequence[Message]) -> Ranges:
-            rows = slot.ask(messages).copy()
-            for span in slot.quoted:
-                rows[span.start : span.end] = True
-            return [(span.start, span.end) for span in spans_of(rows)]
+        def watched(*turn: Any) -> QuotedRequest | None:
+            quote = quote_evicted(*turn)
+            quotes[:] = [] if quote is None else [quote]
+            return quote
 
-        return resident
+        async def converse() -> list[Ranges]:
+            limits = Limits(1, _N_CELLS, _N_CELLS, ram=_N_CELLS)
+            server = PatchedServer(limits, _SCALE, NO_COSTS, self._renderer)
+            settings: dict[str, object] = {"policy.budget": budget}
+            settings |= {f"policy.{key}": value for key, value in setting.policy.items()}
+            settings |= {"embedder.model": "none"} if setting.embedder == "none" else {}
+            encoder, found = self.encoders.get(setting.embedder), list[Ranges]()
+            async with proxied(server, settings, NO_COSTS, encoder=encoder) as proxy:
+                for messages in chats:
+                    quotes.clear()
+                    body = {"messages": messages, "max_tokens": 1, "stream": True}
+                    rows = (await proxy.chat(body, {"X-Evoke-Session": "bench"}, _ANSWER)).rows
+                    if len(rows) > len(self._renderer(messages).tokens):  # it was used
+                        for block in (block for quote in quotes for block in quote.blocks):
+                            rows[block.span.start : block.span.end] = True
+                    found.append([(span.start, span.end) for span in spans_of(rows)])
+                    await asyncio.sleep(_PAUSE_S)
+            if server.refusals:
+                raise RuntimeError(f"{name}: calls were refused: {server.refusals}")
+            return found
+
+        with patch.object(breadcrumb, "quote_evicted", watched):
+            return run(converse())
 
 
 class OnServers:
@@ -196,16 +227,17 @@ class OnServers:
         spans = self._llama.rendered({"messages": list(messages)})["spans"]
         return {span["index"]: (span["p0"], span["p1"]) for span in spans}
 
-    def begin(self, setting: Setting, budget: int | None, name: str) -> Session:
-        """Return a new conversation."""
+    def resident(
+        self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
+    ) -> list[Ranges]:
+        """See Engine."""
         fields: dict[str, Any] = {_REQUEST_FIELDS[k]: v for k, v in setting.policy.items()}
         if budget is not None:
             fields["evoke_budget"] = budget
         # A tenant of its own: a session takes no copies over from another one's.
         id = name.replace(" ", "-")
-        headers = {"X-Evoke-Session": id, "Authorization": f"Bearer {id}"}
-
-        def resident(messages: Sequence[Message]) -> Ranges:
+        headers, found = {"X-Evoke-Session": id, "Authorization": f"Bearer {id}"}, list[Ranges]()
+        for messages in chats:
             body = {"messages": list(messages), "max_tokens": 1, "temperature": 0, **fields}
             reply = chat(self._proxy, body, headers)
             accounting = reply.timings.get("evoke")
@@ -213,9 +245,8 @@ class OnServers:
                 raise RuntimeError(f"the proxy did not plan this turn: {reply}")
             answer = self._llama.call("GET", "/slots/0/blocks")
             settle(self._proxy)
-            return [(start, end) for start, end in answer["resident"]]
-
-        return resident
+            found.append([(start, end) for start, end in answer["resident"]])
+        return found
 
 
 @contextmanager
@@ -224,7 +255,7 @@ def servers(length: int) -> Iterator[OnServers]:
     model, context = ensure(SHAPES["qwen2-vocabulary"]), length + length // 4 + 2048
     options = ("-c", str(context), "-np", "1", "-t", "1", "--evoke-ram", "512")
     with running(ensure_server(), model, *options, "--chat-template", "chatml") as llama:
-        with proxied(llama.port) as proxy:
+        with proxied_server(llama.port) as proxy:
             yield OnServers(llama, proxy.port)
 
 

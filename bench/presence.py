@@ -170,11 +170,10 @@ def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[di
     first = made.spans([*talk.messages, *talk.asked[0].turn])
     budget = budget_of(_tokens(talk, first), share)
     name = f"{talk.about['conversation']} {share} {setting.arm} {time.monotonic_ns()}"
-    session = made.begin(setting, None if setting is NO_EVICTION else budget, name)
-    session(talk.history)
-    for asked in talk.asked:
-        messages = [*talk.messages, *asked.turn]
-        spans, resident = made.spans(messages), session(messages)
+    chats = [talk.history, *([*talk.messages, *asked.turn] for asked in talk.asked)]
+    found = made.resident(setting, None if setting is NO_EVICTION else budget, name, chats)
+    for asked, messages, resident in zip(talk.asked, chats[1:], found[1:], strict=True):
+        spans = made.spans(messages)
         present = shares_of_needed(asked, spans, resident)
         yield _row(
             talk, asked, spans, (share, setting.arm, present, has_exchange(talk, spans, resident))

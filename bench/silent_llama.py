@@ -23,7 +23,7 @@ import numpy.typing as npt
 import orjson
 from aiohttp import web
 
-from bench.slot_in_process import rendering, spans_of
+from bench.slot_rows import TokenizedChat, rendering, spans_of
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.demo.processes import free_port, serving
 
@@ -38,37 +38,26 @@ _BYTES_A_TOKEN, _ANY = 4, 1 << 40
 _BEGINS = np.array([1, 2, 3, 4], np.int32)
 
 
-class Said:
-    """The messages of a request as tokens: one for every four bytes of text.
-
-    Attributes:
-        roles, ends: The author of each message, and where it ends.
-        stops: Where sentences end.
-        tokens: All messages.
-        prompt: The same, with what begins an answer.
-    """
-
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        self.roles = [str(message.get("role", "user")) for message in messages]
-        self.ends: list[int] = []
-        self.stops: list[int] = []
-        parts, at = [np.zeros(0, np.int32)], 0
-        for message in messages:
-            content = message.get("content", "")
-            if not isinstance(content, str):
-                content = "".join(part.get("text", "[image]") for part in content)
-            text = content.encode() or b"none"
-            padded = text + b" " * (-len(text) % _BYTES_A_TOKEN)
-            ids = (np.frombuffer(padded, "<u4") % 100_000 + 10).astype(np.int32)
-            if message.get("role") == "assistant":
-                ids = np.concatenate([_BEGINS, ids])
-            ends = np.flatnonzero(np.frombuffer(padded, np.uint8) == ord(".")) // _BYTES_A_TOKEN
-            self.stops += (at + ends[ends > 0]).tolist()
-            parts.append(ids)
-            at += len(ids)
-            self.ends.append(at)
-        self.tokens: Tokens = np.concatenate(parts)
-        self.prompt: Tokens = np.concatenate([self.tokens, _BEGINS])
+def tokenized(messages: Sequence[Mapping[str, Any]]) -> TokenizedChat:
+    """Return the messages of a request as tokens, one for every four bytes of text."""
+    parts, ends, starts, at = list[Tokens](), list[int](), list[int](), 0
+    for message in messages:
+        content = message.get("content", "")
+        if not isinstance(content, str):
+            content = "".join(part.get("text", "[image]") for part in content)
+        text = content.encode() or b"none"
+        padded = text + b" " * (-len(text) % _BYTES_A_TOKEN)
+        ids = (np.frombuffer(padded, "<u4") % 100_000 + 10).astype(np.int32)
+        if message.get("role") == "assistant":
+            ids = np.concatenate([_BEGINS, ids])
+        stops = np.flatnonzero(np.frombuffer(padded, np.uint8) == ord(".")) // _BYTES_A_TOKEN
+        starts += (at + stops[stops > 0]).tolist()
+        parts.append(ids)
+        at += len(ids)
+        ends.append(at)
+    roles = [str(message.get("role", "user")) for message in messages]
+    tokens = np.concatenate([*parts, _BEGINS])
+    return TokenizedChat(tokens, ends, roles, np.array(starts, np.int64))
 
 
 class SilentLlama:
@@ -108,12 +97,9 @@ class SilentLlama:
 
     def render(self, call: Mapping[str, Any]) -> Json:
         """The answer to POST /evoke/render."""
-        said = Said(call["body"].get("messages", ()))
-        stops = np.zeros(len(said.prompt), np.bool_)
-        stops[said.stops] = True
-        hash_of = partial(_hashes, said.prompt)
-        made = rendering(said.prompt, (said.ends, said.roles), stops, call["known"], hash_of)
-        return made | {"slots": [self._state() | {"n_common": self._n_common(said.prompt)}]}
+        chat = tokenized(call["body"].get("messages", ()))
+        made = rendering(chat, call["known"], partial(_hashes, chat.tokens))
+        return made | {"slots": [self._state() | {"n_common": self._n_common(chat.tokens)}]}
 
     def act(self, action: str, call: Mapping[str, Any]) -> Json:
         """The answer to a block call."""
@@ -161,19 +147,19 @@ class SilentLlama:
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         if body.get("stream"):
             choice["delta"] = choice.pop("message")
-        timings = {"evoke": self._decoded(Said(body.get("messages", ())))}
+        timings = {"evoke": self._decoded(tokenized(body.get("messages", ())).tokens)}
         return {"choices": [choice], "usage": usage, "timings": timings}
 
-    def _decoded(self, said: Said) -> Json:
+    def _decoded(self, prompt: Tokens) -> Json:
         """Decode a prompt at once; return its token counts."""
-        prompt = said.prompt
         n_past = min(self._n_common(prompt), len(prompt) - 1)
         rows = np.ones(len(prompt), np.bool_)
         rows[:n_past] = self._rows[:n_past]
         resident = int(rows[:n_past].sum())
         recovered = int((rows[:n_past] & self._loaded[:n_past]).sum())
         evicted = self._evict_to_budget(rows)
-        self._tokens, self._rows = said.tokens, rows[: len(said.tokens)].copy()
+        n_said = len(prompt) - len(_BEGINS)
+        self._tokens, self._rows = prompt[:n_said], rows[:n_said].copy()
         self._loaded, self._reuse = np.zeros(len(self._rows), np.bool_), _ANY
         usage = {"marker": "ok", "n_prompt": len(prompt), "decoded": len(prompt) - n_past}
         usage |= {"recovered": recovered, "resident_before": resident - recovered, "epoch": 1}

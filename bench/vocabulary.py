@@ -6,8 +6,9 @@ with the chatml template, as llama-server renders it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import gguf
@@ -15,11 +16,10 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
 from bench.random_models import vocabulary_file
+from bench.slot_rows import TokenizedChat
 from evoke_proxy.core.model.block_table import Positions
-from evoke_proxy.core.model.blocks import Role, Span
-from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered, SlotView, Tokens
+from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.prompt.segment import sentence_starts_in
-from evoke_proxy.core.request.messages import Message
 from evoke_proxy.server_build.cache import cache_dir
 
 # The words of Qwen2's vocabulary, as its tokenizer.json cuts them.
@@ -66,40 +66,27 @@ class Renderer:
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._tokenizer = tokenizer or qwen2()
-        # Tokens of a message, and the positions in it where sentences start.
-        self._rendered: dict[tuple[Role, str], tuple[Tokens, Positions]] = {}
+        # Tokens of a message by author and text, and the positions in it where sentences start.
+        self._rendered: dict[tuple[str, str], tuple[Tokens, Positions]] = {}
         self._ending = np.array(self._tokenizer.encode(_GENERATION).ids, np.int32)
 
-    def length(self, message: Message) -> int:
-        """How many tokens a message takes."""
-        return len(self._tokens(message)[0])
+    def __call__(self, messages: Sequence[Mapping[str, str]]) -> TokenizedChat:
+        """Return the prompt of a chat that waits for an answer."""
+        roles = [message["role"] for message in messages]
+        texts = [message["content"] for message in messages]
+        parts = [self._tokens(*message) for message in zip(roles, texts, strict=True)]
+        ends = list(accumulate(len(tokens) for tokens, _ in parts))
+        starts = [own + end - len(tokens) for (tokens, own), end in zip(parts, ends, strict=True)]
+        tokens = np.concatenate([*(tokens for tokens, _ in parts), self._ending])
+        return TokenizedChat(tokens, ends, roles, np.concatenate(starts))
 
-    def render(self, messages: Sequence[Message], slot: SlotView | None = None) -> Rendered:
-        """Return the rendering of a chat that waits for an answer."""
-        tokens, starts, spans, end = list[Tokens](), list[Positions](), list[MessageSpan](), 0
-        for index, message in enumerate(messages):
-            own, sentences = self._tokens(message)
-            starts.append(sentences + end)
-            span = Span(end, end + len(own))
-            spans.append(MessageSpan(index, message.role, span))
-            tokens.append(own)
-            end = span.end
-        return Rendered(
-            tokens=np.concatenate([*tokens, self._ending]),
-            generation=end,
-            spans=tuple(spans),
-            slots=(slot,) if slot is not None else (),
-            sentence_starts=np.concatenate([np.zeros(0, np.int64), *starts]),
-        )
-
-    def _tokens(self, message: Message) -> tuple[Tokens, Positions]:
+    def _tokens(self, role: str, text: str) -> tuple[Tokens, Positions]:
         """Return the tokens of a message, and the positions where its sentences start."""
-        key = message.role, message.text
-        if key not in self._rendered:
-            head = f"<|im_start|>{message.role}\n"
-            encoded = self._tokenizer.encode(f"{head}{message.text}<|im_end|>\n")
-            gaps = [at + len(head) for at in sentence_starts_in(message.text)]
+        if (role, text) not in self._rendered:
+            head = f"<|im_start|>{role}\n"
+            encoded = self._tokenizer.encode(f"{head}{text}<|im_end|>\n")
+            gaps = [at + len(head) for at in sentence_starts_in(text)]
             ends = [end for _, end in encoded.offsets]
             starts = np.searchsorted(ends, gaps, "right").astype(np.int64)
-            self._rendered[key] = np.array(encoded.ids, np.int32), starts
-        return self._rendered[key]
+            self._rendered[role, text] = np.array(encoded.ids, np.int32), starts
+        return self._rendered[role, text]

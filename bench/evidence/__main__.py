@@ -10,7 +10,7 @@ look-up) and `blocks of 32` and `128` tokens. All others are fills of the same b
 proxy (`bench/fills.py`). Not measured: `recall: model` and `fused`, which need a model that
 understands the question, and `truncate`, which is the fill `newest`.
 
-The decision code runs in this process; with --server the proxy and the patched server run, with
+The engine runs in this process; with --server the proxy and the patched server run, with
 the settings that a request can ask for. Conversations are for tuning or for reporting
 (`bench/evidence/splits.toml`); figures of the two are never mixed. Parts besides `all`: `factorial`
 measures what each signal of the ranking is worth (`bench/evidence/factorial.py`), `quick` takes a

@@ -121,4 +121,13 @@ def _span_end(item: MessageSpan) -> int:
     return item.span.end
 
 
-register(Policy(name="breadcrumb", choose=evoke_choice(), uses_query=True, quote=quote_evicted))
+register(
+    Policy(
+        name="breadcrumb",
+        choose=evoke_choice(),
+        uses_query=True,
+        quote=lambda *turn: quote_evicted(
+            *turn
+        ),  # looked up in each turn, so that it can be watched
+    )
+)

@@ -17,7 +17,7 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 * `summaries`: twelve decisions
 
 Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`.
-The conversation is a turn of its own before the question. The decision code runs in this process;
+The conversation is a turn of its own before the question. The engine runs in this process;
 with `--server` the proxy and the patched server run, with the settings that a request can ask for.
 The part `factorial` measures what each signal of the ranking is worth
 (`bench/evidence/factorial.py`).

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,9 +17,9 @@ import numpy.typing as npt
 import orjson
 from multidict import CIMultiDict
 
-from bench.slot_in_process import evictions, rendering, spans_of
+from bench.slot_rows import TokenizedChat, evictions, rendering, spans_of
 from bench.traces.replay import DEFAULT_COSTS, Costs
-from bench.traces.texts import ANSWER, Scale, Tokens, tokenized
+from bench.traces.texts import Reader, Scale, Tokens
 from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.core.model.blocks import Span
@@ -308,8 +308,16 @@ class PatchedServer:
         prefilled: Tokens that were decoded without an answer, by session.
     """
 
-    def __init__(self, limits: Limits, scale: Scale, costs: Costs = DEFAULT_COSTS) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        scale: Scale,
+        costs: Costs = DEFAULT_COSTS,
+        read: Callable[[Sequence[Mapping[str, Any]]], TokenizedChat] | None = None,
+    ) -> None:
+        """`read` renders the messages of a chat; by default those are messages of traces."""
         self.limits = limits
+        self._read_chat = read or Reader(scale)
         self.pool = BlockPool(limits.ram, limits.disk)
         self.slots = [Slot(number) for number in range(limits.n_slots)]
         self.peak = 0
@@ -319,7 +327,6 @@ class PatchedServer:
         self._scale = scale
         self._costs = costs
         self._n_origins = 0
-        self._messages: dict[tuple[str, bool], Tokens] = {}
 
     # Calls of the proxy.
 
@@ -390,33 +397,15 @@ class PatchedServer:
         evoke |= {"memory": "dense", "limits": sizes}
         return {"evoke": evoke, "total_slots": limits.n_slots}
 
-    def tokens_of(self, body: Mapping[str, Any]) -> tuple[Tokens, list[int], list[str]]:
-        """The tokens of a chat request, and the ends and the authors of its messages."""
-        parts, ends, roles = [], [], []
-        n = 0
-        for message in body["messages"]:
-            role = str(message["role"])
-            key = (message["content"], role == "assistant")
-            made = self._messages.get(key)
-            if made is None:
-                made = self._messages[key] = tokenized(*key)
-            parts.append(made)
-            n += len(made)
-            ends.append(n)
-            roles.append(role)
-        return np.concatenate([*parts, np.array([ANSWER], np.int32)]), ends, roles
-
     def _rendered(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        tokens, ends, roles = self.tokens_of(call["body"])
-        sums = sums_of(tokens)
+        chat = self._read_chat(call["body"]["messages"])
+        sums = sums_of(chat.tokens)
 
         def hash_of(wanted: Iterable[int]) -> dict[int, str]:
             return {end: str(int(sums[end])) for end in wanted if end < len(sums)}
 
-        # A sentence ends at each block.
-        stops = np.arange(len(tokens)) % self._scale.block == 0
-        made = rendering(tokens, (ends, roles), stops, call["known"], hash_of)
-        slots = [self._view(slot, tokens) for slot in self.slots]
+        made = rendering(chat, call["known"], hash_of)
+        slots = [self._view(slot, chat.tokens) for slot in self.slots]
         return made | {"slots": slots, "instance": "1" * 16}
 
     def _view(self, slot: Slot, prompt: Tokens | None = None) -> dict[str, Any]:
@@ -624,7 +613,7 @@ class PatchedServer:
 
     async def decode(self, body: Mapping[str, Any]) -> DecodedPrompt:
         """Decode the prompt of a forwarded request, batch by batch; its slot is busy after it."""
-        return await self._decoded(self.tokens_of(body)[0], body)
+        return await self._decoded(self._read_chat(body["messages"]).tokens, body)
 
     async def _prefill(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Decode a list of tokens, and generate nothing."""

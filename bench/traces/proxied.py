@@ -13,12 +13,16 @@ import orjson
 
 from bench.traces.patched import PatchedServer
 from bench.traces.replay import Costs, Counts, now
-from bench.traces.texts import Prompt
+from bench.traces.texts import Prompt, Tokens
 from evoke_proxy.config import load
+from evoke_proxy.core.model.block_table import Mask
+from evoke_proxy.core.retrieval.encoding import Encoder
 from evoke_proxy.engine.assembly import build_router
+from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest
 from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import CapacityError
 
 # Seconds after which a client repeats a request that was answered 503.
@@ -57,37 +61,69 @@ class ProxiedServer:
         await asyncio.sleep(self.costs.proxy_s)
         name = label.partition("#")[0].partition("/")[0]  # sub-agents send that of their parent
         headers = {"X-Claude-Code-Session-Id": name} if self.has_names else {}
-        body = orjson.dumps(prompt.body())
-        incoming = IncomingRequest(dialect="chat", body=body, headers=headers)
+        reply = await self.chat(prompt.body(), headers, prompt.answer)
+        beside = self.server.prefilled.pop(reply.session, 0)  # counts as recovered
+        return Counts(
+            decoded=reply.usage["decoded"] + beside,
+            loaded=max(0, reply.usage["recovered"] - beside),
+            omitted=reply.usage["omitted"],
+            first_token_s=reply.began - began,
+            session=reply.session,
+        )
+
+    async def chat(self, body: object, headers: Mapping[str, str], answer: Tokens) -> Served:
+        """Serve a chat, which the server answers with these tokens."""
+        incoming = IncomingRequest(dialect="chat", body=orjson.dumps(body), headers=headers)
         trace = RequestTrace(now())
         request = await self.engine.parser.parse(incoming)
         async with self.engine.exchange(request, trace) as exchange:
             reply: Any = exchange.reply
-            first_token_s = now() - began
-            timings = await self.server.answer(reply.decoded, prompt.answer)
+            answer_began, rows = now(), reply.decoded.slot.rows.copy()
+            timings = await self.server.answer(reply.decoded, answer)
             exchange.observe(orjson.dumps({"choices": [], "timings": timings}))
-        session, usage = str((trace.facts or {}).get("session") or ""), timings["evoke"]
-        beside = self.server.prefilled.pop(session, 0)  # counts as recovered
-        return Counts(
-            decoded=usage["decoded"] + beside,
-            loaded=max(0, usage["recovered"] - beside),
-            omitted=usage["omitted"],
-            first_token_s=first_token_s,
-            session=session,
-        )
+        session = str((trace.facts or {}).get("session") or "")
+        return Served(timings["evoke"], session, answer_began, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A chat that was served.
+
+    Attributes:
+        usage: The token accounting of the server.
+        session: The session of the proxy.
+        began: When the answer began, virtual time.
+        rows: Which positions had rows then.
+    """
+
+    usage: Mapping[str, Any]
+    session: str
+    began: float
+    rows: Mask
 
 
 @asynccontextmanager
 async def proxied(
-    server: PatchedServer, settings: Mapping[str, object], costs: Costs, has_names: bool = False
+    server: PatchedServer,
+    settings: Mapping[str, object],
+    costs: Costs,
+    has_names: bool = False,
+    encoder: Encoder | None = None,
 ) -> AsyncIterator[ProxiedServer]:
-    """Run the proxy with these settings in front of a server; it logs nothing but errors."""
-    engine = build_router(load(None, {}, {"upstream.url": "http://none", **settings}))
+    """Run the proxy with these settings in front of a server; it logs nothing but errors.
+
+    An `encoder` replaces that of the settings.
+    """
+    config = load(None, {}, {"upstream.url": "http://none", **settings})
+    shared = Shared(config)
+    if encoder is not None:
+        shared.embedding = EmbeddingService(config.embedder, shared.metrics, lambda _: encoder)
+    engine = build_router(config, shared)
     engine.upstream.call = server.call  # type: ignore[method-assign]
     engine.upstream.open = server.open  # type: ignore[method-assign]
     log = logging.getLogger("evoke_proxy")
     level = log.level
-    async with engine:
+    async with shared, engine:
         log.setLevel(logging.ERROR)
         try:
             yield ProxiedServer(engine, server, costs, has_names)

@@ -84,6 +84,9 @@ class Costs:
 
 
 DEFAULT_COSTS = Costs()
+# Nothing takes time.
+_AT_ONCE = float("inf")
+NO_COSTS = Costs(_AT_ONCE, _AT_ONCE, copy=_AT_ONCE, disk=_AT_ONCE, call_s=0.0, proxy_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)

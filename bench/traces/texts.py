@@ -11,12 +11,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from bench.slot_rows import TokenizedChat
 from evoke_proxy.core.prompt.rendered import common_prefix
 
 BLOCK = 64
@@ -259,6 +261,26 @@ class Writer:
 def _answer_blocks(n_out: int, n_new: int) -> int:
     """How many of the new blocks of the next prompt are the answer; at least one is not."""
     return min(max(1, round(n_out / BLOCK)), n_new - 1) if n_new > 1 else 0
+
+
+class Reader:
+    """Reads the chats of `Writer`; remembers the tokens of each message."""
+
+    def __init__(self, scale: Scale) -> None:
+        self._block = scale.block
+        self._messages: dict[tuple[str, bool], Tokens] = {}
+
+    def __call__(self, messages: Sequence[Mapping[str, str]]) -> TokenizedChat:
+        """Return a chat as tokens; a sentence begins at each block."""
+        parts, roles = [], [message["role"] for message in messages]
+        for message in messages:
+            key = message["content"], message["role"] == "assistant"
+            if key not in self._messages:
+                self._messages[key] = tokenized(*key)
+            parts.append(self._messages[key])
+        tokens = np.concatenate([*parts, np.array([ANSWER], np.int32)])
+        starts = np.arange(0, len(tokens), self._block)
+        return TokenizedChat(tokens, list(accumulate(map(len, parts))), roles, starts)
 
 
 def tokenized(text: str, is_answer: bool) -> Tokens:

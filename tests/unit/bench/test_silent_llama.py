@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.silent_llama import Said, SilentLlama
+from bench.silent_llama import SilentLlama, tokenized
 
 _TALK = [{"role": "user", "content": "abcd" * 300}]
 
@@ -22,7 +22,7 @@ def _usage(llama: SilentLlama, messages: list[dict[str, str]]) -> dict[str, Any]
 
 def test_rows_leave_by_a_plan_and_by_the_budget_and_come_back() -> None:
     llama = SilentLlama()
-    assert _usage(llama, _TALK)["decoded"] == len(Said(_TALK).prompt) == 304
+    assert _usage(llama, _TALK)["decoded"] == len(tokenized(_TALK).tokens) == 304
     save = {"op": "save", "name": "a", "p0": 64, "p1": 128}
     _planned(llama, save, {"op": "evict", "p0": 64, "p1": 128})
     assert llama.slot({})["resident"] == [(0, 64), (128, 300)]
@@ -44,7 +44,7 @@ def test_a_slot_is_taken_over_with_copies_and_continued_as_far_as_allowed() -> N
     _usage(llama, _TALK)
     _planned(llama, {"op": "save", "name": "a", "p0": 0, "p1": 64})
     _usage(llama, [{"role": "user", "content": "Another text."}])
-    llama.act("block-adopt", {"tokens": Said(_TALK).tokens[:64].tolist(), "names": ["a"]})
+    llama.act("block-adopt", {"tokens": tokenized(_TALK).tokens[:64].tolist(), "names": ["a"]})
     assert (llama.slot({})["n_tokens"], llama.slot({})["resident"]) == (64, [(0, 64)])
     _planned(llama)
     usage = _usage(llama, _TALK)
@@ -58,8 +58,8 @@ def test_a_slot_is_taken_over_with_copies_and_continued_as_far_as_allowed() -> N
 
 def test_parts_of_a_message_are_one_text() -> None:
     parts = [{"type": "text", "text": "abcd"}, {"type": "image_url"}, {"text": "efgh"}]
-    joined = Said([{"role": "user", "content": "abcd[image]efgh"}])
-    assert Said([{"role": "user", "content": parts}]).tokens.tolist() == joined.tokens.tolist()
+    joined = tokenized([{"role": "user", "content": "abcd[image]efgh"}])
+    assert tokenized([{"role": "user", "content": parts}]).tokens.tolist() == joined.tokens.tolist()
 
 
 def test_a_rendering_has_what_follows_the_edge_that_the_caller_knows() -> None:

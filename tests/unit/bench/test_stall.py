@@ -10,7 +10,7 @@ import pytest
 
 from bench import stall
 from bench.listening import Quiet, listening
-from bench.silent_llama import Said
+from bench.silent_llama import tokenized
 from bench.stall import summarise
 from bench.stall_processes import Delays
 
@@ -62,6 +62,6 @@ def test_an_arm_whose_request_is_answered_otherwise_than_it_says_is_an_error() -
 def test_a_continued_conversation_begins_with_the_same_tokens() -> None:
     first = [{"role": "user", "content": "One. Two."}]
     longer = [*first, {"role": "assistant", "content": "Yes."}]
-    tokens = Said(longer).tokens.tolist()
-    before = Said(first).tokens.tolist()
-    assert tokens[: len(before)] == before and tokens[len(before) :][:4] == [1, 2, 3, 4]
+    before, after = tokenized(first), tokenized(longer)
+    assert after.tokens[: len(before.tokens)].tolist() == before.tokens.tolist()
+    assert after.tokens[before.ends[-1] :][:4].tolist() == [1, 2, 3, 4]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
-from bench.engines import DEFAULT, SETTINGS, InProcess, Message, Ranges, Session, history_of
+from bench.engines import DEFAULT, SETTINGS, InProcess, history_of
 from bench.fills import Rankings
 from bench.presence import ARMS, Asked, Talk, cells, fills, measure, shares_of_needed
 from bench.tasks.__main__ import bars_of, report, summary_of, talk_of
@@ -211,18 +210,14 @@ def test_every_arm_of_a_case_is_measured_in_one_process() -> None:
     assert rows["default"]["budget"] == rows["default"]["tokens"] // 8
 
 
-def _asked(session: Session, messages: Sequence[Message]) -> Ranges:
-    session(history_of(messages))
-    return session(messages)
-
-
 def test_quoted_text_counts_as_present() -> None:
     case = cases("tuning", "multi-key", 4000, 1)[0]
     messages, made = [*case.messages, *case.asked], InProcess()
     spans = made.spans(messages)
     by_text = next(setting for setting in SETTINGS if setting.arm == "breadcrumb")
-    copied, quoted = (
-        _asked(made.begin(setting, 512, setting.arm), messages) for setting in (DEFAULT, by_text)
+    chats = [history_of(messages), messages]
+    (_, copied), (_, quoted) = (
+        made.resident(setting, 512, setting.arm, chats) for setting in (DEFAULT, by_text)
     )
     assert sum(end - start for start, end in copied) <= 512
     assert set(shares_of_needed(talk_of(case).asked[0], spans, quoted)) == {1.0}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.traces.patched import Limits, PatchedServer
-from bench.traces.texts import ANSWER, Agent, Request, Scale, Writer, shipped
+from bench.traces.texts import ANSWER, Agent, Reader, Request, Scale, Writer, shipped
 from evoke_proxy.core.prompt.rendered import common_prefix
 
 _SCALE = Scale(4)
@@ -36,10 +35,10 @@ def test_the_answer_is_what_the_next_prompt_continues_with() -> None:
     assert not second.answer_content and len(third.messages) == 1
 
 
-def test_a_server_renders_the_body_to_the_tokens_of_the_prompt() -> None:
-    server = PatchedServer(Limits(1, 64, 128, 1024), _SCALE)
+def test_a_reader_renders_the_body_to_the_tokens_of_the_prompt() -> None:
+    read = Reader(_SCALE)
     conversation = min(shipped(), key=lambda each: len(each.requests))
     for prompt in Writer(conversation, 3, _SCALE).prompts():
-        tokens, ends, _ = server.tokens_of(prompt.body())
-        assert np.array_equal(tokens, prompt.tokens)
-        assert ends == [message.end * 4 for message in prompt.messages]
+        chat = read(prompt.body()["messages"])  # type: ignore[arg-type]
+        assert np.array_equal(chat.tokens, prompt.tokens)
+        assert chat.ends == [message.end * 4 for message in prompt.messages]
