@@ -17,6 +17,12 @@ from evoke_proxy.core.request.messages import Message, ToolCall
 _TEXT_OVERLAP = 40
 # Longer names of blocks are truncated to this many characters.
 _MAX_NAME = 100
+# Each block of a message has its other names: longer ones, and those of further tool calls, are
+# left out.
+_MAX_ALIAS, _MAX_CALLS = 1000, 32
+# Characters of text that a token, and a block at least, can have. Only a message with text that
+# the template leaves out, or with images, has more; each of its blocks would have all of it.
+_TOKEN_CHARS, _BLOCK_CHARS = 128, 4096
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 16
 # The gap between two sentences or lines: white space behind the end of a sentence, a line break and
@@ -144,7 +150,10 @@ def inside(positions: Sequence[int], span: Span) -> Sequence[int]:
 
 
 class _MessageText:
-    """The text of one message, whose tokens may contain images and sounds."""
+    """The text of one message, whose tokens may contain images and sounds.
+
+    A block has at most _TOKEN_CHARS characters for each of its tokens, or _BLOCK_CHARS.
+    """
 
     def __init__(self, text: str, span: Span, rendered: Rendered) -> None:
         self.media = clipped(rendered.media, span)
@@ -164,10 +173,11 @@ class _MessageText:
 
     def of(self, part: Span) -> str:
         """The approximate text of a block; that of the whole message for an image or a sound."""
+        most = max(_BLOCK_CHARS, _TOKEN_CHARS * len(part))
         if self.is_media(part.start):
-            return self._text
+            return self._text[:most]
         first, end = self._text_position(part.start), self._text_position(part.end)
-        return self._alignment.of(Span(first, end))
+        return self._alignment.of(Span(first, end))[:most]
 
     def is_media(self, start: int) -> bool:
         """Whether the block that begins there is an image or a sound."""
@@ -280,10 +290,11 @@ class _Names:
 
 def _name(index: int, message: Message, call: ToolCall | None) -> _Name:
     calls = [call] if call is not None else list(message.tool_calls)
-    aliases = [alias for item in calls for alias in _call_aliases(item)]
+    aliases = [alias for item in calls[:_MAX_CALLS] for alias in _call_aliases(item)]
     aliases += [message.block_name, message.name, message.tool_call_id]
+    usable = (alias for alias in aliases if 0 < len(alias) <= _MAX_ALIAS)
     base = message.block_name or _base(index, message, call)
-    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(alias for alias in aliases if alias)))
+    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(usable)))
 
 
 def _base(index: int, message: Message, call: ToolCall | None) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
@@ -257,8 +257,9 @@ def _leaves(value: Any) -> Iterator[str | int | float]:
 MAX_SIDE_PROMPT_TOKENS = 2048
 # Clients limit the answer of a side request, such as one for a title, to at most this.
 MAX_SIDE_ANSWER_TOKENS = 64
-# Characters of a message that are searched, because clients state the task at its beginning.
-_SEARCHED_CHARS = 600
+# Clients state the task at the beginning of one of the first or last messages: so many messages at
+# both ends, and so many characters of each, are searched.
+_SEARCHED_MESSAGES, _SEARCHED_CHARS = 8, 600
 _TASK = re.compile(
     r"\A\s*### Task:"  # every task prompt of Open WebUI
     r"|\btitle generator\b"
@@ -285,10 +286,10 @@ def is_side_request(
     `n_tokens` is the length of its prompt. `beside_conversation` says whether a conversation of the
     same client is active, `has_same_id` whether one of those has the same id.
     """
-    roles = {message.role for message in request.messages}
-    if request.has_tools or not roles <= {Role.SYSTEM, Role.USER}:
+    if request.has_tools or any(it.role not in (Role.SYSTEM, Role.USER) for it in request.messages):
         return False
-    if any(_TASK.search(message.text[:_SEARCHED_CHARS]) for message in request.messages):
+    outer = request.messages[:_SEARCHED_MESSAGES], request.messages[-_SEARCHED_MESSAGES:]
+    if any(_TASK.search(message.text[:_SEARCHED_CHARS]) for message in chain(*outer)):
         return True
     if any(message.role is Role.ASSISTANT for message in request.turns):  # a transcript
         return False

@@ -30,6 +30,8 @@ _MEDIA_PARTS = frozenset(
 # Elements and characters of arguments that are encoded in the event loop, in a few milliseconds.
 _MAX_ARGUMENT_SIZE = 65_536
 _PLAIN_KEYS = frozenset(("role", "content"))
+# Characters of arguments that are searched for a path, in a few milliseconds, and of a path.
+_MAX_SEARCHED_CHARS, _MAX_PATH_CHARS = 1_000_000, 1000
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 
@@ -50,7 +52,12 @@ class ToolCall:
 
     @property
     def path(self) -> str:
-        """The file path in the arguments; empty when there is none."""
+        """The file path in the arguments; empty when there is none.
+
+        Arguments of more than a million characters have none, and a path has at most 1,000.
+        """
+        if len(self.arguments) > _MAX_SEARCHED_CHARS:
+            return ""
         try:
             # The time to convert an integer grows with the square of its digits.
             arguments = json.loads(self.arguments, parse_int=float)
@@ -60,7 +67,8 @@ class ToolCall:
             return ""
         values = (arguments.get(key) for key in _PATH_ARGUMENTS)
         paths = (value.strip() for value in values if isinstance(value, str))
-        return next(filter(None, paths), "")
+        path = next(filter(None, paths), "")
+        return path if len(path) <= _MAX_PATH_CHARS else ""
 
 
 @dataclass(frozen=True, slots=True)

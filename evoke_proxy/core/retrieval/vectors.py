@@ -20,6 +20,11 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.query import SENTENCE_GAP
 
 _MAX_CHUNKS = 4
+# More parts of a text are joined in equal runs, because the search for the shortest neighbours
+# takes time in proportion to the square of their number.
+_MAX_PARTS = 64
+# A block has a longer text only where its message has text that the template leaves out.
+_MAX_BLOCK_CHARS = 32 * 1024
 # A shorter chunk is joined with the next one.
 _MIN_CHUNK_CHARS = 24
 # Rows that a matrix of vectors has room for at first.
@@ -41,13 +46,20 @@ _ENTRY_BYTES = 320
 
 
 def chunks_of(text: str) -> tuple[str, ...]:
-    """Split a block's text into at most 4 chunks to embed, cut between sentences or lines."""
+    """Split a block's text into at most 4 chunks to embed, cut between sentences or lines.
+
+    Of a text of more than _MAX_BLOCK_CHARS characters only the beginning is used.
+    """
     chunks: list[str] = []
-    for part in (part.strip() for part in SENTENCE_GAP.split(text)):
+    for part in (part.strip() for part in SENTENCE_GAP.split(text[:_MAX_BLOCK_CHARS])):
         if chunks and len(chunks[-1]) < _MIN_CHUNK_CHARS:
             chunks[-1] = f"{chunks[-1]} {part}".strip()
         elif part:
             chunks.append(part)
+    if len(chunks) > _MAX_PARTS:
+        n_joined = -(-len(chunks) // _MAX_PARTS)
+        starts = range(0, len(chunks), n_joined)
+        chunks = [" ".join(chunks[start : start + n_joined]) for start in starts]
     while len(chunks) > _MAX_CHUNKS:
         at = min(range(len(chunks) - 1), key=lambda i: len(chunks[i]) + len(chunks[i + 1]))
         chunks[at : at + 2] = [f"{chunks[at]} {chunks[at + 1]}"]

@@ -21,7 +21,8 @@ from evoke_proxy.core.prompt.segment import TextAlignment, cut
 from evoke_proxy.core.request import normalise
 from evoke_proxy.core.request.chat import is_side_request, parse_chat, strip_own_fields
 from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
-from evoke_proxy.core.retrieval.analysis import ends_sentence
+from evoke_proxy.core.request.transcript import transcript_turns
+from evoke_proxy.core.retrieval.analysis import TextAnalysis, ends_sentence
 from evoke_proxy.core.retrieval.bm25 import (
     InvertedIndex,
     phrase_text,
@@ -30,6 +31,7 @@ from evoke_proxy.core.retrieval.bm25 import (
 )
 from evoke_proxy.core.retrieval.index import Index, cut_off, possible_names
 from evoke_proxy.core.retrieval.query import Query, query_of
+from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.core.session.drift import drift
 from evoke_proxy.core.session.identity import hint_of
@@ -113,6 +115,9 @@ OF_TEXT: dict[str, Callable[[str], object]] = {
     "ends_sentence": ends_sentence,
     "cut off": lambda text: cut_off(text, ("a", "go", "語")),
     "cut": _cut,
+    "analysed": lambda text: TextAnalysis.of(text, Role.USER),
+    "chunks": chunks_of,
+    "transcript": transcript_turns,
     "dated": normalise.is_dated,
     "billing": normalise.without_billing,
     "clock": lambda text: normalise.DateFreezer().freeze(text + "date 1", "", 0.0, 1.0),

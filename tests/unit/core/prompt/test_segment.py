@@ -234,6 +234,31 @@ def test_a_long_name_is_truncated() -> None:
     assert draft.display_name == "tool:" + "n" * 95 + "#0"
 
 
+def test_long_names_and_those_of_many_tool_calls_are_left_out() -> None:
+    path, long = f"/src/{'d' * 900}/a.py", "n" * 100_000
+    calls = [ToolCall(f"c{i}", "read", json.dumps({"path": f"/f{i}"})) for i in range(10_000)]
+    messages = [
+        Message(Role.ASSISTANT, tool_calls=tuple(calls)),
+        Message(Role.ASSISTANT, tool_calls=(ToolCall(long, long, json.dumps({"path": long})),)),
+        Message(Role.TOOL, tool_call_id=long, name=long),
+        Message(Role.ASSISTANT, tool_calls=(ToolCall("c", "read", json.dumps({"path": path})),)),
+    ]
+    drafts = cut(40, spans_of(10, 10, 10, 10), messages, 40)
+    assert len(drafts[0].aliases) < 200 and {"/f0", "f0", "c0", "read"} <= {*drafts[0].aliases}
+    assert drafts[1].aliases == drafts[2].aliases == ()
+    assert drafts[3].aliases == (path, "a.py", "read", "c")
+
+
+def test_text_that_the_prompt_does_not_have_is_not_repeated_in_each_block() -> None:
+    text = "A number of words. " * 50_000
+    [draft] = cut(2, spans_of(2), [Message(Role.USER, text)], 2)
+    assert draft.text == text[:4096]
+    images = [Span(i, i + 10) for i in range(0, 1000, 10)]
+    rendered = Rendered(np.zeros(1000, np.int32), 1000, spans_of(1000), media=images)
+    drafts = segment.cut(rendered, [Message(Role.USER, text)])
+    assert len(drafts) == 100 and sum(len(draft.text) for draft in drafts) < 500_000
+
+
 # The rule of `sentence_starts_in` as one expression: a text without gaps is searched in one step.
 _GAP = re.compile(
     r"(?:(?<=[.!?;])[ \t\r\n]+|(?<=[。！？])[ \t\r\n]*"  # noqa: RUF001

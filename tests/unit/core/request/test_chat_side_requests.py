@@ -50,6 +50,12 @@ def test_a_request_with_a_clients_task_prompt_is_a_side_request(
     assert is_side(*turns, beside=beside, n_tokens=n_tokens)
 
 
+def test_the_task_of_a_side_request_is_in_one_of_its_first_or_last_messages() -> None:
+    task, others = ("user", "Write a one-line commit message"), [("user", "a")] * 4000
+    assert is_side(task, *others) and is_side(*others, task)
+    assert not is_side(*others, task, *others, n_tokens=30_000)
+
+
 def test_a_first_turn_is_not_a_side_request() -> None:
     assert not is_side(HELLO)
     assert not is_side(("system", "You are a helpful assistant."), HELLO, max_tokens=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -237,3 +238,10 @@ def test_large_arguments_that_are_no_text_are_not_encoded() -> None:
         ((read,),) = (one.tool_calls for one in from_chat({"messages": [{"tool_calls": [call]}]}))
         assert (read.arguments == "") == (arguments in large)
         assert read.path == ("" if arguments in large else "a.py")
+
+
+@pytest.mark.parametrize(("n_path", "n_content"), [(1000, 900_000), (1001, 0), (10, 1_000_000)])
+def test_long_paths_and_paths_in_very_long_arguments_are_none(n_path: int, n_content: int) -> None:
+    path = "p" * n_path
+    call = ToolCall("c", "write", json.dumps({"path": path, "content": "x" * n_content}))
+    assert call.path == (path if (n_path, n_content) == (1000, 900_000) else "")

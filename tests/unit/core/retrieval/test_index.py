@@ -267,6 +267,14 @@ def test_a_text_is_divided_into_at_most_four_chunks_without_loss(text: str) -> N
     assert "".join("".join(parts).split()) == "".join(text.split())
 
 
+@pytest.mark.parametrize("part", ("Who is he? ", "A.\n", "\n", "word "))
+def test_a_long_text_is_divided_in_little_time(part: str) -> None:
+    began = time.process_time()
+    parts = chunks_of(part * 1_000_000)
+    assert time.process_time() - began < 0.5
+    assert len(parts) <= 4 and all(piece.startswith(part.strip()) for piece in parts)
+
+
 def test_removed_blocks_do_not_count_in_the_index() -> None:
     index = Index()
     blocks = [block(i, FILLER) for i in range(5)] + [block(9, "Oslo vault")]
