@@ -68,12 +68,12 @@ class Conversation:
 
 def timed_turn(proxy: Proxy, talk: Conversation) -> dict[str, Any]:
     """One turn of a chat; return its times and counts by the log of the proxy."""
-    cpu = proxy.cpu_ms()
+    cpu, n_turns = proxy.cpu_ms(), len(proxy.turns())
     tokens = talk.turn()
     time.sleep(0.02)  # its last line is written when our end of the answer has closed
-    spent = proxy.cpu_ms() - cpu
+    line, spent = proxy.turn_after(n_turns, tokens), proxy.cpu_ms() - cpu
     size_of = {"tokens": tokens, "messages": len(talk.messages) - 1}
-    return size_of | turn_record(proxy.last_turn(), spent)
+    return size_of | turn_record(line, spent)
 
 
 def measure_dialog(proxy: Proxy, texts: Sequence[str], turns: int) -> list[dict[str, Any]]:

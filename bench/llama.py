@@ -18,6 +18,8 @@ import orjson
 from evoke_proxy.demo.processes import free_port, proxy_command, serving
 
 _TIMEOUT_S = 900.0
+# In which the proxy writes its log line of a turn that has ended, on a busy machine.
+_LOGGED_S = 20.0
 
 
 def ask(
@@ -133,10 +135,20 @@ class Proxy:
         """Processor time of all its threads so far."""
         return 1000 * cpu_s(Path(f"/proc/{self.pid}"))
 
-    def last_turn(self) -> str:
-        """The log line of the latest chat request; there soon after its answer has ended."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        return [line for line in lines if "POST /v1/chat/completions" in line][-1]
+    def turns(self) -> list[str]:
+        """The log lines of chat requests so far; each is there soon after its answer has ended."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        return [line for line in lines if "POST /v1/chat/completions" in line and line[-1] == "\n"]
+
+    def turn_after(self, n_turns: int, tokens: int) -> str:
+        """The log line of a prompt of so many tokens after `n_turns`; TimeoutError without one."""
+        until = time.monotonic() + _LOGGED_S
+        while time.monotonic() < until:
+            for line in self.turns()[n_turns:]:
+                if f" prompt={tokens} " in line:
+                    return line
+            time.sleep(0.02)
+        raise TimeoutError(f"no turn of {tokens} tokens in {self.log} after {_LOGGED_S:.0f} s")
 
 
 @contextmanager

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.chat_turns import budget_of, first_byte_row, turn_record, turn_row
+from bench.chat_turns import (
+    Conversation,
+    budget_of,
+    first_byte_row,
+    timed_turn,
+    turn_record,
+    turn_row,
+)
+from bench.llama import Proxy
 from bench.overhead import summarise
 
 LINE = (
@@ -32,6 +43,20 @@ def test_a_turn_without_a_block_call_has_a_block_plan_time_of_0() -> None:
 def test_a_log_line_of_a_turn_that_was_not_planned_is_an_error(line: str) -> None:
     with pytest.raises(RuntimeError, match="did not plan"):
         turn_record(line, 1.0)
+
+
+def test_the_line_of_a_turn_is_awaited_and_not_that_of_the_turn_before(tmp_path: Path) -> None:
+    log = tmp_path / "proxy.log"
+    late = LINE.replace("prompt=31735", "prompt=31000").replace("own_ms=12.20", "own_ms=99.00")
+    log.write_text(f"{late}\n")
+
+    class Talk(Conversation):
+        def turn(self) -> int:
+            threading.Timer(0.2, lambda: log.write_text(f"{late}\n{late}\n{LINE}\n")).start()
+            return 31735
+
+    proxy = Proxy(0, log, os.getpid())
+    assert timed_turn(proxy, Talk(0, 1))["own"] == 12.2
 
 
 def turn(own: float) -> dict[str, Any]:
