@@ -95,7 +95,9 @@ class Bench:
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the parsed options, by default of the command line."""
-        parser = record.parser(self.name, self.about, self.example)
+        example = f"example:\n  python -m bench.{self.name} {self.example}"
+        parser = record.command(self.name, self.about, example)
+        parser.add_argument("--out", type=Path, help=f"the JSON file ({record.path_of(self.name)})")
         for each in self.options:
             parser.add_argument(each.name, **each.arguments)
         return parser.parse_args(argv)
@@ -119,7 +121,11 @@ class Bench:
         for bar in report.missed:
             print(f"missed: {bar}")
         recorded = rows if report.rows is None else report.rows
-        record.keep(self.name, recorded, report.summary, (out, report.picture))
+        written = [record.write(self.name, recorded, report.summary, out)]
+        if report.picture:
+            written.append(written[0].with_suffix(".svg"))
+            written[1].write_text(report.picture, encoding="utf-8")
+        print(f"written: {', '.join(map(str, written))}")
         return int(bool(report.missed))
 
 

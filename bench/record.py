@@ -27,13 +27,6 @@ def command(name: str, about: str | None, examples: str | None = None) -> argpar
     )
 
 
-def parser(name: str, about: str | None, example: str) -> argparse.ArgumentParser:
-    """Return such a parser with the option `--out`, and one example."""
-    made = command(name, about, f"example:\n  python -m bench.{name} {example}")
-    made.add_argument("--out", type=Path, help=f"the JSON file ({path_of(name)})")
-    return made
-
-
 def path_of(name: str) -> Path:
     """Return where the record of a bench, or of its part, is written."""
     return Path("out/bench") / f"{name.replace(' ', '_')}.json"
@@ -83,16 +76,6 @@ def write(name: str, rows: Sequence[Row], summary: Row, out: Path | None = None)
     }
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return path
-
-
-def keep(name: str, rows: Sequence[Row], summary: Row, files: tuple[Path | None, str]) -> None:
-    """Write the report to the first of `files`, or its usual place, and a picture beside it."""
-    out, picture = files
-    paths = [write(name, rows, summary, out)]
-    if picture:
-        paths.append(paths[0].with_suffix(".svg"))
-        paths[1].write_text(picture, encoding="utf-8")
-    print(f"written: {', '.join(map(str, paths))}")
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
