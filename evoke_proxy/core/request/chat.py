@@ -46,6 +46,8 @@ _MAX_ARGUMENTS = 16
 # Limits on the tool calls of one answer that are read: their number, and the characters and
 # elements of all arguments that are parsed. The event loop parses them in a few milliseconds.
 _MAX_CALLS, _MAX_PARSED_CHARS, _MAX_PARSED_ELEMENTS = 64, 1 << 20, 8192
+# Messages after the last answer that a turn is read from: a message may have any number of results.
+_MAX_LATEST = 1024
 
 # A transcript has at most this many messages before it: system prompts.
 _MAX_BEFORE_TRANSCRIPT = 4
@@ -141,17 +143,22 @@ class ChatRequest:
 
     @property
     def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
-        """The texts after the last answer, and that answer's tool calls."""
+        """The texts after the last answer, and that answer's tool calls.
+
+        An answer before more than _MAX_LATEST messages is not searched for.
+        """
         turns = self.turns
         at = len(turns)
         while at and turns[at - 1].role is Role.ASSISTANT:  # a prefilled answer
             at -= 1
+        first = max(0, at - _MAX_LATEST)
         texts: list[str] = []
-        while at and turns[at - 1].role is not Role.ASSISTANT:
+        while at > first and turns[at - 1].role is not Role.ASSISTANT:
             at -= 1
             if turns[at].role in (Role.USER, Role.TOOL):
                 texts.append(turns[at].text)
-        return texts[::-1], turns[at - 1].tool_calls if at and texts else ()
+        is_answer = at > 0 and turns[at - 1].role is Role.ASSISTANT
+        return texts[::-1], turns[at - 1].tool_calls if is_answer and texts else ()
 
 
 def parse_chat(

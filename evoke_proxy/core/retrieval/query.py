@@ -28,6 +28,8 @@ _ANSWER_CHARS = 256
 # Several messages of the user in a row are several questions. Besides the last one, at most this
 # many before it are read.
 _MAX_EARLIER_QUESTIONS = 4
+# Messages that are searched for those of the user: tool results may be any number.
+_MAX_SEARCHED = 4096
 
 # The gap between two sentences or lines.
 SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
@@ -169,7 +171,7 @@ def query_of(request: ChatRequest) -> Query:
     context. The query of a turn of tool results includes the user's last message as context.
     """
     messages = _without_prefill(request.turns)
-    run = list(takewhile(_is_user, reversed(messages)))
+    run = list(takewhile(_is_user, islice(reversed(messages), _MAX_SEARCHED)))
     if run:
         texts = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
         earlier = [each for each in reversed(texts) if _asks(each)]
@@ -308,8 +310,8 @@ def _joined_names(sentence: str) -> list[str]:
 
 
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the texts of the user's messages, the latest first."""
-    for message in reversed(messages):
+    """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
+    for message in islice(reversed(messages), _MAX_SEARCHED):
         if message.role is Role.USER:
             yield message.text
 

@@ -14,6 +14,7 @@ from evoke_proxy.core.request.chat import (
     RequestOptions,
     parse_chat,
 )
+from evoke_proxy.core.retrieval.query import query_of
 
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -158,6 +159,25 @@ def test_the_tool_calls_of_a_large_body_are_read_in_milliseconds(arguments: str)
     began = time.thread_time()
     assert len(chat.query) + len(chat.files) > 0
     assert time.thread_time() - began < 0.025
+
+
+def _with_results(n_results: int) -> ChatRequest:
+    call = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a.py"}}
+    results = [{"type": "tool_result", "tool_use_id": "1", "content": "x"}] * n_results
+    messages = [
+        {"role": "user", "content": "Read it"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": results},
+    ]
+    return parse_chat("messages", {"messages": messages})
+
+
+def test_a_message_with_very_many_results_is_queried_in_milliseconds() -> None:
+    assert query_of(_with_results(1000)).files == ("a.py",)
+    chat = _with_results(100_000)
+    began = time.thread_time()
+    assert query_of(chat).text.startswith("x\nx") and not chat.files
+    assert time.thread_time() - began < 0.15
 
 
 @pytest.mark.parametrize("messages", [None, 3, ["text"], [None], [{"role": 3, "content": {}}]])
