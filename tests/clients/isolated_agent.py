@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFReader
+from scripted_relay import Calling, Relay, relayed
 
 from bench.llama import proxied
 from bench.random_models import SHAPES, ensure
-from bench.scripted import Calling, Relay, relayed
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from npm_packages import INSTALL_S, NotInstalled, installed
 
-from bench.npm import INSTALL_S, NotInstalled, installed
 from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 TURN_S = 150

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from comparison import erasable_server
 from harness import RunningProxy, proxy
+from npm_packages import INSTALL_S, NotInstalled, installed
 
-from bench.npm import INSTALL_S, NotInstalled, installed
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.llama.block_api import BlockApi, RenderCall
 from evoke_proxy.adapters.metrics import TOKEN_KINDS

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from chromium import Page
-
-from bench.npm import NotInstalled, installed_file
+from npm_packages import NotInstalled, installed_file
 
 _VERSION = "4.14.1"
 _RUN = """axe.run(document, {resultTypes: ["violations"]}).then((result) =>

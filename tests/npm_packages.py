@@ -1,4 +1,4 @@
-"""Installs packages from npm for tests and benches, once, into the cache folder."""
+"""Installs packages from npm for tests, once, into the cache folder."""
 
 from __future__ import annotations
 

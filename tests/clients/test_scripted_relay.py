@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from scripted_relay import Relay, relayed
+
 from bench.listening import Quiet, listening
-from bench.scripted import Relay, relayed
 from evoke_proxy.demo.client import events
 
 
