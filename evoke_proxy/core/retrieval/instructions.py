@@ -356,6 +356,11 @@ _LIMIT = _Lexicon(
 )
 # Words for the user and what belongs to the user.
 _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
+# What looks like a question, a request or a fragment and tells something: the words of a person, as
+# in "How about a swim, asked Ann", "Remember that Ann is away", and a value, as in "Hall: white".
+_REPORTED = re.compile(r", (?:asked|asks|said|says|suggested|suggests|thought|wrote)\b")
+_REMINDER = re.compile(r"(?:please )?(?:remember|note|(?:do not|don't) forget) that\b", re.IGNORECASE)
+_VALUE = re.compile(r"(?:[\w'-]+ ){0,4}[\w'-]+: \w")
 # Words of thanks and agreement.
 _COURTESY = frozenset(
     "thank thanks you that that's is fine great good ok okay very much for the this it it's i"
@@ -376,36 +381,46 @@ def statement_points(text: str) -> float:
     """Return the points of a user's short text as a statement: 0 when it is none, else up to 3.
 
     A sentence that is neither question nor request nor courtesy has one point, one more when it
-    states a limit, and one more when it is about the user. The points of a text are those of its
+    states a limit, and one more when it is about the user. Reported speech is no question, and
+    "remember that" begins no request. The points of a text are those of its
     best sentence, less one beside a question, which the statement usually explains.
     """
     if len(text) > _MAX_STATEMENT_CHARS:
         return 0.0
     points, asks = 0.0, False
     for sentence in _sentences(text):
-        if _is_question(sentence):
+        if _is_question(sentence) and not _REPORTED.search(sentence):
             asks = True
             continue
         lowered = sentence.lower()
         words = frozenset(_WORD.findall(lowered))
-        if len(words - _COURTESY) >= _MIN_STATEMENT_WORDS and not _ONE_OFF.match(sentence):
+        is_long = len(words - _COURTESY) >= _MIN_STATEMENT_WORDS or _VALUE.match(sentence)
+        if is_long and (_REMINDER.match(sentence) or not _ONE_OFF.match(sentence)):
             found = 1.0 + bool(_LIMIT.count(lowered, words)) + bool(_OWN & words)
             points = max(points, found)
     return max(0.0, points - asks)
 
 
 # A question for a list: "which cities have I visited", "give me all open tickets", "who owes me",
-# "what do you know about my aunt", "what must I keep in mind", "what did I lend, and to whom".
+# "what do you know about my aunt", "what must I keep in mind", "what did I lend, and to whom",
+# "what is left to do", "what advice did I get". "All the time" and "every week" ask for none.
 _SEVERAL = re.compile(
-    r"\b(?:all|every|each|everything|every(?:one|body)|list|summari[sz]e|overview)\b"
+    r"\b(?:(?<!at )(?<!after )all(?! (?:the time|day|night|along|right)\b)"
+    r"|(?:every|each)(?! (?:time|day|night|morning|evening|week|weekend|month|quarter|year|other)\b)"
+    r"|everything|every(?:one|body)|list|summari[sz]e|sum (?:\w+ )?up|recap|enumerate|overview)\b"
     r"|\bwhat (?:do |did )?(?:you|we|i) (?:know|remember) (?:about|of)\b"
+    r"|\bwhat(?:'s| is| was) (?:still )?(?:left|missing|open|outstanding)\b"
+    r"|\b(?:what|which) (?:\w+ )?(?:advice|equipment|feedback|furniture|information|luggage|news)\b"
     r"|\bwhat\b[^.?!]{0,40}\b(?:(?:keep|bear) in mind|(?:look|watch) out for|pay attention to)\b"
     r"|\b(?:who|what|which|where|when|how (?:much|many))\b[^.?!]{3,80}(?:\band (?:to|for|from|with|"
     r"on|by|at|in) (?:whom|what|which|where|when)\b|\b(?:to|for|from|with|on) (?:whom|what)[?! ]*$)"
     r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
     r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "
-    r"(?:(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"
-    r"(?!(?:is|was|does|has|this|its|his|us)\b)\w+(?<!s)s\b)",
+    r"(?P<more>(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"
+    r"(?!(?:is|was|does|has|this|its|his|us)\b)\w+(?<![su])s\b"
+    # A verb with its object, not a plural: "which hobby shows me", but "what annoys me".
+    r"(?(more)(?! (?:an?|the|th[eo]se|this|that|me|you|him|her|it|us|them|my|your|his|its|our"
+    r"|their)\b)))",
     re.IGNORECASE,
 )
 

@@ -52,8 +52,10 @@ _MODEL_WEIGHT = 0.5
 # Weight of the ranking of the user's short statements, and the share of the query's words that a
 # unit must have to be a likely answer: the statements are used when none of them has this share, or
 # when the user asks for advice. A question for a list has several statements as its answer, some of
-# them in other words, so the statements have more weight than the ranking of all units.
-_STATEMENT_WEIGHT, _LIST_WEIGHT, _MIN_COVERAGE = 0.34, 1.3, 0.6
+# them in other words, so the statements have more weight than the ranking of all units: by far more
+# when none of them has this share, because then the words of the question find none of them.
+_STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
+_LIST_WEIGHT, _UNCOVERED_LIST_WEIGHT = 1.3, 5.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
 # A longer text without a question mark tells something and asks for nothing.
@@ -323,7 +325,7 @@ class UnitRanker:
         points = self._units.maxima(self._source.statements)[: self._n]
         found = self._second_look_up(query, _strong(texts, first), points)
         second = self._latest_first(asked, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
-        after, is_unsure = 0, False
+        after, is_covered, is_unsure = 0, False, False
         if first and len(first[0].order):
             coverage = self._coverage(query)
             if not query.n_context and coverage[first[0].order[0]] < _MIN_COVERAGE:
@@ -333,8 +335,9 @@ class UnitRanker:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
             is_unsure = _asks(query.text) and not is_covered
-        if query.n_own and asks_for_several(query.clauses[0]):
-            first.append(replace(_statements(texts[0], points, after), weight=_LIST_WEIGHT))
+        if any(map(asks_for_several, query.clauses[: query.n_own])):
+            weight = _LIST_WEIGHT if is_covered else _UNCOVERED_LIST_WEIGHT
+            first.append(replace(_statements(texts[0], points, after), weight=weight))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
             first.append(_statements(texts[0], points, after))
