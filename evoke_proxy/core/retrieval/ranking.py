@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Positions
+from evoke_proxy.core.retrieval.analysis import names_in
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
@@ -53,7 +54,8 @@ _MODEL_WEIGHT = 0.5
 # unit must have to be a likely answer: the statements are used when none of them has this share, or
 # when the user asks for advice. A question for a list has several statements as its answer, some of
 # them in other words, so the statements have more weight than the ranking of all units: by far more
-# when none of them has this share, because then the words of the question find none of them.
+# when none of them has this share and no unit has a name of the question, because then its words
+# find few of them.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 _LIST_WEIGHT, _UNCOVERED_LIST_WEIGHT = 1.3, 5.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
@@ -336,7 +338,8 @@ class UnitRanker:
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
             is_unsure = _asks(query.text) and not is_covered
         if any(map(asks_for_several, query.clauses[: query.n_own])):
-            weight = _LIST_WEIGHT if is_covered else _UNCOVERED_LIST_WEIGHT
+            is_found = is_covered or self._has_known_name(query.text)
+            weight = _LIST_WEIGHT if is_found else _UNCOVERED_LIST_WEIGHT
             first.append(replace(_statements(texts[0], points, after), weight=weight))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
@@ -558,6 +561,11 @@ class UnitRanker:
         return any(
             unit_of(block) < n_ranked for blocks in self._blocks_with(number) for block in blocks
         )
+
+    def _has_known_name(self, text: str) -> bool:
+        """Return whether a ranked unit contains a form of a certain name or value of a text."""
+        names = names_in(text).items()
+        return any(certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names)
 
     def _terms(self, text: str) -> Sequence[str]:
         """Return the terms of a text of the query."""
