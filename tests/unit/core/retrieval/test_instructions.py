@@ -192,6 +192,24 @@ def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "How about a treasure hunt, asked Ann.",
+        "Why not rent the cinema, said Paul.",
+        "Remember that Fergus eats no pork.",
+        "Hall: white.",
+        "Solar panels: yes.",
+    ],
+)
+def test_a_text_like_a_question_or_a_note_may_tell_something(text: str) -> None:
+    assert statement_points(text) > 0
+
+
+def test_a_question_about_what_somebody_said_tells_nothing() -> None:
+    assert statement_points("How did Ann say that?") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "Which cities have I visited so far?",
         "Who owes me money?",
         "Who is coming to the wedding?",
@@ -204,6 +222,11 @@ def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
         "I am cooking for them. What do I have to keep in mind?",
         "Which of my things did I lend out, and to whom?",
         "How much money did I spend on what?",
+        "What dietary restrictions do my guests have?",
+        "What is left to do for the festival?",
+        "What advice did people give me for the island?",
+        "Please sum up what we agreed for the house.",
+        "What annoys me?",
     ],
 )
 def test_a_question_for_a_list_is_recognized(text: str) -> None:
@@ -224,6 +247,11 @@ def test_a_question_for_a_list_is_recognized(text: str) -> None:
         "What is on the table?",
         "I was there when it happened.",
         "Where is the shop in which I bought it?",
+        "I forget this all the time: what is my handicap?",
+        "What is the name of the dinner that I host every quarter?",
+        "Which hobby shows me progress?",
+        "Which relative teases me about the vase?",
+        "What campus team won?",
     ],
 )
 def test_a_question_for_one_thing_is_not_one_for_a_list(text: str) -> None:

@@ -230,6 +230,26 @@ def test_for_a_list_statements_in_other_words_are_ranked_early() -> None:
     assert 14 not in order(Query.of("Where do I have a plant?"), texts)[:6]
 
 
+def test_a_list_may_be_asked_for_in_any_sentence_of_the_turn() -> None:
+    texts = [f"Which plants like the weather of day {n}?" for n in range(20)]
+    texts[2] = "I have an orchid, one of our plants."
+    texts[8], texts[14] = "I repotted my cactus.", "My fern died in May."
+    query = Query.of("I am making an inventory. Which plants do I have?")
+    assert {2, 8, 14} <= set(order(query, texts)[:4])
+
+
+def test_a_list_in_other_words_has_most_of_the_room() -> None:
+    texts = [f"Is a journey by ship slow on day {n}?" + " It rains a lot." * 9 for n in range(20)]
+    trips = {4: "I swam in Crete.", 10: "We hiked in Norway.", 16: "I spent a week in Malta."}
+    texts = [trips.get(n, text) for n, text in enumerate(texts)]
+    assert set(trips) <= set(order(Query.of("Which journeys pleased my parents?"), texts)[:4])
+    # The words of the question, or its name, find more of the answer.
+    texts[7] = "A journey that pleased my parents."
+    assert not set(trips) <= set(order(Query.of("Which journeys pleased my parents?"), texts)[:5])
+    texts[7] = "Is the ship of Mira Kolt slow?" + " It rains a lot." * 9
+    assert not set(trips) <= set(order(Query.of("Which journeys pleased Mira Kolt?"), texts)[:5])
+
+
 def test_messages_that_the_model_attends_to_are_ranked_first() -> None:
     query = Query.of("What was the weather of day 3?")
     assert set(order(query, FILLER, {7: 0.9})[:2]) == {3, 7}  # fused with the words
