@@ -359,7 +359,9 @@ _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".s
 # What looks like a question, a request or a fragment and tells something: the words of a person, as
 # in "How about a swim, asked Ann", "Remember that Ann is away", and a value, as in "Hall: white".
 _REPORTED = re.compile(r", (?:asked|asks|said|says|suggested|suggests|thought|wrote)\b")
-_REMINDER = re.compile(r"(?:please )?(?:remember|note|(?:do not|don't) forget) that\b", re.IGNORECASE)
+_REMINDER = re.compile(
+    r"(?:please )?(?:remember|note|(?:do not|don't) forget) that\b", re.IGNORECASE
+)
 _VALUE = re.compile(r"(?:[\w'-]+ ){0,4}[\w'-]+: \w")
 # Words of thanks and agreement.
 _COURTESY = frozenset(
@@ -406,7 +408,8 @@ def statement_points(text: str) -> float:
 # "what is left to do", "what advice did I get". "All the time" and "every week" ask for none.
 _SEVERAL = re.compile(
     r"\b(?:(?<!at )(?<!after )all(?! (?:the time|day|night|along|right)\b)"
-    r"|(?:every|each)(?! (?:time|day|night|morning|evening|week|weekend|month|quarter|year|other)\b)"
+    r"|(?:every|each)(?! (?:time|day|night|morning|evening|week(?:end)?|month|quarter|year|other)"
+    r"\b)"
     r"|everything|every(?:one|body)|list|summari[sz]e|sum (?:\w+ )?up|recap|enumerate|overview)\b"
     r"|\bwhat (?:do |did )?(?:you|we|i) (?:know|remember) (?:about|of)\b"
     r"|\bwhat(?:'s| is| was) (?:still )?(?:left|missing|open|outstanding)\b"

@@ -54,8 +54,8 @@ _MODEL_WEIGHT = 0.5
 # unit must have to be a likely answer: the statements are used when none of them has this share, or
 # when the user asks for advice. A question for a list has several statements as its answer, some of
 # them in other words, so the statements have more weight than the ranking of all units: by far more
-# when none of them has this share and no unit has a name of the question, because then its words
-# find few of them.
+# when none of them has this share, no unit has a name of the question, and it refers to no earlier
+# turn, because then its words find few of them.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 _LIST_WEIGHT, _UNCOVERED_LIST_WEIGHT = 1.3, 5.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
@@ -338,8 +338,8 @@ class UnitRanker:
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
             is_unsure = _asks(query.text) and not is_covered
         if any(map(asks_for_several, query.clauses[: query.n_own])):
-            is_found = is_covered or self._has_known_name(query.text)
-            weight = _LIST_WEIGHT if is_found else _UNCOVERED_LIST_WEIGHT
+            is_about = is_covered or query.n_context or self._has_known_name(query.text)
+            weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             first.append(replace(_statements(texts[0], points, after), weight=weight))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
