@@ -338,7 +338,7 @@ class UnitRanker:
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
             is_unsure = _asks(query.text) and not is_covered
         if any(map(asks_for_several, query.clauses[: query.n_own])):
-            is_about = is_covered or query.n_context or self._has_known_name(query.text)
+            is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             first.append(replace(_statements(texts[0], points, after), weight=weight))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
@@ -562,7 +562,7 @@ class UnitRanker:
             unit_of(block) < n_ranked for blocks in self._blocks_with(number) for block in blocks
         )
 
-    def _has_known_name(self, text: str) -> bool:
+    def _finds_name(self, text: str) -> bool:
         """Return whether a ranked unit contains a form of a certain name or value of a text."""
         names = names_in(text).items()
         return any(certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names)
