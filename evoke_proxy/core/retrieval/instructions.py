@@ -362,7 +362,7 @@ _REPORTED = re.compile(r", (?:asked|asks|said|says|suggested|suggests|thought|wr
 _REMINDER = re.compile(
     r"(?:please )?(?:remember|note|(?:do not|don't) forget) that\b", re.IGNORECASE
 )
-_VALUE = re.compile(r"(?:[\w'-]+ ){0,4}[\w'-]+: \w")
+_VALUE = re.compile(r"^(?:[\w'-]+ ){0,4}[\w'-]+: \w")
 # Words of thanks and agreement.
 _COURTESY = frozenset(
     "thank thanks you that that's is fine great good ok okay very much for the this it it's i"
