@@ -23,8 +23,8 @@ LATEST = "latest"
 TOO_MUCH_WORK = "too_much_work"
 # Names that llama-server accepts in one call (patches/API.md, "How much one call may have").
 MAX_NAMES = 16_384
-# Selecting among more saved blocks than this takes milliseconds.
-_FEW_COPIES = 1024
+# Selecting among more saved blocks than this, or encoding a plan for them, takes milliseconds.
+_FEW_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ class BlockApi:
         answer = await self._client.call("POST", "/evoke/render", body, options)
         return Rendered.parse(answer, previous)
 
-    async def run(self, slot: int, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one block call for a slot and return the reply.
+    async def run(self, slot: int, action: str, body: Mapping[str, Any] | bytes) -> dict[str, Any]:
+        """Make one block call for a slot and return the reply; bytes are JSON already.
 
         Raises PlanRefused when llama-server refuses the call, which then has changed nothing.
         """
@@ -136,7 +136,7 @@ class BlockApi:
         answer = await self._client.call("GET", target)
         copies = answer.get("blocks")
         if keep is not None and isinstance(copies, list):
-            if len(copies) > _FEW_COPIES:
+            if len(copies) > _FEW_BLOCKS:
                 answer["blocks"] = await asyncio.to_thread(_select, copies, keep)
             else:
                 answer["blocks"] = _select(copies, keep)
@@ -159,9 +159,11 @@ class BlockApi:
             prefix, names = call.tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
             adopt = {"tokens": prefix, "names": names, "epoch": epoch, **owner}
             epoch = _epoch(await self.run(view.id, "block-adopt", adopt))
-        ops = [*plan.ops(), *call.more_ops]
+        if _n_blocks(plan) > _FEW_BLOCKS:  # takes milliseconds
+            ops, body = await asyncio.to_thread(_plan_body, call, epoch)
+        else:
+            ops, body = _plan_body(call, epoch)
         if ops:
-            body = {"epoch": epoch, "ops": ops, **owner}
             try:
                 epoch = _epoch(await self.run(view.id, "block-plan", body))
             except PlanRefused as refused:
@@ -249,6 +251,18 @@ def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
         return {str(copy["name"]): copy for copy in answer.get("blocks") or ()}
     except (KeyError, TypeError) as error:
         raise UpstreamProtocolError("llama-server lists a saved block without a name") from error
+
+
+def _n_blocks(plan: Plan) -> int:
+    """How many blocks the operations of a plan name."""
+    n_ordered = len(plan.stream.order) if plan.stream is not None else 0
+    return n_ordered + len(plan.saves) + len(plan.evicts) + len(plan.loads) + len(plan.drops)
+
+
+def _plan_body(call: PlanCall, epoch: int) -> tuple[Sequence[Mapping[str, Any]], bytes]:
+    """The operations of a plan, and the body of the call that runs them, as JSON."""
+    ops = [*call.plan.ops(), *call.more_ops]
+    return ops, orjson.dumps({"epoch": epoch, "ops": ops, **call.owner})
 
 
 def of_session(session: str) -> Callable[[str], bool]:

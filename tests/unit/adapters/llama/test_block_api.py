@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 from thread_steps import longest_step
 
 from evoke_proxy.adapters.llama import block_api
-from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in, of_session
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, copies_in, of_session
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Plan
+from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.errors import PlanRefused, UpstreamProtocolError
 
 ALLOWED = 100
@@ -120,3 +124,22 @@ def test_other_threads_run_while_saved_blocks_are_selected() -> None:
         copies = listed(200_000)
         steps.append(longest_step(select))
     assert min(steps) < 0.02 and not copies
+
+
+@pytest.mark.parametrize("n_blocks", [3, 5000])
+def test_the_operations_of_a_plan_are_sent_as_they_are(n_blocks: int) -> None:
+    sent: list[bytes] = []
+
+    class Running:
+        async def call(self, _method: str, _target: str, body: bytes, _: object) -> dict[str, Any]:
+            sent.append(body)
+            return {"epoch": 8}
+
+    client: Any = Running()
+    plan = Plan(evicts=tuple(Evict(Span(i, i + 1)) for i in range(n_blocks)), reuse=4)
+    view = SlotView(id=2, epoch=7, n_tokens=9, resident=(), n_free=0, n_common=0)
+    more = [{"op": "probe"}]
+    call = PlanCall(plan, view, {"tenant": "t", "session": "s"}, more_ops=more)
+    assert asyncio.run(BlockApi(client).run_plan(call)) == 8
+    (body,) = map(json.loads, sent)
+    assert body == {"epoch": 7, "ops": [*plan.ops(), *more], "tenant": "t", "session": "s"}
