@@ -42,7 +42,7 @@ def test_an_isolated_agent_runs_its_turns_without_decoding_its_history_again(
 ) -> None:
     name, program = agent
     script = [sys.executable, str(ROOT / "tests/clients/isolated_agent.py"), name, str(program)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     completed = subprocess.run([*UNSHARE, *script], env=environment, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr[-2000:]
     result = json.loads(completed.stdout)

@@ -27,7 +27,7 @@ def recorded_calls(
         original = BlockApi.run
 
         async def recording_run(api: BlockApi, slot: int, action: str, body: Any) -> Any:
-            calls.append((action, body))
+            calls.append((action, json.loads(body) if isinstance(body, bytes) else body))
             return await original(api, slot, action, body)
 
         monkeypatch.setattr(BlockApi, "run", recording_run)

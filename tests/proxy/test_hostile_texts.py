@@ -80,8 +80,17 @@ def _calls(text: str, first: str) -> Messages:
     return [*_question(first), said, *_question("And what about him?")]
 
 
+def _results(text: str, first: str) -> Messages:
+    """Hundreds of results that name one call with long arguments."""
+    arguments = {"path": "a.py", "content": text, "x": [0] * 12_000}
+    call = {"role": "assistant", "content": "", "tool_calls": [_call("1", "edit", arguments)]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "Done."}
+    return [*_question(first), call, *[result] * 800]
+
+
 PLACES: dict[str, Callable[[str, str], Messages]] = {
     "question": _question, "answer": _answer, "path": _path, "names": _names, "calls": _calls,
+    "results": _results,
 }  # fmt: skip
 
 

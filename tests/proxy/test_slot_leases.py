@@ -263,7 +263,8 @@ def test_a_turn_waits_while_another_session_saves_the_rows_of_its_slot(
         saved_before_turn: list[bool] = []
 
         async def slow_run(api: BlockApi, slot: int, action: str, body: Any) -> Any:
-            saves = action == "block-plan" and any(op["op"] == "save" for op in body["ops"])
+            call = json.loads(body) if isinstance(body, bytes) else body
+            saves = action == "block-plan" and any(op["op"] == "save" for op in call["ops"])
             if saves and not saving.is_set():
                 saving.set()
                 await asyncio.to_thread(saved.wait, 60)

@@ -28,6 +28,14 @@ _FEW_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class EncodedOps:
+    """The operations of a plan, and the same as JSON."""
+
+    ops: Sequence[Mapping[str, Any]]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PlanCall:
     """A plan to run on a slot.
 
@@ -38,6 +46,7 @@ class PlanCall:
             for the session that saved it.
         tokens: the prompt; needed if the plan adopts copies of another slot.
         more_ops: operations to run after those of the plan.
+        encoded: the operations, if they are encoded already, see `encode`.
     """
 
     plan: Plan
@@ -45,6 +54,7 @@ class PlanCall:
     owner: Mapping[str, str]
     tokens: Tokens | None = None
     more_ops: Sequence[dict[str, Any]] = ()
+    encoded: EncodedOps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +169,11 @@ class BlockApi:
             prefix, names = call.tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
             adopt = {"tokens": prefix, "names": names, "epoch": epoch, **owner}
             epoch = _epoch(await self.run(view.id, "block-adopt", adopt))
-        if _n_blocks(plan) > _FEW_BLOCKS:  # takes milliseconds
-            ops, body = await asyncio.to_thread(_plan_body, call, epoch)
-        else:
-            ops, body = _plan_body(call, epoch)
+        encoded = call.encoded or await encode(call)
+        ops = encoded.ops
         if ops:
+            head = orjson.dumps({"epoch": epoch, **owner})
+            body = b'%b,"ops":%b}' % (head[:-1], encoded.data)
             try:
                 epoch = _epoch(await self.run(view.id, "block-plan", body))
             except PlanRefused as refused:
@@ -259,10 +269,16 @@ def _n_blocks(plan: Plan) -> int:
     return n_ordered + len(plan.saves) + len(plan.evicts) + len(plan.loads) + len(plan.drops)
 
 
-def _plan_body(call: PlanCall, epoch: int) -> tuple[Sequence[Mapping[str, Any]], bytes]:
-    """The operations of a plan, and the body of the call that runs them, as JSON."""
+async def encode(call: PlanCall) -> EncodedOps:
+    """Encode the operations of a call: in a thread when they name many blocks."""
+    if _n_blocks(call.plan) > _FEW_BLOCKS:
+        return await asyncio.to_thread(_encoded, call)
+    return _encoded(call)
+
+
+def _encoded(call: PlanCall) -> EncodedOps:
     ops = [*call.plan.ops(), *call.more_ops]
-    return ops, orjson.dumps({"epoch": epoch, "ops": ops, **call.owner})
+    return EncodedOps(ops, orjson.dumps(ops))
 
 
 def of_session(session: str) -> Callable[[str], bool]:

@@ -8,9 +8,10 @@ corrects it.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import accumulate, compress
 
 import numpy as np
 
@@ -381,10 +382,14 @@ def _returned(
 
     Copies that overlap `ranges` stay there. Also returns the branches without those taken.
     """
+    others = sorted((other.span for other in ranges), key=lambda span: span.start)
+    starts = [span.start for span in others]
+    # The highest end of the first ranges, by their number.
+    ends = [0, *accumulate((span.end for span in others), max)]
     taken = [
         item
         for item in _best_part(branches, tokens)
-        if item.span.start >= start and not any(_overlap(item, other) for other in ranges)
+        if item.span.start >= start and ends[bisect_left(starts, item.span.end)] <= item.span.start
     ]
     return taken, tuple(_without(branches, {item.label for item in taken}))
 

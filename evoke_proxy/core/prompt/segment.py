@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span, clipped
@@ -158,6 +159,8 @@ class _MessageText:
     def __init__(self, text: str, span: Span, rendered: Rendered) -> None:
         self.media = clipped(rendered.media, span)
         self._starts = {item.start for item in self.media}
+        self._media_ends = [item.end for item in self.media]
+        self._media_tokens = [0, *accumulate(map(len, self.media))]
         self._text = text
         if not self.media:
             self._alignment = TextAlignment(text, span, rendered.sentence_starts)
@@ -172,7 +175,7 @@ class _MessageText:
         )
 
     def of(self, part: Span) -> str:
-        """The approximate text of a block; that of the whole message for an image or a sound."""
+        """The approximate text of a block; for an image or a sound that of its message."""
         most = max(_BLOCK_CHARS, _TOKEN_CHARS * len(part))
         if self.is_media(part.start):
             return self._text[:most]
@@ -185,7 +188,7 @@ class _MessageText:
 
     def _text_position(self, position: int) -> int:
         """The position if the images and sounds of the message had no tokens."""
-        return position - sum(len(item) for item in self.media if item.end <= position)
+        return position - self._media_tokens[bisect_right(self._media_ends, position)]
 
 
 class TextAlignment:
@@ -270,6 +273,8 @@ class _Names:
         self._messages = messages
         # Tool calls by id, of the messages from `_read_from` on.
         self._calls: dict[str, ToolCall] = {}
+        # Paths of calls that were parsed, by `id()`: many results may name the same call.
+        self._paths: dict[int, str] = {}
         self._read_from = len(messages)
 
     def of(self, item: MessageSpan) -> _Name:
@@ -277,7 +282,36 @@ class _Names:
             return _Name(f"{item.role}:{item.index}", ())
         message = self._messages[item.index]
         call = self._call(message.tool_call_id) if message.role is Role.TOOL else None
-        return _name(item.index, message, call)
+        return self._name(item.index, message, call)
+
+    def _name(self, index: int, message: Message, call: ToolCall | None) -> _Name:
+        calls = [call] if call is not None else message.tool_calls[:_MAX_CALLS]
+        aliases = [alias for item in calls for alias in self._call_aliases(item)]
+        aliases += [message.block_name, message.name, message.tool_call_id]
+        usable = (alias for alias in aliases if 0 < len(alias) <= _MAX_ALIAS)
+        base = message.block_name or self._base(index, message, call)
+        return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(usable)))
+
+    def _base(self, index: int, message: Message, call: ToolCall | None) -> str:
+        if message.role is not Role.TOOL:
+            is_first = message.role is Role.SYSTEM and index == 0
+            return "system" if is_first else f"{message.role}:{index}"
+        path = self._path(call) if call is not None else ""
+        if path:
+            return f"file:{_basename(path)}"
+        return f"tool:{(call.name if call is not None else '') or message.name or index}"
+
+    def _call_aliases(self, call: ToolCall) -> Iterator[str]:
+        if path := self._path(call):
+            yield path
+            yield _basename(path)
+        yield call.name
+        yield call.id
+
+    def _path(self, call: ToolCall) -> str:
+        if id(call) not in self._paths:
+            self._paths[id(call)] = call.path
+        return self._paths[id(call)]
 
     def _call(self, id: str) -> ToolCall | None:
         """The latest tool call with this id."""
@@ -286,32 +320,6 @@ class _Names:
             for call in reversed(self._messages[self._read_from].tool_calls):
                 self._calls.setdefault(call.id, call)
         return self._calls.get(id) if id else None
-
-
-def _name(index: int, message: Message, call: ToolCall | None) -> _Name:
-    calls = [call] if call is not None else list(message.tool_calls)
-    aliases = [alias for item in calls[:_MAX_CALLS] for alias in _call_aliases(item)]
-    aliases += [message.block_name, message.name, message.tool_call_id]
-    usable = (alias for alias in aliases if 0 < len(alias) <= _MAX_ALIAS)
-    base = message.block_name or _base(index, message, call)
-    return _Name(base[:_MAX_NAME], tuple(dict.fromkeys(usable)))
-
-
-def _base(index: int, message: Message, call: ToolCall | None) -> str:
-    if message.role is not Role.TOOL:
-        return "system" if message.role is Role.SYSTEM and index == 0 else f"{message.role}:{index}"
-    path = call.path if call is not None else ""
-    if path:
-        return f"file:{_basename(path)}"
-    return f"tool:{(call.name if call is not None else '') or message.name or index}"
-
-
-def _call_aliases(call: ToolCall) -> Iterator[str]:
-    if path := call.path:
-        yield path
-        yield _basename(path)
-    yield call.name
-    yield call.id
 
 
 def _basename(path: str) -> str:

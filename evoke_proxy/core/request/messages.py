@@ -30,8 +30,9 @@ _MEDIA_PARTS = frozenset(
 # Elements and characters of arguments that are encoded in the event loop, in a few milliseconds.
 _MAX_ARGUMENT_SIZE = 65_536
 _PLAIN_KEYS = frozenset(("role", "content"))
-# Characters of arguments that are searched for a path, in a few milliseconds, and of a path.
-_MAX_SEARCHED_CHARS, _MAX_PATH_CHARS = 1_000_000, 1000
+# Characters and commas of arguments that are searched for a path, in a few milliseconds, and
+# characters of a path.
+_MAX_SEARCHED_CHARS, _MAX_SEARCHED_COMMAS, _MAX_PATH_CHARS = 1_000_000, 16_384, 1000
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 
@@ -54,9 +55,12 @@ class ToolCall:
     def path(self) -> str:
         """The file path in the arguments; empty when there is none.
 
-        Arguments of more than a million characters have none, and a path has at most 1,000.
+        Arguments of more than a million characters or 16,384 commas have none, and a path has at
+        most 1,000 characters. Each call parses the arguments again.
         """
         if len(self.arguments) > _MAX_SEARCHED_CHARS:
+            return ""
+        if self.arguments.count(",") > _MAX_SEARCHED_COMMAS:
             return ""
         try:
             # The time to convert an integer grows with the square of its digits.
@@ -67,8 +71,7 @@ class ToolCall:
             return ""
         values = (arguments.get(key) for key in _PATH_ARGUMENTS)
         paths = (value.strip() for value in values if isinstance(value, str))
-        path = next(filter(None, paths), "")
-        return path if len(path) <= _MAX_PATH_CHARS else ""
+        return next((path for path in paths if 0 < len(path) <= _MAX_PATH_CHARS), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ MIN_SHARE = 0.5
 MAX_CLOCK_TOKENS = 8
 # Names that fit into a response header and into a table.
 _USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+# A longer user id is not searched for a session: parsing it would block the event loop.
+_MAX_USER_CHARS = 4096
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
 
 # Fields and headers in which clients name a conversation, in order of precedence. The last value
@@ -257,7 +259,7 @@ def _session_in_metadata(metadata: object) -> object:
     The user id ends with it, or is a JSON object with it as `session_id`.
     """
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    if not isinstance(user, str):
+    if not isinstance(user, str) or len(user) > _MAX_USER_CHARS:
         return None
     if not user.startswith("{"):
         match = _CLAUDE_USER.search(user)

@@ -9,6 +9,7 @@ session makes no calls and reads no clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -536,9 +537,12 @@ class Session:
             key=lambda it: (it[0].endswith(GENERATED), it[1].start, it[1].end),
         )
         used: list[SavedRange] = []
+        spans: list[Span] = []  # those used, ascending
         for label, span in ordered:
-            if not any(span.start < it.span.end and it.span.start < span.end for it in used):
+            at = bisect_left(spans, span.end, key=_start)  # those before begin before its end
+            if not at or spans[at - 1].end <= span.start:
                 used.append(SavedRange(label, span))
+                insort(spans, span, key=_start)
         end = max((item.span.end for item in used), default=0)
         unused = copies.keys() - {item.label for item in used}
         self._decoded = tokens[:end]
@@ -792,6 +796,10 @@ def _needed_budget(view: PolicyView, query: Query, config: PolicyConfig) -> int:
     essential = essential_blocks(view, query.files, config.budget)
     needed = needed_for(int(blocks.lengths[essential].sum()))
     return needed if needed > config.budget else 0
+
+
+def _start(span: Span) -> int:
+    return span.start
 
 
 def _tokens_only_in_slot(layout: Layout) -> int:

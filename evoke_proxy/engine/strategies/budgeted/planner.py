@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall, copies_in
+from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall, copies_in, encode
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quote_past, quotes_past
@@ -243,6 +243,8 @@ class Planner:
             reply = _verbose_reply(turn, (started, plan), recalled, probe)
             return session.after(started, plan), spoken, reply
 
+        # Before the work beside the call begins, which would delay the call otherwise.
+        call = replace(call, encoded=await encode(call))
         meanwhile = Meanwhile(after, trace)
         try:
             epoch = await turn.calls.blocks.run_plan(call)

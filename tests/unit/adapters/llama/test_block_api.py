@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from thread_steps import longest_step
 
 from evoke_proxy.adapters.llama import block_api
-from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, copies_in, of_session
+from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, copies_in, encode, of_session
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.prompt.rendered import SlotView
@@ -141,5 +142,9 @@ def test_the_operations_of_a_plan_are_sent_as_they_are(n_blocks: int) -> None:
     more = [{"op": "probe"}]
     call = PlanCall(plan, view, {"tenant": "t", "session": "s"}, more_ops=more)
     assert asyncio.run(BlockApi(client).run_plan(call)) == 8
-    (body,) = map(json.loads, sent)
+    encoded = asyncio.run(encode(call))
+    again = replace(call, plan=Plan.EMPTY, more_ops=(), encoded=encoded)
+    assert asyncio.run(BlockApi(client).run_plan(again)) == 8
+    body, same = map(json.loads, sent)
+    assert same == body
     assert body == {"epoch": 7, "ops": [*plan.ops(), *more], "tenant": "t", "session": "s"}

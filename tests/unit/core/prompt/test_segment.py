@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -247,6 +248,29 @@ def test_long_names_and_those_of_many_tool_calls_are_left_out() -> None:
     assert len(drafts[0].aliases) < 200 and {"/f0", "f0", "c0", "read"} <= {*drafts[0].aliases}
     assert drafts[1].aliases == drafts[2].aliases == ()
     assert drafts[3].aliases == (path, "a.py", "read", "c")
+
+
+def test_the_arguments_of_a_call_are_parsed_once_for_all_of_its_results() -> None:
+    arguments = json.dumps({"path": "a.py", "content": "x" * 500_000})
+    call = Message(Role.ASSISTANT, tool_calls=(ToolCall("c", "write", arguments),))
+    messages = [call, *[Message(Role.TOOL, "done", tool_call_id="c")] * 2000]
+    spans = spans_of(1000, *[2] * 2000)
+    began = time.process_time()
+    drafts = cut(5000, spans, messages, 5000)
+    assert time.process_time() - began < 1.0
+    assert {draft.display_name.partition("#")[0] for draft in drafts[-2000:]} == {"file:a.py"}
+
+
+def test_many_images_are_cut_in_little_time() -> None:
+    images = [Span(i, i + 10) for i in range(0, 60_000, 20)]
+    starts = np.arange(15, 60_000, 20)
+    rendered = Rendered(
+        np.zeros(60_000, np.int32), 60_000, spans_of(60_000), sentence_starts=starts, media=images
+    )
+    began = time.process_time()
+    drafts = segment.cut(rendered, [Message(Role.USER, "One sentence. " * 3000)])
+    assert time.process_time() - began < 1.0
+    assert len(drafts) == 6000
 
 
 def test_text_that_the_prompt_does_not_have_is_not_repeated_in_each_block() -> None:

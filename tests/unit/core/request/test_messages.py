@@ -245,3 +245,10 @@ def test_long_paths_and_paths_in_very_long_arguments_are_none(n_path: int, n_con
     path = "p" * n_path
     call = ToolCall("c", "write", json.dumps({"path": path, "content": "x" * n_content}))
     assert call.path == (path if (n_path, n_content) == (1000, 900_000) else "")
+
+
+def test_a_path_is_found_behind_a_long_text_and_not_in_long_lists() -> None:
+    both = ToolCall("c", "edit", json.dumps({"file": "x" * 2000, "filename": " a.py "}))
+    assert both.path == "a.py"
+    for n_lines, path in ((16_000, "a.py"), (17_000, "")):
+        assert ToolCall("c", "w", json.dumps({"path": "a.py", "x": [0] * n_lines})).path == path

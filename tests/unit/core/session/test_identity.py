@@ -218,6 +218,7 @@ def test_the_hint_of_a_request_is_read_from_its_headers_and_fields(
         ({}, {"metadata": {"user_id": "user_of_somebody"}}),
         ({}, {"metadata": {"user_id": "{broken"}}),
         ({}, {"metadata": {"user_id": "{" * 100_000}}),
+        ({}, {"metadata": {"user_id": f'{{"x":"{"x" * 4096}","session_id":"{UUID}"}}'}}),
         ({}, {"metadata": {"user_id": '{"session_id":7}'}}),
     ],
 )

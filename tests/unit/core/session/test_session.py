@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from evoke_proxy.core.model.plan import DecodeBudget, Plan
 from evoke_proxy.core.policy.registry import saves_evicted
 from evoke_proxy.core.policy.turn import Turn, effective_config
 from evoke_proxy.core.policy.view import PolicyView
+from evoke_proxy.core.prompt.layout import SavedRange
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.chat import ChatRequest, parse_chat
 from evoke_proxy.core.retrieval.query import Query
@@ -861,6 +863,32 @@ def test_a_resumed_session_uses_copies_that_do_not_overlap_and_drops_the_others(
     assert set(used) == {"s/0-64-a", "s/64-128-b", "s/128-150-c", "s/190-194-t3/gen"}
     assert layout.stale == copies.keys() - used.keys()
     assert layout.copies_end == len(session.tokens) == 194
+
+
+def test_the_copies_of_a_resumed_session_are_chosen_as_if_all_pairs_were_compared() -> None:
+    drawn = random.Random(4)
+    for _ in range(200):
+        starts = [drawn.randrange(300) for _ in range(40)]
+        spans = [Span(at, at + drawn.randrange(1, 60)) for at in starts]
+        copies = {f"s/{i}{'/gen' * (i % 3 == 0)}": span for i, span in enumerate(spans)}
+        session = Session("s", "", PolicyConfig())
+        session.resume(np.arange(400, dtype=np.int32), copies)
+        used = list[SavedRange]()
+        ordered = sorted(
+            copies.items(), key=lambda it: (it[0].endswith("/gen"), it[1].start, it[1].end)
+        )
+        for label, span in ordered:
+            if not any(span.start < it.span.end and it.span.start < span.end for it in used):
+                used.append(SavedRange(label, span))
+        assert list(session.layout.ranges) == used
+
+
+def test_a_session_with_very_many_copies_is_resumed_in_little_time() -> None:
+    copies = {f"s/{at}": Span(at, at + 8) for at in range(0, 240_000, 8)}
+    session = Session("s", "", PolicyConfig())
+    began = time.process_time()
+    session.resume(np.arange(240_000, dtype=np.int32), copies)
+    assert time.process_time() - began < 2 and len(session.layout.ranges) == 30_000
 
 
 def test_a_session_resumed_without_copies_is_empty() -> None:
