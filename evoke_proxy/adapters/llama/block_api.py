@@ -264,7 +264,7 @@ def copies_in(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _n_blocks(plan: Plan) -> int:
-    """How many blocks the operations of a plan name."""
+    """Return how many blocks the operations of a plan name."""
     n_ordered = len(plan.stream.order) if plan.stream is not None else 0
     return n_ordered + len(plan.saves) + len(plan.evicts) + len(plan.loads) + len(plan.drops)
 

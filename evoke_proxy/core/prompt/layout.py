@@ -400,10 +400,6 @@ def _best_part(branches: Sequence[Branch], tokens: Tokens) -> tuple[SavedRange, 
     return max(parts, key=lambda part: part[-1].span.end if part else 0, default=())
 
 
-def _overlap(one: SavedRange, other: SavedRange) -> bool:
-    return one.span.start < other.span.end and other.span.start < one.span.end
-
-
 def _labels_of(branches: Iterable[Branch]) -> set[str]:
     return {item.label for branch in branches for item in branch.copies}
 

@@ -82,7 +82,7 @@ def cut(
     No block crosses the end of a message or a boundary. A block ends with a sentence or line when
     this leaves more than half of its maximum length. A prompt without spans is cut as one message.
     The text of a block is an estimate, see `TextAlignment`. An image or a sound is one block of any
-    length, with the text of its message.
+    length, with the beginning of the text of its message.
     """
     options = options or CutOptions()
     end = min(rendered.generation, len(rendered.tokens))
@@ -175,7 +175,7 @@ class _MessageText:
         )
 
     def of(self, part: Span) -> str:
-        """The approximate text of a block; for an image or a sound that of its message."""
+        """The approximate text of a block; for an image or a sound the beginning of its message."""
         most = max(_BLOCK_CHARS, _TOKEN_CHARS * len(part))
         if self.is_media(part.start):
             return self._text[:most]
