@@ -10,7 +10,6 @@ from aiohttp import web
 
 from evoke_proxy.adapters.tracing import Tracing
 from evoke_proxy.engine.parsing.body_budget import BodyBudget
-from evoke_proxy.engine.parsing.body_checks import BodyChecker
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import EvokeError, RequestError, UpstreamError
 from evoke_proxy.web import admin, connections, endpoints, error_responses, logs, relay
@@ -20,7 +19,7 @@ from evoke_proxy.web.client_access import ACCESS, Access, client_access_check
 from evoke_proxy.web.coalescing import COALESCER, RequestCoalescer
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess, admin_only_address
 from evoke_proxy.web.relay_queue import RELAY_QUEUE, RelayQueue
-from evoke_proxy.web.request_bodies import BODY_BUDGET, CHECKER, measure_parts, read_body
+from evoke_proxy.web.request_bodies import BODY_BUDGET, measure_parts, read_body
 from evoke_proxy.web.slow_client_guard import SLOW_CLIENT_GUARD, SlowClientGuard, body_deadline
 
 _log = logging.getLogger(__name__)
@@ -50,7 +49,6 @@ def create_app(engine: ProxyGateway) -> web.Application:
     app[OPERATOR_ACCESS] = OperatorAccess(engine.config)
     app[ACCESS] = Access(engine.config)
     app[SLOW_CLIENT_GUARD] = SlowClientGuard(engine.config.limits, engine.metrics)
-    app[CHECKER] = BodyChecker()
     app[BODY_BUDGET] = BodyBudget(lambda: engine.config.limits.bodies_mib)
     app[RELAY_QUEUE] = RelayQueue(engine)
     app[ACTIVE_REQUESTS] = ActiveRequests(lambda: engine.shared.draining)

@@ -11,16 +11,16 @@ from aiohttp import web
 from evoke_proxy.config import Config
 from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
-from evoke_proxy.engine.parsing.body_checks import BodyChecker, is_form, server_decodes
+from evoke_proxy.engine.parsing.body_checks import check, is_form, server_decodes
 from evoke_proxy.engine.parsing.body_parsing import LARGE_BYTES
 from evoke_proxy.engine.parsing.request import tenant_of
 from evoke_proxy.errors import BodyMemoryFull, RequestError
+from evoke_proxy.thread_pools import for_body, run_in
 from evoke_proxy.web import endpoints
 from evoke_proxy.web.client_access import ACCESS
 
 # Bytes that may precede a JSON text: white space and a byte order mark.
 _BEFORE_JSON = b"\xef\xbb\xbf \t\r\n"
-CHECKER = web.AppKey("checker", BodyChecker)
 BODY_BUDGET = web.AppKey("body_budget", BodyBudget)
 
 
@@ -56,7 +56,7 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
     scan = None if is_form(content_type) else Scan(limits)
     body = await _read(request, scan, share)
     shape = scan.shape if scan is not None else None
-    await request.app[CHECKER].check(body, content_type, limits, shape)
+    await check(body, content_type, limits, shape)
     return body
 
 
@@ -121,7 +121,7 @@ async def joined(parts: list[bytes], size: int) -> bytes:
     """
     if size <= LARGE_BYTES:
         return b"".join(parts)
-    return await asyncio.to_thread(_join, parts)
+    return await run_in(for_body(size), _join, parts)
 
 
 def _join(parts: list[bytes]) -> bytes:

@@ -166,7 +166,7 @@ class BlockApi:
         plan, view, owner = call.plan, call.view, call.owner
         epoch = view.epoch
         if plan.adopt is not None and call.tokens is not None:
-            prefix, names = call.tokens[: plan.adopt.n_tokens].tolist(), list(plan.adopt.labels)
+            prefix, names = call.tokens[: plan.adopt.n_tokens], list(plan.adopt.labels)
             adopt = {"tokens": prefix, "names": names, "epoch": epoch, **owner}
             epoch = _epoch(await self.run(view.id, "block-adopt", adopt))
         encoded = call.encoded or await encode(call)

@@ -26,6 +26,7 @@ from evoke_proxy.errors import (
     UpstreamRejected,
     UpstreamUnavailable,
 )
+from evoke_proxy.thread_pools import for_body, run_in
 
 # Longer replies are parsed in a thread, so that the event loop stays responsive.
 _INLINE_JSON_BYTES = 256 * 1024
@@ -172,7 +173,7 @@ class LlamaClient:
         """
         data: Any = await self._with_model(body)
         if not (data is None or isinstance(data, bytes | tuple)):
-            data = orjson.dumps(data)
+            data = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
         config = self.config
         limit_s = config.long_call_timeout_s if options.is_long else config.call_timeout_s
         with mapped_errors(self.url):
@@ -253,7 +254,7 @@ class LlamaClient:
             return body | {"model": self.model}
         if self.model and isinstance(body, bytes):
             fields = {"model": orjson.dumps(self.model)}
-            return await asyncio.to_thread(edit_top_level, body, fields, ())
+            return await run_in(for_body(len(body)), edit_top_level, body, fields, ())
         return body
 
 

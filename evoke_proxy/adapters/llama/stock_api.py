@@ -19,6 +19,7 @@ from evoke_proxy.core.snapshots.fingerprint import ModelFile, fingerprint
 from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError, UpstreamRejected
 from evoke_proxy.regular_files import open_regular
+from evoke_proxy.thread_pools import DISK, run_in
 
 # A chat body with more bytes per token of context than this is not rendered, unless it is short:
 # no prompt that fits the context is expected to be so long, and its text would keep the event loop
@@ -209,7 +210,7 @@ class StockApi:
         is cancelled, the connection is closed, and llama-server stops within a second or a batch.
         """
         body: dict[str, Any] = {
-            "prompt": tokens.tolist(),
+            "prompt": tokens,
             "n_predict": 0,
             "cache_prompt": True,
             "response_fields": ["id_slot", "timings"],
@@ -259,7 +260,7 @@ class StockApi:
         models = await self._client.call("GET", "/v1/models")
         adapters = await self._adapters()
         path = str(props.get("model_path") or "")
-        file = await asyncio.to_thread(self._facts.files.identify, path) if path else None
+        file = await run_in(DISK, self._facts.files.identify, path) if path else None
         return fingerprint(props, models, adapters, file)
 
     async def _adapters(self) -> list[Any]:

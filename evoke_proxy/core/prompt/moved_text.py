@@ -29,7 +29,7 @@ _MAX_OCCURRENCES = 8
 _MAX_SHIFTS = 64
 # Share of the moved tokens that is decoded again because it mentions what was changed.
 _AFFECTED_SHARE = 0.15
-_WORD = re.compile(r"\w{3,}")
+_WORD = re.compile(r"\w{3,256}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,4 +203,5 @@ def _mentioning(moved: Sequence[MovedBlock], words: Set[str]) -> Set[str]:
 
 
 def _words(text: str) -> Set[str]:
-    return set(_WORD.findall(text.lower()))
+    # Other threads can run between two matches, which they cannot during `findall`.
+    return {match[0] for match in _WORD.finditer(text.lower())}

@@ -27,8 +27,6 @@ _MEDIA_PARTS = frozenset(
 )
 
 
-# Elements and characters of arguments that are encoded in the event loop, in a few milliseconds.
-_MAX_ARGUMENT_SIZE = 65_536
 _PLAIN_KEYS = frozenset(("role", "content"))
 # Characters and commas of arguments that are searched for a path, in a few milliseconds, and
 # characters of a path.
@@ -43,8 +41,8 @@ class ToolCall:
     Attributes:
         id: id that the result refers to.
         name: name of the tool.
-        arguments: JSON text. Empty where the client sends values instead of a text, and more of
-            them than can be encoded in a few milliseconds.
+        arguments: JSON text. Empty where the client sends values instead of a text, and so many of
+            them that encoding them takes more than a few milliseconds.
     """
 
     id: str
@@ -211,29 +209,13 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
     arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
-        text = arguments
-    else:
-        text = "" if is_larger(arguments, _MAX_ARGUMENT_SIZE) else json_arguments(arguments)
+    text = arguments if isinstance(arguments, str) else json_arguments(arguments)
     return ToolCall(string(call.get("id")), string(function.get("name")), text)
 
 
 def _with_marks(message: Message, item: Mapping[str, Any]) -> Message:
     keep, name = string(item.get("evoke_keep")), string(item.get("evoke_name"))
     return replace(message, keep=keep, block_name=name) if keep or name else message
-
-
-def is_larger(value: Any, limit: int) -> bool:
-    """Whether a value of JSON has more elements and characters than this; reads no more of it."""
-    pending, size = [value], 0
-    while pending and size <= limit:
-        one = pending.pop()
-        if not isinstance(one, str | list | dict):
-            continue
-        size += len(one)
-        if size <= limit and not isinstance(one, str):
-            pending += [*one, *one.values()] if isinstance(one, dict) else one
-    return size > limit
 
 
 def _text(content: object) -> str:

@@ -27,7 +27,7 @@ MAX_BLOCKS = 4096
 # A text is present in a prompt that has at least this share of its sequences of words.
 _PRESENT_SHARE = 0.5
 _SEQUENCE_WORDS = 4
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(r"\w{1,256}")
 # What coding agents and chat clients write before or after a summary of a conversation.
 _SUMMARY = re.compile(
     r"\b(?:conversation|session|chat|history|context)\b[^.\n]{0,80}"
@@ -160,7 +160,8 @@ class _Sequences:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(text.casefold())
+    # Other threads can run between two matches, which they cannot during `findall`.
+    return [match[0] for match in _WORD.finditer(text.casefold())]
 
 
 def _sequences(words: Sequence[str]) -> list[int]:

@@ -72,7 +72,8 @@ class CopyLists:
             cached = None
         since = str(cached.version) if cached is not None else ""
         answer = await self._blocks.slot(slot, tenant, since)
-        version, blocks = int(answer.get("version") or 0), dict(copies_in(answer))
+        version = int(answer.get("version") or 0)
+        blocks = dict(await asyncio.to_thread(copies_in, answer))
         if cached is not None and version >= cached.version:
             cached.version = version
             cached.blocks.update(blocks)

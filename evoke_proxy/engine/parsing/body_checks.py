@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator
 
@@ -11,11 +10,10 @@ from evoke_proxy.core.request.json_shape import Shape, measure
 from evoke_proxy.core.request.parameters import check_grammar, check_parameters
 from evoke_proxy.engine.parsing.body_parsing import is_large, parse_object
 from evoke_proxy.errors import RequestError
+from evoke_proxy.thread_pools import for_body, run_in
 
 # The check of a grammar of this size takes some milliseconds.
 _SMALL_GRAMMAR_BYTES = 4096
-# Large bodies that are checked at the same time; each check needs a parsed copy of its body.
-_AT_ONCE = 2
 # Text fields of a form are short: a prompt for the transcription, a format, a flag.
 _FORM_FIELD_BYTES = 8192
 _FORM_PARTS = 32
@@ -38,24 +36,18 @@ _FILE_HEAD = re.compile(
 _DECODED = frozenset(("gzip", "deflate", "br", "zstd"))
 
 
-class BodyChecker:
-    """Refuses bodies that would overload llama-server or the proxy."""
+async def check(
+    body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
+) -> None:
+    """Raise RequestError when a body would overload llama-server or the proxy.
 
-    def __init__(self) -> None:
-        self._large = asyncio.Semaphore(_AT_ONCE)
-
-    async def check(
-        self, body: bytes, content_type: str, limits: LimitsConfig, shape: Shape | None = None
-    ) -> None:
-        """Raise RequestError when a body exceeds a limit; large bodies are checked in a thread.
-
-        `shape` is the structure of the body, if it was measured while the body arrived.
-        """
-        if is_large(body) or _may_have_large_grammar(body):
-            async with self._large:
-                await asyncio.to_thread(check_body, body, content_type, limits, shape)
-        else:
-            check_body(body, content_type, limits, shape)
+    Large bodies are checked in a thread. `shape` is the structure of the body, if it was measured
+    while the body arrived.
+    """
+    if is_large(body) or _may_have_large_grammar(body):
+        await run_in(for_body(len(body)), check_body, body, content_type, limits, shape)
+    else:
+        check_body(body, content_type, limits, shape)
 
 
 def _may_have_large_grammar(body: bytes) -> bool:

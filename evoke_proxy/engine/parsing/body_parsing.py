@@ -5,7 +5,6 @@ A large body is processed in a thread, and in pieces between which other threads
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +14,7 @@ from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import count_byte, parse_in_pieces, parsed_json
 from evoke_proxy.core.request.large_json import CutText, MarkerInText, cut_long_strings
 from evoke_proxy.errors import RequestError
+from evoke_proxy.thread_pools import for_body, run_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,7 +43,7 @@ async def run_off_loop(body: bytes, read: Callable[P, T], *args: P.args, **kwarg
     checks of bodies limit what one step can take.
     """
     if is_large(body):
-        return await asyncio.to_thread(read, *args, **kwargs)
+        return await run_in(for_body(len(body)), read, *args, **kwargs)
     return read(*args, **kwargs)
 
 

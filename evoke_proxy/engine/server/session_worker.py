@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.slot_queue import finished
+from evoke_proxy.thread_pools import SESSIONS, SESSIONS_AT_ONCE, run_in
 
 T = TypeVar("T")
 
@@ -21,15 +22,13 @@ SWITCH_S = 0.001
 _MOST_NEW, _MOST_TOKENS = 4096, 65536
 # This many vectors are added to a session within a millisecond.
 _MOST_VECTORS = 64
-# Long computations that run at the same time: each may delay the event loop by SWITCH_S.
-_MAX_RUNNING = 4
 
 
 class SessionWorker:
-    """Runs computations on sessions; of the long ones `_MAX_RUNNING` at a time."""
+    """Runs computations on sessions; of the long ones SESSIONS_AT_ONCE at a time."""
 
     def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(_MAX_RUNNING)
+        self._slots = asyncio.Semaphore(SESSIONS_AT_ONCE)
 
     async def run(self, conversation: Conversation, long: bool, work: Callable[[], T]) -> T:
         """Return the result of `work`, which may change only the session of `conversation`.
@@ -41,7 +40,7 @@ class SessionWorker:
             async with conversation.worker_lock:
                 return work()
         async with self._slots, conversation.worker_lock:
-            return await finished(asyncio.get_running_loop().run_in_executor(None, work))
+            return await finished(run_in(SESSIONS, work))
 
 
 def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:

@@ -18,6 +18,7 @@ from evoke_proxy.engine.parsing.body_parsing import is_large
 from evoke_proxy.engine.parsing.request import ParsedRequest
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
+from evoke_proxy.thread_pools import for_body, run_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class PreparedTurn:
             return ForwardedBody(_edited(body, members, keys))
         if members.keys().isdisjoint(keys):
             return ForwardedBody(body, members)
-        return ForwardedBody(await asyncio.to_thread(_edited, body, members, keys))
+        return ForwardedBody(await run_in(for_body(len(body)), _edited, body, members, keys))
 
 
 def _edited(body: bytes, members: Mapping[str, bytes], keys: Collection[str]) -> bytes:

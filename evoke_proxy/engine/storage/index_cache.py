@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 
 from evoke_proxy.adapters.snapshot_index import SnapshotIndex
 from evoke_proxy.core.snapshots.snapshots import Changes, Snapshot, apply_changes
+from evoke_proxy.thread_pools import DISK, run_in
 
 # The most ids of removed snapshots that are remembered.
 _MAX_REMOVED = 4096
@@ -47,7 +47,7 @@ class SnapshotIndexCache:
         if generation == self._generation:
             return
         ids = frozenset(self._items)
-        changes = await asyncio.to_thread(self._index.changes, self._version, ids)
+        changes = await run_in(DISK, self._index.changes, self._version, ids)
         # Changes of this process during the read may be missing in the result: `items` reads them.
         if n_own_changes == self._n_own_changes and changes.version >= self._version:
             self._apply(changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -31,6 +30,7 @@ from evoke_proxy.core.snapshots.snapshots import (
 from evoke_proxy.engine.storage.index_cache import SnapshotIndexCache
 from evoke_proxy.engine.storage.threads import FileRemover, IndexThread
 from evoke_proxy.errors import ConfigError, IndexUnusable, SnapshotUnusable
+from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 _KEY_SETTING = "snapshots.key_file"
@@ -193,7 +193,7 @@ class SnapshotRepository:
     async def _measure_room(self) -> None:
         """Read the free space of the disk; a disk that hangs delays only this request."""
         try:
-            self._free_bytes = await asyncio.to_thread(self.files.free_bytes)
+            self._free_bytes = await run_in(DISK, self.files.free_bytes)
         except OSError as error:  # a write will fail, too, and is counted then
             _log.debug("the free space of the disk cannot be read: %s", error)
 
@@ -219,7 +219,7 @@ class SnapshotRepository:
         def seal() -> tuple[Sealed, bytes]:
             return self.files.seal(part, id + SEALED, n_bytes, tokens), pack(tokens)
 
-        sealed, packed = await asyncio.to_thread(seal)
+        sealed, packed = await run_in(DISK, seal)
         new = Snapshot(
             id=id,
             tenant=label.tenant,
@@ -254,7 +254,7 @@ class SnapshotRepository:
         """
         sealed = Sealed(snapshot.n_bytes, snapshot.checksum)
         try:
-            await asyncio.to_thread(self.files.verify, _file_name(snapshot), sealed, follow)
+            await run_in(DISK, self.files.verify, _file_name(snapshot), sealed, follow)
         except SnapshotUnusable as error:
             self.set_aside(snapshot, error.reason)
             await self.wait_for_deletions()
@@ -269,7 +269,7 @@ class SnapshotRepository:
         if snapshot.n_bytes < _LARGE_BYTES or self._format.key_id:
             return False
         sealed = Sealed(snapshot.n_bytes, snapshot.checksum)
-        return await asyncio.to_thread(self.files.has_sound_frame, _file_name(snapshot), sealed)
+        return await run_in(DISK, self.files.has_sound_frame, _file_name(snapshot), sealed)
 
     @property
     def slots_left_unverified(self) -> set[int]:
@@ -294,7 +294,7 @@ class SnapshotRepository:
         the reason is that the disk is full.
         """
         try:
-            name = await asyncio.to_thread(self.files.decrypt, _file_name(snapshot))
+            name = await run_in(DISK, self.files.decrypt, _file_name(snapshot))
         except SnapshotUnusable as error:
             if error.reason == "disk":
                 self.end_restore(snapshot, useful=False)

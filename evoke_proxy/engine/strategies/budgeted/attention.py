@@ -180,7 +180,7 @@ class Prober:
     async def _decode(self, turn: RenderedTurn, started: Turn, epoch: int) -> int:
         """Run the probe; how many tokens it decoded."""
         body = {
-            "prompt": started.rendered.tokens.tolist(),
+            "prompt": started.rendered.tokens,
             "n_predict": started.config.probe_tokens,
             "temperature": 0,
             "cache_prompt": True,

@@ -301,7 +301,7 @@ class ShadowAudit:
             whole, _ = await lease.run(self._forced(replay, None))
             lease.check()
             body: dict[str, Any] = {
-                "tokens": replay.tokens[: replay.end].tolist(),
+                "tokens": replay.tokens[: replay.end],
                 "names": list(replay.labels),
                 **replay.conversation.owner,
             }
@@ -333,7 +333,7 @@ class ShadowAudit:
     ) -> tuple[list[Step] | None, TokenAccounting | None]:
         """Generate the answer; without an epoch after the whole prompt."""
         body: dict[str, Any] = {
-            "prompt": replay.tokens.tolist(),
+            "prompt": replay.tokens,
             "id_slot": replay.slot,
             "cache_prompt": True,
             **forced_completion(replay.answer, 1),

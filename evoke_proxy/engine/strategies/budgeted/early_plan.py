@@ -24,7 +24,8 @@ from evoke_proxy.core.policy.registry import may_probe, uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.messages import LazyMessages, is_larger
+from evoke_proxy.core.request.converters import is_larger
+from evoke_proxy.core.request.messages import LazyMessages
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, MoreWork, PreparedQuery
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat

@@ -14,7 +14,7 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import BlockApi, copies_in
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.prompt.rendered import Rendered, SlotView
+from evoke_proxy.core.prompt.rendered import Rendered, SlotView, Tokens
 from evoke_proxy.core.session.identity import MIN_SHARE, MIN_SHARED
 from evoke_proxy.core.session.saved_sessions import SavedSession, most_similar, saved_sessions
 from evoke_proxy.engine.parsing.request import ParsedChat
@@ -41,7 +41,7 @@ class SessionDiscovery:
     def server_started(self, is_supported: bool) -> None:
         """Forget what another llama-server instance had; its successor may find copies by text."""
         self._is_supported = is_supported
-        self._saved.clear()
+        self._saved = {}
 
     async def identify(
         self, request: ParsedChat, rendered: Rendered, blocks: BlockApi
@@ -71,7 +71,7 @@ class SessionDiscovery:
         """
         conversation, tokens = turn.conversation, turn.rendered.tokens
         try:
-            copies = await _find(turn.calls.blocks, turn.slot, tokens.tolist(), conversation.owner)
+            copies = await _find(turn.calls.blocks, turn.slot, tokens, conversation.owner)
         except PlanRefused as refused:  # the prompt is too long for a slot
             conversation.budgeted.copies_found()
             _log.warning("session %s continues without its copies: %s", conversation.id, refused)
@@ -108,17 +108,18 @@ class SessionDiscovery:
 
     async def _with_copies(self, rendered: Rendered, tenant: str, blocks: BlockApi) -> str | None:
         """The unknown session whose copies cover most of a prompt; None when none has enough."""
-        if tenant not in self._saved:
-            listed = copies_in(await blocks.slot(0, tenant))
-            self._saved[tenant] = await asyncio.to_thread(saved_sessions, listed)
+        by_tenant = self._saved  # another one as soon as llama-server starts again
+        if tenant not in by_tenant:
+            answer = await blocks.slot(0, tenant)
+            by_tenant[tenant] = await asyncio.to_thread(_sessions_in, answer)
         unknown = [
-            saved for id, saved in self._saved[tenant].items() if self._conversations.may_resume(id)
+            saved for id, saved in by_tenant[tenant].items() if self._conversations.may_resume(id)
         ]
         best, best_end = None, 0
         for saved in most_similar(unknown, rendered.tokens)[:_MAX_COMPARED]:
             owner = {"tenant": tenant, "session": saved.id}
             try:
-                copies = await _find(blocks, 0, rendered.tokens.tolist(), owner)
+                copies = await _find(blocks, 0, rendered.tokens, owner)
             except PlanRefused:  # the prompt is too long for a slot
                 return None
             end = max((span.end for span in copies.values()), default=0)
@@ -145,8 +146,13 @@ def _required_tokens(rendered: Rendered, n_tokens: int) -> float:
     return max(MIN_SHARED, first_message, MIN_SHARE * n_tokens)
 
 
+def _sessions_in(answer: Mapping[str, Any]) -> Mapping[str, SavedSession]:
+    """The sessions of the saved blocks that an answer about a slot lists."""
+    return saved_sessions(copies_in(answer))
+
+
 async def _find(
-    blocks: BlockApi, slot: int, tokens: list[int], owner: Mapping[str, Any]
+    blocks: BlockApi, slot: int, tokens: Tokens, owner: Mapping[str, Any]
 ) -> dict[str, Span]:
     """The copies of a session that fit a prompt, by label."""
     answer = await blocks.run(slot, "block-find", {"tokens": tokens, **owner})

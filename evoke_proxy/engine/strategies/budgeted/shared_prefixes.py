@@ -135,7 +135,7 @@ class SharedPrefixes:
         Each call of llama-server copies a limited number of rows, so that other slots decode
         between two of them.
         """
-        tokens = turn.rendered.tokens[: blocks[-1].span.end].tolist()
+        tokens = turn.rendered.tokens[: blocks[-1].span.end]
         found: dict[str, Span] = {}
         missing = blocks
         while missing:

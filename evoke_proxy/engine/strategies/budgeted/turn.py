@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
@@ -18,6 +17,7 @@ from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.turn import PreparedTurn
+from evoke_proxy.thread_pools import for_body, run_in
 
 T = TypeVar("T")
 
@@ -136,4 +136,5 @@ async def divided(rendered: Rendered, chat: ChatRequest) -> Rendered:
     """
     if not chat.transcript:
         return rendered
-    return await asyncio.to_thread(with_turns, rendered, chat)
+    n_chars = len(chat.messages[-1].text)
+    return await run_in(for_body(n_chars), with_turns, rendered, chat)

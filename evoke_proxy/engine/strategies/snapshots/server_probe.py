@@ -16,6 +16,7 @@ from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
+from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 _UNKNOWN = Stability(boundary=False, ahead=False)
@@ -126,8 +127,8 @@ class ServerProbe:
         """
         behaviour = behaviour or self.behaviour
         if not behaviour.is_detected:
-            await asyncio.to_thread(self._repository.files.receive, part, copied.n_bytes)
-            caches = await asyncio.to_thread(self._repository.files.caches, part)
+            await run_in(DISK, self._repository.files.receive, part, copied.n_bytes)
+            caches = await run_in(DISK, self._repository.files.caches, part)
             behaviour.is_dense, behaviour.has_windows = len(caches) == 1, has_windows(caches)
             behaviour.is_detected = True
 
@@ -177,7 +178,7 @@ class ServerProbe:
             slot = await _filled_slot(api, idle, self.clears_idle_slots)
             copied = await api.save(slot, part)
             await self.detect_memory(part, copied, behaviour)
-            self._layout = await asyncio.to_thread(self._repository.files.first_cache, part)
+            self._layout = await run_in(DISK, self._repository.files.first_cache, part)
         except UpstreamRejected as error:
             if error.status == 501:
                 return "llama-server runs without --slot-save-path"

@@ -19,6 +19,7 @@ from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, Snapsh
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
+from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 
@@ -240,8 +241,8 @@ class SnapshotTransfers:
         self._probe.costs.saved(copied.n_tokens, copied.n_bytes, copied.seconds, now)
         self._metrics.save_seconds.observe(copied.seconds)
         if with_more:
-            tokens = await asyncio.to_thread(
-                self._repository.files.tokens, part, copied.n_tokens, tokens
+            tokens = await run_in(
+                DISK, self._repository.files.tokens, part, copied.n_tokens, tokens
             )
         if copied.n_tokens != len(tokens):
             self._probe.clears_idle_slots |= not copied.n_tokens

@@ -9,6 +9,7 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import UpstreamRejected
+from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 # Replies of a server without this slot, or without slot files: another instance has filled it.
@@ -48,7 +49,7 @@ class UnverifiedSlots:
         """
         self._verifying[slot] = asyncio.Event()
         try:
-            await asyncio.to_thread(self._repository.files.mark_unverified, self._server, slot)
+            await run_in(DISK, self._repository.files.mark_unverified, self._server, slot)
         except OSError as error:
             _log.warning("slot %d is filled once its file is verified: %s", slot, error)
             self._verifying.pop(slot).set()
@@ -91,6 +92,6 @@ class UnverifiedSlots:
     async def _clear(self, slot: int) -> None:
         self._rejected.discard(slot)
         try:
-            await asyncio.to_thread(self._repository.clear_unverified, self._server, slot)
+            await run_in(DISK, self._repository.clear_unverified, self._server, slot)
         except OSError as error:
             _log.warning("the next start empties slot %d, whose record is left: %s", slot, error)

@@ -230,14 +230,18 @@ def test_arguments_of_a_call_may_have_any_depth(depth: int) -> None:
         assert read.name == "read" and read.arguments == ("[" * 11 + "]" * 11) * (depth == 10)
 
 
-def test_large_arguments_that_are_no_text_are_not_encoded() -> None:
+def test_arguments_of_many_elements_that_are_no_text_are_not_encoded() -> None:
     """Encoding them would stop the event loop for as long as 80 ms within the limits of a body."""
-    large: list[object] = [[1] * 70_000, {"path": "a.py", "content": "x" * 70_000}]
-    for arguments in (*large, {"path": "a.py", "content": "x" * 60_000}):
+    large: list[object] = [[1] * 70_000, {"path": "a.py", "lines": [[1] * 7_000] * 10}]
+    for arguments in (*large, {"path": "a.py", "content": "x" * 900_000}):
         call = {"id": "c1", "function": {"name": "write", "arguments": arguments}}
-        ((read,),) = (one.tool_calls for one in from_chat({"messages": [{"tool_calls": [call]}]}))
-        assert (read.arguments == "") == (arguments in large)
-        assert read.path == ("" if arguments in large else "a.py")
+        use = {"type": "tool_use", "id": "c1", "name": "write", "input": arguments}
+        (one,) = from_chat({"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        (other,) = from_anthropic({"messages": [{"role": "assistant", "content": [use]}]})
+        for message in (one, other):
+            (read,) = message.tool_calls
+            assert (read.arguments == "") == (arguments in large)
+            assert read.path == ("" if arguments in large else "a.py")
 
 
 @pytest.mark.parametrize(("n_path", "n_content"), [(1000, 900_000), (1001, 0), (10, 1_000_000)])

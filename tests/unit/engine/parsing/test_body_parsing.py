@@ -12,7 +12,7 @@ import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, LimitsConfig
-from evoke_proxy.engine.parsing.body_checks import BodyChecker
+from evoke_proxy.engine.parsing.body_checks import check
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.errors import RequestError
@@ -44,7 +44,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 async def _read(body: bytes, limits: LimitsConfig) -> None:
     """Checks and parses a body as the proxy does."""
-    await BodyChecker().check(body, "application/json", limits)
+    await check(body, "application/json", limits)
     incoming = IncomingRequest(dialect="chat", body=body, headers={})
     await RequestParser(Config(), Metrics()).parse(incoming)
 
