@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,11 +20,12 @@ class ActiveRequests:
         self._count = 0
         self._none = asyncio.Event()
         self._none.set()
+        self._idle_since = time.monotonic()
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request runs."""
-        return not self._count
+    def idle_s(self) -> float:
+        """For how many seconds no request has run; 0 while one does."""
+        return 0.0 if self._count else time.monotonic() - self._idle_since
 
     @contextmanager
     def track(self) -> Iterator[None]:
@@ -38,6 +40,7 @@ class ActiveRequests:
             self._count -= 1
             if not self._count:
                 self._none.set()
+                self._idle_since = time.monotonic()
 
     async def wait_until_idle(self, limit_s: float) -> int:
         """Wait until no request runs, for `limit_s` seconds at most; returns how many still do."""

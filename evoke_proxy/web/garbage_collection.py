@@ -19,20 +19,20 @@ NEW_OBJECTS = 4_000
 _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
 # Collections of the second generation since the last full one. From `_WORTH_IT` on, a full
-# collection runs when no request has run for two intervals; from `_OVERDUE` on, in any case.
+# collection runs when no request has run for an interval; from `_OVERDUE` on, in any case.
 _WORTH_IT, _OVERDUE = 1000, 10_000
 # Collections of the first generation between two of the second, which then take at most 3 ms.
 _FIRST_FOR_SECOND = 2
 
 
 class DeferredCollection:
-    """Runs full collections when `is_idle` is true; start and stop it in the event loop."""
+    """Runs full collections while the proxy is idle; start and stop it in the event loop."""
 
-    def __init__(self, is_idle: Callable[[], bool]) -> None:
-        self._is_idle = is_idle
+    def __init__(self, idle_s: Callable[[], float]) -> None:
+        """`idle_s` tells for how many seconds no request has run."""
+        self._idle_s = idle_s
         self._timer: asyncio.TimerHandle | None = None
         self._before = gc.get_threshold()
-        self._was_idle = False
 
     def start(self) -> None:
         """Turn the interpreter's own full collections off.
@@ -55,7 +55,7 @@ class DeferredCollection:
         self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._check)
 
     def _check(self) -> None:
-        count, was_idle, self._was_idle = gc.get_count()[2], self._was_idle, self._is_idle()
-        if count >= _OVERDUE or (count >= _WORTH_IT and was_idle and self._was_idle):
+        count = gc.get_count()[2]
+        if count >= _OVERDUE or (count >= _WORTH_IT and self._idle_s() >= _INTERVAL_S):
             gc.collect()
         self._schedule()

@@ -86,7 +86,7 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
         loop.add_signal_handler(signal.SIGHUP, _reload, engine, reload)
         runner = make_runner(engine)
         await runner.setup()
-        collection = DeferredCollection(lambda: runner.app[ACTIVE_REQUESTS].is_idle)
+        collection = DeferredCollection(lambda: runner.app[ACTIVE_REQUESTS].idle_s)
         collection.start()
         try:
             await _listen(runner, engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 import virtual_time
@@ -16,15 +17,18 @@ def test_requests_are_counted_until_they_end_however_they_end() -> None:
     with requests.track():
         with pytest.raises(ValueError), requests.track():
             raise ValueError
-        assert not requests.is_idle
-    assert requests.is_idle
+        time.sleep(0.02)
+        assert requests.idle_s == 0
+    time.sleep(0.02)
+    assert requests.idle_s >= 0.02
 
 
 def test_a_stopping_proxy_refuses_requests_and_counts_none() -> None:
     requests = ActiveRequests(lambda: True)
     with pytest.raises(Draining), requests.track():
         pass
-    assert requests.is_idle
+    time.sleep(0.01)
+    assert requests.idle_s > 0
 
 
 def test_a_stop_waits_for_the_last_request_up_to_its_limit() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from evoke_proxy.web import garbage_collection
+from evoke_proxy.web.active_requests import ActiveRequests
 from evoke_proxy.web.garbage_collection import DeferredCollection
 
 
@@ -37,13 +38,13 @@ def full() -> Iterator[list[int]]:
 def test_a_full_collection_waits_until_no_request_runs(
     full: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.5)
     monkeypatch.setattr(garbage_collection, "_WORTH_IT", 1)
     monkeypatch.setattr(garbage_collection, "NEW_OBJECTS", 50)
-    idle, before = [False], gc.get_threshold()
+    requests, before = ActiveRequests(lambda: False), gc.get_threshold()
 
     async def run() -> None:
-        collecting = DeferredCollection(lambda: idle[0])
+        collecting = DeferredCollection(lambda: requests.idle_s)
         collecting.start()
         old = Node()
         gc.collect(1)  # moves the node to the oldest generation
@@ -51,9 +52,11 @@ def test_a_full_collection_waits_until_no_request_runs(
         del old
         full.clear()
         lists = [[i] for i in range(200_000)]
-        await asyncio.sleep(0.05)
-        assert not full, f"{len(lists)} lists were allocated while a request ran"
-        idle[0] = True
+        for _ in range(70):  # short ones: at most moments none runs
+            with requests.track():
+                pass
+            await asyncio.sleep(0.01)
+        assert not full, f"{len(lists)} lists were allocated while requests came"
         for _ in range(500):
             if node() is None:
                 break
