@@ -742,7 +742,10 @@ class DecodedPrompt:
 def _body_of(body: object) -> bytes:
     """The bytes of a call's body, which may come in parts."""
     parts = body if isinstance(body, tuple) else (body,)
-    return b"".join(part if isinstance(part, bytes) else orjson.dumps(part) for part in parts)
+    return b"".join(
+        part if isinstance(part, bytes) else orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)
+        for part in parts
+    )
 
 
 def _of(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
