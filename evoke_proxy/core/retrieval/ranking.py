@@ -2,8 +2,9 @@
 
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
 by vectors where there are any. The scores of these signals are standardized and added. A second
-search looks up the names that the best units contain. Where no statement of the user has the words
-of the question, the statements are ranked too. The rankings are interleaved.
+search looks up the names that the best units contain. The user's short statements are ranked for
+themselves, too, because some of what a question needs has none of its words. The rankings are
+interleaved.
 """
 
 from __future__ import annotations
@@ -51,12 +52,17 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
 # Weight of the ranking of the user's short statements, and the share of the query's words that a
-# unit must have to be a likely answer: the statements are used when none of them has this share, or
-# when the user asks for advice. A question for a list has several statements as its answer, some of
-# them in other words, so the statements have more weight than the ranking of all units: by far more
-# when none of them has this share, no unit has a name of the question, and it refers to no earlier
-# turn, because then its words find few of them.
+# unit must have to be a likely answer: the statements are used from the beginning when none of them
+# has this share, or when the user asks for advice.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
+# For every question, the statements get more weight after the other rankings had this part of all
+# that is ranked, and at least so many tokens: what one answer needs is found within these, and what
+# a question needs of several statements, or of one in other words, only with more room.
+_LATER_STATEMENT_WEIGHT, _PART_BEFORE_STATEMENTS, _LEAST_BEFORE_STATEMENTS = 2.0, 1 / 32, 128
+# A question that asks for a list has several statements as its answer, some of them in other words,
+# so the statements have more weight than the ranking of all units from the beginning: by far more
+# when none of them has the share of words above, no unit has a name of the question, and it refers
+# to no earlier turn, because then its words find few of them.
 _LIST_WEIGHT, _UNCOVERED_LIST_WEIGHT = 1.3, 5.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
@@ -340,10 +346,16 @@ class UnitRanker:
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
-            first.append(replace(_statements(texts[0], points, after), weight=weight))
+            first.append(Ranking(_statements(texts[0], points), weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
-        elif query.n_own and (is_unsure or asks_for_advice(query.clauses[0])):
-            first.append(_statements(texts[0], points, after))
+        elif query.n_own:
+            statements = _statements(texts[0], points)
+            if len(first[0].order):
+                part = int(_PART_BEFORE_STATEMENTS * self._units.lengths[: self._n].sum())
+                before = max(after, part, _LEAST_BEFORE_STATEMENTS)
+                first.append(Ranking(statements, _LATER_STATEMENT_WEIGHT, before))
+            if is_unsure or asks_for_advice(query.clauses[0]):
+                first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],
             self._units.lengths,
@@ -701,11 +713,10 @@ def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterat
         yield best[scores >= _MIN_READ_SCORE * scores.max(initial=0.0)].tolist()
 
 
-def _statements(text: _TextScores, points: FloatArray, after: int) -> Ranking:
+def _statements(text: _TextScores, points: FloatArray) -> Positions:
     """Rank the short statements of the user, by their `points` [u] and their own text scores."""
     found = np.flatnonzero(points)[::-1]
-    order = found[np.argsort(-(text.own + points)[found], kind="stable")]
-    return Ranking(order, _STATEMENT_WEIGHT, after)
+    return found[np.argsort(-(text.own + points)[found], kind="stable")]
 
 
 def _is_version(words: frozenset[int], other: frozenset[int], asked: set[int]) -> bool:
