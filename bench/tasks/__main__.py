@@ -26,8 +26,8 @@ The part `factorial` measures what each signal of the ranking is worth
 (`BARS`) or a criterion of `bench/presence.py` in a cell: a kind of task, or all, at
 one length and budget; intervals draw whole templates.
 
-The templates of the splits are disjoint. Tune on `tuning` and `tuning_more` only; published figures
-are of `reporting`."""
+The templates of the splits are disjoint. Tune on `tuning` and those that begin with it only;
+published figures are of `reporting`, `reporting_lists` and `reporting_summaries`."""
 
 from __future__ import annotations
 

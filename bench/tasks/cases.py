@@ -4,8 +4,8 @@ The haystack is the dialogs of MTRAG-UN (`bench/data`), which people led with an
 laws, finance, software and much else. The dialogs of the two splits are disjoint; a conversation
 that is longer than the dialogs of its split goes on with those of the other one.
 
-What is planted comes from the templates: `tuning.toml`, `tuning_more.toml` and `reporting.toml`.
-A file has these tables:
+What is planted comes from the templates: `tuning.toml`, `reporting.toml`, and those of more cases
+of a few kinds whose names begin with a split. A file has these tables:
 
 * `replies`: the assistant's answers to what the user tells
 * `openings`: how a turn with several questions begins
@@ -34,8 +34,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
-# Further templates of a split: for tuning, of some kinds.
-TEMPLATES = ("tuning", "tuning_more", "reporting")
+# The templates of a split with all kinds, and further ones of some kinds.
+TEMPLATES = (
+    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries"),
+    *("reporting", "reporting_lists", "reporting_summaries"),
+)
 # Kinds whose questions are put together from pairs, and how many of them.
 QUERIES: Mapping[str, int] = {"multi-query 4": 4, "multi-query 12": 12}
 _SLOT = re.compile(r"\{([a-z]+)(\d*)\}")

@@ -16,6 +16,7 @@ from bench.tasks.cases import (
     QUERIES,
     SPLITS,
     SYSTEM,
+    TEMPLATES,
     Case,
     Templates,
     cases,
@@ -86,19 +87,38 @@ def test_every_slot_is_filled_and_the_needed_texts_are_those_of_the_template(
 
 
 def test_each_kind_has_its_number_of_needed_messages() -> None:
-    for split in SPLITS:
-        templates = read(split)
+    for name in TEMPLATES:
+        templates = read(name)
         assert all(len(scene.say) == 8 for scene in templates.scenes_of("multi-value"))
         assert all(len(scene.say) == 12 for scene in templates.scenes_of("summaries"))
         assert all(len(scene.say) == 5 for scene in templates.scenes_of("variable tracking"))
         assert all(scene.before for scene in templates.scenes_of("pronoun follow-ups"))
         assert all(scene.old for scene in templates.scenes_of("corrections"))
-        assert len(templates.pairs) >= max(QUERIES.values())
+        assert name not in SPLITS or len(templates.pairs) >= max(QUERIES.values())
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in SPLITS])
+def test_further_templates_make_cases_with_all_needed_messages(name: str) -> None:
+    for kind in read(name).kinds:
+        for case in cases(name, kind, 4000, len(read(name).scenes_of(kind))):
+            assert len(case.needed) == {"multi-value": 8, "summaries": 12}[kind]
+            texts = [message["content"] for message in (*case.messages, *case.asked)]
+            assert not [text for text in texts if re.search(r"\{[a-z]+\d*\}", text)]
 
 
 def test_the_splits_share_no_template_and_no_name() -> None:
     tuning, reporting = map(read, SPLITS)
     assert not _texts(tuning) & _texts(reporting)
+    told = {
+        split: {
+            text
+            for templates in map(read, TEMPLATES)
+            if templates.split == split
+            for text in _texts(templates) - {*templates.replies, *templates.openings}
+        }
+        for split in SPLITS
+    }
+    assert not told["tuning"] & told["reporting"]
     named = {name for names in tuning.pools.values() for name in names}
     assert not named & {name for names in reporting.pools.values() for name in names}
 
