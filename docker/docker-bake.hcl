@@ -7,7 +7,7 @@ variable "REGISTRY" {
 }
 
 variable "VERSION" {
-  default = "0.3.0"
+  default = "0.3.1"
 }
 
 # The GPUs to compile for; all that llama.cpp supports takes hours.
