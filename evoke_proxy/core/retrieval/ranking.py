@@ -55,7 +55,7 @@ _MODEL_WEIGHT = 0.5
 # unit must have to be a likely answer: the statements are used from the beginning when none of them
 # has this share, or when the user asks for advice.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
-# For every question, the statements get more weight after the other rankings had this part of all
+# For any question, the statements get more weight after the other rankings had this part of all
 # that is ranked, and at least so many tokens: what one answer needs is found within these, and what
 # a question needs of several statements, or of one in other words, only with more room.
 _LATER_STATEMENT_WEIGHT, _PART_BEFORE_STATEMENTS, _LEAST_BEFORE_STATEMENTS = 2.0, 1 / 32, 128
@@ -333,7 +333,7 @@ class UnitRanker:
         points = self._units.maxima(self._source.statements)[: self._n]
         found = self._second_look_up(query, _strong(texts, first), points)
         second = self._latest_first(asked, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
-        after, is_covered, is_unsure = 0, False, False
+        after, is_covered = 0, False
         if first and len(first[0].order):
             coverage = self._coverage(query)
             if not query.n_context and coverage[first[0].order[0]] < _MIN_COVERAGE:
@@ -342,7 +342,6 @@ class UnitRanker:
             if coverage[first[0].order[0]] >= _MIN_COVERAGE:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
-            is_unsure = _asks(query.text) and not is_covered
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
@@ -350,11 +349,12 @@ class UnitRanker:
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
             statements = _statements(texts[0], points)
-            if len(first[0].order):
+            finds = _asks(query.text) and len(first[0].order) > 0
+            if finds:
                 part = int(_PART_BEFORE_STATEMENTS * self._units.lengths[: self._n].sum())
                 before = max(after, part, _LEAST_BEFORE_STATEMENTS)
                 first.append(Ranking(statements, _LATER_STATEMENT_WEIGHT, before))
-            if is_unsure or asks_for_advice(query.clauses[0]):
+            if (finds and not is_covered) or asks_for_advice(query.clauses[0]):
                 first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],
