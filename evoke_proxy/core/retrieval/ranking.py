@@ -55,10 +55,12 @@ _MODEL_WEIGHT = 0.5
 # unit must have to be a likely answer: the statements are used from the beginning when none of them
 # has this share, or when the user asks for advice.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
-# For any question, the statements get more weight after the other rankings had this part of all
-# that is ranked, and at least so many tokens: what one answer needs is found within these, and what
-# a question needs of several statements, or of one in other words, only with more room.
-_LATER_STATEMENT_WEIGHT, _PART_BEFORE_STATEMENTS, _LEAST_BEFORE_STATEMENTS = 2.0, 1 / 32, 128
+# For any question, the best statements get more weight after the other rankings had this part of
+# all tokens that are ranked: what one answer needs is found within these, and what a question needs
+# of several statements, or of one in other words, only with more room. The statements are as many
+# as fit into the same part. In short conversations both have at least so many tokens.
+_LATER_STATEMENT_WEIGHT, _STATEMENT_PART = 2.0, 1 / 32
+_LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # A question that asks for a list has several statements as its answer, some of them in other words,
 # so the statements have more weight than the ranking of all units from the beginning: by far more
 # when none of them has the share of words above, no unit has a name of the question, and it refers
@@ -351,9 +353,11 @@ class UnitRanker:
             statements = _statements(texts[0], points)
             finds = _asks(query.text) and len(first[0].order) > 0
             if finds:
-                part = int(_PART_BEFORE_STATEMENTS * self._units.lengths[: self._n].sum())
+                lengths = self._units.lengths
+                part = int(_STATEMENT_PART * lengths[: self._n].sum())
+                fit = lengths[statements].cumsum() <= max(part, _LEAST_FOR_STATEMENTS)
                 before = max(after, part, _LEAST_BEFORE_STATEMENTS)
-                first.append(Ranking(statements, _LATER_STATEMENT_WEIGHT, before))
+                first.append(Ranking(statements[fit], _LATER_STATEMENT_WEIGHT, before))
             if (finds and not is_covered) or asks_for_advice(query.clauses[0]):
                 first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
         return interleaved(
