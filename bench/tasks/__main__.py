@@ -27,7 +27,8 @@ The part `factorial` measures what each signal of the ranking is worth
 one length and budget; intervals draw whole templates.
 
 The templates of the splits are disjoint. Tune on `tuning` and those that begin with it only;
-published figures are of `reporting`, `reporting_lists` and `reporting_summaries`."""
+published figures are of `reporting`. `reporting_lists` and `reporting_summaries` have been used
+three times to choose between rankings."""
 
 from __future__ import annotations
 

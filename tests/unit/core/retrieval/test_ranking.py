@@ -234,6 +234,25 @@ def test_with_more_room_statements_come_before_what_only_shares_words() -> None:
     assert set(lent) <= set(found[:10])
 
 
+def test_a_long_turn_that_asks_nothing_brings_back_no_statements() -> None:
+    texts = [f"Do the tools of the shed survive the frost of day {n}?" for n in range(30)]
+    texts[4] = "The tools of the shed survived the frost."
+    texts[8], texts[19] = "My neighbour has the ladder since May.", "I lent Ann my good saw."
+    told = "The tools of the shed survived the frost of this day once more. " * 5
+    assert not {8, 19} & set(order(Query.of(told), texts)[:10])
+    assert {8, 19} <= set(order(Query.of(told + "Did they?"), texts)[:10])
+
+
+def test_statements_do_not_take_all_room_from_what_the_words_find() -> None:
+    """The best of them, twelve messages of 20 tokens, come before the rest of the words."""
+    asked = [f"Do the tools of the shed survive the frost of day {n}?" for n in range(30)]
+    asked[4] = "The tools of the shed survived the frost."
+    lent = [f"I lent neighbour {n} my ladder." for n in range(30)]
+    texts = [text for pair in zip(asked, lent, strict=True) for text in pair]
+    found = order(Query.of("How did the tools of the shed survive the frost?"), texts)
+    assert 10 <= len([n for n in found[:30] if n % 2]) <= 13
+
+
 def test_for_a_list_statements_in_other_words_are_ranked_early() -> None:
     texts = [f"Which plants like the weather of day {n}?" for n in range(20)]
     texts[2] = "I have an orchid, one of our plants."
