@@ -115,9 +115,11 @@ help:
 	@sed -n 's/^##@ \(.*\)/\n\1/p; s/^## /  /p' Makefile
 
 # Both servers from one build tree: minutes the first time, immediate later. The patched one is first,
-# because `make demo` leaves the tree patched: only its web UI is compiled then.
+# because `make demo` leaves the tree patched: only its web UI is compiled then. Its libraries are kept
+# for tests before the stock server replaces them.
 build: venv
 	@$(BIN)/python -m evoke_proxy.server_build
+	@$(BIN)/python tests/contract/native_libraries.py
 	@$(BIN)/python -m evoke_proxy.server_build --stock
 
 venv: .venv/stamp

@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from llama import MODEL, binary
+from llama import MODEL
+from native_libraries import native_libraries
 
-from evoke_proxy.server_build.build import build_spec
 from evoke_proxy.server_build.cache import cache_dir
 from evoke_proxy.server_build.series import patches_dir
-from evoke_proxy.server_build.toolchain import compiler_accepts, find_toolchain
+from evoke_proxy.server_build.toolchain import compiler_accepts
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-_INCLUDES = ("src", "include", "ggml/include", "common", "vendor", "tools/server", "tools/mtmd")
 
 
 def run(source: Path, folder: Path) -> str:
@@ -47,26 +46,21 @@ def run_sanitized(source: Path, sources: Sequence[str], folder: Path) -> str:
 def build(
     source: Path, folder: Path, sources: Sequence[Path] = (), flags: Sequence[str] = ()
 ) -> Path:
-    """Compiles a program in `folder`. Skips the test if the libraries are of other patches.
+    """Compiles a program in `folder`, with the libraries of the patched server.
 
     A program whose sources, headers, libraries and command are those of an earlier test run is
-    copied from the cache instead.
+    copied from the cache instead. Skips the test if the environment names another server to test.
     """
-    binary(patched=True)
-    spec = build_spec(True, find_toolchain(), None, patches_dir(), cache_dir())
-    tree = cache_dir() / "trees" / spec.tree_key
-    if not _has_our_sources(tree):
-        pytest.skip("the latest build on this machine has other patches")
-    libraries = [tree / "build/src/libllama.a", *tree.glob("build/ggml/**/lib*.a")]
-    libraries += tree.glob("build/vendor/**/lib*.a")
-    if sources:
-        libraries += sorted(tree.glob("build/common/lib*.a"))
-    command = ["g++", "-std=c++17", *flags, *(f"-I{tree / 'src' / name}" for name in _INCLUDES)]
+    if named := os.environ.get("EVOKE_PATCHED_SERVER"):
+        pytest.skip(f"the libraries of {named} are not at hand")
+    native = native_libraries()
+    libraries = native.linked(common=bool(sources))
+    command = ["g++", "-std=c++17", *flags, *native.includes]
     program = folder / source.stem
     linked = ["-Wl,--start-group", *map(str, libraries), "-Wl,--end-group"]
-    linked += ["-fopenmp", "-lpthread", "-ldl", *spec.tools.libraries]
+    linked += ["-fopenmp", "-lpthread", "-ldl", *native.system]
     texts = [source, *sources, *sorted(source.parents[1].glob("*/*.h"))]
-    key = _digest([*command, *linked, spec.key], texts, libraries)
+    key = _digest([*command, *linked, native.key], texts, libraries)
     kept = cache_dir() / "tests" / f"{source.parent.name}-{source.stem}-{key}"
     if not kept.exists():
         objects = [str(_object(path, tuple(command))) for path in sources]
@@ -136,14 +130,3 @@ def _links_sanitizers() -> bool:
     command = ["g++", *SANITIZERS, "-x", "c++", "-", "-o", "/dev/null"]
     done = subprocess.run(command, input=b"int main() {}", stderr=sys.stderr)
     return done.returncode == 0
-
-
-def _has_our_sources(tree: Path) -> bool:
-    """Whether the tree was built from our sources as they are now; builds share the tree."""
-    library = tree / "build/src/libllama.a"
-    homes = {"llama": "src", "server": "tools/server"}
-    return library.exists() and all(
-        (copy := tree / "src" / homes[path.name.split("-")[0]] / path.name).exists()
-        and copy.read_bytes() == path.read_bytes()
-        for path in (patches_dir() / "src").iterdir()
-    )
