@@ -52,46 +52,30 @@ STOCK = option("--stock", help="a stock llama-server (default: our build)", type
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the rows of a bench mean.
+    """What the rows of a bench mean."""
 
-    Attributes:
-        summary: The figures to quote.
-        missed: The bars that are missed, in words; any makes the exit status 1.
-        table: Rows to print where they are not those that were measured.
-        rows: Rows to record where they are not those that were measured.
-        picture: SVG that is written beside the record, or "".
-        said: What is printed instead of the summary.
-    """
-
-    summary: Row
-    missed: Sequence[str] = ()
-    table: Sequence[Row] | None = None
-    rows: Sequence[Row] | None = None
-    picture: str = ""
-    said: str = ""
+    summary: Row  # the figures to quote
+    missed: Sequence[str] = ()  # the bars that are missed, in words; any makes the exit status 1
+    table: Sequence[Row] | None = None  # rows to print where they are not those that were measured
+    rows: Sequence[Row] | None = None  # rows to record where they are not those that were measured
+    picture: str = ""  # SVG that is written beside the record, or ""
+    said: str = ""  # what is printed instead of the summary
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """One bench, which `python -m bench.NAME` runs.
+    """One bench, which `python -m bench.NAME` runs."""
 
-    Attributes:
-        name: Its module and, after a space, its part; the record is `out/bench/MODULE_PART.json`.
-        about: What it answers, against what, and what would make it fail; begins the help.
-        example: Options of an example.
-        measure: Yields the rows; each is printed as soon as it is measured.
-        report: Makes the report from the options and all rows.
-        columns: The columns of the tables; without any, `measure` prints its rows itself.
-        options: The options besides `--out`.
-    """
-
-    name: str
-    about: str | None
-    example: str
+    name: str  # its module and, after a space, its part; the record is `out/bench/MODULE_PART.json`
+    about: str | None  # what it answers, against what, and what would make it fail; begins the help
+    example: str  # options of an example
+    # Yields the rows; each is printed as soon as it is measured.
     measure: Callable[[argparse.Namespace], Iterable[Row]]
+    # Makes the report from the options and all rows.
     report: Callable[[argparse.Namespace, list[Row]], Report]
+    # The columns of the tables; without any, `measure` prints its rows itself.
     columns: Sequence[str] = ()
-    options: Sequence[Option] = field(default=())
+    options: Sequence[Option] = field(default=())  # the options besides `--out`
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the parsed options, by default of the command line."""

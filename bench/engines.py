@@ -51,19 +51,14 @@ Spans = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One configuration of the proxy.
+    """One configuration of the proxy."""
 
-    Attributes:
-        arm: What tables call it.
-        policy: Fields of `policy` that differ from the default.
-        embedder: What ranks by meaning: `built-in`, `encoder` (of a directory) or `none`.
-        on_demand: Whether it is measured only when --arms names it.
-    """
-
-    arm: str
+    arm: str  # what tables call it
+    # Fields of `policy` that differ from the default.
     policy: Mapping[str, str | int] = field(default_factory=dict)
+    # What ranks by meaning: `built-in`, `encoder` (of a directory) or `none`.
     embedder: str = "built-in"
-    on_demand: bool = False
+    on_demand: bool = False  # whether it is measured only when --arms names it
 
     @property
     def on_servers(self) -> bool:

@@ -71,18 +71,12 @@ _TO_GPU, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is copied, and how its times are taken.
+    """What is copied, and how its times are taken."""
 
-    Attributes:
-        size: Tokens of the block.
-        filled: Tokens in the cache, of which the block is the end.
-        scattered: Whether its rows are scattered over the cells.
-        over_http: Whether times are those of the client, from sending a call to its whole answer.
-    """
-
-    size: int
-    filled: int
-    scattered: bool
+    size: int  # tokens of the block
+    filled: int  # tokens in the cache, of which the block is the end
+    scattered: bool  # whether its rows are scattered over the cells
+    # Whether times are those of the client, from sending a call to its whole answer.
     over_http: bool = False
 
 

@@ -58,15 +58,10 @@ def settle(port: int, longest_s: float = 60.0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Llama:
-    """A running server; every call insists on 200.
+    """A running server; every call insists on 200."""
 
-    Attributes:
-        port: Its port on 127.0.0.1.
-        folder: Where it writes slots; None: unknown, or it cannot.
-    """
-
-    port: int
-    folder: Path | None = None
+    port: int  # its port on 127.0.0.1
+    folder: Path | None = None  # where it writes slots; None: unknown, or it cannot
 
     def call(self, method: str, path: str, body: object = None) -> Any:
         """The parsed answer; RuntimeError with the server's words when it is not 200."""

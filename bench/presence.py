@@ -102,39 +102,25 @@ _COUNTED = ("whole", "half", "messages")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A turn that asks about a conversation.
+    """A turn that asks about a conversation."""
 
-    Attributes:
-        id: Unique in its conversation.
-        turn: The messages that are sent after the conversation; the last one is the question.
-        needed: Indexes of the messages that the answer needs.
-        kinds: What tables group it by.
-    """
-
-    id: str
+    id: str  # unique in its conversation
+    # The messages that are sent after the conversation; the last one is the question.
     turn: Sequence[Message]
-    needed: Sequence[int]
-    kinds: Sequence[str] = ()
+    needed: Sequence[int]  # indexes of the messages that the answer needs
+    kinds: Sequence[str] = ()  # what tables group it by
 
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """A conversation, and the turns that ask about it.
+    """A conversation, and the turns that ask about it."""
 
-    Attributes:
-        messages: The conversation.
-        asked: The turns, each of which follows it.
-        history: The messages that are sent before the first turn.
-        ranked: Indexes of the messages that a fill may take.
-        about: What every row says, among it `conversation`: what intervals draw.
-        fixed: Indexes of the messages that take their part of a fill's budget first.
-    """
-
-    messages: Sequence[Message]
-    asked: Sequence[Asked]
-    history: Sequence[Message]
-    ranked: Sequence[int]
-    about: Mapping[str, Any]
+    messages: Sequence[Message]  # the conversation
+    asked: Sequence[Asked]  # the turns, each of which follows it
+    history: Sequence[Message]  # the messages that are sent before the first turn
+    ranked: Sequence[int]  # indexes of the messages that a fill may take
+    about: Mapping[str, Any]  # what every row says, among it `conversation`: what intervals draw
+    # Indexes of the messages that take their part of a fill's budget first.
     fixed: Sequence[int] = ()
 
 
@@ -350,25 +336,17 @@ def _turn(row: Row) -> tuple[object, object]:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The talks of one bench, and how their rows are grouped.
-
-    Attributes:
-        name: The name of the bench.
-        about: Its help.
-        batches: Yields, by options, the longest conversation in tokens and talks up to that length.
-        by: The key of rows by whose values the summary is divided.
-        grouped: Divides the rows of one value and share into cells.
-        keys: The keys of the rows that are recorded, besides share and arm.
-        options: The options that choose the talks.
-    """
+    """The talks of one bench, and how their rows are grouped."""
 
     name: str
-    about: str | None
+    about: str | None  # its help
+    # Yields, by options, the longest conversation in tokens and talks up to that length.
     batches: Callable[[argparse.Namespace], Iterator[tuple[int, Iterable[Talk]]]]
-    by: str
+    by: str  # the key of rows by whose values the summary is divided
+    # Divides the rows of one value and share into cells.
     grouped: Callable[[Sequence[Row]], Mapping[str, Sequence[Row]]]
-    keys: Sequence[str]
-    options: Sequence[Option]
+    keys: Sequence[str]  # the keys of the rows that are recorded, besides share and arm
+    options: Sequence[Option]  # those that choose the talks
 
     def parts(
         self, report: Callable[[argparse.Namespace, list[Row]], Report], example: str

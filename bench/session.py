@@ -60,16 +60,12 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How requests reach the server.
+    """How requests reach the server."""
 
-    Attributes:
-        name: The name of the arm in rows.
-        fields: Fields that are added to each request; None: llama-server gets it without the proxy.
-        keeps: To what share of the budget the client cuts a prompt that exceeds it; 0: it does not.
-    """
-
-    name: str
+    name: str  # the name of the arm in rows
+    # Fields that are added to each request; None: llama-server gets it without the proxy.
     fields: Mapping[str, Any] | None = None
+    # To what share of the budget the client cuts a prompt that exceeds it; 0: it does not.
     keeps: float = 0.0
 
 
@@ -183,19 +179,12 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Bed:
-    """What conversations run on.
+    """What conversations run on."""
 
-    Attributes:
-        server: A patched llama-server.
-        shape: The shape of its model.
-        options: Options of the server that all arms have.
-        files: Where slot files are kept.
-    """
-
-    server: Path
-    shape: Shape
-    options: Sequence[str]
-    files: Path
+    server: Path  # a patched llama-server
+    shape: Shape  # the shape of its model
+    options: Sequence[str]  # options of the server that all arms have
+    files: Path  # where slot files are kept
 
     @contextmanager
     def llama(self, *options: str) -> Iterator[Llama]:

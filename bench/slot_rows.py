@@ -64,19 +64,12 @@ def _aligned(evictable: Mask, size: int) -> list[tuple[Span, bool]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenizedChat:
-    """A chat as tokens.
+    """A chat as tokens."""
 
-    Attributes:
-        tokens: The prompt, with what begins an answer.
-        ends: Where each message ends.
-        roles: The author of each message.
-        starts: Positions where a sentence begins.
-    """
-
-    tokens: Tokens
-    ends: Sequence[int]
-    roles: Sequence[str]
-    starts: npt.NDArray[np.int64]
+    tokens: Tokens  # the prompt, with what begins an answer
+    ends: Sequence[int]  # where each message ends
+    roles: Sequence[str]  # the author of each message
+    starts: npt.NDArray[np.int64]  # positions where a sentence begins
 
 
 def rendering(

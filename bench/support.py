@@ -171,19 +171,12 @@ def _tried(llama: Llama, case: Case) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class RoundTrip:
-    """What a block does that leaves the cache of a conversation and returns.
+    """What a block does that leaves the cache of a conversation and returns."""
 
-    Attributes:
-        repeats: The conversation without eviction gives the same answer twice.
-        returns: Evicting and loading the block gives that answer, to the bit.
-        evicts: Evicting it alone gives another answer.
-        compared: How many log probabilities were compared, or tokens.
-    """
-
-    repeats: bool
-    returns: bool
-    evicts: bool
-    compared: int
+    repeats: bool  # the conversation without eviction gives the same answer twice
+    returns: bool  # evicting and loading the block gives that answer, to the bit
+    evicts: bool  # evicting it alone gives another answer
+    compared: int  # how many log probabilities were compared, or tokens
 
 
 def round_trip(llama: Llama, slot: int, seed: int, wanted: str = _LOGPROBS) -> RoundTrip:

@@ -100,21 +100,14 @@ def front(llama: Llama, arm: str, budget: int) -> AbstractContextManager[Proxy]:
 
 @dataclass(slots=True)
 class Watch:
-    """Records the requests of one session, as seen between the agent and the proxy.
+    """Records the requests of one session, as seen between the agent and the proxy."""
 
-    Attributes:
-        upstream: Port of llama-server.
-        saved: Folder of slot files; None: rows are not read.
-        compares: Whether rows are compared with those that were decoded first.
-        witness: The comparison of rows.
-        turns: Token counts of each request; with `saved` also the checks of what the model could
-            see, and with `compares` how many rows of the latest reading of a file were resident.
-    """
-
-    upstream: int
-    saved: Path | None
-    compares: bool = True
-    witness: Witness = field(default_factory=Witness)
+    upstream: int  # port of llama-server
+    saved: Path | None  # folder of slot files; None: rows are not read
+    compares: bool = True  # whether rows are compared with those that were decoded first
+    witness: Witness = field(default_factory=Witness)  # the comparison of rows
+    # Token counts of each request; with `saved` also the checks of what the model could see, and
+    # with `compares` how many rows of the latest reading of a file were resident.
     turns: list[Json] = field(default_factory=list)
 
     @classmethod

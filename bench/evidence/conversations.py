@@ -24,20 +24,14 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a conversation.
+    """A question about a conversation."""
 
-    Attributes:
-        id: Unique in its conversation.
-        text: What the user asks.
-        evidence: Indexes of the user's messages that answer it.
-        before: Speaker and text of the turns directly before the question.
-        types: What the source says about the question: `Factoid`, `How-To` and others.
-    """
-
-    id: str
-    text: str
-    evidence: tuple[int, ...]
+    id: str  # unique in its conversation
+    text: str  # what the user asks
+    evidence: tuple[int, ...]  # indexes of the user's messages that answer it
+    # Speaker and text of the turns directly before the question.
     before: tuple[tuple[str, str], ...] = ()
+    # What the source says about the question: `Factoid`, `How-To` and others.
     types: tuple[str, ...] = ()
 
     @property

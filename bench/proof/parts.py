@@ -42,19 +42,13 @@ _INTRODUCTION = (
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bound on one figure, fixed before the run.
+    """A bound on one figure, fixed before the run."""
 
-    Attributes:
-        claim: What the figure is.
-        value: The figure as measured; None when it could not be measured, which misses the bar.
-        least: The least value that holds, or None.
-        most: The largest value that holds, or None.
-    """
-
-    claim: str
+    claim: str  # what the figure is
+    # The figure as measured; None when it could not be measured, which misses the bar.
     value: float | None
-    least: float | None = None
-    most: float | None = None
+    least: float | None = None  # the least value that holds, or None
+    most: float | None = None  # the largest value that holds, or None
 
     @property
     def holds(self) -> bool:
@@ -73,25 +67,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One question of the proof and its answer.
+    """One question of the proof and its answer."""
 
-    Attributes:
-        title: The claim in a few words.
-        question: What is measured, on which model, and against what.
-        columns: The columns of the table.
-        rows: The rows of the table.
-        bars: The bounds that must hold.
-        picture: SVG, or "".
-        seconds: How long the part took.
-    """
-
-    title: str
-    question: str
-    columns: Sequence[str]
-    rows: Sequence[Row]
-    bars: Sequence[Bar]
-    picture: str = ""
-    seconds: float = 0.0
+    title: str  # the claim in a few words
+    question: str  # what is measured, on which model, and against what
+    columns: Sequence[str]  # the columns of the table
+    rows: Sequence[Row]  # the rows of the table
+    bars: Sequence[Bar]  # the bounds that must hold
+    picture: str = ""  # SVG, or ""
+    seconds: float = 0.0  # how long the part took
     details: Row = field(default_factory=dict)
 
 
@@ -194,17 +178,11 @@ _HISTORY, _PAIRS = 2048, 60
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What the reader chose.
+    """What the reader chose."""
 
-    Attributes:
-        seed: Which questions and texts are drawn.
-        model: A GGUF of the reader's, or None for those of the project.
-        threads: Threads of llama-server.
-    """
-
-    seed: int
-    model: Path | None = None
-    threads: int = 1
+    seed: int  # which questions and texts are drawn
+    model: Path | None = None  # a GGUF of the reader's, or None for those of the project
+    threads: int = 1  # threads of llama-server
 
 
 def exact(reader: Reader) -> Part:

@@ -32,17 +32,11 @@ RECALLS = ("model", "fused")
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A policy, a compression and a kind of recall.
+    """A policy, a compression and a kind of recall."""
 
-    Attributes:
-        policy: The name of a policy.
-        ratio: Session tokens divided by the budget; None without a budget.
-        recall: One of RECALLS, or "" for the proxy's default.
-    """
-
-    policy: str
-    ratio: float | None = None
-    recall: str = ""
+    policy: str  # the name of a policy
+    ratio: float | None = None  # session tokens divided by the budget; None without a budget
+    recall: str = ""  # one of RECALLS, or "" for the proxy's default
 
     @property
     def name(self) -> str:

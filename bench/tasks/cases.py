@@ -68,23 +68,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """All templates of one split.
+    """All templates of one split."""
 
-    Attributes:
-        name: One of `TEMPLATES`.
-        replies: The assistant's answers to what the user tells.
-        openings: How a turn with several questions begins.
-        pools: Names by pool.
-        scenes: The templates of all kinds except those of `QUERIES`.
-        pairs: The templates of the kinds of `QUERIES`.
-    """
-
-    name: str
-    replies: Sequence[str]
-    openings: Sequence[str]
-    pools: Mapping[str, Sequence[str]]
-    scenes: Sequence[Scene]
-    pairs: Sequence[Pair]
+    name: str  # one of `TEMPLATES`
+    replies: Sequence[str]  # the assistant's answers to what the user tells
+    openings: Sequence[str]  # how a turn with several questions begins
+    pools: Mapping[str, Sequence[str]]  # names by pool
+    scenes: Sequence[Scene]  # the templates of all kinds except those of `QUERIES`
+    pairs: Sequence[Pair]  # the templates of the kinds of `QUERIES`
 
     @property
     def split(self) -> str:
@@ -117,19 +108,12 @@ def read(name: str) -> Templates:
 
 @dataclass(slots=True)
 class Names:
-    """Replaces the slots of texts: the same slot by the same name, another slot by another name.
+    """Replaces the slots of texts: the same slot by the same name, another slot by another name."""
 
-    Attributes:
-        rng: Where names are drawn from.
-        pools: Names by pool.
-        chosen: The name of each slot so far.
-        used: Every name so far, which no other slot gets.
-    """
-
-    rng: random.Random
-    pools: Mapping[str, Sequence[str]]
-    chosen: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    rng: random.Random  # where names are drawn from
+    pools: Mapping[str, Sequence[str]]  # names by pool
+    chosen: dict[str, str] = field(default_factory=dict)  # the name of each slot so far
+    used: set[str] = field(default_factory=set)  # every name so far, which no other slot gets
 
     def fill(self, text: str) -> str:
         """Return the text with names in place of its slots."""
@@ -189,23 +173,14 @@ Exchange = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A conversation and a turn that asks about it.
+    """A conversation and a turn that asks about it."""
 
-    Attributes:
-        id: Split, kind, length and number.
-        kind: What the case tests.
-        scene: Which template of the kind it was made from.
-        messages: The conversation before the turn, from the system prompt on.
-        asked: The messages of the turn; the last one is the question.
-        needed: Indexes of the messages that the answer needs.
-    """
-
-    id: str
-    kind: str
-    scene: int
-    messages: Sequence[Message]
-    asked: Sequence[Message]
-    needed: Sequence[int]
+    id: str  # split, kind, length and number
+    kind: str  # what the case tests
+    scene: int  # which template of the kind it was made from
+    messages: Sequence[Message]  # the conversation before the turn, from the system prompt on
+    asked: Sequence[Message]  # the messages of the turn; the last one is the question
+    needed: Sequence[int]  # indexes of the messages that the answer needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,33 +62,24 @@ SLOTS, USERS = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One arm.
+    """One arm."""
 
-    Attributes:
-        name: What tables call it.
-        kind: `bound`, `stock` or `evoke`.
-        slots: Slots of the server.
-        users: Conversations at the same time.
-        ram_gib: Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up`
-            plans. 0: no RAM cache. Infinite: no limit.
-        has_disk: Whether saved blocks may be on disk, as `up` plans.
-        all_cells: Whether a slot has cells for the longest prompt; stock servers always have.
-        features: Features of the patched server.
-        settings: Settings of the proxy that differ from the default.
-        budget_share: Share of the cells that is the budget; None: the automatic one.
-        names: Whether clients send a header with an id of the conversation, as Claude Code does.
-    """
-
-    name: str
-    kind: str = "evoke"
-    slots: int = SLOTS
-    users: int = USERS
+    name: str  # what tables call it
+    kind: str = "evoke"  # `bound`, `stock` or `evoke`
+    slots: int = SLOTS  # slots of the server
+    users: int = USERS  # conversations at the same time
+    # Host memory of the RAM cache or of saved blocks. None: the same as `evoke-proxy up` plans. 0:
+    # no RAM cache. Infinite: no limit.
     ram_gib: float | None = None
-    has_disk: bool = True
+    has_disk: bool = True  # whether saved blocks may be on disk, as `up` plans
+    # Whether a slot has cells for the longest prompt; stock servers always have.
     all_cells: bool = False
-    features: Sequence[str] = FEATURES
+    features: Sequence[str] = FEATURES  # features of the patched server
+    # Settings of the proxy that differ from the default.
     settings: Mapping[str, object] = field(default_factory=dict)
+    # Share of the cells that is the budget; None: the automatic one.
     budget_share: float | None = None
+    # Whether clients send a header with an id of the conversation, as Claude Code does.
     names: bool = False
 
     @property

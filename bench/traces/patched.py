@@ -33,19 +33,13 @@ Key = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class Copy:
-    """The rows of one range.
+    """The rows of one range."""
 
-    Attributes:
-        key: What identifies it.
-        names: Its labels, each with the session that has it.
-        version: Number of the latest change that `GET /slots/{id}/blocks` reports.
-        on_disk: Whether only a file has the rows.
-    """
-
-    key: Key
+    key: Key  # what identifies it
+    # Its labels, each with the session that has it.
     names: dict[str, str] = field(default_factory=dict)
-    version: int = 0
-    on_disk: bool = False
+    version: int = 0  # number of the latest change that `GET /slots/{id}/blocks` reports
+    on_disk: bool = False  # whether only a file has the rows
 
     @property
     def size(self) -> int:
@@ -193,55 +187,41 @@ def sums_of(tokens: Tokens) -> Sums:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of a server, in its own (scaled) tokens.
-
-    Attributes:
-        n_slots: Slots.
-        n_cells: Cells of each.
-        n_ctx: Longest prompt with its answer (--ctx-logical).
-        ram: Tokens of the copies that fit host memory.
-        disk: The same on disk.
-        features: What `GET /props` names.
-    """
+    """Sizes of a server, in its own (scaled) tokens."""
 
     n_slots: int
-    n_cells: int
-    n_ctx: int
-    ram: int
-    disk: int = 0
-    features: Sequence[str] = FEATURES
+    n_cells: int  # cells of each
+    n_ctx: int  # longest prompt with its answer (--ctx-logical)
+    ram: int  # tokens of the copies that fit host memory
+    disk: int = 0  # the same on disk
+    features: Sequence[str] = FEATURES  # what `GET /props` names
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One slot.
-
-    Attributes:
-        tokens: Its text, resident or not.
-        sums: Hashes of the prefixes of the text.
-        rows: Which positions have rows.
-        origin: For each position 0 if its row was decoded with every earlier row resident, else a
-            number for what was.
-        loaded: Rows that were loaded since the latest reply.
-        stream: The budget as the latest `stream` set it; {} for none.
-        evicted: Ranges that the engine evicted since the latest reply, with names.
-        reuse: Most tokens that the next request continues; None without a limit.
-    """
+    """One slot."""
 
     id: int
+    # Its text, resident or not.
     tokens: Tokens = field(default_factory=lambda: np.zeros(0, np.int32))
+    # Hashes of the prefixes of the text.
     sums: Sums = field(default_factory=lambda: np.zeros(1, np.uint64))
-    rows: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))
+    rows: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))  # which positions have rows
+    # For each position 0 if its row was decoded with every earlier row resident, else a number for
+    # what was.
     origin: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Rows that were loaded since the latest reply.
     loaded: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))
+    # The budget as the latest `stream` set it; {} for none.
     stream: Mapping[str, Any] = field(default_factory=dict)
+    # Ranges that the engine evicted since the latest reply, with names.
     evicted: list[tuple[int, int, str | None]] = field(default_factory=list)
     epoch: int = 1
     tenant: str = ""
     session: str = ""
     is_busy: bool = False
     peak: int = 0
-    reuse: int | None = None
+    reuse: int | None = None  # most tokens that the next request continues; None without a limit
 
     @property
     def n_rows(self) -> int:
@@ -726,17 +706,11 @@ class PatchedServer:
 
 @dataclass(frozen=True, slots=True)
 class DecodedPrompt:
-    """A decoded prompt whose answer is not generated yet.
-
-    Attributes:
-        slot: Its slot.
-        counts: Its tokens, as `timings.evoke` counts them.
-        marker: What became of the request's marker.
-    """
+    """A decoded prompt whose answer is not generated yet."""
 
     slot: Slot
-    counts: dict[str, int]
-    marker: str
+    counts: dict[str, int]  # its tokens, as `timings.evoke` counts them
+    marker: str  # what became of the request's marker
 
 
 def _body_of(body: object) -> bytes:

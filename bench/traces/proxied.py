@@ -31,21 +31,13 @@ _RETRY_S = 1.0
 
 @dataclass(slots=True)
 class ProxiedServer:
-    """A server behind the proxy; an arm of the replay.
+    """A server behind the proxy; an arm of the replay."""
 
-    Attributes:
-        engine: The proxy.
-        server: The server.
-        costs: The cost model.
-        has_names: Whether clients send a header with an id of the conversation.
-        n_busy: Requests that were answered 503 because no slot became free in time.
-    """
-
-    engine: ModelRouter
+    engine: ModelRouter  # the proxy
     server: PatchedServer
     costs: Costs
-    has_names: bool = False
-    n_busy: int = 0
+    has_names: bool = False  # whether clients send a header with an id of the conversation
+    n_busy: int = 0  # requests that were answered 503 because no slot became free in time
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm; a request that is refused because all slots are busy is sent again."""
@@ -87,19 +79,12 @@ class ProxiedServer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """A chat that was served.
+    """A chat that was served."""
 
-    Attributes:
-        usage: The token accounting of the server.
-        session: The session of the proxy.
-        began: When the answer began, virtual time.
-        rows: Which positions had rows then.
-    """
-
-    usage: Mapping[str, Any]
-    session: str
-    began: float
-    rows: Mask
+    usage: Mapping[str, Any]  # the token accounting of the server
+    session: str  # the session of the proxy
+    began: float  # when the answer began, virtual time
+    rows: Mask  # which positions had rows then
 
 
 @asynccontextmanager

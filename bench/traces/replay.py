@@ -62,25 +62,15 @@ MAX_WAIT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost model, in seconds for recorded tokens.
+    """The cost model, in seconds for recorded tokens."""
 
-    Attributes:
-        prefill: Tokens decoded each second of a prompt.
-        decode: Tokens generated each second.
-        row_bytes: Bytes of K and V of one token.
-        copy: Bytes copied each second between the cache and host memory.
-        disk: Bytes each second from and to a disk.
-        call_s: Seconds of one call of the proxy to the server.
-        proxy_s: Seconds that the proxy itself takes before it forwards a request.
-    """
-
-    prefill: float = 2000.0
-    decode: float = 50.0
-    row_bytes: int = 98_304
-    copy: float = 11e9
-    disk: float = 2e9
-    call_s: float = 0.001
-    proxy_s: float = 0.010
+    prefill: float = 2000.0  # tokens decoded each second of a prompt
+    decode: float = 50.0  # tokens generated each second
+    row_bytes: int = 98_304  # bytes of K and V of one token
+    copy: float = 11e9  # bytes copied each second between the cache and host memory
+    disk: float = 2e9  # bytes each second from and to a disk
+    call_s: float = 0.001  # seconds of one call of the proxy to the server
+    proxy_s: float = 0.010  # seconds that the proxy itself takes before it forwards a request
 
 
 DEFAULT_COSTS = Costs()
@@ -91,21 +81,13 @@ NO_COSTS = Costs(_AT_ONCE, _AT_ONCE, copy=_AT_ONCE, disk=_AT_ONCE, call_s=0.0, p
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a server did for one prompt, in its own (scaled) tokens.
+    """What a server did for one prompt, in its own (scaled) tokens."""
 
-    Attributes:
-        decoded: Tokens of the prompt that it decoded.
-        loaded: Tokens that it copied into the slot from elsewhere.
-        omitted: Tokens of the prompt without rows.
-        first_token_s: Seconds from the request to the first token of the answer.
-        session: The session of the proxy that served it; empty without one.
-    """
-
-    decoded: int
-    loaded: int = 0
-    omitted: int = 0
-    first_token_s: float = 0.0
-    session: str = ""
+    decoded: int  # tokens of the prompt that it decoded
+    loaded: int = 0  # tokens that it copied into the slot from elsewhere
+    omitted: int = 0  # tokens of the prompt without rows
+    first_token_s: float = 0.0  # seconds from the request to the first token of the answer
+    session: str = ""  # the session of the proxy that served it; empty without one
 
 
 class Arm(Protocol):
@@ -118,25 +100,16 @@ class Arm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request: what it cost, and what was unavoidable.
+    """One request: what it cost, and what was unavoidable."""
 
-    Attributes:
-        label: Conversation, agent and number of the request.
-        n_prompt: Tokens of the prompt.
-        fresh: Tokens of it that no request or answer before it had.
-        position: Of the prompt before it of the same agent: tokens they share; None for the first.
-        before: Tokens of that prompt.
-        counts: What the server did.
-        is_new_session: Whether the proxy served that prompt in another session.
-    """
-
-    label: str
-    n_prompt: int
-    fresh: int
+    label: str  # conversation, agent and number of the request
+    n_prompt: int  # tokens of the prompt
+    fresh: int  # tokens of it that no request or answer before it had
+    # Of the prompt before it of the same agent: tokens they share; None for the first.
     position: int | None
-    before: int
-    counts: Counts
-    is_new_session: bool = False
+    before: int  # tokens of that prompt
+    counts: Counts  # what the server did
+    is_new_session: bool = False  # whether the proxy served that prompt in another session
 
     @property
     def repeated(self) -> int:

@@ -31,39 +31,26 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One request of an agent.
+    """One request of an agent."""
 
-    Attributes:
-        wait_s: Seconds from the reply before it, or from the end of its sub-agents, to the request.
-        n_out: Tokens of its reply.
-        ids: Hashes of the whole 64-token blocks of its prompt. Equal hashes within a conversation
-            mean that everything up to the end of the block is equal.
-        agents: Sub-agents that run at the same time, before the request is sent.
-    """
-
+    # Seconds from the reply before it, or from the end of its sub-agents, to the request.
     wait_s: float
-    n_out: int
+    n_out: int  # tokens of its reply
+    # Hashes of the whole 64-token blocks of its prompt. Equal hashes within a conversation mean
+    # that everything up to the end of the block is equal.
     ids: Ids
-    agents: Sequence[Agent] = ()
+    agents: Sequence[Agent] = ()  # sub-agents that run at the same time, before the request is sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agent:
-    """A conversation, or a sub-agent of one.
+    """A conversation, or a sub-agent of one."""
 
-    Attributes:
-        id: The name of the conversation; sub-agents have that of theirs.
-        n_tools: Tokens of its tool schemas, with which each prompt begins.
-        n_system: Tokens of its system prompt, which follows them.
-        requests: Its requests in order.
-        start_s: Of a sub-agent: seconds from the reply before it to its first request.
-    """
-
-    id: str
-    n_tools: int
-    n_system: int
-    requests: Sequence[Request]
-    start_s: float = 0.0
+    id: str  # the name of the conversation; sub-agents have that of theirs
+    n_tools: int  # tokens of its tool schemas, with which each prompt begins
+    n_system: int  # tokens of its system prompt, which follows them
+    requests: Sequence[Request]  # its requests in order
+    start_s: float = 0.0  # of a sub-agent: seconds from the reply before it to its first request
 
     def walk(self) -> Iterator[Agent]:
         """Yield the agent and its sub-agents."""
@@ -106,13 +93,9 @@ _BY_CONVERSATION = 1 << 32
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much smaller the replayed prompts are than the recorded ones.
+    """How much smaller the replayed prompts are than the recorded ones."""
 
-    Attributes:
-        block: Tokens for each block of 64; a power of two up to 64.
-    """
-
-    block: int = 8
+    block: int = 8  # tokens for each block of 64; a power of two up to 64
 
     @property
     def factor(self) -> float:
@@ -156,20 +139,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One request as a client sends it.
+    """One request as a client sends it."""
 
-    Attributes:
-        content: A number for the content of each block; equal up to a block means equal text.
-        messages: The messages, which tile the blocks.
-        tokens: What the server decodes: the messages, and the token that begins an answer.
-        answer: The tokens that the model generates after it.
-        answer_content: Numbers of the blocks of the next prompt that are this answer.
-    """
-
-    content: Ids
-    messages: Sequence[Message]
-    tokens: Tokens
-    answer: Tokens
+    content: Ids  # a number for the content of each block; equal up to a block means equal text
+    messages: Sequence[Message]  # the messages, which tile the blocks
+    tokens: Tokens  # what the server decodes: the messages, and the token that begins an answer
+    answer: Tokens  # the tokens that the model generates after it
+    # Numbers of the blocks of the next prompt that are this answer.
     answer_content: Sequence[int] = ()
 
     def body(self) -> dict[str, object]:
