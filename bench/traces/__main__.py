@@ -143,15 +143,12 @@ def replayed(
         return _row(spec, record, scale, {})
     ram = _tokens_of(plan.ram_mib / 1024 if spec.ram_gib is None else spec.ram_gib, scale, costs)
     if spec.kind == "stock":
-        cache = PromptCache(ram) if spec.ram_gib != 0 else None
-        server = StockServer(spec.slots, cache, scale, costs)
+        server = StockServer(spec.slots, PromptCache(ram), scale, costs)
         record = run(replay.run(server, spec.users))
         return _row(spec, record, scale, {"peak": server.peak})
     cells = scale.tokens(longest if spec.all_cells else plan.cells)
     disk = _tokens_of(plan.disk_mib / 1024, scale, costs) if spec.has_disk else 0
-    limits = Limits(
-        spec.slots, cells, scale.tokens(longest), ram or 1 << 40, disk or 0, spec.features
-    )
+    limits = Limits(spec.slots, cells, scale.tokens(longest), int(ram), int(disk), spec.features)
     patched = PatchedServer(limits, scale, costs)
     settings = dict(spec.settings)
     if spec.budget_share is not None:
@@ -168,9 +165,9 @@ def replayed(
     return _row(spec, record, scale, found)
 
 
-def _tokens_of(gib: float, scale: Scale, costs: Costs) -> int | None:
-    """Replayed tokens whose rows fit; None without a limit."""
-    return None if gib == float("inf") else int(gib * _GIB / costs.row_bytes * scale.factor)
+def _tokens_of(gib: float, scale: Scale, costs: Costs) -> float:
+    """Replayed tokens whose rows fit."""
+    return gib * _GIB / costs.row_bytes * scale.factor // 1
 
 
 def _row(

@@ -6,10 +6,11 @@ not share cells. A call is checked first and then run, so that a refused call ch
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from bench.slot_rows import TokenizedChat, evictions, rendering, spans_of
 from bench.traces.replay import DEFAULT_COSTS, Costs
 from bench.traces.texts import Reader, Scale, Tokens
 from evoke_proxy.adapters.llama.client import CallOptions
-from evoke_proxy.adapters.llama.transport import Reply
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import DecodeBudget
 from evoke_proxy.core.prompt.rendered import common_prefix
@@ -47,26 +47,31 @@ class Copy:
         return self.key[1] - self.key[0]
 
 
-class PoolFull(Exception):
+class Refusal(UpstreamRejected):
+    """The server refuses a call."""
+
+    def __init__(self, status: int, type: str, name: str | None = None) -> None:
+        error = {"code": status, "type": type, "message": f"{type} {name or ''}", "name": name}
+        super().__init__(status, orjson.dumps({"error": error}))
+        self.type = type
+
+
+class PoolFull(Refusal):
     """The copies of one call do not fit the host memory."""
+
+    def __init__(self) -> None:
+        super().__init__(413, "ram_budget")
 
 
 class BlockPool:
-    """Copies of one tenant, the least recently used lost first.
-
-    Attributes:
-        ram: Tokens that fit host memory.
-        disk: Tokens that fit the disk; 0 without one.
-        ram_used, disk_used: Tokens there now.
-        version: Number of the latest change.
-        n_lost: Tokens of copies that were lost because there was no room.
-    """
+    """Copies of one tenant, the least recently used lost first."""
 
     def __init__(self, ram: int, disk: int = 0) -> None:
+        """`ram` and `disk` are the tokens that fit there."""
         self.ram, self.disk = ram, disk
         self.ram_used = self.disk_used = 0
-        self.version = 0
-        self.n_lost = 0
+        self.version = 0  # number of the latest change
+        self.n_lost = 0  # tokens of copies that were lost because there was no room
         self.copies: OrderedDict[Key, Copy] = OrderedDict()
         self.names: dict[str, Copy] = {}
         # Of the copies, those in host memory: the order in which they leave it.
@@ -77,20 +82,15 @@ class BlockPool:
 
         Raises PoolFull, and then changes nothing, when it is larger than the host memory.
         """
-        copy = self.copies.get(key)
-        is_new = copy is None
-        if copy is None:
-            copy = Copy(key)
-            self._take_room(copy)
-            self.copies[key] = copy
-            self._in_ram[key] = copy
-            self.ram_used += copy.size
-        self.rename(copy, name, session)
-        self.use(copy)
+        is_new = key not in self.copies
+        if is_new:
+            self._put(Copy(key))
+            self.copies[key] = self._in_ram[key]
+        self.rename(self.copies[key], name, session)
         return is_new
 
     def rename(self, copy: Copy, name: str, session: str) -> None:
-        """Give a copy one more name, which its previous copy loses."""
+        """Use a copy, and give it one more name, which its previous copy loses."""
         before = self.names.get(name)
         if before is not copy and before is not None:
             self._remove_name(before, name)
@@ -98,6 +98,7 @@ class BlockPool:
         copy.names[name] = session
         self.version += 1
         copy.version = self.version
+        self.use(copy)
 
     def use(self, copy: Copy) -> None:
         """Make a copy the latest used."""
@@ -114,9 +115,7 @@ class BlockPool:
                     raise PoolFull
                 copy.on_disk = False  # so that it is not lost to make room
                 self.disk_used -= copy.size
-                self._take_room(copy)
-                self._in_ram[copy.key] = copy
-                self.ram_used += copy.size
+                self._put(copy)
                 n_read += copy.size
             self.use(copy)
         return n_read
@@ -144,8 +143,8 @@ class BlockPool:
         for name in copy.names:
             del self.names[name]
 
-    def _take_room(self, copy: Copy) -> None:
-        """Move or lose copies until there is room in host memory for one more."""
+    def _put(self, copy: Copy) -> None:
+        """Put a copy into host memory; the oldest ones there are moved or lost to make room."""
         if copy.size > self.ram:
             raise PoolFull
         while self.ram_used + copy.size > self.ram:
@@ -154,6 +153,8 @@ class BlockPool:
                 self._in_ram[key] = oldest
                 self._delete(oldest)
                 self.n_lost += oldest.size
+        self._in_ram[copy.key] = copy
+        self.ram_used += copy.size
 
     def _move_to_disk(self, copy: Copy) -> bool:
         """Move a copy that has left `_in_ram`; False where the disk cannot take it."""
@@ -171,12 +172,12 @@ class BlockPool:
 
 Rows = npt.NDArray[np.bool_]
 Sums = npt.NDArray[np.uint64]
+Origins = npt.NDArray[np.int64]
 
 FEATURES = ("blocks", "plan", "render", "reuse", "stream", "find", "adopt", "share")
 _N_BATCH = 2048  # recorded tokens
-_MULTIPLIERS = np.random.default_rng(0).integers(0, 1 << 63, 1 << 21, dtype=np.uint64) | np.uint64(
-    1
-)
+_RANDOM = np.random.default_rng(0)
+_MULTIPLIERS = _RANDOM.integers(0, 1 << 63, 1 << 21, dtype=np.uint64) | np.uint64(1)
 
 
 def sums_of(tokens: Tokens) -> Sums:
@@ -209,7 +210,7 @@ class Slot:
     rows: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))  # which positions have rows
     # For each position 0 if its row was decoded with every earlier row resident, else a number for
     # what was.
-    origin: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    origin: Origins = field(default_factory=lambda: np.zeros(0, np.int64))
     # Rows that were loaded since the latest reply.
     loaded: Rows = field(default_factory=lambda: np.zeros(0, np.bool_))
     # The budget as the latest `stream` set it; {} for none.
@@ -234,7 +235,7 @@ class Slot:
         bad = ~self.rows | (self.origin != 0)
         return int(bad.argmax()) if bad.any() else len(self.rows)
 
-    def replace(self, tokens: Tokens, rows: Rows, origin: npt.NDArray[np.int64]) -> None:
+    def replace(self, tokens: Tokens, rows: Rows, origin: Origins) -> None:
         """Set the text and its rows."""
         self.tokens, self.sums, self.rows, self.origin = tokens, sums_of(tokens), rows, origin
         self.loaded = np.zeros(len(tokens), np.bool_)
@@ -246,47 +247,11 @@ class Slot:
         self.replace(np.append(self.tokens, tokens), rows, origin)
 
 
-@dataclass(slots=True)
-class Totals:
-    """Tokens that were moved in all: copied into cells, out of cells, and read from disk."""
-
-    loaded: int = 0
-    saved: int = 0
-    read: int = 0
-
-
-class Refusal(Exception):
-    """The server refuses a call."""
-
-    def __init__(self, status: int, type: str, name: str | None = None) -> None:
-        super().__init__(f"{type} {name or ''}")
-        self.status, self.type, self.name = status, type, name
-
-    def as_error(self) -> UpstreamRejected:
-        """The error of the client that made the call."""
-        error = {"code": self.status, "type": self.type, "message": str(self), "name": self.name}
-        return UpstreamRejected(self.status, orjson.dumps({"error": error}))
-
-
-class LocalReply(Reply):
-    """A reply that is not read from a connection, but has the decoded prompt."""
-
-    decoded: DecodedPrompt
-
-
 _DEFAULT_OPTIONS = CallOptions()
 
 
 class PatchedServer:
-    """A patched llama-server.
-
-    Attributes:
-        pool: Its copies.
-        slots: Its slots.
-        peak: The most resident rows of one slot.
-        totals: What was copied.
-        prefilled: Tokens that were decoded without an answer, by session.
-    """
+    """A patched llama-server."""
 
     def __init__(
         self,
@@ -300,13 +265,14 @@ class PatchedServer:
         self._read_chat = read or Reader(scale)
         self.pool = BlockPool(limits.ram, limits.disk)
         self.slots = [Slot(number) for number in range(limits.n_slots)]
-        self.peak = 0
-        self.totals = Totals()
-        self.refusals: dict[str, int] = {}
-        self.prefilled: dict[str, int] = {}
+        self.peak = 0  # the most resident rows of one slot
+        self.refusals: Counter[str] = Counter()
+        self.prefilled: Counter[str] = Counter()  # tokens decoded without an answer, by session
         self._scale = scale
         self._costs = costs
         self._n_origins = 0
+        # Tokens that a call copies into or out of cells, and those it reads from disk.
+        self._n_copied = self._n_read = 0
 
     # Calls of the proxy.
 
@@ -317,33 +283,26 @@ class PatchedServer:
         data = _body_of(body)
         if target == "/completion":
             return await self._prefill(orjson.loads(data))
-        before = replace(self.totals)
+        self._n_copied = self._n_read = 0
         try:
             answer = self._answer(target, data)
         except Refusal as refused:
-            self.refusals[refused.type] = self.refusals.get(refused.type, 0) + 1
-            raise refused.as_error() from refused
+            self.refusals[refused.type] += 1
+            raise
         if options.check is not None:
             options.check(orjson.dumps(answer))
-        moved = self.totals.loaded + self.totals.saved - before.loaded - before.saved
-        await asyncio.sleep(self._seconds(moved, self.totals.read - before.read))
+        costs, row = self._costs, self._costs.row_bytes / self._scale.factor
+        moving = self._n_copied * row / costs.copy + self._n_read * row / costs.disk
+        await asyncio.sleep(costs.call_s + moving)
         return answer
 
     @asynccontextmanager
     async def open(
         self, method: str, target: str, headers: Mapping[str, str], body: Any = None
-    ) -> AsyncIterator[Reply]:
-        """Replaces `LlamaClient.open`."""
-        reply = LocalReply.__new__(LocalReply)
+    ) -> AsyncIterator[Any]:
+        """Replaces `LlamaClient.open`; the reply has the decoded prompt."""
         decoded = await self.decode(orjson.loads(_body_of(body)))
-        members = {"status": 200, "reason": "OK", "headers": CIMultiDict(), "decoded": decoded}
-        for name, value in members.items():
-            object.__setattr__(reply, name, value)
-        yield reply
-
-    def _seconds(self, moved: int, read: int) -> float:
-        costs, row = self._costs, self._costs.row_bytes / self._scale.factor
-        return costs.call_s + moved * row / costs.copy + read * row / costs.disk
+        yield SimpleNamespace(status=200, reason="OK", headers=CIMultiDict(), decoded=decoded)
 
     def _answer(self, target: str, data: bytes) -> dict[str, Any]:
         if target == "/props":
@@ -354,17 +313,13 @@ class PatchedServer:
         slot = self.slots[int(path.split("/")[2])]
         if path.endswith("/blocks"):
             return self._state(slot, query.partition("since=")[2])
-        return self._run(slot, query.removeprefix("action="), orjson.loads(data))
-
-    def _run(self, slot: Slot, action: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        if action == "block-plan":
-            return self._plan(slot, body)
-        if action == "block-adopt":
-            return self._adopt(slot, body)
-        if action == "block-share":
-            return self._share(body)
-        if action == "block-find":
-            return self._find(body)
+        action, body = query.removeprefix("action="), orjson.loads(data)
+        of_slot = {"block-plan": self._plan, "block-adopt": self._adopt}
+        of_pool = {"block-share": self._share, "block-find": self._find}
+        if action in of_slot:
+            return of_slot[action](slot, body)
+        if action in of_pool:
+            return of_pool[action](body)
         if action == "block-drop":
             return {"n_dropped": sum(map(self.pool.drop, body.get("names", ())))}
         raise Refusal(501, "not_supported_error")
@@ -458,15 +413,15 @@ class PatchedServer:
         kept |= {key: self.pool.copies[key] for key, _ in keys if key in self.pool.copies}
         n_new = sum(key[1] - key[0] for key, _ in keys if key not in kept)
         if n_new + sum(copy.size for copy in kept.values()) > self.pool.ram:
-            raise Refusal(413, "ram_budget")
+            raise PoolFull
         for copy in kept.values():
             self.pool.use(copy)
         for key, name in keys:
             if self.pool.add(key, name, session):
-                self.totals.saved += key[1] - key[0]
+                self._n_copied += key[1] - key[0]
         before, limit = slot.n_rows, stream.get("budget") or self.limits.n_cells
-        self.totals.read += self._read(loads)
-        self.totals.loaded += sum(copy.size for copy in loads)
+        self._n_read += self.pool.read(loads)
+        self._n_copied += sum(copy.size for copy in loads)
         for copy in loads:
             slot.loaded[copy.key[0] : copy.key[1]] = True
         slot.loaded &= rows
@@ -483,7 +438,7 @@ class PatchedServer:
 
     def _checked(
         self, slot: Slot, ops: Sequence[Mapping[str, Any]], session: str
-    ) -> tuple[Rows, npt.NDArray[np.int64], Mapping[str, Any], list[Copy]]:
+    ) -> tuple[Rows, Origins, Mapping[str, Any], list[Copy]]:
         """Run the ops that change rows on copies of them; raises Refusal."""
         rows, origin, stream = slot.rows.copy(), slot.origin.copy(), slot.stream
         loads: list[Copy] = []
@@ -512,12 +467,6 @@ class PatchedServer:
                 raise Refusal(400, "invalid_request_error")
         return rows, origin, stream, loads
 
-    def _read(self, copies: Sequence[Copy]) -> int:
-        try:
-            return self.pool.read(copies)
-        except PoolFull:
-            raise Refusal(413, "ram_budget") from None
-
     def _key(self, slot: Slot, start: int, end: int) -> Key:
         return start, end, int(slot.sums[end]), int(slot.origin[start:end].max())
 
@@ -537,8 +486,8 @@ class PatchedServer:
             raise Refusal(400, "invalid_request_error")
         if rows.sum() > self.limits.n_cells:
             raise Refusal(503, "no_free_cells")
-        self.totals.read += self._read(copies)
-        self.totals.loaded += int(rows.sum())
+        self._n_read += self.pool.read(copies)
+        self._n_copied += int(rows.sum())
         slot.replace(tokens, rows, origin)
         slot.loaded = rows.copy()
         slot.epoch += 1
@@ -559,7 +508,6 @@ class PatchedServer:
             copy = self.pool.copies.get(key)
             if copy is not None:
                 self.pool.rename(copy, name, session)
-                self.pool.use(copy)
                 found.append({"name": name, "p0": start, "p1": end, "from": "copy"})
                 continue
             if not any(_has_whole(slot, key) for slot in self.slots):
@@ -570,7 +518,7 @@ class PatchedServer:
             self.pool.add(key, name, session)
             n_copied += end - start
             found.append({"name": name, "p0": start, "p1": end, "from": "slot"})
-        self.totals.saved += n_copied
+        self._n_copied += n_copied
         return {"blocks": found, "n_copied": n_copied, "more": more}
 
     def _find(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -599,14 +547,15 @@ class PatchedServer:
         """Decode a list of tokens, and generate nothing."""
         decoded = await self._decoded(np.array(body["prompt"], np.int32), body)
         session = decoded.slot.session
-        self.prefilled[session] = self.prefilled.get(session, 0) + decoded.counts["decoded"]
+        self.prefilled[session] += decoded.counts["decoded"]
         timings = {"cache_n": 0, "prompt_n": decoded.counts["decoded"], "prompt_ms": 1.0}
         timings |= await self.answer(decoded, np.zeros(1, np.int32))
         return {"id_slot": decoded.slot.id, "timings": timings}
 
     async def _decoded(self, prompt: Tokens, body: Mapping[str, Any]) -> DecodedPrompt:
         marker = body.get("evoke") or {}
-        slot = self.slots[body["id_slot"]] if "id_slot" in body else self._idle_slot()
+        idle = (slot for slot in self.slots if not slot.is_busy)
+        slot = self.slots[body["id_slot"]] if "id_slot" in body else next(idle, self.slots[0])
         while slot.is_busy:
             await asyncio.sleep(0.01)
         has_marker = marker.get("epoch") == slot.epoch
@@ -648,9 +597,6 @@ class PatchedServer:
         evicted, slot.evicted = slot.evicted, []
         slot.peak = slot.n_rows
         return {"evoke": usage | {"marker": decoded.marker, "auto_evicted": evicted}}
-
-    def _idle_slot(self) -> Slot:
-        return next((slot for slot in self.slots if not slot.is_busy), self.slots[0])
 
     def _n_past(self, slot: Slot, prompt: Tokens, has_marker: bool) -> int:
         """How many tokens of a prompt are not decoded."""
@@ -696,8 +642,7 @@ class PatchedServer:
     def _auto_evict(self, slot: Slot, start: int, end: int, name: str) -> None:
         saved: str | None = name
         try:
-            if self.pool.add(self._key(slot, start, end), name, slot.session):
-                self.totals.saved += end - start
+            self.pool.add(self._key(slot, start, end), name, slot.session)
         except PoolFull:
             saved = None
         slot.rows[start:end] = False

@@ -118,21 +118,19 @@ class Served:
 
 
 class Replay:
-    """Replays conversations, a number of them at the same time.
-
-    Attributes:
-        scale: How much smaller the prompts are than the recorded ones.
-        served: All requests so far.
-    """
+    """Replays conversations, a number of them at the same time."""
 
     def __init__(self, conversations: Sequence[Agent], scale: Scale) -> None:
         self._conversations = conversations
-        self.scale = scale
+        self._scale = scale
         self._contents: set[int] = set()
-        self.served: list[Served] = []
+        self._served: list[Served] = []
 
     async def run(self, arm: Arm, n_users: int) -> list[Served]:
-        """Let this many users each take the next conversation until none is left."""
+        """Let this many users each take the next conversation until none is left.
+
+        Returns all requests, in the order in which they were answered.
+        """
         waiting = list(enumerate(self._conversations))[::-1]
 
         async def user(number: int) -> None:
@@ -142,44 +140,37 @@ class Replay:
                 await self._converse(arm, conversation, at, conversation.id)
 
         await asyncio.gather(*(user(number) for number in range(n_users)))
-        return self.served
+        return self._served
 
     async def _converse(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
-        writer = Writer(agent, number, self.scale)
+        await asyncio.sleep(min(agent.start_s, MAX_WAIT_S))
         before: tuple[Prompt, Counts] | None = None
-        for at, prompt in enumerate(writer.prompts()):
+        for at, prompt in enumerate(Writer(agent, number, self._scale).prompts()):
             request = agent.requests[at]
-            if request.agents:
-                await asyncio.gather(
-                    *(
-                        self._sub_agent(arm, each, number, f"{label}/{at}.{i}")
-                        for i, each in enumerate(request.agents)
-                    )
-                )
+            sub_agents = (
+                self._converse(arm, each, number, f"{label}/{at}.{i}")
+                for i, each in enumerate(request.agents)
+            )
+            await asyncio.gather(*sub_agents)
             await asyncio.sleep(min(request.wait_s, MAX_WAIT_S))
             counts = await self._ask(arm, prompt, before, f"{label}#{at}")
             before = prompt, counts
-
-    async def _sub_agent(self, arm: Arm, agent: Agent, number: int, label: str) -> None:
-        await asyncio.sleep(min(agent.start_s, MAX_WAIT_S))
-        await self._converse(arm, agent, number, label)
 
     async def _ask(
         self, arm: Arm, prompt: Prompt, before: tuple[Prompt, Counts] | None, label: str
     ) -> Counts:
         contents = self._contents
         unseen = [each for each in prompt.content.tolist() if each not in contents]
-        fresh = len(unseen) * self.scale.block + 1
+        fresh = len(unseen) * self._scale.block + 1
         contents.update(unseen)
         counts = await arm.ask(prompt, label)
         shared, n_before, is_new = None, 0, False
         if before is not None:
-            shared = common_prefix(before[0].content, prompt.content) * self.scale.block
+            shared = common_prefix(before[0].content, prompt.content) * self._scale.block
             n_before = len(before[0].tokens)
             is_new = before[1].session != counts.session
-        self.served.append(
-            Served(label, len(prompt.tokens), fresh, shared, n_before, counts, is_new)
-        )
+        n_prompt = len(prompt.tokens)
+        self._served.append(Served(label, n_prompt, fresh, shared, n_before, counts, is_new))
         contents.update(prompt.answer_content)
         return counts
 

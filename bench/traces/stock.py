@@ -31,33 +31,21 @@ class Slot:
 
 
 class PromptCache:
-    """`server_prompt_cache`: whole states of slots, the oldest lost first.
+    """`server_prompt_cache`: whole states of slots, the oldest lost first."""
 
-    Attributes:
-        limit: Tokens that fit; None for no limit.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+    def __init__(self, limit: float) -> None:
+        """`limit` is the tokens that fit, or infinite."""
+        self._limit = limit
         self.states: list[Tokens] = []
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of all states."""
-        return sum(map(len, self.states))
 
     def save(self, tokens: Tokens) -> int:
         """Save a slot; return the number of tokens copied."""
-        if not len(tokens):
-            return 0
         common = [common_prefix(state, tokens) for state in self.states]
-        if any(n == len(tokens) for n in common):
-            return 0
-        if self.limit is not None and len(tokens) > self.limit:
+        if not len(tokens) or len(tokens) in common or len(tokens) > self._limit:
             return 0
         pairs = zip(self.states, common, strict=True)
         self.states = [state for state, n in pairs if n < len(state)]
-        while self.limit is not None and self.states and self.n_tokens + len(tokens) > self.limit:
+        while self.states and sum(map(len, self.states)) + len(tokens) > self._limit:
             self.states.pop(0)
         self.states.append(tokens)
         return len(tokens)
@@ -75,19 +63,14 @@ class PromptCache:
 
 
 class StockServer:
-    """llama-server with some slots; an arm of the replay.
-
-    Attributes:
-        cache: Its cache of prompts; None with `--cache-ram 0`.
-        slots: Its slots.
-        peak: The most tokens in one slot.
-    """
+    """llama-server with some slots; an arm of the replay."""
 
     def __init__(
-        self, n_slots: int, cache: PromptCache | None, scale: Scale, costs: Costs = DEFAULT_COSTS
+        self, n_slots: int, cache: PromptCache, scale: Scale, costs: Costs = DEFAULT_COSTS
     ) -> None:
+        """A cache in which nothing fits is `--cache-ram 0`."""
         self.cache = cache
-        self.peak = 0
+        self.peak = 0  # the most tokens in one slot
         self.slots = [Slot() for _ in range(n_slots)]
         self._scale = scale
         self._costs = costs
@@ -102,13 +85,14 @@ class StockServer:
             await free.wait()
         slot, updates = chosen
         saved = loaded = 0
-        if updates and self.cache is not None:
+        if updates:
             saved = self.cache.save(slot.tokens)
             state = self.cache.load(slot.tokens, tokens)
             if state is not None:
                 slot.tokens, loaded = state, len(state)
         slot.is_busy = True
-        saved += self._save_idle()
+        # As `--cache-idle-slots` does by default.
+        saved += sum(self.cache.save(each.tokens) for each in self.slots if not each.is_busy)
         n_decoded = len(tokens) - min(common_prefix(slot.tokens, tokens), len(tokens) - 1)
         slot.tokens = tokens
         costs, factor = self._costs, self._scale.factor
@@ -140,12 +124,6 @@ class StockServer:
             return None
         oldest = min(slot.last_used for slot in idle)
         return [slot for slot in idle if slot.last_used == oldest][-1], True
-
-    def _save_idle(self) -> int:
-        """Save the idle slots, as `--cache-idle-slots` does by default; return tokens copied."""
-        if self.cache is None:
-            return 0
-        return sum(self.cache.save(slot.tokens) for slot in self.slots if not slot.is_busy)
 
 
 class Unlimited:

@@ -12,6 +12,7 @@ from bench.traces.stock import PromptCache, StockServer
 from bench.traces.texts import Prompt, Scale
 
 _SCALE = Scale(64)
+_NO_CACHE, _ALL = PromptCache(0), float("inf")
 
 
 def _tokens(*runs: tuple[int, int]) -> npt.NDArray[np.int32]:
@@ -40,7 +41,7 @@ def _loaded(server: StockServer, *prompts: Prompt) -> list[int]:
 
 def test_a_request_takes_the_most_similar_slot_else_the_least_recently_used() -> None:
     one, other = _prompt((0, 100)), _prompt((1000, 100))
-    server = StockServer(2, None, _SCALE)
+    server = StockServer(2, _NO_CACHE, _SCALE)
     assert _decoded(server, one, other, one, other) == [100, 100, 1, 1]
     third = _prompt((5000, 100))
     assert _decoded(server, third, other, one) == [100, 1, 100]
@@ -48,10 +49,14 @@ def test_a_request_takes_the_most_similar_slot_else_the_least_recently_used() ->
 
 def test_the_ram_cache_brings_back_a_slot_that_was_taken() -> None:
     one, other = _prompt((0, 100)), _prompt((1000, 100))
-    assert _decoded(StockServer(1, None, _SCALE), one, other, one) == [100, 100, 100]
-    assert _decoded(StockServer(1, PromptCache(None), _SCALE), one, other, one) == [100, 100, 1]
+    assert _decoded(StockServer(1, _NO_CACHE, _SCALE), one, other, one) == [100, 100, 100]
+    assert _decoded(StockServer(1, PromptCache(_ALL), _SCALE), one, other, one) == [
+        100,
+        100,
+        1,
+    ]
     # What is saved takes time, but is not loaded.
-    assert _loaded(StockServer(1, PromptCache(None), _SCALE), one, other, one) == [0, 0, 100]
+    assert _loaded(StockServer(1, PromptCache(_ALL), _SCALE), one, other, one) == [0, 0, 100]
     # A state that exceeds the limit is not saved.
     assert _decoded(StockServer(1, PromptCache(99), _SCALE), one, other, one) == [100, 100, 100]
 
@@ -68,7 +73,7 @@ def test_the_oldest_states_leave_the_ram_cache() -> None:
 
 
 def test_a_state_is_loaded_only_if_a_quarter_of_it_is_used() -> None:
-    cache = PromptCache(None)
+    cache = PromptCache(_ALL)
     cache.save(_tokens((0, 100)))
     empty = np.zeros(0, np.int32)
     assert cache.load(empty, _tokens((0, 24), (500, 10))) is None
@@ -78,7 +83,7 @@ def test_a_state_is_loaded_only_if_a_quarter_of_it_is_used() -> None:
 
 
 def test_requests_wait_for_a_slot_and_the_first_token_has_a_time() -> None:
-    server = StockServer(1, None, _SCALE, Costs(prefill=100.0, decode=10.0))
+    server = StockServer(1, _NO_CACHE, _SCALE, Costs(prefill=100.0, decode=10.0))
 
     async def work() -> list[Counts]:
         prompts = (_prompt((0, 200), n_answer=20), _prompt((1000, 100), n_answer=10))
