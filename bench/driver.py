@@ -45,6 +45,16 @@ def option(name: str, default: Any = None, help: str = "", **more: Any) -> Optio
     return Option(name, arguments | more)
 
 
+def listed(text: str) -> list[str]:
+    """Return the parts of an option whose values are separated by commas; none of ""."""
+    return text.split(",") if text else []
+
+
+def numbers(text: str) -> list[int]:
+    """The same of whole numbers."""
+    return list(map(int, listed(text)))
+
+
 SERVER = option("--server", help="a patched llama-server (default: our build)", type=Path)
 MODEL = option("--model", help="a .gguf file (default: the bundled one)", type=Path)
 STOCK = option("--stock", help="a stock llama-server (default: our build)", type=Path)

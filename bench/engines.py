@@ -10,15 +10,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from bench.driver import option
+from bench.driver import listed, numbers, option
 from bench.llama import Llama, running, settle
 from bench.llama import proxied as proxied_server
 from bench.policies import breadcrumb
@@ -82,17 +83,12 @@ SETTINGS = (
 
 # The options of benches that look at what is in the cache.
 OPTIONS = (
-    option("--shares", "4,8,16", "budgets, as 1/share of a conversation"),
-    option("--arms", "", "separated by commas (all)"),
+    option("--shares", "4,8,16", "budgets, as 1/share of a conversation", type=numbers),
+    option("--arms", "", "separated by commas (all)", type=listed),
     option("--embedder", help="directory of an encoder: more arms", type=Path),
     option("--misses", 0, "print so many missed questions"),
     option("--server", False, "real servers instead of this process, without fills"),
 )
-
-
-def shares_of(args: argparse.Namespace) -> list[int]:
-    """Return the budgets that were asked for."""
-    return [int(part) for part in args.shares.split(",")]
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -102,8 +98,18 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         for setting in SETTINGS
         if (setting.on_servers or not args.server)
         and (setting.embedder != "encoder" or args.embedder)
-        and (setting.arm in args.arms.split(",") if args.arms else not setting.on_demand)
+        and (setting.arm in args.arms if args.arms else not setting.on_demand)
     ]
+
+
+def _remembered(
+    embed: Callable[[Sequence[str]], Vectors], cache: dict[str, Vectors], texts: Sequence[str]
+) -> Vectors:
+    """Return the vectors of texts; those that the cache lacks are embedded."""
+    missing = list(dict.fromkeys(text for text in texts if text not in cache))
+    if missing:
+        cache |= zip(missing, embed(missing), strict=True)
+    return np.stack([cache[text] for text in texts])
 
 
 class CachedEncoder:
@@ -112,42 +118,25 @@ class CachedEncoder:
     def __init__(self, encoder: Encoder) -> None:
         self.name, self.is_immediate = encoder.name, encoder.is_immediate
         self.fingerprint, self.describe = encoder.fingerprint, encoder.describe
-        self._encoder = encoder
-        self._queries: dict[str, Vectors] = {}
-        self._documents: dict[str, Vectors] = {}
-
-    def queries(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d] of questions."""
-        return _remembered(texts, self._queries, self._encoder.queries)
-
-    def documents(self, texts: Sequence[str]) -> Vectors:
-        """Unit vectors [n, d] of the texts to search."""
-        return _remembered(texts, self._documents, self._encoder.documents)
+        self.queries = partial(_remembered, encoder.queries, dict[str, Vectors]())
+        self.documents = partial(_remembered, encoder.documents, dict[str, Vectors]())
 
 
-def _remembered(
-    texts: Sequence[str], cache: dict[str, Vectors], embed: Callable[[Sequence[str]], Vectors]
-) -> Vectors:
-    missing = list(dict.fromkeys(text for text in texts if text not in cache))
-    if missing:
-        cache |= zip(missing, embed(missing), strict=True)
-    return np.stack([cache[text] for text in texts])
+class InProcess:
+    """The engine of the proxy in this process, in front of a server without arithmetic."""
 
-
-def encoders(directory: Path | None) -> dict[str, Encoder]:
-    """Return the built-in word vectors, and the encoder of a directory if there is one."""
-    found: dict[str, Encoder] = {"built-in": WordVectorEncoder()}
-    if directory is not None:
-        found["encoder"] = CachedEncoder(OnnxEncoder(EmbedderConfig(directory=str(directory))))
-    return found
-
-
-class Engine(Protocol):
-    """Renders chats, and holds conversations."""
+    def __init__(self, directory: Path | None = None) -> None:
+        """Load the encoders; `directory` has that of the settings with an encoder."""
+        self._renderer = Renderer()
+        self.encoders: dict[str, Encoder] = {"built-in": WordVectorEncoder()}
+        if directory is not None:
+            encoder = OnnxEncoder(EmbedderConfig(directory=str(directory)))
+            self.encoders["encoder"] = CachedEncoder(encoder)
 
     def spans(self, messages: Sequence[Message]) -> Spans:
         """Return the positions of each message, by its index."""
-        ...
+        ends = self._renderer(messages).ends
+        return dict(enumerate(zip([0, *ends], ends, strict=False)))
 
     def resident(
         self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
@@ -158,26 +147,6 @@ class Engine(Protocol):
         the request counts as rows of its messages. Without a budget nothing is evicted. `name` is
         unique to the conversation.
         """
-        ...
-
-
-class InProcess:
-    """The engine of the proxy in this process, in front of a server without arithmetic."""
-
-    def __init__(self, directory: Path | None = None) -> None:
-        """Load the encoders; `directory` has that of the settings with an encoder."""
-        self._renderer = Renderer()
-        self.encoders = encoders(directory)
-
-    def spans(self, messages: Sequence[Message]) -> Spans:
-        """Return the positions of each message, by its index."""
-        ends = self._renderer(messages).ends
-        return dict(enumerate(zip([0, *ends], ends, strict=False)))
-
-    def resident(
-        self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
-    ) -> list[Ranges]:
-        """See Engine."""
         quotes: list[QuotedRequest] = []
 
         def watched(*turn: Any) -> QuotedRequest | None:
@@ -225,7 +194,7 @@ class OnServers:
     def resident(
         self, setting: Setting, budget: int | None, name: str, chats: Iterable[Sequence[Message]]
     ) -> list[Ranges]:
-        """See Engine."""
+        """See InProcess."""
         fields: dict[str, Any] = {_REQUEST_FIELDS[k]: v for k, v in setting.policy.items()}
         if budget is not None:
             fields["evoke_budget"] = budget
@@ -254,14 +223,14 @@ def servers(length: int) -> Iterator[OnServers]:
             yield OnServers(llama, proxy.port)
 
 
-@contextmanager
-def engine(on_servers: bool, length: int, directory: Path | None = None) -> Iterator[Engine]:
-    """Yield an engine for conversations of up to about `length` tokens."""
-    if not on_servers:
-        yield InProcess(directory)
-        return
-    with servers(length) as made:
-        yield made
+Engine = InProcess | OnServers
+
+
+def engine(
+    on_servers: bool, length: int, directory: Path | None = None
+) -> AbstractContextManager[Engine]:
+    """Run an engine for conversations of up to about `length` tokens."""
+    return servers(length) if on_servers else nullcontext(InProcess(directory))
 
 
 def history_of(messages: Sequence[Message]) -> Sequence[Message]:

@@ -27,23 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench import record
+from bench import engines, record
 from bench.driver import Bench, Option, Report
-from bench.engines import (
-    DEFAULT,
-    OPTIONS,
-    SETTINGS,
-    Engine,
-    InProcess,
-    Message,
-    Ranges,
-    Setting,
-    Spans,
-    engine,
-    settings_of,
-    share_resident,
-    shares_of,
-)
+from bench.engines import DEFAULT, SETTINGS, Engine, InProcess, Message, Ranges, Setting, Spans
 from bench.evidence import factorial
 from bench.fills import FILLS, FUSED, SINGLE, Rankings, fill, random_blocks
 from bench.stats import paired_difference, percent
@@ -168,14 +154,14 @@ def under(made: Engine, talk: Talk, share: int, setting: Setting) -> Iterator[di
 
 def shares_of_needed(asked: Asked, spans: Spans, resident: Ranges) -> list[float]:
     """Return which share of the rows of each needed message is there."""
-    return [share_resident(spans[index], resident) for index in asked.needed]
+    return [engines.share_resident(spans[index], resident) for index in asked.needed]
 
 
 def has_exchange(talk: Talk, spans: Spans, resident: Ranges) -> bool:
     """Return whether the turn's last two messages before its question are there."""
     question = max(spans)
     indexes = range(max(len(talk.messages), question - 2), question)
-    return all(share_resident(spans[index], resident) >= 1.0 for index in indexes)
+    return all(engines.share_resident(spans[index], resident) >= 1.0 for index in indexes)
 
 
 def fills(
@@ -352,7 +338,7 @@ class Corpus:
         self, report: Callable[[argparse.Namespace, list[Row]], Report], example: str
     ) -> dict[str, Bench]:
         """Return the two benches; `report` is that of all arms."""
-        options = (*self.options, *OPTIONS)
+        options = (*self.options, *engines.OPTIONS)
         return {
             "all": Bench(self.name, self.about, example, self.rows, report, (), options),
             "factorial": Bench(
@@ -363,23 +349,30 @@ class Corpus:
 
     def rows(self, args: argparse.Namespace) -> Iterator[Row]:
         """Yield the rows of all arms, or of those that are asked for."""
-        arms = [setting.arm for setting in settings_of(args)]
-        others = (NO_EVICTION.arm, *FILLS)
-        arms += [arm for arm in others if not args.arms or arm in args.arms.split(",")]
+        arms = [setting.arm for setting in engines.settings_of(args)]
+        arms += [arm for arm in (NO_EVICTION.arm, *FILLS) if arm in args.arms or not args.arms]
         for length, talks in self.batches(args):
-            with engine(args.server, length, args.embedder) as made:
+            with engines.engine(args.server, length, args.embedder) as made:
                 for talk in talks:
-                    yield from measure(made, talk, shares_of(args), arms)
+                    yield from measure(made, talk, args.shares, arms)
                     print(talk.asked[0].id, talk.about, file=sys.stderr, flush=True)
 
     def talks(self, args: argparse.Namespace) -> list[Talk]:
         """Return the talks that were asked for."""
         return [talk for _, talks in self.batches(args) for talk in talks]
 
+    def report(
+        self, args: argparse.Namespace, rows: Sequence[Row], summary: Mapping[str, Any]
+    ) -> Report:
+        """Report all tables of a summary and what was missed; a missed criterion is a bar."""
+        said = ["\n\n".join(tables(summary)), *misses(rows, self.talks(args), args.misses)]
+        recorded = cells(rows, self.keys)
+        return Report(summary, failed(verdicts_of(summary)), rows=recorded, said="\n".join(said))
+
     def _combined(self, args: argparse.Namespace) -> Iterator[Row]:
         """Yield the rows of the first talks with each combination of signals."""
         _, talks = next(self.batches(args))
-        pairs = [(talk, share) for talk in talks for share in shares_of(args)]
+        pairs = [(talk, share) for talk in talks for share in args.shares]
 
         def of(made: InProcess, setting: Setting) -> Iterator[Row]:
             for talk, share in pairs:

@@ -30,27 +30,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.driver import Bench, Report, Row, option, run_parts
+from bench.driver import Bench, Report, Row, listed, option, run_parts
 from bench.engines import DEFAULT, Engine, engine, servers
-from bench.evidence.conversations import (
-    SPLITS,
-    Conversation,
-    conversations,
-    kinds_of,
-    split_of,
-)
-from bench.presence import (
-    Asked,
-    Corpus,
-    Talk,
-    cells,
-    failed,
-    measure,
-    misses,
-    summarise,
-    tables,
-    verdicts_of,
-)
+from bench.evidence.conversations import SPLITS, Conversation, conversations, kinds_of, split_of
+from bench.presence import Asked, Corpus, Talk, measure, summarise
 from bench.stats import percent
 
 RECORDED = Path(__file__).parents[1] / "results/evidence.json"
@@ -77,10 +60,10 @@ def talk_of(source: Conversation) -> Talk:
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[int, list[Talk]]]:
     """Yield the conversations that were asked for, as one batch."""
-    wanted = args.conversations.split(",") if args.conversations else list(split_of())
     yield _LONGEST, [
         talk_of(each) for each in conversations()
-        if each.id in wanted and args.split in (split_of()[each.id], "both")
+        if each.id in args.conversations or not args.conversations
+        if args.split in (split_of()[each.id], "both")
     ]  # fmt: skip
 
 
@@ -140,11 +123,8 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
 def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report percentages, differences and verdicts; a criterion that is missed is a bar."""
     *mine, last = rows
-    summary = summarise(mine, CORPUS.by, grouped)
-    missed = failed(verdicts_of(summary))
-    said = ["\n\n".join(tables(summary)), *misses(mine, CORPUS.talks(args), args.misses)]
-    summary["quick"] = quick_summary(last["quick"])
-    return Report(summary, missed, rows=cells(mine, CORPUS.keys), said="\n".join(said))
+    found = CORPUS.report(args, mine, summarise(mine, CORPUS.by, grouped))
+    return replace(found, summary={**found.summary, "quick": quick_summary(last["quick"])})
 
 
 def quick_rows(_: argparse.Namespace) -> Iterator[Row]:
@@ -161,7 +141,7 @@ def of_quick(_: argparse.Namespace, rows: list[Row]) -> Report:
 CORPUS = Corpus(
     "evidence", __doc__, batches, "split", grouped, ("split", "conversation"),
     (option("--split", "both", choices=(*SPLITS, "both")),
-     option("--conversations", "", "their names, separated by commas (all)")),
+     option("--conversations", "", "their names, separated by commas (all)", type=listed)),
 )  # fmt: skip
 PARTS = CORPUS.parts(report, "--split tuning --shares 8 --misses 5")
 PARTS["all"] = replace(PARTS["all"], measure=rows_of)

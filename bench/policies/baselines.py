@@ -111,9 +111,7 @@ def newest(candidates: Candidates, wanted: Mask, room: int) -> Mask:
     return chosen
 
 
-def _selecting(
-    fill: _Fill,
-) -> Callable[[Candidates, FloatArray, int | None], WorkingSet]:
+def _selecting(fill: _Fill) -> Callable[[Candidates, FloatArray, int | None], WorkingSet]:
     """Return what selects the working set that fills the capacity in this way."""
 
     def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:

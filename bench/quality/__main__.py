@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from bench.driver import Bench, Option, Report, Row, option, run_parts
+from bench.driver import Bench, Option, Report, Row, listed, option, run_parts
 from bench.model import HYBRID
 from bench.quality import plan, report
 from bench.quality.report import summarise
@@ -40,11 +40,9 @@ from bench.quality.work import OPTIONS, TURN_FIELDS, first_seed, recorded
 
 def measure(chosen: plan.Plan, args: argparse.Namespace) -> Sequence[Row]:
     """Return the records of all sessions and arms of a plan."""
-    todo = chosen.units(first_seed(args), args.cells.split(",") if args.cells else None)
-    if args.policies is not None:
-        wanted = {plan.CEILING, *args.policies.split(",")}
-        todo = [unit for unit in todo if unit.arm.policy in wanted]
-    return recorded(args, todo)
+    todo = chosen.units(first_seed(args), args.cells)
+    wanted = {plan.CEILING, *args.policies}
+    return recorded(args, [unit for unit in todo if unit.arm.policy in wanted or not args.policies])
 
 
 def reported(name: str, args: argparse.Namespace, records: Sequence[Row]) -> Report:
@@ -72,10 +70,7 @@ def _short(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_OPTIONS = (
-    *OPTIONS,
-    option("--policies", help="only these, beside never evicting (all there are)"),
-)
+_OPTIONS = (*OPTIONS, option("--policies", "", "only these, beside never evicting", type=listed))
 # A model that can think does so by default.
 _OF_HYBRID = {"hybrid": "--reasoning off", "thinking": "--reasoning on"}
 

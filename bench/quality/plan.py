@@ -100,23 +100,23 @@ class Plan:
     cells: Sequence[Cell]
     ratios: Sequence[float] = RATIOS
 
-    def units(self, seed: int, wanted: Sequence[str] | None = None) -> list[Unit]:
-        """Return all that is to be run, of the `wanted` cells where they are named.
+    def units(self, seed: int, wanted: Sequence[str] = ()) -> list[Unit]:
+        """Return all that is to be run, of the `wanted` cells where any are named.
 
         Sessions of all cells come in turn, so that a run that is stopped has some of each.
         """
-        cells = [cell for cell in self.cells if wanted is None or cell.name in wanted]
-        drawn = {
-            cell: scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times) for cell in cells
-        }
-        order = sorted(
-            ((i / cell.sessions, cell, i) for cell in cells for i in range(cell.sessions)),
-            key=lambda item: item[0],
-        )
+        sessions = [
+            (number / cell.sessions, cell, number, script)
+            for cell in self.cells
+            if cell.name in wanted or not wanted
+            for number, script in enumerate(
+                scripts(seed, cell.task, cell.tokens, cell.sessions, cell.times)
+            )
+        ]
         return [
-            Unit(cell.name, drawn[cell][i], arm)
-            for _, cell, i in order
-            for arm in cell.arms(i, self.ratios)
+            Unit(cell.name, script, arm)
+            for _, cell, number, script in sorted(sessions, key=lambda each: each[0])
+            for arm in cell.arms(number, self.ratios)
         ]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 import bench
 import evoke_proxy
-from bench.driver import MODEL, SERVER, option
+from bench.driver import MODEL, SERVER, listed, option
 from bench.llama import Llama
 from bench.proxy import tuned_proxy_command
 from bench.quality.plan import Arm, Unit
@@ -302,7 +302,7 @@ OPTIONS = (
     MODEL,
     option("--tuning", False, "sessions that may be tuned on"),
     option("--seed", 0, "other sessions of the same kind"),
-    option("--cells", help="only these, separated by commas"),
+    option("--cells", "", "only these, separated by commas", type=listed),
     option("--lanes", max(1, (os.cpu_count() or 2) // 2), "servers at once"),
     option("--minutes", help="stop after so many, to be resumed", type=float),
     option("--server-args", "", "more options of the server, such as '-ctk q8_0 -ctv q8_0 -fa on'"),

@@ -35,22 +35,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from bench import charts
-from bench.driver import Report, Row, option, run_parts
+from bench.driver import Report, Row, listed, numbers, option, run_parts
 from bench.engines import history_of
-from bench.presence import (
-    Asked,
-    Corpus,
-    Talk,
-    cells,
-    failed,
-    misses,
-    summarise,
-    tables,
-    verdicts_of,
-)
+from bench.presence import Asked, Corpus, Talk, summarise
 from bench.tasks.cases import TEMPLATES, Case, cases, kinds
 
 # Cases of a kind by the length of conversations, and for all other lengths.
@@ -97,14 +88,13 @@ def chosen(args: argparse.Namespace, length: int) -> Iterator[Talk]:
     """Yield the cases of a length that were asked for."""
     count = args.count or _COUNTS.get(length, _FEWEST)
     for kind in kinds(args.split):
-        if not args.kinds or kind in args.kinds.split(","):
+        if not args.kinds or kind in args.kinds:
             yield from map(talk_of, cases(args.split, kind, length, count))
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Talk]]]:
     """Yield the cases that were asked for by the length of conversations."""
-    for length in map(int, args.lengths.split(",")):
-        yield length, chosen(args, length)
+    return ((length, chosen(args, length)) for length in args.lengths)
 
 
 def grouped(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -157,19 +147,18 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     """Report percentages, differences and verdicts; bars and criteria are missed alike."""
     summary = summary_of(rows)
     bars = bars_of(summary)
+    made = CORPUS.report(args, rows, summary)
     missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
-    missed += failed(verdicts_of(summary))
-    said = ["\n\n".join(tables(summary)), *misses(rows, CORPUS.talks(args), args.misses)]
+    missed += made.missed
     found = {"split": args.split, "lengths": summary, "bars": bars, "missed": missed}
-    drawn = picture(summary, args.split)
-    return Report(found, missed, rows=cells(rows, CORPUS.keys), picture=drawn, said="\n".join(said))
+    return replace(made, summary=found, missed=missed, picture=picture(summary, args.split))
 
 
 CORPUS = Corpus(
     "tasks", __doc__, batches, "length", grouped, ("kind", "length"),
     (option("--split", "reporting", choices=TEMPLATES),
-     option("--kinds", "", "separated by commas (all)"),
-     option("--lengths", "4000,32000,128000", "of conversations, in tokens"),
+     option("--kinds", "", "separated by commas (all)", type=listed),
+     option("--lengths", "4000,32000,128000", "of conversations, in tokens", type=numbers),
      option("--count", 0, "cases of a kind (40, 16, 6 by length)")),
 )  # fmt: skip
 PARTS = CORPUS.parts(report, "--split tuning --lengths 4000 --shares 8 --count 6")

@@ -214,7 +214,7 @@ def test_the_summary_has_percentages_differences_and_missed_bars() -> None:
     assert ("4000 1/8 all kinds", "best single fill") in verdicts
     cell = next(c for c in cells(rows, ("kind", "length")) if c["arm"] == "default")
     assert (cell["questions"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
-    args = argparse.Namespace(split="tuning", lengths="4000", misses=0, count=1, kinds="needle")
+    args = argparse.Namespace(split="tuning", lengths=[4000], misses=0, count=1, kinds=["needle"])
     made = report(args, rows)
     assert made.missed == ["multi-value at 4000"] and made.picture.startswith("<svg")
 
