@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from bench.fills import words
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 
 HERE = Path(__file__).parent
@@ -28,11 +28,9 @@ class Question:
 
     id: str  # unique in its conversation
     text: str  # what the user asks
-    evidence: tuple[int, ...]  # indexes of the user's messages that answer it
-    # Speaker and text of the turns directly before the question.
-    before: tuple[tuple[str, str], ...] = ()
-    # What the source says about the question: `Factoid`, `How-To` and others.
-    types: tuple[str, ...] = ()
+    evidence: Sequence[int]  # indexes of the user's messages that answer it
+    before: Sequence[Sequence[str]] = ()  # speaker and text of the turns directly before it
+    types: Sequence[str] = ()  # what the source says about it: `Factoid`, `How-To` and others
 
     @property
     def messages(self) -> list[Message]:
@@ -47,8 +45,8 @@ class Conversation:
     """Messages of a user, each answered with one word, and the questions about them."""
 
     id: str
-    texts: tuple[str, ...]
-    questions: tuple[Question, ...]
+    texts: Sequence[str]
+    questions: Sequence[Question]
 
     @property
     def messages(self) -> list[Message]:
@@ -67,17 +65,11 @@ def conversations(folder: Path = DATA) -> list[Conversation]:
     found = []
     for name in ("bfcl_memory.json", "mtrag_un.json"):
         for each in json.loads((folder / name).read_text("utf-8")):
-            questions = (
-                Question(
-                    id=asked["id"],
-                    text=asked["text"],
-                    evidence=tuple(asked["evidence"]),
-                    before=tuple((speaker, text) for speaker, text in asked.get("before", ())),
-                    types=tuple(asked.get("type", ())),
-                )
-                for asked in each["questions"]
-            )
-            found.append(Conversation(each["id"], tuple(each["messages"]), tuple(questions)))
+            questions = [
+                Question(q["id"], q["text"], q["evidence"], q.get("before", ()), q.get("type", ()))
+                for q in each["questions"]
+            ]
+            found.append(Conversation(each["id"], each["messages"], questions))
     return found
 
 
@@ -100,13 +92,13 @@ def kinds_of(talk: Conversation, question: Question) -> tuple[str, ...]:
     asked = content_words(question.text)
     evidence = content_words(" ".join(talk.texts[at] for at in question.evidence))
     share = len(asked & evidence) / len(asked) if asked else 0.0
-    words = "same words" if share >= _SAME_WORDS else "some words" if share else "other words"
+    kind = "same words" if share >= _SAME_WORDS else "some words" if share else "other words"
     count = "one message" if len(question.evidence) == 1 else "several messages"
     follow_up = ("follow-up",) if question.before else ()
-    return (words, count, *follow_up, *(each.lower() for each in question.types))
+    return (kind, count, *follow_up, *(each.lower() for each in question.types))
 
 
 def content_words(text: str) -> set[str]:
     """Return the beginnings of the words of a text, without function words."""
-    found: Sequence[str] = re.findall(r"\w+", text.lower())
-    return {word[:_STEM_CHARS] for word in found if word not in FUNCTION_WORDS and len(word) > 1}
+    found = {word for word in words(text) if len(word) > 1} - FUNCTION_WORDS
+    return {word[:_STEM_CHARS] for word in found}

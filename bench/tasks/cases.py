@@ -59,14 +59,6 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A message and the question about it."""
-
-    say: str
-    ask: str
-
-
-@dataclass(frozen=True, slots=True)
 class Templates:
     """All templates of one split."""
 
@@ -75,7 +67,7 @@ class Templates:
     openings: Sequence[str]  # how a turn with several questions begins
     pools: Mapping[str, Sequence[str]]  # names by pool
     scenes: Sequence[Scene]  # the templates of all kinds except those of `QUERIES`
-    pairs: Sequence[Pair]  # the templates of the kinds of `QUERIES`
+    pairs: Sequence[Mapping[str, str]]  # `say` and `ask` of the kinds of `QUERIES`
 
     @property
     def split(self) -> str:
@@ -95,15 +87,9 @@ class Templates:
 
 def read(name: str) -> Templates:
     """Return one of `TEMPLATES`."""
-    tables: Mapping[str, Any] = tomllib.loads((HERE / f"{name}.toml").read_text("utf-8"))
-    return Templates(
-        name=name,
-        replies=tables["replies"],
-        openings=tables["openings"],
-        pools=tables["pools"],
-        scenes=[Scene(**each) for each in tables["scene"]],
-        pairs=[Pair(**each) for each in tables["pair"]],
-    )
+    tables: dict[str, Any] = tomllib.loads((HERE / f"{name}.toml").read_text("utf-8"))
+    scenes, pairs = [Scene(**each) for each in tables.pop("scene")], tables.pop("pair")
+    return Templates(name, scenes=scenes, pairs=pairs, **tables)
 
 
 @dataclass(slots=True)
@@ -129,9 +115,8 @@ class Names:
 
     def _name(self, pool: str, slot: str) -> str:
         if slot not in self.chosen:
-            name = self._draw(pool)
-            self.chosen[slot] = name
-            self.used.add(name)
+            self.chosen[slot] = self._draw(pool)
+            self.used.add(self.chosen[slot])
         return self.chosen[slot]
 
     def _draw(self, pool: str) -> str:
@@ -168,7 +153,8 @@ _QUOTING = ("I found this text.", "Here is what I read today.", "This was in the
 # Standing instructions come in this first part of a conversation.
 _EARLY, _INSTRUCTIONS = 0.2, "standing instructions"
 Message = Mapping[str, str]
-Exchange = tuple[str, str]
+Exchange = Sequence[str]
+_Planted = tuple[Exchange, bool]  # what the haystack gets, and whether the answer needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,14 +167,6 @@ class Case:
     messages: Sequence[Message]  # the conversation before the turn, from the system prompt on
     asked: Sequence[Message]  # the messages of the turn; the last one is the question
     needed: Sequence[int]  # indexes of the messages that the answer needs
-
-
-@dataclass(frozen=True, slots=True)
-class _Planted:
-    """What the haystack gets: the exchange, and whether the answer needs it."""
-
-    exchange: Exchange
-    needed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +208,12 @@ def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
         scenes = templates.scenes_of(kind)
         plot = _staged(rng, templates, scenes[number % len(scenes)], number % len(scenes))
     planted = _merged(rng, plot.ordered, plot.anywhere)
-    taken = sum(tokens_of(text) for each in planted for text in each.exchange)
+    taken = sum(tokens_of(text) for exchange, _ in planted for text in exchange)
     straw = list(_haystack(rng, templates.split, length - taken))
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
     needed = []
-    for exchange, part in _placed(rng, straw, planted, kind):
-        if part is not None and part.needed:
-            needed.append(len(messages))
+    for exchange, is_needed in _placed(rng, straw, planted, kind):
+        needed += [len(messages)] if is_needed else []
         messages += _said(exchange)
     return Case(name, kind, plot.scene, messages, plot.asked, needed)
 
@@ -261,7 +238,7 @@ def _staged(rng: random.Random, templates: Templates, scene: Scene, at: int) -> 
     ]
 
     def planted(texts: Sequence[str], needed: bool) -> list[_Planted]:
-        return [_Planted((text, rng.choice(templates.replies)), needed) for text in texts]
+        return [((text, rng.choice(templates.replies)), needed) for text in texts]
 
     return _Plot(at, [*planted(old, False), *planted(say, True)], planted(other, False), asked)
 
@@ -270,10 +247,10 @@ def _queries(rng: random.Random, templates: Templates, count: int) -> _Plot:
     names = Names(rng, templates.pools)
     pairs = rng.sample(list(templates.pairs), len(templates.pairs))
     stated = [
-        _Planted((names.renewed().fill(pair.say), rng.choice(templates.replies)), at < count)
+        ((names.renewed().fill(pair["say"]), rng.choice(templates.replies)), at < count)
         for at, pair in enumerate(pairs)
     ]
-    asks = [pair.ask for pair in pairs[:count]]
+    asks = [pair["ask"] for pair in pairs[:count]]
     rng.shuffle(asks)
     layout = rng.randrange(3)
     if layout == 0:
@@ -303,11 +280,8 @@ def _sentenced(split: str) -> list[str]:
 
 @cache
 def _dialogs() -> Mapping[str, list[list[Exchange]]]:
-    splits = json.loads(DIALOGS.read_text("utf-8"))
-    return {
-        split: [[(asked, said) for asked, said in dialog] for dialog in splits[split]]
-        for split in SPLITS
-    }
+    found: Mapping[str, list[list[Exchange]]] = json.loads(DIALOGS.read_text("utf-8"))
+    return found
 
 
 def _haystack(rng: random.Random, split: str, tokens: float) -> Iterator[Exchange]:
@@ -335,20 +309,17 @@ def _merged(
 
 def _placed(
     rng: random.Random, straw: Sequence[Exchange], planted: Sequence[_Planted], kind: str
-) -> Iterator[tuple[Exchange, _Planted | None]]:
+) -> Iterator[_Planted]:
     """Yield the haystack with the planted exchanges, in their order, at random places of it."""
     early = kind == _INSTRUCTIONS
     positions = sorted(
         rng.randint(0, int(len(straw) * (_EARLY if early and at == 0 else 1)))
         for at in range(len(planted))
     )
-    waiting = list(zip(positions, planted, strict=True))
-    for at in range(len(straw) + 1):
-        while waiting and waiting[0][0] == at:
-            part = waiting.pop(0)[1]
-            yield part.exchange, part
-        if at < len(straw):
-            yield straw[at], None
+    for start, end, each in zip([0, *positions], positions, planted, strict=False):
+        yield from ((exchange, False) for exchange in straw[start:end])
+        yield each
+    yield from ((exchange, False) for exchange in straw[max(positions, default=0) :])
 
 
 def _said(texts: Sequence[str]) -> list[Message]:

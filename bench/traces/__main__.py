@@ -28,7 +28,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -173,30 +173,21 @@ def _tokens_of(gib: float, scale: Scale, costs: Costs) -> float:
 def _row(
     spec: Spec, served: Sequence[Served], scale: Scale, found: Mapping[str, int]
 ) -> dict[str, Any]:
-    missed = misses(served, scale)
-    first = [each.counts.first_token_s for each in served]
-    prompt = sum(each.n_prompt for each in served)
-    row: dict[str, Any] = {"arm": spec.name, "slots": spec.slots, "users": spec.users}
-    row |= {"requests": len(served), "prompt": _recorded(prompt, scale)}
-    row |= {
-        key: _recorded(sum(getattr(each.counts, key) for each in served), scale)
-        for key in ("decoded", "loaded", "omitted")
-    }
-    row |= {"fresh": _recorded(sum(each.fresh for each in served), scale)}
+    missed, counts = misses(served, scale), [each.counts for each in served]
+    first = [each.first_token_s for each in counts]
+    p50, p95 = np.percentile(first, [50, 95]).tolist()
+    tokens = {key: found[key] for key in ("peak", "budget", "lost") if key in found}
+    tokens |= {"prompt": sum(each.n_prompt for each in served)}
+    tokens |= {"fresh": sum(each.fresh for each in served)}
+    tokens |= {"miss_tokens": sum(each.repeated for each in missed)}
+    for key in ("decoded", "loaded", "omitted"):
+        tokens[key] = sum(getattr(each, key) for each in counts)
+    row = {"arm": spec.name, "slots": spec.slots, "users": spec.users, "requests": len(served)}
     row |= {"misses": len(missed), "miss_share": len(missed) / max(1, len(served))}
-    row |= {"miss_tokens": _recorded(sum(each.repeated for each in missed), scale)}
     row |= {"causes": dict(Counter(cause_of(each, scale) for each in missed).most_common())}
-    row |= {
-        f"first_token_{name}_s": float(np.percentile(first, q))
-        for name, q in (("p50", 50), ("p95", 95))
-    }
-    row |= {"first_token_mean_s": float(np.mean(first))}
-    sizes = ("peak", "budget", "lost")
-    return row | {k: _recorded(v, scale) if k in sizes else v for k, v in found.items()}
-
-
-def _recorded(tokens: int, scale: Scale) -> int:
-    return round(tokens / scale.factor)
+    row |= {"first_token_p50_s": p50, "first_token_p95_s": p95}
+    row |= {"first_token_mean_s": float(np.mean(first)), **found}
+    return row | {key: round(n / scale.factor) for key, n in tokens.items()}
 
 
 def cause_of(served: Served, scale: Scale) -> str:
@@ -281,7 +272,7 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
         "users": USERS,
         "longest_wait_s": MAX_WAIT_S,
         "miss_tokens": MISS_TOKENS,
-        "costs": {name: getattr(costs, name) for name in costs.__dataclass_fields__},
+        "costs": asdict(costs),
         "machine_of_the_plan": {"device": MACHINE.device, "ram": MACHINE.ram, "disk": MACHINE.disk},
         "plan": {"cells": plan.cells, "ram_mib": plan.ram_mib, "disk_mib": plan.disk_mib},
         "conversations": len(conversations),

@@ -127,22 +127,12 @@ def _block_tokens(content: Ids, n: int) -> npt.NDArray[np.int32]:
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message: the author, its text, and its range of blocks in the prompt."""
-
-    role: str
-    text: str
-    start: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
     """One request as a client sends it."""
 
     content: Ids  # a number for the content of each block; equal up to a block means equal text
-    messages: Sequence[Message]  # the messages, which tile the blocks
+    messages: Sequence[Mapping[str, str]]  # role and content of each; they tile the blocks
     tokens: Tokens  # what the server decodes: the messages, and the token that begins an answer
     answer: Tokens  # the tokens that the model generates after it
     # Numbers of the blocks of the next prompt that are this answer.
@@ -150,8 +140,7 @@ class Prompt:
 
     def body(self) -> dict[str, object]:
         """Return the body of the chat request."""
-        messages = [{"role": m.role, "content": m.text} for m in self.messages]
-        return {"messages": messages, "tools": [_TOOL], "stream": True}
+        return {"messages": self.messages, "tools": [_TOOL], "stream": True}
 
 
 class Writer:
@@ -207,27 +196,25 @@ class Writer:
 
     def _ends(self, content: Ids) -> dict[int, str]:
         """Where each message ends, and its author: as in the earlier prompt that shares most."""
-        shared, ends = 0, self._first_ends(len(content))
+        system = (self._agent.n_tools + self._agent.n_system) // BLOCK
+        shared, ends = 0, {system: "system"} if 0 < system < len(content) else {}
         for earlier, old in reversed(self._earlier):
             n = common_prefix(earlier, content)
             if n > shared:
                 shared, ends = n, {end: role for end, role in old.items() if end < len(content)}
-        last = max((role for role in ends.items()), default=(0, "system"))
-        if last[0] < len(content):
+        if max(ends, default=0) < len(content):
             ends = {**ends, len(content): "user"}
         return ends
 
-    def _first_ends(self, n_blocks: int) -> dict[int, str]:
-        system = (self._agent.n_tools + self._agent.n_system) // BLOCK
-        return {system: "system"} if 0 < system < n_blocks else {}
-
-    def _messages(self, content: Ids, ends: Mapping[int, str]) -> tuple[list[Message], Tokens]:
+    def _messages(
+        self, content: Ids, ends: Mapping[int, str]
+    ) -> tuple[list[dict[str, str]], Tokens]:
         made = _block_tokens(content, self._scale.block)
         words = _vocabulary()
         messages, start = [], 0
         for end in sorted(ends):
             text = " ".join([words[token] for token in made[start:end].reshape(-1).tolist()])
-            messages.append(Message(ends[end], text, start, end))
+            messages.append({"role": ends[end], "content": text})
             if ends[end] == "assistant":
                 made[start, 0] = ANSWER
             start = end

@@ -35,7 +35,7 @@ def _texts(templates: Templates) -> set[str]:
             *scene.say, scene.ask, *scene.old, *scene.other, *(t for b in scene.before for t in b)
         ]
     ]  # fmt: skip
-    pairs = [text for pair in templates.pairs for text in (pair.say, pair.ask)]
+    pairs = [text for pair in templates.pairs for text in (pair["say"], pair["ask"])]
     return {*scenes, *pairs, *templates.replies, *templates.openings}
 
 

@@ -28,7 +28,7 @@ def test_the_answer_is_what_the_next_prompt_continues_with() -> None:
     first, second, third = Writer(
         _agent([1, 2, 3, 8], [1, 2, 3, 8, 4, 5], [9]), 0, _SCALE
     ).prompts()
-    assert [m.role for m in second.messages] == ["system", "user", "assistant", "user"]
+    assert [m["role"] for m in second.messages] == ["system", "user", "assistant", "user"]
     whole = np.concatenate([first.tokens, first.answer])
     assert common_prefix(whole, second.tokens) == len(whole)
     assert first.answer_content == second.content[4:5].tolist()
@@ -41,4 +41,6 @@ def test_a_reader_renders_the_body_to_the_tokens_of_the_prompt() -> None:
     for prompt in Writer(conversation, 3, _SCALE).prompts():
         chat = read(prompt.body()["messages"])  # type: ignore[arg-type]
         assert np.array_equal(chat.tokens, prompt.tokens)
-        assert chat.ends == [message.end * 4 for message in prompt.messages]
+        assert np.diff(chat.ends, prepend=0).tolist() == [
+            len(message["content"].split()) for message in prompt.messages
+        ]
