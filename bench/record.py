@@ -9,8 +9,8 @@ import platform
 import shlex
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,10 @@ def path_of(name: str) -> Path:
 
 def machine() -> str:
     """Return processor, number of cores and system."""
-    name = platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.machine()
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
@@ -99,27 +95,20 @@ class Journal:
     def __init__(self, path: Path, config: str) -> None:
         self.path = path
         self._config = config
-        self._lock = threading.Lock()
 
     def records(self) -> dict[str, Row]:
         """Return the records of this configuration by the key of their unit; the latest counts."""
-        return {record["unit"]: record for record in self._read()}
+        found: dict[str, Row] = {}
+        for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else ():
+            with suppress(ValueError):
+                record = json.loads(line)
+                if record.get("config") == self._config:
+                    found[record["unit"]] = record
+        return found
 
     def append(self, key: str, record: Row) -> None:
-        """Append one record in a single write."""
+        """Append one record in a single write, so that no other one gets into its line."""
         line = json.dumps({"config": self._config, "unit": key, **record}, separators=(",", ":"))
-        with self._lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                file.write(f"{line}\n".encode())
-
-    def _read(self) -> Iterator[Row]:
-        if not self.path.exists():
-            return
-        for line in self.path.read_text("utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if record.get("config") == self._config:
-                yield record
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())

@@ -18,16 +18,14 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from bench import record
-from bench.engines import servers
 from bench.proof import parts
 from bench.proof.parts import Part, broken
 
-_LONGEST = 30_000
 _EXAMPLES = """examples:
   make proof SEED=271828
   python -m bench.proof --seed 271828 --model ~/models/qwen2.5-7b-q4_k_m.gguf --threads 8
@@ -36,39 +34,25 @@ _EXAMPLES = """examples:
 
 def run(reader: parts.Reader, wanted: Sequence[str]) -> list[Part]:
     """Measure the parts in order; one that breaks off is reported and fails."""
-    todo: dict[str, Callable[[], list[Part]]] = {
-        "exact": lambda: [_timed(lambda: parts.exact(reader))],
-        "questions": lambda: _on_servers(reader),
-        "copies": lambda: [_timed(lambda: parts.copies(reader))],
-        "first_byte": lambda: [_timed(lambda: parts.first_byte(reader))],
-    }
     found: list[Part] = []
-    for name, measure in todo.items():
-        if name not in wanted:
-            continue
+    for name in (name for name in PARTS if name in wanted):
         began = time.monotonic()
         try:
-            made = measure()
+            for part in PARTS[name](reader):
+                found.append(replace(part, seconds=time.monotonic() - began))
+                print(f"{part.title}: {found[-1].seconds:.0f} s", file=sys.stderr, flush=True)
+                began = time.monotonic()
         except Exception as error:
-            made = [broken(name, error)]
-        found += made
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            found.append(broken(name, error))
     return found
 
 
-def _on_servers(reader: parts.Reader) -> list[Part]:
-    """Measure both parts that ask what is in the cache, on one pair of servers."""
-    with servers(_LONGEST) as made:
-        return [_timed(lambda: parts.questions(reader, made)), _timed(lambda: parts.dialogs(made))]
-
-
-def _timed(measure: Callable[[], Part]) -> Part:
-    began = time.monotonic()
-    made = measure()
-    return replace(made, seconds=time.monotonic() - began)
-
-
-PARTS = ("exact", "questions", "copies", "first_byte")
+PARTS: Mapping[str, Callable[[parts.Reader], Iterator[Part]]] = {
+    "exact": parts.exact,
+    "questions": parts.in_cache,
+    "copies": parts.copies,
+    "first_byte": parts.first_byte,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

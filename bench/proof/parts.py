@@ -12,7 +12,7 @@ from typing import Any
 from bench import charts, latency, record, support
 from bench.chat_turns import budget_of, first_byte_row, measure_first_bytes
 from bench.driver import Row
-from bench.engines import InProcess, OnServers
+from bench.engines import InProcess, OnServers, servers
 from bench.evidence import __main__ as evidence
 from bench.fills import FILLS
 from bench.llama import proxied, running
@@ -160,6 +160,7 @@ def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 QUESTIONS, LENGTH, SHARE = 15, 4000, 8
 # Cases of the published figures have numbers from 0 on; those of a seed begin far behind them.
 _FIRST_FRESH, _CASES_OF_A_SEED = 1000, 100
+_LONGEST = 30_000  # tokens of a conversation
 ARMS: dict[str, str] = {
     "no eviction": "#7a7a7a",
     "oracle": "#b0b0b0",
@@ -185,7 +186,7 @@ class Reader:
     threads: int = 1  # threads of llama-server
 
 
-def exact(reader: Reader) -> Part:
+def exact(reader: Reader) -> Iterator[Part]:
     """Evict and load a block, and compare all log probabilities of an answer."""
     models = {"bundled": bundled_model()} | {name: ensure(SHAPES[name]) for name in _EXACT_SHAPES}
     if reader.model is not None:
@@ -203,7 +204,7 @@ def exact(reader: Reader) -> Part:
              "repeats itself": trip.repeats}
         )  # fmt: skip
     right = sum(r["same after evict and load"] and not r["same without load"] for r in rows)
-    return Part(
+    yield Part(
         "Evict and load: the same bits",
         "All log probabilities of twelve steps after a block left the cache and came back, against"
         " those of never having left. The control does not load it and must differ: `same without"
@@ -212,6 +213,13 @@ def exact(reader: Reader) -> Part:
         rows,
         [Bar("models whose answers are the same to the bit", right, least=len(rows))],
     )
+
+
+def in_cache(reader: Reader) -> Iterator[Part]:
+    """Measure both parts that ask what is in the cache, on one pair of servers."""
+    with servers(_LONGEST) as made:
+        yield questions(reader, made)
+        yield dialogs(made)
 
 
 def questions(reader: Reader, on_servers: OnServers) -> Part:
@@ -323,7 +331,7 @@ def dialogs(on_servers: OnServers) -> Part:
     )
 
 
-def copies(reader: Reader) -> Part:
+def copies(reader: Reader) -> Iterator[Part]:
     """Save and load a block over HTTP, and decode the same tokens."""
     shape = SHAPES["qwen2.5-7b-kv"]
     model = reader.model or ensure(shape)
@@ -340,7 +348,7 @@ def copies(reader: Reader) -> Part:
         "prefill_ms": "decode again, ms",
         "save_load_vs_reprefill": "times cheaper",
     }
-    return Part(
+    yield Part(
         "Save and load against decoding again",
         f"A block of {_BLOCK_TOKENS} tokens whose rows are scattered in runs of 8 cells, over HTTP,"
         f" at the client; {model.name}, {threads} thread(s) on the CPU. On a GPU the ratio is"
@@ -351,7 +359,7 @@ def copies(reader: Reader) -> Part:
     )
 
 
-def first_byte(reader: Reader) -> Part:
+def first_byte(reader: Reader) -> Iterator[Part]:
     """Send the same turns through the proxy on a budget and directly to a stock server."""
     model = reader.model or ensure(SHAPES["long-2"])
     threads, words = str(reader.threads), ("-np", "1", "-c", "8192", "--jinja")
@@ -367,7 +375,7 @@ def first_byte(reader: Reader) -> Part:
                "direct_ms": "direct, ms", "through_ms": "through the proxy, ms",
                "first_byte_added_ms": "added, median, ms",
                "first_byte_added_ms_fastest": "added, fastest, ms"}  # fmt: skip
-    return Part(
+    yield Part(
         "Time to the first byte",
         f"The same chat turns of about {_HISTORY:,} tokens, to a stock llama-server and through the"
         " proxy on a budget of a quarter, in pairs, each on a new connection, at the client."

@@ -117,20 +117,27 @@ def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
 
 def checks(found: Mapping[str, Any]) -> list[Row]:
     """Return the bars: what is required, what was measured, whether it suffices."""
-    made = [
-        check
-        for cell in HEADLINES
-        for ratio, least in BARS.items()
-        for check in _checks_of(found["rows"], cell, ratio, least)
-    ]
-    made += [
-        _reached(row, least)
-        for cell, arms in CLAIMS.items()
-        for arm in arms
-        for ratio, least in BARS.items()
-        for row in found["rows"]
-        if (row["cell"], row["arm"]) == (cell, f"{arm}@{ratio:g}x") and row["share"] is not None
-    ]
+    rows = {(row["cell"], row["arm"]): row for row in found["rows"]}
+    bars = [(f"@{ratio:g}x", least) for ratio, least in BARS.items()]
+    made: list[Row] = []
+    for cell in HEADLINES:
+        for at, least in bars:
+            ours, best, discarded = (
+                rows.get((cell, f"{policy}{at}")) for policy in ("evoke", "oracle", "discard")
+            )
+            made += _reached(ours, least)
+            if best is not None and best["share"] is not None:
+                ok = best["share"] >= _BARS["oracle_least"] and best["p"] > _BARS["oracle_p"]
+                made.append(_check(best, "the ceiling: >= 99%, p > 0.05", ok))
+            if discarded is not None:
+                said = f"recall <= gold resident {discarded['visible']:.1%} + 5 points"
+                ok = discarded["recall"] <= discarded["visible"] + _BARS["discard_slack"]
+                measured = f"{discarded['recall']:.1%}"
+                made.append({**_check(discarded, said, ok), "measured": measured})
+    for cell, arms in CLAIMS.items():
+        for arm in arms:
+            made += [check for at, least in bars
+                     for check in _reached(rows.get((cell, f"{arm}{at}")), least)]  # fmt: skip
     made += [_of_ceiling(row) for row in found["rows"] if _tells_ceiling(row)]
     faults = len(found["violations"])
     said = "token counts add up and peak <= budget, every turn"
@@ -157,28 +164,11 @@ def _of_ceiling(row: Row) -> Row:
     }
 
 
-def _checks_of(rows: Sequence[Row], cell: str, ratio: float, least: float) -> list[Row]:
-    here = {row["policy"]: row for row in rows if _plain(row, cell, ratio)}
-    made: list[Row] = []
-    ours, best, discarded = (here.get(name) for name in ("evoke", "oracle", "discard"))
-    if ours is not None and ours["share"] is not None:
-        made.append(_reached(ours, least))
-    if best is not None and best["share"] is not None:
-        ok = best["share"] >= _BARS["oracle_least"] and best["p"] > _BARS["oracle_p"]
-        made.append(_check(best, "the ceiling: >= 99%, p > 0.05", ok))
-    if discarded is not None:
-        said = f"recall <= gold resident {discarded['visible']:.1%} + 5 points"
-        ok = discarded["recall"] <= discarded["visible"] + _BARS["discard_slack"]
-        made.append({**_check(discarded, said, ok), "measured": f"{discarded['recall']:.1%}"})
-    return made
-
-
-def _reached(row: Row, least: float) -> Row:
-    return _check(row, f">= {least:.0%} of the ceiling", row["share"] >= least)
-
-
-def _plain(row: Row, cell: str, ratio: float) -> bool:
-    return bool(row["cell"] == cell and row["arm"] == f"{row['policy']}@{ratio:g}x")
+def _reached(row: Row | None, least: float) -> list[Row]:
+    """Check the share of the ceiling, where it was measured."""
+    if row is None or row["share"] is None:
+        return []
+    return [_check(row, f">= {least:.0%} of the ceiling", row["share"] >= least)]
 
 
 def _check(row: Row, wanted: str, ok: bool) -> Row:

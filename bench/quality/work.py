@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import queue
 import re
@@ -18,7 +19,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -39,7 +40,7 @@ from evoke_proxy.core.model.blocks import Span, clipped, count, merged
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
 from evoke_proxy.core.prompt.segment import CutOptions, Draft, cut
 from evoke_proxy.core.request.chat import parse_chat
-from evoke_proxy.demo.client import Reply, Turn, chat, read_turn, resident_now
+from evoke_proxy.demo.client import Reply, Turn, chat, read_turn
 from evoke_proxy.demo.processes import free_port, server_command, serving
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
@@ -56,10 +57,6 @@ class Stack:
 
     upstream: int
     front: int
-
-    def resident(self) -> Sequence[Range]:
-        """The ranges the slot holds now."""
-        return [(a, b) for a, b in resident_now(self.upstream) or []]
 
     def clear(self) -> None:
         """Empty the slot, and drop the copies of the run before.
@@ -193,6 +190,9 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         if probing:
             answer, asked = (reply.text, _seen(stack, reply)), (number - first_probe, end)
             probes.append(_probe(script, reading, asked, turns[-1], answer))
+    turn_by_turn = _decoded_and_new(turns, reading.opening)
+    # The answers to probes were generated, but the next turn has the scripted ones.
+    of_probes = turn_by_turn[first_probe:]
     return {
         "session": script.name,
         "task": script.task,
@@ -203,8 +203,8 @@ def run(stack: Stack, script: Script, reading: Reading, arm: Arm) -> dict[str, A
         "budget": budget,
         "probes": probes,
         "turns": [[getattr(turn, name) for name in TURN_FIELDS] for turn in turns],
-        "again": _redecoded_tokens(turns, reading.opening),
-        "answers_again": _redecoded_answers(turns[first_probe:], reading.opening),
+        "again": sum(max(0, decoded - max(0, new)) for decoded, new in turn_by_turn),
+        "answers_again": sum(decoded >= new for decoded, new in of_probes),
         "faults": [*faults, *_faults(turns, budget)],
         "wall_s": round(time.perf_counter() - began, 3),
     }
@@ -225,8 +225,9 @@ def _gold_names(reading: Reading, index: int) -> list[str]:
 def _seen(stack: Stack, reply: Reply) -> Spans:
     """Return the spans resident at the end of an answer, or evicted during it."""
     usage = reply.timings.get("evoke") or {}
-    evicted = [(item[0], item[1]) for item in usage.get("auto_evicted", ())]
-    return merged(Span(int(a), int(b)) for a, b in [*stack.resident(), *evicted])
+    resident = Llama(stack.upstream).call("GET", "/slots/0/blocks")["resident"]
+    ranges = [*resident, *usage.get("auto_evicted", ())]
+    return merged(Span(int(start), int(end)) for start, end, *_ in ranges)
 
 
 def _probe(
@@ -266,20 +267,10 @@ def _moved(gold: Sequence[Range], system: int, left_out: int) -> list[Range]:
     return [span for span in moved if left_out == 0 or span[0] >= system]
 
 
-def _redecoded_tokens(turns: Sequence[Turn], opening: int) -> int:
-    """Tokens decoded that an earlier turn's prompt had already."""
-    return sum(
-        max(0, now.decoded - max(0, now.prompt - before.prompt + opening))
-        for before, now in zip(turns, turns[1:], strict=False)
-    )
-
-
-def _redecoded_answers(turns: Sequence[Turn], opening: int) -> int:
-    """Answers that were decoded in the next turn too, although the model had generated them."""
-    return sum(
-        now.decoded >= now.prompt - before.prompt + opening
-        for before, now in zip(turns, turns[1:], strict=False)
-    )
+def _decoded_and_new(turns: Sequence[Turn], opening: int) -> list[tuple[int, int]]:
+    """Tokens decoded in each turn after the first, and those that the prompt before it lacks."""
+    pairs = zip(turns, turns[1:], strict=False)
+    return [(now.decoded, now.prompt - before.prompt + opening) for before, now in pairs]
 
 
 def _faults(turns: Sequence[Turn], budget: int | None) -> list[str]:
@@ -304,7 +295,7 @@ OPTIONS = (
     option("--seed", 0, "other sessions of the same kind"),
     option("--cells", "", "only these, separated by commas", type=listed),
     option("--lanes", max(1, (os.cpu_count() or 2) // 2), "servers at once"),
-    option("--minutes", help="stop after so many, to be resumed", type=float),
+    option("--minutes", math.inf, "stop after so many, to be resumed"),
     option("--server-args", "", "more options of the server, such as '-ctk q8_0 -ctv q8_0 -fa on'"),
     option("--show", False, "run nothing, report what is there"),
     option("--journal", Path("out/bench/quality.jsonl"), "the file of finished sessions"),
@@ -340,7 +331,7 @@ def recorded(args: argparse.Namespace, todo: Sequence[Unit]) -> Sequence[Record]
     options = args.server_args.split()
     journal = Journal(args.journal, fingerprint(model, server, *options))
     if not args.show:
-        deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+        deadline = time.monotonic() + 60 * args.minutes
         Work(server, model, journal, deadline, options).run(todo, args.lanes)
     done = journal.records()
     found = [done[unit.key] for unit in todo if unit.key in done]
@@ -350,51 +341,40 @@ def recorded(args: argparse.Namespace, todo: Sequence[Unit]) -> Sequence[Record]
     return found
 
 
+@dataclass(frozen=True, slots=True)
 class Work:
     """Runs the units that are left, and writes their records."""
 
-    def __init__(
-        self,
-        server: Path,
-        model: Path,
-        journal: Journal,
-        deadline: float | None = None,
-        options: Sequence[str] = (),
-    ) -> None:
-        self._server = server
-        self._model = model
-        self._journal = journal
-        self._deadline = deadline
-        self._options = options
+    server: Path
+    model: Path
+    journal: Journal
+    deadline: float = math.inf  # monotonic
+    options: Sequence[str] = ()  # of the server
 
     def run(self, units: Sequence[Unit], lanes: int) -> None:
         """Run what is not in the journal; returns early, between two units, at the deadline."""
-        done = self._journal.records().keys()
+        done = self.journal.records().keys()
         left = [unit for unit in units if unit.key not in done]
         sessions: queue.SimpleQueue[list[Unit]] = queue.SimpleQueue()
         for _, mine in groupby(left, lambda unit: unit.script.name):
             sessions.put(list(mine))
         with ThreadPoolExecutor(max(1, lanes)) as pool:
-            for future in [
-                pool.submit(self._lane, sessions) for _ in range(min(lanes, sessions.qsize()))
-            ]:
-                future.result()
+            list(pool.map(self._lane, [sessions] * min(lanes, sessions.qsize())))
 
     def _lane(self, sessions: queue.SimpleQueue[list[Unit]]) -> None:
         """Run session after session on one server."""
-        logs = self._journal.path.parent / "quality-logs"
-        with stack(self._server, self._model, self._options, logs) as running:
-            while not sessions.empty():
-                try:
-                    units = sessions.get_nowait()
-                except queue.Empty:
-                    return
+        logs = self.journal.path.parent / "quality-logs"
+        with (
+            stack(self.server, self.model, self.options, logs) as running,
+            suppress(queue.Empty),
+        ):
+            while units := sessions.get_nowait():
                 reading = read(running.upstream, units[0].script)
                 for unit in units:
-                    if self._deadline is not None and time.monotonic() > self._deadline:
+                    if time.monotonic() > self.deadline:
                         return
                     record = run(running, unit.script, reading, unit.arm)
-                    self._journal.append(unit.key, {"cell": unit.cell, **record})
+                    self.journal.append(unit.key, {"cell": unit.cell, **record})
                     right = sum(probe["right"] for probe in record["probes"])
                     said = f"{unit.key}: {right} of {len(record['probes'])}"
                     print(f"{sessions.qsize()} sessions wait; {said}", file=sys.stderr, flush=True)
