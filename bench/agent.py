@@ -24,7 +24,7 @@ from bench.driver import SERVER, Bench, Report, Row, option
 from bench.llama import Llama, running
 from bench.random_models import SHAPES, chat_template, ensure
 from bench.watched import ARMS, COLUMNS, RULES_FILE, WHOLE_ARMS, Watch
-from evoke_proxy.demo.client import chat
+from evoke_proxy.demo.client import chat, read_count
 from evoke_proxy.server_build import ensure_server
 
 _BELOW_SHARE = 0.75
@@ -165,40 +165,27 @@ def _fresh(rng: random.Random, seen: Sequence[str]) -> str:
     return rng.choice([path for name in _NAMES if (path := f"src/{name}.py") not in seen])
 
 
-@dataclass(slots=True)
-class Session:
-    """One run of a script, turn by turn, through the proxy on the port `front`."""
+def run(steps: Sequence[Step], llama: Llama, front: int, watch: Watch) -> None:
+    """Send every turn to the proxy on the port `front`, in an empty slot, and `watch` it."""
+    llama.erase()
+    messages: list[Json] = [{"role": "system", "content": _SYSTEM}]
+    for number, step in enumerate(steps):
+        if step.asks:
+            messages.append({"role": "user", "content": step.asks})
+            _turn(messages, front, watch)
+        call = {"name": step.kind, "arguments": json.dumps(step.call)}
+        named = {"id": f"call{number}", "type": "function", "function": call}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [named]})
+        messages.append({"role": "tool", "tool_call_id": named["id"], "content": step.result})
+        _turn(messages, front, watch)
 
-    front: int
-    watch: Watch
-    messages: list[Json]
 
-    @classmethod
-    def begin(cls, llama: Llama, front: int, watch: Watch) -> Session:
-        """Start a session with the system prompt only, in an empty slot."""
-        llama.erase()
-        return cls(front, watch, [{"role": "system", "content": _SYSTEM}])
-
-    def run(self, steps: Sequence[Step]) -> None:
-        """Send every turn; what it costs is in `watch`."""
-        for number, step in enumerate(steps):
-            if step.asks:
-                self.messages.append({"role": "user", "content": step.asks})
-                self._turn()
-            call = {"name": step.kind, "arguments": json.dumps(step.call)}
-            named = {"id": f"call{number}", "type": "function", "function": call}
-            self.messages.append({"role": "assistant", "content": "", "tool_calls": [named]})
-            result = {"role": "tool", "tool_call_id": named["id"], "content": step.result}
-            self.messages.append(result)
-            self._turn()
-
-    def _turn(self) -> None:
-        body = {"messages": self.messages, "tools": tools(), "max_tokens": ANSWER_TOKENS}
-        body |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
-        reply = chat(self.front, body, {"X-Evoke-Session": "agent"})
-        header = reply.headers.get("x-evoke-recovered", "")
-        blocks = int(header.partition(";")[0].removeprefix("blocks=") or 0)
-        self.watch(body, dict(reply.timings), blocks)
+def _turn(messages: Sequence[Json], front: int, watch: Watch) -> None:
+    body = {"messages": messages, "tools": tools(), "max_tokens": ANSWER_TOKENS}
+    body |= {"temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
+    reply = chat(front, body, {"X-Evoke-Session": "agent"})
+    blocks = read_count(reply.headers.get("x-evoke-recovered", ""))["blocks"]
+    watch(body, dict(reply.timings), blocks)
 
 
 def server_options(cells: int) -> tuple[str, ...]:
@@ -224,7 +211,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         with running(binary, model, *server_options(65_536)) as llama:
             budget, watch = budget_of(arm, llama, args), Watch.of(arm, llama)
             with watched.front(llama, arm, budget) as proxy:
-                Session.begin(llama, proxy.port, watch).run(script(args.seed, args.steps))
+                run(script(args.seed, args.steps), llama, proxy.port, watch)
                 log = proxy.log.read_text(encoding="utf-8", errors="replace")
         yield watched.row(arm, budget, watch, log)
 

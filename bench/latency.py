@@ -31,6 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -348,11 +349,8 @@ class Link:
 
 def against_link(row: Mapping[str, Any], repeats: int) -> dict[str, Any]:
     """Add the rate of the link, for the same number of bytes, to a row of `decoding`."""
-    link = Link(round(row["mb"] * 1e6))
-    try:
+    with closing(Link(round(row["mb"] * 1e6))) as link:
         save_ms, load_ms = link.ms(repeats)
-    finally:
-        link.close()
     return dict(row) | {
         "link_save_ms": save_ms,
         "link_load_ms": load_ms,

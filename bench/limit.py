@@ -29,6 +29,7 @@ from typing import Any
 
 from bench.driver import Bench, Report, Row, option, run_parts
 from bench.llama import Llama, proxied, running
+from bench.model.tasks import exchange
 from bench.random_models import SHAPES, ensure
 from bench.stats import share_of
 from evoke_proxy.demo.client import chat
@@ -146,9 +147,8 @@ _LAST, _ANSWER = 32, "ANSWER"
 
 def beginning(fact: Fact) -> list[dict[str, str]]:
     """The messages before the long answer."""
-    said = (("system", SYSTEM), ("user", fact.statement), ("assistant", "Noted."))
-    more = ("user", "Tell me everything about the old bridge.")
-    return [{"role": role, "content": text} for role, text in (*said, more)]
+    more = "Tell me everything about the old bridge."
+    return [{"role": "system", "content": SYSTEM}, *exchange(fact.statement, "Noted.", more)]
 
 
 def rows_left(prompt: Sequence[int], generated: Sequence[int], kept: int, cells: int) -> list[int]:

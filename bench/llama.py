@@ -162,6 +162,18 @@ def proxied(
             yield Proxy(port, log, int(process(port).name))
 
 
+@contextmanager
+def fronted(
+    upstream: int, is_wanted: bool, config: Mapping[str, Any] | None = None
+) -> Iterator[int]:
+    """The port of a proxy in front of a server where one `is_wanted`, else that of the server."""
+    if not is_wanted:
+        yield upstream
+        return
+    with proxied(upstream, config=config) as proxy:
+        yield proxy.port
+
+
 def process(port: int) -> Path:
     """The folder in /proc of the server or proxy that listens there; LookupError without one."""
     wanted = ([b"--port", b"%d" % port], [b"--listen", b"127.0.0.1:%d" % port])

@@ -29,20 +29,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import record
-from bench.chat_turns import (
-    TIMES,
-    budget_of,
-    first_byte_row,
-    measure_dialog,
-    measure_first_bytes,
-    turn_row,
-)
+from bench import chat_turns, record
 from bench.driver import SERVER, STOCK, Bench, Report, Row, option
 from bench.llama import proxied, running
 from bench.random_models import SHAPES, chat_template, ensure
@@ -72,7 +64,7 @@ _RELAY_COLUMNS = ("request", "repeats", "direct_ms", "proxied_ms", "added_ms", "
 _DIALOG_COLUMNS = (
     *("template", "history", "tokens", "messages", "budget", "turns", "evicted_blocks"),
     "recovered_tokens",
-    *(f"{name}_ms" for name in TIMES),
+    *(f"{name}_ms" for name in chat_turns.TIMES),
 )
 _TURN_COLUMNS = (
     *_DIALOG_COLUMNS,
@@ -88,21 +80,12 @@ def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any
     for request in _RELAYED:
         calls = {name: partial(caller.ms, *request) for name, caller in routes.items()}
         times = in_turn(calls, repeats, _WARM_UP)
-        rows.append(_relay_row(f"{request[0]} {request[1]}", repeats, times))
+        added = [b - a for a, b in zip(times["direct"], times["proxied"], strict=True)]
+        row = {"request": f"{request[0]} {request[1]}", "repeats": repeats}
+        row |= {f"{route}_ms": statistics.median(values) for route, values in times.items()}
+        row |= {"added_ms": statistics.median(added), "added_ms_p90": percentile(added, 90)}
+        rows.append(row)
     return rows
-
-
-def _relay_row(name: str, repeats: int, times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    added = [b - a for a, b in zip(times["direct"], times["proxied"], strict=True)]
-    middle = {f"{route}_ms": statistics.median(values) for route, values in times.items()}
-    return {
-        "request": name,
-        "repeats": repeats,
-        **middle,
-        "added_ms": statistics.median(added),
-        "added_ms_p10": percentile(added, 10),
-        "added_ms_p90": percentile(added, 90),
-    }
 
 
 class _Caller:
@@ -140,11 +123,6 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     return summary
 
 
-def qwen_template() -> Path:
-    """The Qwen3.5 chat template of the pinned llama.cpp tree."""
-    return chat_template("Qwen3.5-4B")
-
-
 _SERVER = ("-np", "1", "-t", "1", "-tb", "1")
 
 
@@ -153,11 +131,6 @@ def _relay(args: argparse.Namespace) -> Iterator[Row]:
     with running(binary, bundled_model(), *_SERVER, "-c", "2048", saves=False) as llama:
         with proxied(llama.port) as proxy:
             yield from measure_relay(llama.port, proxy.port, args.repeats)
-
-
-def _template(name: str) -> list[str]:
-    chosen = [] if name == "bundled" else ["--chat-template-file", str(qwen_template())]
-    return ["--jinja", *chosen]
 
 
 def dialog_texts(tokens: int, messages: int) -> list[str]:
@@ -183,24 +156,28 @@ def _dialogs(args: argparse.Namespace) -> Iterator[Row]:
         for tokens, messages in DIALOGS:
             budget = tokens // _DIALOG_SHARE
             with proxied(llama.port, "--budget", str(budget)) as proxy:
-                found = measure_dialog(proxy, dialog_texts(tokens, messages), args.dialogs)
+                texts = dialog_texts(tokens, messages)
+                found = chat_turns.measure_dialog(proxy, texts, args.dialogs)
             named = {"template": "dialog", "history": tokens, "budget": budget}
-            yield named | turn_row(found)
+            yield named | chat_turns.turn_row(found)
 
 
 def _turns(args: argparse.Namespace) -> Iterator[Row]:
     patched, stock = args.server or ensure_server(), args.stock or ensure_server(patched=False)
     model, options = ensure(SHAPES["long-2"]), [*_SERVER, "-c", "65536", "-b", "2048", "-ub", "512"]
     for name in args.templates:
-        words = [*options, *_template(name)]
+        words = [*options, "--jinja"]
+        if name != "bundled":
+            words += ["--chat-template-file", str(chat_template("Qwen3.5-4B"))]
         with (
             running(stock, model, *words, saves=False) as direct,
             running(patched, model, *words, "--evoke-ram", "512", saves=False) as llama,
         ):
             for size in args.sizes:
-                with proxied(llama.port, "--budget", str(budget_of(size))) as proxy:
-                    pairs = measure_first_bytes(direct.port, proxy, size, args.turns)
-                yield first_byte_row(name, size, pairs)
+                budget = chat_turns.budget_of(size)
+                with proxied(llama.port, "--budget", str(budget)) as proxy:
+                    pairs = chat_turns.measure_first_bytes(direct.port, proxy, size, args.turns)
+                yield chat_turns.first_byte_row(name, size, pairs)
 
 
 # What is measured, with the option that switches it off and the columns of its table.

@@ -25,6 +25,7 @@ from typing import Any
 
 from bench.driver import Bench, Report, Row, option
 from bench.llama import Llama, running
+from bench.model.tasks import exchange
 from bench.stats import share_of
 from evoke_proxy.demo.runner import recalled
 from evoke_proxy.demo.session import SENTENCES, SYSTEM, Fact, draw_fact, paragraph
@@ -45,17 +46,16 @@ class Session:
         rng = random.Random(f"evoke-placement-{seed}")
         self._llama, self._seed, self._distance = llama, seed, distance
         self.fact: Fact = draw_fact(rng)
-        messages = [_said("system", SYSTEM), _said("user", self.fact.statement)]
-        messages += [_said("assistant", "Noted.")]
-        question = _said("user", self.fact.question)
+        messages = [{"role": "system", "content": SYSTEM}]
+        messages += exchange(self.fact.statement, "Noted.")
         while True:
-            view = llama.rendered({"messages": [*messages, question]})
+            view = llama.rendered({"messages": [*messages, *exchange(self.fact.question)]})
             fact_span, answered, asked = (view["spans"][i] for i in (1, 2, -1))
             if asked["p0"] - answered["p1"] >= distance:
                 break
             missing = distance - (asked["p0"] - answered["p1"])
             for _ in range(1 + missing // _MOST_TOKENS):
-                messages += [_said("user", paragraph(rng, SENTENCES)), _said("assistant", "I see.")]
+                messages += exchange(paragraph(rng, SENTENCES), "I see.")
         self._tokens: list[int] = view["tokens"]
         self._fact_span, self._answered = (fact_span["p0"], fact_span["p1"]), answered["p1"]
         self._asked: int = asked["p0"]
@@ -109,10 +109,6 @@ class Session:
     def _moved(self) -> list[int]:
         (p0, p1), tokens = self._fact_span, self._tokens
         return tokens[:p0] + tokens[p1 : self._asked] + tokens[p0:p1] + tokens[self._asked :]
-
-
-def _said(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

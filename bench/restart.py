@@ -50,7 +50,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +58,8 @@ from typing import Any
 
 from bench.driver import Bench, Report, Row, option
 from bench.listening import Quiet, listening
-from bench.llama import ask, proxied, samples
-from bench.overhead import qwen_template
-from bench.random_models import SHAPES, ensure
+from bench.llama import ask, fronted, samples
+from bench.random_models import SHAPES, chat_template, ensure
 from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.server_build import ensure_server
@@ -156,21 +155,15 @@ class Setup:
     def _server(self, arm: str) -> Iterator[int]:
         port, command = free_port(), [*self._command]
         if arm not in _PLAIN:
-            command += ["--chat-template-file", str(qwen_template())]
+            command += ["--chat-template-file", str(chat_template("Qwen3.5-4B"))]
         with serving([*command, "--port", str(port)], port, self._folder / "server.log"):
             yield port
 
-    @contextmanager
-    def _front(self, arm: str, port: int) -> Iterator[int]:
+    def _front(self, arm: str, port: int) -> AbstractContextManager[int]:
         if arm == "peer":
-            with peer(port, self._folder) as front:
-                yield front
-        elif arm in (*_OURS, "live-ours"):
-            settings = {"snapshots": {"directory": str(self._folder)}}
-            with proxied(port, config=settings) as proxy:
-                yield proxy.port
-        else:
-            yield port
+            return peer(port, self._folder)
+        settings = {"snapshots": {"directory": str(self._folder)}}
+        return fronted(port, arm in (*_OURS, "live-ours"), settings)
 
     def measure(self, unit: Unit) -> dict[str, Any]:
         """The second turn of one chat."""
@@ -343,8 +336,6 @@ def _drop(files: Sequence[Path]) -> None:
 def _cached_share(path: Path) -> float:
     """Return the share of a file's pages that are in the page cache, by `mincore`."""
     size = path.stat().st_size
-    if not size:
-        return 0.0
     n_pages = -(-size // mmap.PAGESIZE)
     resident = (ctypes.c_ubyte * n_pages)()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -395,30 +386,21 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
 
 def medians(measured: Sequence[Row]) -> list[dict[str, Any]]:
     """Medians of the repeats of each model, length and arm, and their spread."""
-    found: dict[tuple[str, int], dict[str, list[Row]]] = {}
+    groups: dict[tuple[str, int, str], list[Row]] = {}
     for one in measured:
-        arms = found.setdefault((one["model"], one["tokens"]), {})
-        arms.setdefault(one["arm"], []).append(one)
-    return [
-        row
-        for (model, tokens), arms in found.items()
-        for row in _rows({"model": model, "tokens": tokens}, arms)
-    ]
-
-
-def _rows(what: dict[str, Any], found: Mapping[str, Sequence[Row]]) -> list[dict[str, Any]]:
-    made = []
-    for arm, runs in found.items():
-        numbers = [
-            name for name, value in runs[0].items()
-            if isinstance(value, int | float) and name not in what
-        ]  # fmt: skip
+        groups.setdefault((one["model"], one["tokens"], one["arm"]), []).append(one)
+    found: dict[tuple[str, int, str], dict[str, Any]] = {}
+    for (model, tokens, arm), runs in groups.items():
+        numbers = [name for name, value in runs[0].items() if isinstance(value, int | float)]
         middle = {name: statistics.median(run[name] for run in runs) for name in numbers}
         times = [run["ttft_ms"] for run in runs]
-        spread = {"ttft_min": min(times), "ttft_max": max(times)}
-        made.append(what | {"arm": arm, "runs": len(runs)} | middle | spread)
-    cold = next((row["ttft_ms"] for row in made if row["arm"] == "cold"), None)
-    return [row | ({"vs_cold": cold / row["ttft_ms"]} if cold else {}) for row in made]
+        row = {"model": model, "arm": arm, "runs": len(runs)} | middle
+        row |= {"ttft_min": min(times), "ttft_max": max(times), "tokens": tokens}
+        found[model, tokens, arm] = row
+    for (model, tokens, _), row in found.items():
+        if cold := found.get((model, tokens, "cold")):
+            row["vs_cold"] = cold["ttft_ms"] / row["ttft_ms"]
+    return list(found.values())
 
 
 def report(_: argparse.Namespace, measured: Sequence[Row]) -> Report:

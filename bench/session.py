@@ -36,13 +36,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.driver import SERVER, Bench, Report, Row, option
-from bench.llama import Llama, ask, proxied, running
+from bench.llama import Llama, fronted, running
 from bench.random_models import SHAPES, Shape, ensure
 from bench.stats import spread
 from evoke_proxy.demo.client import chat
@@ -148,7 +149,7 @@ class Client:
         self._headers = {"X-Evoke-Session": f"{arm.name}-{seed}"} if arm.fields else {}
         self._dropped = 0
         self.total = {"generated": 0, "decoded": 0, "recovered": 0}
-        self.prompt = self.peak = self.ends_with = 0
+        self.prompt = self.peak = 0
         self.first_ms: list[float] = []
 
     def turn(self, talk: Talk, answer: int) -> None:
@@ -186,37 +187,29 @@ class Bed:
     options: Sequence[str]  # options of the server that all arms have
     files: Path  # where slot files are kept
 
-    @contextmanager
-    def llama(self, *options: str) -> Iterator[Llama]:
+    def llama(self, *options: str) -> AbstractContextManager[Llama]:
         """A server on this bed."""
-        with running(self.server, ensure(self.shape), *self.options, *options) as llama:
-            yield llama
+        return running(self.server, ensure(self.shape), *self.options, *options)
 
     def restored(self, llama: Llama, slot: int, seed: int, tokens: int) -> Talk:
         """Put a conversation of so many tokens into a slot, from its file or by decoding it."""
         talk = Talk(seed)
         talk.lengthen(llama, tokens)
         slots = llama.call("GET", "/props")["total_slots"]  # a file fits no other number of them
-        key = json.dumps([slots, repr(self.shape), talk.messages]).encode()
-        name = f"{hashlib.sha256(self._build() + key).hexdigest()[:24]}.bin"
+        build = self.server.stat()
+        key = [build.st_size, build.st_mtime_ns, slots, repr(self.shape), talk.messages]
+        name = f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]}.bin"
         kept, own = self.files / name, (llama.folder or Path()) / name
         if kept.exists():
             own.symlink_to(kept)
             llama.call("POST", f"/slots/{slot}?action=restore", {"filename": name})
             return talk
         body = {"messages": talk.messages, "max_tokens": 1, "temperature": 0, "id_slot": slot}
-        status, raw = ask(llama.port, "POST", "/v1/chat/completions", json.dumps(body))
-        if status != 200:
-            raise RuntimeError(f"a conversation of {tokens} tokens got {status}: {raw[:500]!r}")
+        llama.call("POST", "/v1/chat/completions", body)
         llama.call("POST", f"/slots/{slot}?action=save", {"filename": name})
         shutil.move(own, kept.with_suffix(".part"))
         kept.with_suffix(".part").replace(kept)
         return talk
-
-    def _build(self) -> bytes:
-        """What tells this build of the server from others: its size and when it was built."""
-        stat = self.server.stat()
-        return f"{stat.st_size}-{stat.st_mtime_ns}".encode()
 
 
 def attention_share(shape: Shape, tokens: int) -> float:
@@ -252,7 +245,7 @@ def _long(bed: Bed, arm: Arm, length: int, args: argparse.Namespace) -> dict[str
             talk.lengthen(llama, length)
         else:
             talk = bed.restored(llama, 0, length, length)
-        with _front(llama.port, arm) as port:
+        with fronted(llama.port, arm.fields is not None) as port:
             client = Client(port, arm, length, budget)
             _turns(client, talk, llama, 1, _FIRST_ANSWER)
             client.forget()
@@ -288,18 +281,17 @@ def _many(bed: Bed, name: str, args: argparse.Namespace) -> dict[str, Any]:
     with bed.llama(*options, "--evoke-ram", str(ram)) as llama:
         seeds = range(args.sessions)
         talks = [bed.restored(llama, slot, 1000 + slot, args.history) for slot in seeds]
-        with _front(llama.port, arm) as port, ThreadPoolExecutor(args.sessions) as pool:
+        with (
+            fronted(llama.port, arm.fields is not None) as port,
+            ThreadPoolExecutor(args.sessions) as pool,
+        ):
             clients = [Client(port, arm, seed, 0) for seed in seeds]
             for client, talk in zip(clients, talks, strict=True):
                 _turns(client, talk, llama, 1, _FIRST_ANSWER)
                 client.forget()
             began = time.perf_counter()
-            jobs = [
-                pool.submit(_turns, client, talk, llama, args.each, args.answer)
-                for client, talk in zip(clients, talks, strict=True)
-            ]
-            for job in jobs:
-                job.result()
+            measured = partial(_turns, llama=llama, turns=args.each, answer=args.answer)
+            list(pool.map(measured, clients, talks))
             wall = time.perf_counter() - began
     return _row(wall, clients, bed.shape, args.sessions * args.each)
 
@@ -320,15 +312,6 @@ def _row(wall: float, clients: Sequence[Client], shape: Shape, turns: int) -> di
         "tokens_per_s": round(total["generated"] / wall, 2),
         "attention": round(attention_share(shape, max(c.prompt for c in clients)), 3),
     }
-
-
-@contextmanager
-def _front(port: int, arm: Arm) -> Iterator[int]:
-    if arm.fields is None:
-        yield port
-        return
-    with proxied(port) as proxy:
-        yield proxy.port
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -106,31 +107,23 @@ class Faults:
     every_s: float
     done: list[tuple[float, str, str]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
-    _until: float = 0.0
+    felt_until: float = 0.0  # monotonic: requests that began before may feel a fault
     _random: random.Random = field(default_factory=lambda: random.Random(7))
-
-    def recent(self, since: float) -> bool:
-        """Whether a fault was active, or may have been felt, after `since` (monotonic)."""
-        return since < self._until
 
     def run(self, stop: threading.Event) -> None:
         """Cause faults in turn until `stop` is set."""
-        kinds = (
-            *(self.kill, self.silent_clients, self.pause, self.flip, self.terminate),
-            *(self.delete, self.burst, self.unread_admin),
-        )
-        number = 0
+        kinds = itertools.cycle((
+            self.kill, self.silent_clients, self.pause, self.flip, self.terminate, self.delete,
+            self.burst, self.unread_admin,
+        ))  # fmt: skip
         while self.every_s and not stop.wait(self.every_s):
-            kind = kinds[number % len(kinds)]
-            number += 1
-            self._until = float("inf")
-            what = ""
+            kind, self.felt_until = next(kinds), float("inf")
             try:
                 what = kind() or ""
             except (OSError, LookupError, DemoError) as error:
                 what = f"failed: {error!r}"
             finally:
-                self._until = time.monotonic() + GRACE_S
+                self.felt_until = time.monotonic() + GRACE_S
             self.done.append((round(time.monotonic() - self._began, 1), kind.__name__, what))
 
     def kill(self) -> None:
@@ -214,7 +207,7 @@ class Tally:
 
         A failure of a request that began at `since` may be the consequence of a fault.
         """
-        if failure and since is not None and self.faults and self.faults.recent(since):
+        if failure and since is not None and self.faults and since < self.faults.felt_until:
             what = "during_faults"
         with self.lock:
             self.counts[what] += 1
@@ -297,15 +290,16 @@ class Agent:
         body = self._body(self.messages, rng.randint(1, 24))
         body["stream"] = rng.random() < 0.5
         reply = self._send(body, self._headers())
-        content = _text(reply) or "Yes."
-        self.messages.append({"role": "assistant", "content": content})
-        if reply:  # a failure is counted already
-            self._check(_timings(reply).get("evoke"))
+        choices = [event["choices"][0] for event in reply if event.get("choices")]
+        parts = [each.get("delta") or each.get("message") or {} for each in choices]
+        said = "".join(part.get("content") or "" for part in parts)
+        self.messages.append({"role": "assistant", "content": said or "Yes."})
+        if reply and self.budgeted:  # a failure is counted already
+            timings = [event["timings"] for event in reply if "timings" in event]
+            self._check(timings[-1].get("evoke") if timings else None)
 
     def _check(self, usage: Mapping[str, Any] | None) -> None:
         """Check that a budgeted turn reports token counts that add up and keep the budget."""
-        if not self.budgeted:
-            return
         if usage is None or sum(usage[kind] for kind in TOKEN_KINDS) != usage["n_prompt"]:
             self.tally.note("unbalanced", f"token counts {usage}", self.since)
         elif usage["n_resident_peak"] > BUDGET or usage["marker"] != "ok":
@@ -327,17 +321,6 @@ class Agent:
             return []
         lines = said.split(b"\n") if said.startswith(b"data:") else [b"data: " + said]
         return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-
-
-def _text(reply: Sequence[Mapping[str, Any]]) -> str:
-    choices = [event["choices"][0] for event in reply if event.get("choices")]
-    parts = [(item.get("delta") or item.get("message") or {}).get("content") for item in choices]
-    return "".join(part for part in parts if part)
-
-
-def _timings(reply: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = [event["timings"] for event in reply if "timings" in event]
-    return dict(found[-1]) if found else {}
 
 
 def growth(samples: Sequence[Sample]) -> float:
@@ -382,9 +365,8 @@ def soak(arm: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any
         command += ["--evoke-ram", "24", "--evoke-disk", f"{disk}:64"]
     settings = folder / "evoke.yaml"
     kept = {"directory": str(slots), "min_free_mib": 1, "max_mib": 64, "max_age_h": 4}
-    config: dict[str, Any] = {"snapshots": kept, "limits": {"sessions": 16, "queue": 256}}
-    config["policy"] = {"budget": BUDGET if patched else None}
-    config["normalise"] = {"dates_h": 1}
+    config = {"snapshots": kept, "limits": {"sessions": 16, "queue": 256}}
+    config |= {"policy": {"budget": BUDGET if patched else None}, "normalise": {"dates_h": 1}}
     settings.write_text(json.dumps(config))
     upstream = Upstream(command, port, folder / "server.log")
     faults = Faults(upstream, front, admin, (slots, disk), arguments.faults)

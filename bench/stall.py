@@ -47,6 +47,7 @@ from typing import Any
 from bench import stall_processes as processes
 from bench.driver import Bench, Report, Row, option
 from bench.llama import ask, settle
+from bench.model.tasks import exchange
 from bench.silent_llama import N_CTX, silent_llama
 from bench.stall_processes import Measured
 from evoke_proxy.adapters.snapshot_files import INDEX
@@ -118,9 +119,7 @@ class Stage:
         """Return a conversation of this many tokens and messages; the first is the user's."""
         text = self.prose(tokens * _BYTES_A_TOKEN)
         step = max(1, len(text) // messages)
-        roles = ("user", "assistant")
-        parts = [text[i * step : (i + 1) * step] for i in range(messages)]
-        return [{"role": roles[i % 2], "content": part} for i, part in enumerate(parts)]
+        return exchange(*(text[i * step : (i + 1) * step] for i in range(messages)))
 
 
 def _answer(port: int, *request: Any, wanted: int = 200) -> bytes:
@@ -396,13 +395,10 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _has_record(index: Path) -> bool:
-    try:
-        with sqlite3.connect(index) as database:
-            return bool(
-                database.execute("SELECT id FROM records WHERE id NOT GLOB '*#*'").fetchone()
-            )
-    except sqlite3.Error:
-        return False
+    with suppress(sqlite3.Error), closing(sqlite3.connect(index)) as database:
+        found = database.execute("SELECT id FROM records WHERE id NOT GLOB '*#*'")
+        return found.fetchone() is not None
+    return False
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

@@ -27,8 +27,8 @@ from functools import partial
 from bench.model import facts, text, vocab
 from bench.model.facts import Fact
 
-Message = Mapping[str, str]
-Exchange = Sequence[Message]
+Message = dict[str, str]
+Exchange = list[Message]
 _MESSAGE_TOKENS = 5
 _TOKEN = re.compile(r"\d|[^\W\d]+|[^\w\s]")
 

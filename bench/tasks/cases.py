@@ -32,6 +32,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.model.tasks import exchange
+
 HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
 # The templates of a split with all kinds, and further ones of some kinds.
@@ -208,13 +210,13 @@ def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
         scenes = templates.scenes_of(kind)
         plot = _staged(rng, templates, scenes[number % len(scenes)], number % len(scenes))
     planted = _merged(rng, plot.ordered, plot.anywhere)
-    taken = sum(tokens_of(text) for exchange, _ in planted for text in exchange)
+    taken = sum(tokens_of(text) for said, _ in planted for text in said)
     straw = list(_haystack(rng, templates.split, length - taken))
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
     needed = []
-    for exchange, is_needed in _placed(rng, straw, planted, kind):
+    for said, is_needed in _placed(rng, straw, planted, kind):
         needed += [len(messages)] if is_needed else []
-        messages += _said(exchange)
+        messages += exchange(*said)
     return Case(name, kind, plot.scene, messages, plot.asked, needed)
 
 
@@ -233,8 +235,8 @@ def _staged(rng: random.Random, templates: Templates, scene: Scene, at: int) -> 
     if scene.passage:
         say[0] = _inside_passage(rng, templates.split, say[0])
     asked = [
-        *(m for pair in scene.before for m in _said([names.fill(text) for text in pair])),
-        {"role": "user", "content": names.fill(scene.ask)},
+        *(m for pair in scene.before for m in exchange(*map(names.fill, pair))),
+        *exchange(names.fill(scene.ask)),
     ]
 
     def planted(texts: Sequence[str], needed: bool) -> list[_Planted]:
@@ -260,7 +262,7 @@ def _queries(rng: random.Random, templates: Templates, count: int) -> _Plot:
         text = "\n".join([rng.choice(templates.openings), *numbered])
     else:
         text = "\n".join(asks)
-    return _Plot(layout, [], stated, [{"role": "user", "content": text}])
+    return _Plot(layout, [], stated, exchange(text))
 
 
 def _inside_passage(rng: random.Random, split: str, fact: str) -> str:
@@ -290,11 +292,11 @@ def _haystack(rng: random.Random, split: str, tokens: float) -> Iterator[Exchang
     for source in (split, *(other for other in SPLITS if other != split)):
         dialogs = _dialogs()[source]
         for dialog in rng.sample(dialogs, len(dialogs)):
-            for exchange in dialog:
+            for said in dialog:
                 if left <= 0:
                     return
-                left -= sum(tokens_of(text) for text in exchange)
-                yield exchange
+                left -= sum(tokens_of(text) for text in said)
+                yield said
 
 
 def _merged(
@@ -317,12 +319,6 @@ def _placed(
         for at in range(len(planted))
     )
     for start, end, each in zip([0, *positions], positions, planted, strict=False):
-        yield from ((exchange, False) for exchange in straw[start:end])
+        yield from ((said, False) for said in straw[start:end])
         yield each
-    yield from ((exchange, False) for exchange in straw[max(positions, default=0) :])
-
-
-def _said(texts: Sequence[str]) -> list[Message]:
-    """Return messages of these texts, the user and the assistant in turns."""
-    roles = ("user", "assistant")
-    return [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    yield from ((said, False) for said in straw[max(positions, default=0) :])

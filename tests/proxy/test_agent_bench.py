@@ -20,7 +20,7 @@ def test_recovered_rows_of_an_agent_are_bit_identical_to_decoded_rows() -> None:
     with running(ensure_server(), model, *agent.server_options(65536)) as llama:
         with proxy(llama.port, policy__budget=BUDGET) as front:
             watch = Watch.of("evoke", llama)
-            agent.Session.begin(llama, front.port, watch).run(agent.script(1, STEPS))
+            agent.run(agent.script(1, STEPS), llama, front.port, watch)
             for reason in ("stale_block", "books_differ", "held_row"):
                 assert front.metric("evoke_plan_failures_total", reason=reason) == 0
     turns, witness = watch.turns, watch.witness

@@ -11,8 +11,7 @@ import pytest
 from conversation import FILLER, ChatClient
 from harness import RunningProxy, llama_server, proxy, server_binary
 
-from bench.overhead import qwen_template
-from bench.random_models import SHAPES, ensure
+from bench.random_models import SHAPES, chat_template, ensure
 from evoke_proxy.adapters.llama.block_api import BlockApi
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 
@@ -37,7 +36,7 @@ def port(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     It is the template of Qwen3.5, changed to preserve thoughts on request as that of Qwen3.6 does.
     """
-    template = qwen_template().read_text(encoding="utf-8")
+    template = chat_template("Qwen3.5-4B").read_text(encoding="utf-8")
     assert _STRIPS in template
     path = tmp_path_factory.mktemp("template") / "thinking.jinja"
     path.write_text(template.replace(_STRIPS, f"({_STRIPS}) or {_KEEPS}"), "utf-8")
