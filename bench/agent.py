@@ -62,34 +62,22 @@ class Step:
 
 def tools() -> list[Json]:
     """Four tools, described as agents describe theirs."""
-    path = {"type": "string", "description": "Path of the file, from the root of the repository"}
-    descriptions = {
-        "read": ("Reads a file and returns all of its lines with their numbers.", {"path": path}),
-        "search": (
-            "Looks for a text in all files and returns the lines that have it.",
-            {"pattern": {"type": "string", "description": "What to look for, no wildcards"}},
-        ),
-        "edit": (
-            "Replaces a text that stands exactly once in a file by another one.",
-            {"path": path, "old": {"type": "string"}, "new": {"type": "string"}},
-        ),
-        "bash": ("Runs a command in a shell.", {"command": {"type": "string"}}),
-    }
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": name,
-                "description": about,
-                "parameters": {
-                    "type": "object",
-                    "properties": properties,
-                    "required": list(properties),
-                },
-            },
-        }
-        for name, (about, properties) in descriptions.items()
-    ]
+    text = {"type": "string"}
+    path = text | {"description": "Path of the file, from the root of the repository"}
+    pattern = text | {"description": "What to look for, no wildcards"}
+    found = list[Json]()
+    for name, about, properties in (
+        ("read", "Reads a file and returns all of its lines with their numbers.", {"path": path}),
+        ("search", "Looks for a text in all files and returns the lines that have it.",
+         {"pattern": pattern}),
+        ("edit", "Replaces a text that stands exactly once in a file by another one.",
+         {"path": path, "old": text, "new": text}),
+        ("bash", "Runs a command in a shell.", {"command": text}),
+    ):  # fmt: skip
+        parameters = {"type": "object", "properties": properties, "required": list(properties)}
+        function = {"name": name, "description": about, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    return found
 
 
 class Repository:

@@ -28,6 +28,13 @@ TIMES = ("own", "beside", "after", "render", "block-plan", "cpu", "first_byte")
 _LOGGED = re.compile(r"(own|beside|after|render|block-plan|first_byte)_ms=([0-9.]+)")
 
 
+def question_about(said: Sequence[str], rng: random.Random) -> str:
+    """Return a question with six words of one of these texts."""
+    words = rng.choice(said).split()
+    start = rng.randrange(max(1, len(words) - 6))
+    return f"What was that about {' '.join(words[start : start + 6])}"
+
+
 class Conversation:
     """A chat of small talk; every turn asks about one of many earlier messages."""
 
@@ -50,9 +57,7 @@ class Conversation:
 
     def ask(self) -> None:
         """Add a question about an earlier message."""
-        words = self._random.choice(self._said).split()
-        start = self._random.randrange(max(1, len(words) - 6))
-        asked = f"What was that about {' '.join(words[start : start + 6])}"
+        asked = question_about(self._said, self._random)
         self.messages.append({"role": "user", "content": asked})
 
     def turn(self) -> int:
@@ -146,17 +151,10 @@ class PairedChat(Conversation):
     def turn(self) -> int:
         """Ask both about an earlier message; return the tokens of the prompt."""
         self.ask()
-        body = json.dumps(
-            {
-                "messages": self.messages,
-                "max_tokens": 2,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        ).encode()
+        body = {"messages": self.messages, "max_tokens": 2, "temperature": 0, "stream": True}
+        data = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
         for route in sorted(self._ports, reverse=bool(self._turns % 2)):
-            ms, tokens = _first_byte(self._ports[route], body, self._session)
+            ms, tokens = _first_byte(self._ports[route], data, self._session)
             self.latest = {**self.latest, route: ms, "tokens": tokens}
         self.messages.append({"role": "assistant", "content": "Yes."})
         self._turns += 1

@@ -104,18 +104,15 @@ class Bench:
             rows.append(row)
             if self.columns:
                 print(record.table([row], self.columns).splitlines()[-1], flush=True)
-        return self.finish(self.report(args, rows), rows, args.out)
-
-    def finish(self, report: Report, rows: Sequence[Row], out: Path | None) -> int:
-        """Print and write what was measured; return the exit status."""
-        listed = rows if report.table is None else report.table
-        if listed and self.columns:
-            print(record.table(listed, self.columns))
+        report = self.report(args, rows)
+        printed = rows if report.table is None else report.table
+        if printed and self.columns:
+            print(record.table(printed, self.columns))
         print(report.said or json.dumps(report.summary, indent=1))
         for bar in report.missed:
             print(f"missed: {bar}")
         recorded = rows if report.rows is None else report.rows
-        written = [record.write(self.name, recorded, report.summary, out)]
+        written = [record.write(self.name, recorded, report.summary, args.out)]
         if report.picture:
             written.append(written[0].with_suffix(".svg"))
             written[1].write_text(report.picture, encoding="utf-8")

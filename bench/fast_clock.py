@@ -10,16 +10,11 @@ import sys
 from evoke_proxy.adapters import clock
 
 
-def accelerate(factor: float) -> None:
-    """Make the clock run `factor` times as fast from now on; call it before other imports."""
-    real = clock.uptime_s
+def main() -> int:
+    """Make the clock faster before others import it, then run the command line of the proxy."""
+    factor, real = float(sys.argv.pop(1)), clock.uptime_s
     began = real()
     clock.uptime_s = lambda: began + (real() - began) * factor
-
-
-def main() -> int:
-    """Accelerate the clock, then run the command line of the proxy."""
-    accelerate(float(sys.argv.pop(1)))
     from evoke_proxy.cli.main import main as proxy_main
 
     return proxy_main()

@@ -70,10 +70,9 @@ def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Yield messages of about four blocks without end."""
+    """Return messages of about four blocks without end."""
     rng = random.Random(f"growth-{seed}")
-    while True:
-        yield paragraph(rng, _SENTENCES)
+    return iter(lambda: paragraph(rng, _SENTENCES), "")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

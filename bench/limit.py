@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -95,15 +96,14 @@ def together(server: Llama, count: int, each: int) -> float:
 
 def most(server: Llama, each: int) -> tuple[int, float]:
     """The most generations at once that all get their tokens, and their speed together."""
-    low, high, speed = 0, SLOTS + 1, 0.0
-    while high - low > 1:
-        middle = (low + high) // 2
-        measured = together(server, middle, each)
-        if measured:
-            low, speed = middle, measured
-        else:
-            high = middle
-    return low, speed
+    speeds = {0: 0.0}
+
+    def fails(count: int) -> bool:
+        speeds[count] = together(server, count, each)
+        return not speeds[count]
+
+    found = bisect(range(1, SLOTS + 1), False, key=fails)
+    return found, speeds[found]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Row]:

@@ -8,7 +8,7 @@ rows of a short text."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import gguf
@@ -66,12 +66,10 @@ def add_sparse_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_expert_weights_norm(True)
     writer.add_uint32(f"{name}.expert_gating_func", 4 if name == "deepseek4" else 2)
     heads = shape.kv_heads if name == "minimax-m3" else _INDEX_HEADS
-    writer.add_uint32(f"{attention}.indexer.head_count", heads)
-    writer.add_uint32(f"{attention}.indexer.key_length", _index_size(shape))
     top = _TOP_BLOCKS if name == "minimax-m3" else _INDEX_TOP
-    writer.add_uint32(f"{attention}.indexer.top_k", top)
-    writer.add_uint32(f"{attention}.indexer.block_size", _BLOCK)
-    writer.add_uint32(f"{attention}.indexer.local_blocks", 1)
+    index = {"head_count": heads, "key_length": _index_size(shape), "top_k": top}
+    for key, value in (index | {"block_size": _BLOCK, "local_blocks": 1}).items():
+        writer.add_uint32(f"{attention}.indexer.{key}", value)
     writer.add_q_lora_rank(_QUERY_RANK)
     if name in LATENT:
         for suffix in ("", "_swa"):
@@ -302,12 +300,10 @@ def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
     if shape.arch == "phi3":
         yield Tensor("rope_factors_long.weight", (shape.head_size // 2,), factor=8.0)
         yield Tensor("rope_factors_short.weight", (shape.head_size // 2,))
-    for i in range(shape.layers):
-        for part in _layer(shape, i):
-            yield Tensor(f"blk.{i}.{part.name}", part.size, part.exact, part.sign)
-    if shape.mtp:
-        for part in _next_token_head(shape):
-            yield Tensor(f"blk.{shape.layers}.{part.name}", part.size, part.exact, part.sign)
+    layers = [_layer(shape, i) for i in range(shape.layers)]
+    for i, parts in enumerate([*layers, *([_next_token_head(shape)] if shape.mtp else [])]):
+        for part in parts:
+            yield replace(part, name=f"blk.{i}.{part.name}")
 
 
 def _layer(shape: Shape, layer: int) -> Iterator[Tensor]:
@@ -361,13 +357,11 @@ def _feed_forward(shape: Shape) -> Iterator[Tensor]:
         yield Tensor("post_ffw_norm.weight", (shape.width,))
     if shape.moe:
         yield Tensor("ffn_gate_inp.weight", (EXPERTS, shape.width), exact=True)
-    many, suffix = ((EXPERTS,), "_exps") if shape.moe else ((), "")
     if shape.arch == "phi3":  # the gate and what it is for are one matrix
         yield Tensor("ffn_up.weight", (2 * shape.ff, shape.width))
+        yield Tensor("ffn_down.weight", (shape.width, shape.ff))
     else:
-        yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
-        yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
-    yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
+        yield from _gated("_exps" if shape.moe else "", (EXPERTS,) * shape.moe, shape)
     if shape.arch == "gpt-oss":
         yield Tensor("ffn_gate_inp.bias", (EXPERTS,))
         yield Tensor("ffn_gate_exps.bias", (EXPERTS, shape.ff), exact=True)

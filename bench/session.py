@@ -42,6 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.chat_turns import question_about
 from bench.driver import SERVER, Bench, Report, Row, option
 from bench.llama import Llama, fronted, running
 from bench.random_models import SHAPES, Shape, ensure
@@ -54,7 +55,7 @@ from evoke_proxy.server_build.cache import cache_dir
 LONG_MOST, MANY_LEAST, COMPRESSION_LEAST = 1.05, 0.95, 4.0
 LENGTHS = (4096, 16384, 65536)
 COMPRESSION = 4
-_SENTENCES, _ANSWER_SENTENCES, _ASKED_WORDS = 5, 3, 6
+_SENTENCES, _ANSWER_SENTENCES = 5, 3
 _FIRST_ANSWER = 8  # tokens of the answer before the measured turns
 Message = Mapping[str, str]
 
@@ -114,9 +115,7 @@ class Talk:
 
     def ask(self, llama: Llama) -> None:
         """Add a question about an earlier message."""
-        words = self._random.choice(self._said).split()
-        start = self._random.randrange(len(words) - _ASKED_WORDS)
-        asked = f"What was that about {' '.join(words[start : start + _ASKED_WORDS])}"
+        asked = question_about(self._said, self._random)
         self.messages.append({"role": "user", "content": asked})
         self.count(llama)
 

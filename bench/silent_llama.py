@@ -240,20 +240,18 @@ def main() -> None:
     os.nice(5)
     llama = SilentLlama(args.ctx)
     app = web.Application(client_max_size=1 << 30)
-    app.add_routes(
-        [
-            web.get("/health", _answering(lambda *_: {"status": "ok"})),
-            web.get("/metrics", _metrics),
-            web.get("/props", _answering(lambda *_: llama.props())),
-            web.get("/slots/{id}/blocks", _answering(lambda got, _: llama.slot(got.query))),
-            web.post(
-                "/slots/{id}", _answering(lambda got, call: llama.act(got.query["action"], call))
-            ),
-            web.post("/evoke/render", _answering(lambda _, call: llama.render(call))),
-            web.post("/v1/chat/completions", _answering(lambda _, call: llama.chat(call))),
-            web.route("*", "/{path:.*}", _unread),
-        ]
-    )
+    act = _answering(lambda got, call: llama.act(got.query["action"], call))
+    routes = [
+        web.get("/health", _answering(lambda *_: {"status": "ok"})),
+        web.get("/metrics", _metrics),
+        web.get("/props", _answering(lambda *_: llama.props())),
+        web.get("/slots/{id}/blocks", _answering(lambda got, _: llama.slot(got.query))),
+        web.post("/slots/{id}", act),
+        web.post("/evoke/render", _answering(lambda _, call: llama.render(call))),
+        web.post("/v1/chat/completions", _answering(lambda _, call: llama.chat(call))),
+        web.route("*", "/{path:.*}", _unread),
+    ]
+    app.add_routes(routes)
     web.run_app(app, host="127.0.0.1", port=args.port, print=None)
 
 

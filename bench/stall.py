@@ -32,14 +32,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -421,7 +414,8 @@ def _arm(
     proxy, client = measured
     arm: Any = ARMS[name]
     is_context_manager = hasattr(arm, "__wrapped__")
-    with arm(stage) if is_context_manager else nullcontext(arm) as act:
+    with ExitStack() as prepared:
+        act = prepared.enter_context(arm(stage)) if is_context_manager else arm
         settle(stage.port)  # what earlier arms left behind
         began = time.monotonic()
         stage.times, stage.until = 0, began + seconds

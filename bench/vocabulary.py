@@ -42,22 +42,16 @@ def qwen2() -> Tokenizer:
 
 
 def _converted(reader: Any) -> Tokenizer:
-    def texts(name: str) -> list[str]:
-        field = reader.fields[name]
-        return [bytes(field.parts[i]).decode("utf-8") for i in field.data]
-
-    tokens = texts("tokenizer.ggml.tokens")
-    merges = [(a, b) for a, b in (text.split(" ", 1) for text in texts("tokenizer.ggml.merges"))]
-    types = reader.fields["tokenizer.ggml.token_type"]
-    kinds = [int(types.parts[i][0]) for i in types.data]
+    names = ("tokens", "merges", "token_type")
+    tokens, pairs, kinds = (reader.fields[f"tokenizer.ggml.{name}"].contents() for name in names)
+    merges = [tuple(pair.split(" ", 1)) for pair in pairs]
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([words, by_bytes])
     special = (token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL)
-    made.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in special]
-    )
+    added = [AddedToken(token, special=True, normalized=False) for token in special]
+    made.add_special_tokens(added)
     return made
 
 

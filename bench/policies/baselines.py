@@ -56,27 +56,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from bench import fills
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import FloatArray, Mask, blocks_named
+from evoke_proxy.core.policy import evoke, planner
 from evoke_proxy.core.policy.attention import Capture
-from evoke_proxy.core.policy.evoke import (
-    EvokeParameters,
-    evoke_choice,
-    evoke_policy,
-    relevance_scores,
-)
-from evoke_proxy.core.policy.planner import (
-    Candidates,
-    Choice,
-    WorkingSet,
-    by_score,
-    fill_capacity,
-    first_fit,
-)
+from evoke_proxy.core.policy.evoke import EvokeParameters, evoke_choice, evoke_policy
+from evoke_proxy.core.policy.planner import Candidates, Choice, WorkingSet, by_score, first_fit
 from evoke_proxy.core.policy.registry import Choose, Policy, register
 from evoke_proxy.core.policy.view import KeepWeights, PolicyView
 from evoke_proxy.core.retrieval.query import Query
@@ -115,7 +105,7 @@ def _selecting(fill: _Fill) -> Callable[[Candidates, FloatArray, int | None], Wo
     """Return what selects the working set that fills the capacity in this way."""
 
     def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:
-        return fill_capacity(candidates, capacity, lambda room: fill(candidates, scores, room))
+        return planner.fill_capacity(candidates, capacity, partial(fill, candidates, scores))
 
     return select
 
@@ -143,7 +133,7 @@ def _by_relevance(n_blocks: int) -> Choose:
         return found | newest(candidates, optional & ~found, rest)
 
     def choose(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
-        relevance = relevance_scores(view, query, config)
+        relevance = evoke.relevance_scores(view, query, config)
         scores = relevance.round(9) + _AGE_WEIGHT * age_scores(view)
         return Choice(scores, scores, _selecting(fill), keeps_earlier=True)
 
@@ -177,14 +167,6 @@ def _last_turns(view: PolicyView) -> FloatArray:
     """Return the turn in which each block [n] was last attended to, or else was cut."""
     turns = view.blocks.turns if view.last_attended is None else view.last_attended
     return turns.astype(np.float64)
-
-
-def _recent(config: PolicyConfig, room: int) -> int:
-    return min(room, config.recent_tokens)
-
-
-def _none(_: PolicyConfig, room: int) -> int:
-    return 0
 
 
 def _with_gold(view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
@@ -225,11 +207,13 @@ for _name, _k in (("infllm", _N_BLOCKS), *((f"infllm_k{k}", k) for k in _OTHER_N
     )
 _half = _by_attention(_attention, lambda _, room: room // 2)
 register(Policy(name="h2o", choose=_half, capture=Capture("sum")))
-_beside_recent = _by_attention(_attention, _recent)
+_beside_recent = _by_attention(_attention, lambda config, room: min(room, config.recent_tokens))
 register(Policy(name="snapkv", choose=_beside_recent, capture=Capture("snapkv")))
 _newest_row = Capture("ewma", decay=0.0)
-register(Policy(name="tova", choose=_by_attention(_attention, _none), capture=_newest_row))
-register(Policy(name="scored", choose=_by_attention(_last_turns, _none), capture=Capture("ewma")))
+_heaviest = _by_attention(_attention, lambda *_: 0)
+register(Policy(name="tova", choose=_heaviest, capture=_newest_row))
+_latest = _by_attention(_last_turns, lambda *_: 0)
+register(Policy(name="scored", choose=_latest, capture=Capture("ewma")))
 _by_bounds = Capture("ewma", queries=16, read="queries")
 register(Policy(name="arkvale", choose=_beside_recent, saves_evicted=True, capture=_by_bounds))
 register(Policy(name="oracle", choose=_with_gold, saves_evicted=True, uses_query=True))

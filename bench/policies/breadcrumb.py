@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import blocks_named
@@ -121,13 +122,6 @@ def _span_end(item: MessageSpan) -> int:
     return item.span.end
 
 
-register(
-    Policy(
-        name="breadcrumb",
-        choose=evoke_choice(),
-        uses_query=True,
-        quote=lambda *turn: quote_evicted(
-            *turn
-        ),  # looked up in each turn, so that it can be watched
-    )
-)
+_QUOTING = Policy(name="breadcrumb", choose=evoke_choice(), uses_query=True)
+# The function is looked up in each turn, so that it can be watched.
+register(replace(_QUOTING, quote=lambda *turn: quote_evicted(*turn)))

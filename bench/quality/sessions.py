@@ -12,19 +12,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.model import text, vocab
+from bench.model import tasks, text, vocab
 from bench.model.facts import Fact, abstains
-from bench.model.tasks import (
-    Message,
-    Probe,
-    Session,
-    draw_facts,
-    estimated_tokens,
-    exchange,
-    probe_of,
-    sessions,
-    statement_exchange,
-)
+from bench.model.tasks import Message, Probe, Session, exchange
 from evoke_proxy.demo.runner import recalled
 
 TUNING = range(6_000_000, 6_000_100)
@@ -77,7 +67,7 @@ def scripts(seed: int, task: str, tokens: int, count: int, times: int = 1) -> li
     named = task if times == 1 else f"{task}x{times}"
     return [
         _script(_name(seed, named, tokens, index), seed, session)
-        for index, session in enumerate(sessions(seed, task, tokens, count, times))
+        for index, session in enumerate(tasks.sessions(seed, task, tokens, count, times))
     ]
 
 
@@ -101,7 +91,7 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
     name = _name(seed, f"{NEEDLE}x{AT_A_DEPTH}", tokens, index)
     rng = random.Random(name)
     depths = [depth for depth in DEPTHS for _ in range(AT_A_DEPTH)]
-    needles = draw_facts(rng, len(depths), ("my", "my", "para"))
+    needles = tasks.draw_facts(rng, len(depths), ("my", "my", "para"))
     sentences = [text.sentence(rng) for _ in range(tokens // _TOKENS_A_SENTENCE)]
     positions = sorted(depth + rng.uniform(-JITTER, JITTER) for depth in depths)
     for fact, place in reversed(list(zip(needles, positions, strict=True))):
@@ -113,7 +103,7 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
     system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
     asked = rng.sample(range(len(depths)), len(depths))
     messages = [system, *(message for part in said for message in part)]
-    session = Session(NEEDLE, messages, [probe_of(needles[i]) for i in asked])
+    session = Session(NEEDLE, messages, [tasks.probe_of(needles[i]) for i in asked])
     return _script(name, seed, session, [depths[i] for i in asked])
 
 
@@ -125,12 +115,12 @@ def _unseen(seed: int, task: str, tokens: int, index: int) -> Script:
     name = _name(seed, task, tokens, index)
     rng = random.Random(name)
     facts = [Fact("my", (attribute,), *_drawn(rng, attribute)) for attribute in chosen]
-    parts = [statement_exchange(fact) for fact in facts]
-    room = tokens - sum(estimated_tokens(part) for part in parts)
+    parts = [tasks.statement_exchange(fact) for fact in facts]
+    room = tokens - sum(tasks.estimated_tokens(part) for part in parts)
     while room > 0:
         filler = exchange(*text.filler(rng, min(15, max(1, room // 13))))
         parts.insert(rng.randrange(len(parts) + 1), filler)
-        room -= estimated_tokens(filler)
+        room -= tasks.estimated_tokens(filler)
     probes = [Probe(fact, asked[fact.parts[0]], fact.answer, fact.value) for fact in facts]
     rng.shuffle(probes)
     messages = [

@@ -209,7 +209,9 @@ def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
     else:
         scenes = templates.scenes_of(kind)
         plot = _staged(rng, templates, scenes[number % len(scenes)], number % len(scenes))
-    planted = _merged(rng, plot.ordered, plot.anywhere)
+    planted = list(plot.ordered)
+    for each in plot.anywhere:
+        planted.insert(rng.randint(0, len(planted)), each)
     taken = sum(tokens_of(text) for said, _ in planted for text in said)
     straw = list(_haystack(rng, templates.split, length - taken))
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
@@ -297,16 +299,6 @@ def _haystack(rng: random.Random, split: str, tokens: float) -> Iterator[Exchang
                     return
                 left -= sum(tokens_of(text) for text in said)
                 yield said
-
-
-def _merged(
-    rng: random.Random, ordered: Sequence[_Planted], anywhere: Sequence[_Planted]
-) -> list[_Planted]:
-    """Return all of both; the first keep their order, the others are put at random places."""
-    merged = list(ordered)
-    for each in anywhere:
-        merged.insert(rng.randint(0, len(merged)), each)
-    return merged
 
 
 def _placed(

@@ -40,22 +40,15 @@ from bench.traces.proxied import proxied
 from bench.traces.replay import DEFAULT_COSTS, MAX_WAIT_S, Costs, Replay, Served, misses, run
 from bench.traces.stock import PromptCache, StockServer, Unlimited
 from bench.traces.texts import MISS_TOKENS, Agent, Scale, shipped
-from evoke_proxy.core.servers.memory_plan import (
-    LayerKv,
-    Machine,
-    MemoryPlan,
-    ModelShape,
-    PlanOptions,
-    make_plan,
-)
+from evoke_proxy.core.servers import memory_plan
 
 _GIB = 1 << 30
 # Layers, values of K and V, and bytes of the weights (Q4_K_M) of Qwen3-30B-A3B; 1M tokens by YaRN.
-MODEL = ModelShape(
-    "qwen3moe", (LayerKv(512, 512),) * 48, n_trained=1 << 20, weight_bytes=18 * 10**9
+MODEL = memory_plan.ModelShape(
+    "qwen3moe", (memory_plan.LayerKv(512, 512),) * 48, n_trained=1 << 20, weight_bytes=18 * 10**9
 )
 # A workstation with one GPU, free memory in bytes.
-MACHINE = Machine(device=32 * _GIB, ram=64 * _GIB, disk=10**12)
+MACHINE = memory_plan.Machine(device=32 * _GIB, ram=64 * _GIB, disk=10**12)
 DEFAULT_RAM_GIB = 8.0
 SLOTS, USERS = 2, 4
 
@@ -124,11 +117,10 @@ def longest_of(conversations: Sequence[Agent]) -> float:
     return max(len(request.ids) for agent in agents for request in agent.requests) * 64 * 1.1
 
 
-def plan_of(longest: float, slots: int) -> MemoryPlan:
+def plan_of(longest: float, slots: int) -> memory_plan.MemoryPlan:
     """Return what `evoke-proxy up` chooses for conversations of `longest` recorded tokens."""
-    return make_plan(
-        MODEL, MACHINE, PlanOptions(sessions=slots, context=min(int(longest), 1 << 20))
-    )
+    options = memory_plan.PlanOptions(sessions=slots, context=min(int(longest), 1 << 20))
+    return memory_plan.make_plan(MODEL, MACHINE, options)
 
 
 def replayed(

@@ -41,19 +41,16 @@ class ProxiedServer:
 
     async def ask(self, prompt: Prompt, label: str) -> Counts:
         """See Arm; a request that is refused because all slots are busy is sent again."""
-        began = now()
-        while True:
+        began, reply = now(), None
+        name = label.partition("#")[0].partition("/")[0]  # sub-agents send that of their parent
+        headers = {"X-Claude-Code-Session-Id": name} if self.has_names else {}
+        while reply is None:
+            await asyncio.sleep(self.costs.proxy_s)
             try:
-                return await self._served(prompt, label, began)
+                reply = await self.chat(prompt.body(), headers, prompt.answer)
             except CapacityError:
                 self.n_busy += 1
                 await asyncio.sleep(_RETRY_S)
-
-    async def _served(self, prompt: Prompt, label: str, began: float) -> Counts:
-        await asyncio.sleep(self.costs.proxy_s)
-        name = label.partition("#")[0].partition("/")[0]  # sub-agents send that of their parent
-        headers = {"X-Claude-Code-Session-Id": name} if self.has_names else {}
-        reply = await self.chat(prompt.body(), headers, prompt.answer)
         beside = self.server.prefilled.pop(reply.session, 0)  # counts as recovered
         return Counts(
             decoded=reply.usage["decoded"] + beside,
