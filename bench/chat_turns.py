@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.llama import Proxy
+from bench.model.tasks import exchange
 from bench.stats import percentile, spread
 from evoke_proxy.demo.client import chat, events
 from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
@@ -51,9 +52,8 @@ class Conversation:
         for _ in range(n):
             texts = self._texts
             self._said.append(next(texts) if texts else paragraph(self._random, SENTENCES))
-            self.messages.append({"role": "user", "content": self._said[-1]})
             answer = next(texts) if texts else sentence(self._random)
-            self.messages.append({"role": "assistant", "content": answer})
+            self.messages += exchange(self._said[-1], answer)
 
     def ask(self) -> None:
         """Add a question about an earlier message."""
@@ -196,21 +196,13 @@ def measure_first_bytes(direct: int, proxy: Proxy, size: int, pairs: int) -> lis
 
 def first_byte_row(template: str, size: int, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians of the pairs, how far their differences spread, and the proxy's own times."""
-    added = [pair["through"] - pair["direct"] for pair in pairs]
-    row = turn_row(pairs)
-    return {
-        "template": template,
-        "history": size,
-        "budget": budget_of(size),
-        **row,
-        "direct_ms": statistics.median(pair["direct"] for pair in pairs),
-        "through_ms": statistics.median(pair["through"] for pair in pairs),
-        "first_byte_added_ms": statistics.median(added),
-        "first_byte_added_ms_p10": percentile(added, 10),
-        "first_byte_added_ms_p90": percentile(added, 90),
-        # Of the fastest on each route: what other load on the machine adds is least there.
-        "first_byte_added_ms_fastest": min(pair["through"] for pair in pairs)
-        - min(pair["direct"] for pair in pairs),
-        "spread": row["spread"]
-        | {route: spread([pair[route] for pair in pairs]) for route in ("direct", "through")},
-    }
+    direct, through = ([pair[route] for pair in pairs] for route in ("direct", "through"))
+    added = [b - a for a, b in zip(direct, through, strict=True)]
+    row = {"template": template, "history": size, "budget": budget_of(size), **turn_row(pairs)}
+    row |= {"direct_ms": statistics.median(direct), "through_ms": statistics.median(through)}
+    row |= {"first_byte_added_ms": statistics.median(added)}
+    row |= {f"first_byte_added_ms_p{share}": percentile(added, share) for share in (10, 90)}
+    # Of the fastest on each route: what other load on the machine adds is least there.
+    row["first_byte_added_ms_fastest"] = min(through) - min(direct)
+    row["spread"] |= {"direct": spread(direct), "through": spread(through)}
+    return row

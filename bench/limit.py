@@ -225,14 +225,9 @@ def shift(args: argparse.Namespace) -> Iterator[Row]:
                     n_kept = None
                 else:
                     long, answer, n_kept = directly(llama, arm, fact, args)
-                yield {
-                    "arm": arm,
-                    "seed": seed,
-                    "named": fact.value in long,
-                    "kept": n_kept,
-                    "answer": answer.strip(),
-                    "recalled": recalled(answer.strip(), fact.value),
-                }
+                row = {"arm": arm, "seed": seed, "named": fact.value in long, "kept": n_kept}
+                said = answer.strip()
+                yield row | {"answer": said, "recalled": recalled(said, fact.value)}
 
 
 def of_shift(_: argparse.Namespace, rows: Sequence[Row]) -> Report:

@@ -73,14 +73,9 @@ class Session:
                 evicted, prompt = True, self._recovered(arm)
             answer = self._llama.complete(prompt, **_ANSWER)
             said = answer["content"].strip()
-            yield {
-                "distance": self._distance,
-                "seed": self._seed,
-                "arm": arm,
-                "tokens": len(prompt),
-                "answer": said,
-                "recalled": recalled(said, self.fact.value),
-            }
+            row = {"distance": self._distance, "seed": self._seed, "arm": arm}
+            row |= {"tokens": len(prompt), "answer": said}
+            yield row | {"recalled": recalled(said, self.fact.value)}
 
     def _evict(self, is_saved: bool) -> None:
         """Leave the slot with all that stands before the question, decoded without the fact."""

@@ -280,24 +280,22 @@ def tables(summary: Mapping[str, Any]) -> Iterator[str]:
         for share, said in shares.items():
             by_cell = said["arms"]
             arms = [arm for arm in ARMS if any(arm in found for found in by_cell.values())]
+            # Of the first cell that has it: of all rows where these are a cell.
+            exchange = {
+                arm: each["exchange"]
+                for found in reversed(by_cell.values())
+                for arm, each in found.items()
+                if "exchange" in each
+            }
             rows = [{"whole, %": "questions", **said["questions"]}]
             rows += [
-                {"whole, %": arm}
+                {"whole, %": arm, "exchange": exchange.get(arm)}
                 | {cell: found[arm]["whole"] for cell, found in by_cell.items() if arm in found}
-                | _exchange(by_cell, arm)
                 for arm in arms
             ]
-            columns = ["whole, %", *by_cell, *(["exchange"] if "exchange" in rows[1] else [])]
+            columns = ["whole, %", *by_cell, *(["exchange"] if exchange else [])]
             yield f"{value}, {share}\n{record.table(rows, columns)}"
     yield record.table(verdicts_of(summary), VERDICT_COLUMNS)
-
-
-def _exchange(
-    by_cell: Mapping[str, Mapping[str, Mapping[str, float]]], arm: str
-) -> dict[str, float]:
-    """Return `exchange` of the first cell that has it: of all rows where these are a cell."""
-    found = (each[arm] for each in by_cell.values() if "exchange" in each.get(arm, {}))
-    return next(({"exchange": each["exchange"]} for each in found), {})
 
 
 def misses(rows: Sequence[Row], talks: Iterable[Talk], most: int) -> Iterator[str]:

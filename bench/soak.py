@@ -447,23 +447,19 @@ def by_minute(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]
     for sample in samples:
         minutes.setdefault(int(sample["at"] // _MINUTE_S), []).append(sample)
     found: dict[str, list[tuple[float, float]]] = {}
-
-    def note(name: str, minute: int, values: Sequence[float]) -> None:
-        if values:
-            found.setdefault(name, []).append((float(minute), statistics.median(values)))
-
     before: Sample | None = None
     for minute, mine in minutes.items():
-        for name in ("rss", "descriptors", "threads", "load"):
-            note(name, minute, [float(sample[name]) for sample in mine])
         turns = [turn for sample in mine for turn in sample["turns"] if "first_byte" in turn]
-        for name in _TIMES:
-            note(f"{name}_ms", minute, [float(turn[name]) for turn in turns])
+        figures = ("rss", "descriptors", "threads", "load")
+        values = {name: [float(sample[name]) for sample in mine] for name in figures}
+        values |= {f"{name}_ms": [float(turn[name]) for turn in turns] for name in _TIMES}
         requests = sum(sample["requests"] for sample in mine)
         if before is not None and requests:
-            spent = mine[-1]["cpu_ms"] - before["cpu_ms"]
-            note("cpu_ms_a_request", minute, [spent / requests])
+            values["cpu_ms_a_request"] = [(mine[-1]["cpu_ms"] - before["cpu_ms"]) / requests]
         before = mine[-1]
+        for name, each in values.items():
+            if each:
+                found.setdefault(name, []).append((float(minute), statistics.median(each)))
     return found
 
 

@@ -42,6 +42,10 @@ class Delays:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard the measurements."""
         self._delays = array("d")
 
     def late(self, due: float, now: float) -> float:
@@ -180,12 +184,7 @@ def run_proxy(commands: Connection, settings: dict[str, Any]) -> None:
 def run_client(commands: Connection, port: int) -> None:
     """Send a small request every few milliseconds, and measure how long each answer takes."""
     delays = Delays(ASK_S)
-
-    def reset() -> None:
-        nonlocal delays
-        delays = Delays(ASK_S)
-
-    _measure_on_command(commands, reset, lambda: delays.row())
+    _measure_on_command(commands, delays.reset, delays.row)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     method, path, body = SMALL
     due = time.perf_counter()

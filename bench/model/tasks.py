@@ -115,7 +115,7 @@ def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Sessi
     parts = fillers
     for place, part in zip(positions, plan.exchanges, strict=True):
         parts.insert(place, part)
-    return Session(task, _with_system(rng, parts), plan.probes)
+    return Session(task, with_system(rng, parts), plan.probes)
 
 
 def sessions(seed: int, task: str, tokens: int, count: int, times: int = 1) -> list[Session]:
@@ -137,7 +137,8 @@ def draw_facts(
     return list(chosen.values())
 
 
-def _with_system(rng: random.Random, parts: Sequence[Exchange]) -> Exchange:
+def with_system(rng: random.Random, parts: Sequence[Exchange]) -> Exchange:
+    """Return the messages of these parts behind one of the system prompts."""
     system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
     return [system, *(message for part in parts for message in part)]
 
@@ -151,7 +152,7 @@ def _needle(rng: random.Random, tokens: int) -> Session:
         if start <= depth < start + 40:
             said.insert(min(depth - start, len(said)), fact.statement)
         parts.append(exchange(" ".join(said), vocab.CHAT_REPLY))
-    return Session("needle", _with_system(rng, parts), [probe_of(fact)])
+    return Session("needle", with_system(rng, parts), [probe_of(fact)])
 
 
 def _together(rng: random.Random, task: str, times: int) -> _Plan:

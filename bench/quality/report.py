@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.quality.plan import CEILING, HEADLINES, PROTOCOL
@@ -13,7 +13,6 @@ from evoke_proxy.core.model.blocks import Span, clipped, count
 
 Record = Mapping[str, Any]
 Row = dict[str, Any]
-Which = Callable[[Record, Mapping[str, Any]], bool]
 _BARS = PROTOCOL["bars"]
 BARS: Mapping[float, float] = dict(zip(PROTOCOL["compressions"], _BARS["least"], strict=True))
 # Who says to reach them, beside our policy by text in HEADLINES: text alone cannot find what shares
@@ -27,36 +26,25 @@ def summarise(records: Sequence[Record]) -> dict[str, Any]:
     rows = [
         row
         for name, within in {**HEADLINES, **cells}.items()
-        for row in rows_of(records, name, in_cells(within))
+        for row in rows_of([r for r in records if r["cell"] in within], name)
     ]
     depths = sorted({p["depth"] for r in records for p in r["probes"]} - {None})
     by_depth = [
-        {"depth": depth, **row}
-        for depth in depths
-        for row in rows_of(records, "needle", _at(depth))
+        {"depth": depth, **row} for depth in depths for row in rows_of(records, "needle", depth)
     ]
     faults = [f"{r['session']} {r['arm']}: {fault}" for r in records for fault in r["faults"]]
     found = {"rows": rows, "depths": by_depth, "violations": faults}
     return {**found, "checks": checks(found)}
 
 
-def rows_of(records: Iterable[Record], name: str, wanted: Which) -> list[Row]:
-    """One row an arm, over the probes that are wanted; arms in order of their first record."""
+def rows_of(records: Iterable[Record], name: str, depth: float | None = None) -> list[Row]:
+    """One row an arm, over all probes or those of a depth; arms in order of their first record."""
     by_arm: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_arm[record["arm"]].append(record)
     ceilings = {(r["cell"], r["session"]): r["probes"] for r in by_arm[CEILING]}
-    rows = [_row(name, arm, found, ceilings, wanted) for arm, found in by_arm.items()]
+    rows = [_row(name, arm, found, ceilings, depth) for arm, found in by_arm.items()]
     return [row for row in rows if row["n"]]
-
-
-def in_cells(cells: Sequence[str]) -> Which:
-    """Return what chooses the probes of these cells."""
-    return lambda record, _: record["cell"] in cells
-
-
-def _at(depth: float) -> Which:
-    return lambda _, probe: bool(probe["depth"] == depth)
 
 
 def _row(
@@ -64,13 +52,13 @@ def _row(
     arm: str,
     records: Sequence[Record],
     ceilings: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
-    wanted: Which,
+    depth: float | None,
 ) -> Row:
     pairs, mine = list[list[tuple[Record, Record]]](), list[Record]()
     for record in records:
         tops = ceilings.get((record["cell"], record["session"]))
         both = zip(record["probes"], tops, strict=True) if tops else ()
-        if chosen := [(probe, top) for probe, top in both if wanted(record, probe)]:
+        if chosen := [(probe, top) for probe, top in both if depth in (None, probe["depth"])]:
             pairs.append(chosen)
             mine.append(record)
     if not pairs:

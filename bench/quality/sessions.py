@@ -100,9 +100,8 @@ def _needle(seed: int, tokens: int, index: int) -> Script:
         exchange(" ".join(sentences[start : start + _SENTENCES_A_MESSAGE]), vocab.CHAT_REPLY)
         for start in range(0, len(sentences), _SENTENCES_A_MESSAGE)
     ]
-    system = {"role": "system", "content": rng.choice(vocab.SYSTEM_PROMPTS)}
+    messages = tasks.with_system(rng, said)
     asked = rng.sample(range(len(depths)), len(depths))
-    messages = [system, *(message for part in said for message in part)]
     session = Session(NEEDLE, messages, [tasks.probe_of(needles[i]) for i in asked])
     return _script(name, seed, session, [depths[i] for i in asked])
 

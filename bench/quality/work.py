@@ -130,14 +130,9 @@ def read(upstream: int, script: Script) -> Reading:
     generation = len(pieces) - rendered["generation"]
     tokens = np.array(rendered["tokens"])
     shared = common_prefix(tokens[-generation:], tokens[ends[script.turns[0] - 1] :])
-    blocks = _blocks(rendered, body)
+    options = CutOptions(PolicyConfig().block_tokens, [PolicyConfig().sink_tokens])
+    blocks = cut(Rendered.parse(rendered), parse_chat("chat", body).messages, options)
     return Reading(ends, generation, gold, blocks, generation - shared)
-
-
-def _blocks(rendered: Mapping[str, Any], body: Mapping[str, Any]) -> Sequence[Draft]:
-    parsed, policy = Rendered.parse(rendered), PolicyConfig()
-    options = CutOptions(policy.block_tokens, [policy.sink_tokens])
-    return cut(parsed, parse_chat("chat", body).messages, options)
 
 
 def _occurrences(text: str, wanted: str, starts: Sequence[int]) -> list[Range]:

@@ -75,11 +75,6 @@ class Spec:
     # Whether clients send a header with an id of the conversation, as Claude Code does.
     names: bool = False
 
-    @property
-    def keeps_budget(self) -> bool:
-        """Whether the peak may not exceed the budget."""
-        return self.kind == "evoke" and "policy.within_turn" not in self.settings
-
 
 _FULL = {"policy.within_turn": "full"}
 _NO_SHARE = tuple(name for name in FEATURES if name != "share")
@@ -211,8 +206,10 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         "decoded of the bound": (ours["decoded"] / by_arm[BOUND]["decoded"], OF_BOUND),
         "share of misses": (ours["miss_share"], MISS_SHARE),
     }
-    kept = [spec.name for spec in SPECS if spec.keeps_budget and spec.name in by_arm]
-    worst = max(by_arm[name]["peak"] / by_arm[name]["budget"] for name in kept)
+    # `within_turn: full` keeps the budget between turns only.
+    full = [spec.name for spec in SPECS if "policy.within_turn" in spec.settings]
+    budgeted = [row for name, row in by_arm.items() if "budget" in row and name not in full]
+    worst = max(row["peak"] / row["budget"] for row in budgeted)
     measured["peak of the budget"] = worst, 1.0
     return {
         name: {"value": round(value, 4), "limit": limit, "reached": value <= limit}

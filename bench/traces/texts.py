@@ -179,14 +179,13 @@ class Writer:
         ends = self._ends(content)
         self._earlier = [*self._earlier[-_REMEMBERED + 1 :], (content, ends)]
         n_answer = self._scale.tokens(request.n_out)
-        n_blocks = 0
         said = content[:0]
         if following is not None and common_prefix(content, following) == len(content):
             n_blocks = _answer_blocks(request.n_out, len(following) - len(content))
-        if n_blocks and following is not None:  # the next prompt continues with this answer
-            ends_next = {**ends, len(content) + n_blocks: "assistant"}
-            self._earlier[-1] = (following[: len(content) + n_blocks], ends_next)
             said = following[len(content) : len(content) + n_blocks]
+        if len(said):  # the next prompt continues with this answer
+            ends_next = {**ends, len(content) + len(said): "assistant"}
+            self._earlier[-1] = (np.concatenate([content, said]), ends_next)
             answer = _block_tokens(said, self._scale.block).reshape(-1)[1:]
         else:
             own = np.array([-len(self._earlier) - 2 * self._number * _BY_CONVERSATION - 1])
