@@ -21,7 +21,7 @@ from bench.llama import Proxy
 from bench.model.tasks import exchange
 from bench.stats import percentile, spread
 from evoke_proxy.demo.client import chat, events
-from evoke_proxy.demo.session import SENTENCES, paragraph, sentence
+from evoke_proxy.demo.session import SENTENCES, SYSTEM, paragraph, sentence
 
 TURN_GROWTH = 8  # measured turns lengthen a conversation by at most an eighth
 _COUNTS = {"evicted_blocks": r"evicted=(\d+)", "recovered_tokens": r"recovered=(\d+)"}
@@ -45,7 +45,7 @@ class Conversation:
         self._random = random.Random(seed)
         self._texts = texts
         self._said: list[str] = []
-        self.messages = [{"role": "system", "content": "You are a small assistant. Be brief."}]
+        self.messages = [{"role": "system", "content": SYSTEM}]
 
     def lengthen(self, n: int) -> None:
         """Add n exchanges that the server has not processed yet."""

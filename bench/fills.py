@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -122,15 +122,14 @@ class Rankings:
         return found
 
 
-def _with_near(counts: Sequence[Mapping[str, int]]) -> list[dict[str, float]]:
+def _with_near(counts: Sequence[Mapping[str, int]]) -> list[Mapping[str, float]]:
     """Return the word counts of each text plus half of those of the texts beside it."""
-    found = []
+    found = list[Mapping[str, float]]()
     for at, own in enumerate(counts):
-        count: dict[str, float] = dict(own)
-        for other in (at - 1, at + 1):
-            if 0 <= other < len(counts):
-                for word, n in counts[other].items():
-                    count[word] = count.get(word, 0.0) + _NEAR_WEIGHT * n
+        count = defaultdict[str, float](float, own)
+        for other in (*counts[max(0, at - 1) : at], *counts[at + 1 : at + 2]):
+            for word, n in other.items():
+                count[word] += _NEAR_WEIGHT * n
         found.append(count)
     return found
 

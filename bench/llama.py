@@ -7,7 +7,7 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +47,19 @@ def samples(port: int) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
+def wait_until(what: str, happens: Callable[[], object], longest_s: float = 60.0) -> None:
+    """Wait until something happens; TimeoutError when it does not."""
+    until = time.monotonic() + longest_s
+    while not happens():
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited for {longest_s:.0f} s in vain until {what}")
+        time.sleep(0.02)
+
+
 def settle(port: int, longest_s: float = 60.0) -> None:
     """Wait until a proxy has embedded every block, as in a user's pause; TimeoutError if not."""
-    until = time.monotonic() + longest_s
-    while samples(port).get("evoke_embed_waiting", 0.0) > 0:
-        if time.monotonic() > until:
-            raise TimeoutError(f"blocks without vectors after {longest_s:.0f} s")
-        time.sleep(0.02)
+    done = "every block has its vectors"
+    wait_until(done, lambda: not samples(port).get("evoke_embed_waiting"), longest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,8 @@ class Llama:
 
     def act(self, action: str, slot: int = 0, **body: object) -> Any:
         """A block call."""
-        return self.call(
-            "POST", f"/slots/{slot}?action={action}", {"epoch": self.epoch(slot)} | body
-        )
+        path = f"/slots/{slot}?action={action}"
+        return self.call("POST", path, {"epoch": self.epoch(slot)} | body)
 
     def complete(self, prompt: object, slot: int = 0, **more: object) -> Any:
         """A greedy completion of one token that keeps the slot's holes."""

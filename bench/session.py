@@ -48,7 +48,7 @@ from bench.llama import Llama, fronted, running
 from bench.random_models import SHAPES, Shape, ensure
 from bench.stats import spread
 from evoke_proxy.demo.client import chat
-from evoke_proxy.demo.session import paragraph
+from evoke_proxy.demo.session import SYSTEM, paragraph
 from evoke_proxy.server_build import ensure_server
 from evoke_proxy.server_build.cache import cache_dir
 
@@ -84,18 +84,11 @@ def arms(budget: int) -> dict[str, Arm]:
 
 
 class Talk:
-    """A conversation that is drawn from a seed: what was said before, then turns that ask about it.
-
-    Attributes:
-        messages: All messages so far.
-        sizes: Tokens of each message, with what the template adds; empty until `count`.
-    """
+    """A conversation that is drawn from a seed: what was said before, then turns about it."""
 
     def __init__(self, seed: int) -> None:
-        self.messages: list[Message] = [
-            {"role": "system", "content": "You are a small assistant. Be brief."}
-        ]
-        self.sizes: list[int] = []
+        self.messages: list[Message] = [{"role": "system", "content": SYSTEM}]
+        self.sizes: list[int] = []  # tokens of each, with what the template adds, by `count`
         self._random = random.Random(f"session-{seed}")
         self._said: list[str] = []
 

@@ -39,7 +39,7 @@ from typing import Any
 
 from bench import stall_processes as processes
 from bench.driver import Bench, Report, Row, option
-from bench.llama import ask, settle
+from bench.llama import ask, settle, wait_until
 from bench.model.tasks import exchange
 from bench.silent_llama import N_CTX, silent_llama
 from bench.stall_processes import Measured
@@ -51,7 +51,6 @@ from evoke_proxy.engine.parsing.request import tenant_of
 
 MOST_MS = 20.0
 _MIB = 1 << 20
-_START_S = 60.0
 _TIMEOUT_S = 900.0
 _RECORDED_TOKENS = 8192
 _BYTES_A_TOKEN = 4
@@ -358,17 +357,8 @@ def _processes(folder: Path, args: argparse.Namespace) -> Iterator[tuple[Stage, 
     with silent_llama() as server:
         settings["upstream.url"] = f"http://127.0.0.1:{server}"
         with closing(Measured(processes.run_proxy, settings)) as proxy:
-            _until("the proxy answers", lambda: healthy(port))
+            wait_until("the proxy answers", lambda: healthy(port))
             yield Stage(port, admin, args.scale, args.sessions), proxy
-
-
-def _until(what: str, happens: Callable[[], bool]) -> None:
-    """Wait until something happens; RuntimeError when it does not."""
-    deadline = time.monotonic() + _START_S
-    while not happens():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"waited in vain until {what}")
-        time.sleep(0.05)
 
 
 def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
@@ -376,7 +366,7 @@ def _record_sessions(folder: Path, args: argparse.Namespace) -> None:
     with _processes(folder, args) as (stage, _):
         said = stage.talk(stage.size(_RECORDED_TOKENS), 101)
         stage.chat({"messages": said}, session="recorded")
-        _until("the proxy records a session", lambda: _has_record(folder / INDEX))
+        wait_until("the proxy records a session", lambda: _has_record(folder / INDEX))
     with closing(SnapshotIndex(folder / INDEX)) as store:
         (first,) = [item for item in store.records() if not item.is_part]
         said_of = json.loads(zlib.decompress(first.packed))

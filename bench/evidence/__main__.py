@@ -53,7 +53,8 @@ def talk_of(source: Conversation) -> Talk:
         Asked(each.id, each.messages, [2 * at for at in each.evidence], kinds_of(source, each))
         for each in source.questions
     ]
-    about = {"split": split_of()[source.id], "source": source.source, "conversation": source.id}
+    data_set = source.id.split("-")[0]  # `bfcl` or `mtrag`
+    about = {"split": split_of()[source.id], "source": data_set, "conversation": source.id}
     ranked = range(0, len(source.messages), 2)
     return Talk(source.messages, asked, source.messages[:-1], ranked, about)
 

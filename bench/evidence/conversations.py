@@ -54,11 +54,6 @@ class Conversation:
         noted = {"role": "assistant", "content": "Noted."}
         return [m for text in self.texts for m in ({"role": "user", "content": text}, noted)]
 
-    @property
-    def source(self) -> str:
-        """The data set it comes from: `bfcl` or `mtrag`."""
-        return self.id.split("-")[0]
-
 
 def conversations(folder: Path = DATA) -> list[Conversation]:
     """Return all conversations of the data files."""

@@ -112,10 +112,9 @@ def session(rng: random.Random, task: str, tokens: int, times: int = 1) -> Sessi
         room -= estimated_tokens(fillers[-1])
     # Statements keep their order, because a change must follow what it changes.
     positions = sorted(rng.sample(range(len(fillers) + len(plan.exchanges)), len(plan.exchanges)))
-    parts = fillers
     for place, part in zip(positions, plan.exchanges, strict=True):
-        parts.insert(place, part)
-    return Session(task, with_system(rng, parts), plan.probes)
+        fillers.insert(place, part)
+    return Session(task, with_system(rng, fillers), plan.probes)
 
 
 def sessions(seed: int, task: str, tokens: int, count: int, times: int = 1) -> list[Session]:

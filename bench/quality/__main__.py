@@ -77,14 +77,11 @@ _OF_HYBRID = {"hybrid": "--reasoning off", "thinking": "--reasoning on"}
 
 def _options(part: str) -> Sequence[Option]:
     """Return the options of a part; those of _OF_HYBRID have defaults of their own."""
-    if part not in _OF_HYBRID:
-        return _OPTIONS
-    own = (
-        option("--model", HYBRID, "a .gguf file"),
-        option("--server-args", _OF_HYBRID[part], "more options of the server"),
-    )
-    names = {each.name for each in own}
-    return (*(each for each in _OPTIONS if each.name not in names), *own)
+    found = {each.name: each for each in _OPTIONS}
+    if part in _OF_HYBRID:
+        thoughts = option("--server-args", _OF_HYBRID[part], "more options of the server")
+        found |= {"--model": option("--model", HYBRID, "a .gguf file"), "--server-args": thoughts}
+    return [*found.values()]
 
 
 PLANS = {"full": plan.FULL, "quick": plan.QUICK, "hybrid": plan.HYBRID, "thinking": plan.HYBRID,

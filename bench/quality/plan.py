@@ -134,18 +134,13 @@ class Unit:
         return f"{self.cell}/{self.script.name}/{self.arm.name}"
 
 
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
-
-
 _PROTOCOL = Path(__file__).with_name("protocol.toml").read_bytes()
 PROTOCOL: Mapping[str, Any] = tomllib.loads(_PROTOCOL.decode())
 PROTOCOL_HASH = hashlib.sha256(_PROTOCOL).hexdigest()
 # What the bars are about: more than 200 facts each in the full form.
 HEADLINES: Mapping[str, Sequence[str]] = PROTOCOL["headlines"]
 FULL = Plan(
-    tuple(Cell(name, **_tuples(cell)) for name, cell in PROTOCOL["cells"].items()),
-    tuple(PROTOCOL["compressions"]),
+    [Cell(name, **cell) for name, cell in PROTOCOL["cells"].items()], PROTOCOL["compressions"]
 )
 QUICK = Plan((Cell("facts5", "facts5", 1500, 2), Cell("rereads", "rereads", 1500, 1)), (8.0,))
 # Shorter, for models with recurrent layers.

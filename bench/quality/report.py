@@ -126,20 +126,13 @@ def checks(found: Mapping[str, Any]) -> list[Row]:
         for arm in arms:
             made += [check for at, least in bars
                      for check in _reached(rows.get((cell, f"{arm}{at}")), least)]  # fmt: skip
-    made += [_of_ceiling(row) for row in found["rows"] if _tells_ceiling(row)]
+    # A cell, or several that are one, needs questions enough to say what the model knows.
+    parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
+    made += [_of_ceiling(row) for (cell, arm), row in rows.items() if arm == CEILING
+             if cell not in parts and row["n"] >= _BARS["ceiling_questions"]]  # fmt: skip
     faults = len(found["violations"])
     said = "token counts add up and peak <= budget, every turn"
     return [*made, {"bar": said, "wanted": "0 faults", "measured": str(faults), "ok": not faults}]
-
-
-def _tells_ceiling(row: Row) -> bool:
-    """Whether a cell, or several that are one, has questions enough to say what the model knows."""
-    parts = {cell for cells in HEADLINES.values() for cell in cells} - HEADLINES.keys()
-    return (
-        row["arm"] == CEILING
-        and row["cell"] not in parts
-        and row["n"] >= _BARS["ceiling_questions"]
-    )
 
 
 def _of_ceiling(row: Row) -> Row:

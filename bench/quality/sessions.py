@@ -122,10 +122,8 @@ def _unseen(seed: int, task: str, tokens: int, index: int) -> Script:
         room -= tasks.estimated_tokens(filler)
     probes = [Probe(fact, asked[fact.parts[0]], fact.answer, fact.value) for fact in facts]
     rng.shuffle(probes)
-    messages = [
-        {"role": "system", "content": vocab.SYSTEM_PROMPTS[0]},
-        *(message for part in parts for message in part),
-    ]
+    system = {"role": "system", "content": vocab.SYSTEM_PROMPTS[0]}
+    messages = [system, *(message for part in parts for message in part)]
     return _script(name, seed, Session(task, messages, probes))
 
 
