@@ -35,12 +35,19 @@ def standardized(scores: FloatArray) -> FloatArray:
     return scaled
 
 
-def with_neighbours(values: FloatArray, shares: Sequence[float]) -> FloatArray:
+def with_neighbours(
+    values: FloatArray, shares: Sequence[float], linked: Positions | None = None
+) -> FloatArray:
     """Add to each of values [..., u] the given shares of the values of its neighbours.
 
     `shares[0]` applies to the units directly before and after, `shares[1]` to the next ones.
+    `linked` has the ascending indexes of the units that have and are neighbours, None for all: two
+    of them are neighbours also where others are between them.
     """
     smoothed: FloatArray = values.copy()
+    if linked is not None and len(linked) < values.shape[-1]:
+        smoothed[..., linked] = with_neighbours(values[..., linked], shares)
+        return smoothed
     for distance, share in enumerate(shares, 1):
         smoothed[..., distance:] += share * values[..., :-distance]
         smoothed[..., :-distance] += share * values[..., distance:]

@@ -224,7 +224,7 @@ _ONE_OFF = re.compile(
 _QUESTION = re.compile(
     r"^(?:and |but |so |also |ok |then )*(?:what|who|whom|whose|which|where"
     r"|when (?:is|was|are|did|do|does|will)|why|how|is|are|was|were|am|do (?:i|you|we|they)"
-    r"|does|did|has|have|had|should|may"
+    r"|does|did|has|have|had(?! (?:to|an?|the|another|some|my|our)\b)|should|may"
     r"|might|shall|could (?:i|we|it|he|she|they)|can (?:i|we|it|he|she|they)|would (?:i|it))\b",
     re.IGNORECASE,
 )
@@ -338,6 +338,8 @@ def _points(sentence: str, asks: bool) -> float:
 
 # A longer text is a report, in which a word like "not" usually states no limit of the user.
 _MAX_STATEMENT_CHARS = 240
+# What a statement beside a question has less.
+_BESIDE_QUESTION = 0.9
 # A sentence of fewer words than these, courtesies left out, states nothing.
 _MIN_STATEMENT_WORDS = 3
 # States what is not true, not possible, not liked, or needs care.
@@ -357,8 +359,18 @@ _LIMIT = _Lexicon(
 # Words for the user and what belongs to the user.
 _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
 # What looks like a question, a request or a fragment and tells something: the words of a person, as
-# in "How about a swim, asked Ann", "Remember that Ann is away", and a value, as in "Hall: white".
-_REPORTED = re.compile(r", (?:asked|asks|said|says|suggested|suggests|thought|wrote)\b")
+# in "How about a swim, asked Ann", a question that only confirms, as in "It was late, right?" or
+# "Did you know that Ann is away?", "Remember that Ann is away", and a value, as in "Hall: white".
+_REPORTED = re.compile(
+    r", (?:asked|asks|said|says|suggested|suggests|thought|wrote)\b"
+    r"|^did you know (?:that )?(?!wh|how|if|any)\w",
+    re.IGNORECASE,
+)
+_CONFIRMED = re.compile(
+    r", (?:(?:is|are|was|were|do|does|did|has|have|had|can|could|will|would|should)n't|right"
+    r"|did you know|you know)\b[^,.?!]{0,20}\?$",
+    re.IGNORECASE,
+)
 _REMINDER = re.compile(
     r"(?:please )?(?:remember|note|(?:do not|don't) forget) that\b", re.IGNORECASE
 )
@@ -384,14 +396,14 @@ def statement_points(text: str) -> float:
 
     A sentence that is neither question nor request nor courtesy has one point, one more when it
     states a limit, and one more when it is about the user. Reported speech is no question, and
-    "remember that" begins no request. The points of a text are those of its
-    best sentence, less one beside a question, which the statement usually explains.
+    "remember that" begins no request. The points of a text are those of its best sentence, less
+    nearly one beside a question, which the statement usually explains.
     """
     if len(text) > _MAX_STATEMENT_CHARS:
         return 0.0
     points, asks = 0.0, False
     for sentence in _sentences(text):
-        if _is_question(sentence) and not _REPORTED.search(sentence):
+        if _is_question(sentence) and not _tells(sentence):
             asks = True
             continue
         lowered = sentence.lower()
@@ -400,7 +412,14 @@ def statement_points(text: str) -> float:
         if is_long and (_REMINDER.match(sentence) or not _ONE_OFF.match(sentence)):
             found = 1.0 + bool(_LIMIT.count(lowered, words)) + bool(_OWN & words)
             points = max(points, found)
-    return max(0.0, points - asks)
+    return max(0.0, points - _BESIDE_QUESTION * asks)
+
+
+def _tells(question: str) -> bool:
+    """Return whether what looks like a question tells something, see `_REPORTED`."""
+    if _REPORTED.search(question):
+        return True
+    return _CONFIRMED.search(question) is not None and _QUESTION.match(question) is None
 
 
 # A question for a list: "which cities have I visited", "give me all open tickets", "who owes me",
@@ -417,6 +436,14 @@ _SEVERAL = re.compile(
     r"|\bwhat\b[^.?!]{0,40}\b(?:(?:keep|bear) in mind|(?:look|watch) out for|pay attention to)\b"
     r"|\b(?:who|what|which|where|when|how (?:much|many))\b[^.?!]{3,80}(?:\band (?:to|for|from|with|"
     r"on|by|at|in) (?:whom|what|which|where|when)\b|\b(?:to|for|from|with|on) (?:whom|what)[?! ]*$)"
+    # "Write an update for my parents", and how a list should look.
+    r"|\b(?:bullets?|bullet points|item by item|one by one|point by point|name them|which ones)\b"
+    r"|\bso far\b|\bwhere (?:do|are) we (?:stand|at|with)\b"
+    r"|\b(?:write|make|draft|prepare|compile|put together|give|needs?|wants?|fill|do|create)\b"
+    r"(?:(?!\b(?:about|for|from|to|with)\b)[^.?!]){0,40}\b(?:log|update|comparison|notes?|section"
+    r"|report|minutes|table|inventory|checklist|handover|briefing|timeline|round-?up|digest|rundown"
+    r"|breakdown|status)\b"
+    r"|\bstill (?:need|have|owe|missing|waiting|lack)\b"
     r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
     r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "
     r"(?P<more>(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"

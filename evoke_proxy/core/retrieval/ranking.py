@@ -36,8 +36,10 @@ from evoke_proxy.core.retrieval.units import Units
 _K1 = 1.2
 _B = 0.75
 # Shares that a unit gets of the word counts of the units before and after it, and of the scores of
-# the two units before and after it: a question and its answer are in different messages.
-_NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES = (0.5,), (0.5, 0.25)
+# the two units before and after it: a question and its answer are in different messages. Units of
+# at most _PASSED_TOKENS tokens, such as "Noted.", are passed over: what the user says before and
+# after one of them belongs together.
+_NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES, _PASSED_TOKENS = (0.5,), (0.5, 0.25), 12
 # Factor of the weight of function words, which structure a question. It is not 0, because some of
 # them carry meaning: "give", "where".
 _FUNCTION_WORD_WEIGHT = 0.3
@@ -57,9 +59,10 @@ _MODEL_WEIGHT = 0.5
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
-# of several statements, or of one in other words, only with more room. The statements are as many
-# as fit into the same part. In short conversations both have at least so many tokens.
-_LATER_STATEMENT_WEIGHT, _STATEMENT_PART = 2.0, 1 / 32
+# of several statements, or of one in other words, only with more room. If all statements together
+# are at most _ALL_STATEMENTS_PART of these tokens, they all get this weight, else as many as fit
+# into the first part. In short conversations both have at least so many tokens.
+_LATER_STATEMENT_WEIGHT, _STATEMENT_PART, _ALL_STATEMENTS_PART = 2.0, 1 / 32, 1 / 8
 _LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # A question that asks for a list has several statements as its answer, some of them in other words,
 # so the statements have more weight than the ranking of all units from the beginning: by far more
@@ -213,13 +216,19 @@ class _SparseRows:
             self.starts, self.counts, self.rows, self.columns, values, self.n_columns
         )
 
-    def with_neighbours(self, shares: Sequence[float]) -> _SparseRows:
+    def with_neighbours(self, shares: Sequence[float], linked: Positions) -> _SparseRows:
         """Add shares of the neighbours in the same row; see `fusion.with_neighbours`."""
-        columns, first_cells = self.columns, self.rows * self.n_columns
-        cells, values = [first_cells + columns], [self.values]
+        place_of = np.full(self.n_columns, -1)  # of a column among those that are linked
+        place_of[linked] = np.arange(len(linked))
+        places, first_cells = place_of[self.columns], self.rows * self.n_columns
+        cells, values = [first_cells + self.columns], [self.values]
         for distance, share in enumerate(shares, 1):
-            before, after = columns >= distance, columns < self.n_columns - distance
-            cells += [cells[0][before] - distance, cells[0][after] + distance]
+            before = places >= distance
+            after = (places >= 0) & (places < len(linked) - distance)
+            cells += [
+                first_cells[before] + linked[places[before] - distance],
+                first_cells[after] + linked[places[after] + distance],
+            ]
             values += [share * self.values[before], share * self.values[after]]
         shape = len(self.starts), self.n_columns
         return self.summed(np.concatenate(cells), np.concatenate(values), shape)
@@ -277,7 +286,9 @@ class UnitRanker:
         self._n = n_ranked
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
-        self._neighbour_norms = _length_norms(with_neighbours(lengths, _NEIGHBOUR_WORDS))
+        self._neighbouring = np.flatnonzero(lengths > _PASSED_TOKENS)
+        near = with_neighbours(lengths, _NEIGHBOUR_WORDS, self._neighbouring)
+        self._neighbour_norms = _length_norms(near)
         self._brevity = np.minimum(1.0, lengths.mean() / lengths) if n_ranked else lengths
         self._is_short_reply = units.lengths[:n_ranked] <= _SHORT_TOKENS
         asks = units.maxima(source.asks)[:n_ranked] > 0
@@ -353,11 +364,14 @@ class UnitRanker:
             statements = _statements(texts[0], points)
             finds = _asks(query.text) and len(first[0].order) > 0
             if finds:
-                lengths = self._units.lengths
-                part = int(_STATEMENT_PART * lengths[: self._n].sum())
-                fit = lengths[statements].cumsum() <= max(part, _LEAST_FOR_STATEMENTS)
+                lengths, ends = self._units.lengths, self._units.lengths[statements].cumsum()
+                n_tokens = int(lengths[: self._n].sum())
+                part = int(_STATEMENT_PART * n_tokens)
                 before = max(after, part, _LEAST_BEFORE_STATEMENTS)
-                first.append(Ranking(statements[fit], _LATER_STATEMENT_WEIGHT, before))
+                n_fit = len(ends)
+                if n_fit and ends[-1] > _ALL_STATEMENTS_PART * n_tokens:
+                    n_fit = int(ends.searchsorted(max(part, _LEAST_FOR_STATEMENTS), "right"))
+                first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
             if (finds and not is_covered) or asks_for_advice(query.clauses[0]):
                 first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
         return interleaved(
@@ -442,7 +456,7 @@ class UnitRanker:
             of_units = self._unit_cosines([one for one in cosines if one is not None])
             found = np.concatenate([found, of_units])
         n, end = len(texts), len(texts) + len(rows)
-        signals = [found, with_neighbours(found, _NEIGHBOUR_SCORES), evidence]
+        signals = [found, with_neighbours(found, _NEIGHBOUR_SCORES, self._neighbouring), evidence]
         scaled = standardized(np.concatenate(signals))
         own, near = scaled[:n], scaled[end : end + n]
         near += scaled[2 * end :]
@@ -516,7 +530,7 @@ class UnitRanker:
         weights = self._rarity(counts)
         is_function_word = [one in self._function_stems for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
-        near = counts.with_neighbours(_NEIGHBOUR_WORDS)
+        near = counts.with_neighbours(_NEIGHBOUR_WORDS, self._neighbouring)
         return (
             _bm25_scores(counts, weights, self._norms),
             _bm25_scores(near, weights, self._neighbour_norms),

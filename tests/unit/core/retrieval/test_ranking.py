@@ -75,7 +75,7 @@ def test_a_long_message_that_has_only_good_neighbours_comes_after_a_short_one_of
     facts[15] = "A cello needs care."
     blocks = list[Block]()
     for i, filler in enumerate(FILLER):
-        start, size = blocks[-1].span.end if blocks else 0, 200 if i in (8, 10) else 12
+        start, size = blocks[-1].span.end if blocks else 0, 200 if i in (8, 10) else 16
         span, text = Span(start, start + size), facts.get(i, filler)
         blocks.append(Block(f"user:{i}#0", f"s/{i}", span, Role.USER, 1, i, text))
     table = BlockTable(blocks)
