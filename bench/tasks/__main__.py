@@ -28,7 +28,8 @@ one length and budget; intervals draw whole templates.
 
 The templates of the splits are disjoint. Tune on `tuning` and those that begin with it only;
 published figures are of `reporting`. `reporting_lists` and `reporting_summaries` have been used
-three times to choose between rankings."""
+three times to choose between rankings; `reporting_second`, by another author, has been used for
+nothing but to report."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
 # The templates of a split with all kinds, and further ones of some kinds.
 TEMPLATES = (
-    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries"),
-    *("reporting", "reporting_lists", "reporting_summaries"),
+    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries", "tuning_second"),
+    *("reporting", "reporting_lists", "reporting_summaries", "reporting_second"),
 )
 # Kinds whose questions are put together from pairs, and how many of them.
 QUERIES: Mapping[str, int] = {"multi-query 4": 4, "multi-query 12": 12}

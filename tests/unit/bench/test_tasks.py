@@ -87,7 +87,7 @@ def test_every_slot_is_filled_and_the_needed_texts_are_those_of_the_template(
 
 
 def test_each_kind_has_its_number_of_needed_messages() -> None:
-    for name in TEMPLATES:
+    for name in (each for each in TEMPLATES if not each.endswith("_second")):
         templates = read(name)
         assert all(len(scene.say) == 8 for scene in templates.scenes_of("multi-value"))
         assert all(len(scene.say) == 12 for scene in templates.scenes_of("summaries"))
@@ -99,11 +99,13 @@ def test_each_kind_has_its_number_of_needed_messages() -> None:
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in SPLITS])
 def test_further_templates_make_cases_with_all_needed_messages(name: str) -> None:
-    for kind in read(name).kinds:
-        for case in cases(name, kind, 4000, len(read(name).scenes_of(kind))):
-            assert len(case.needed) == {"multi-value": 8, "summaries": 12}[kind]
+    templates = read(name)
+    slots = "|".join((*templates.pools, "number", "code", "time", "amount", "size"))
+    for kind in templates.kinds:
+        for case in cases(name, kind, 4000, len(templates.scenes_of(kind))):
+            assert len(case.needed) == len(templates.scenes_of(kind)[case.scene].say)
             texts = [message["content"] for message in (*case.messages, *case.asked)]
-            assert not [text for text in texts if re.search(r"\{[a-z]+\d*\}", text)]
+            assert not [text for text in texts if re.search(rf"\{{(?:{slots})\d*\}}", text)]
 
 
 def test_the_splits_share_no_template_and_no_name() -> None:

@@ -253,6 +253,35 @@ def test_statements_do_not_take_all_room_from_what_the_words_find() -> None:
     assert 10 <= len([n for n in found[:30] if n % 2]) <= 13
 
 
+def test_few_statements_all_come_before_the_rest_of_what_the_words_find() -> None:
+    """They are more than the part that many would get, and less than an eighth of all tokens."""
+    texts = [f"Do the tools of the shed survive the frost of day {n}?" for n in range(150)]
+    texts[4] = "The tools of the shed survived the frost."
+    lent = {8 * n + 7: f"I lent neighbour {n} my ladder." for n in range(16)}
+    texts = [lent.get(n, text) for n, text in enumerate(texts)]
+    found = order(Query.of("How did the tools of the shed survive the frost?"), texts)
+    assert set(lent) <= set(found[:36])
+
+
+def test_neighbours_are_found_across_short_replies() -> None:
+    """The first part of what somebody says has the words of the question, the next the answer."""
+    said = [text for n in range(20) for text in (f"What was the weather of day {n}?", "Noted.")]
+    said[18], said[20] = (
+        "Do you know the lease of our flat?",
+        "Are dogs of any size forbidden there?",
+    )
+    blocks = list[Block]()
+    for i, text in enumerate(said):
+        start, size = blocks[-1].span.end if blocks else 0, 7 if text == "Noted." else 20
+        blocks.append(
+            Block(f"user:{i}#0", f"s/{i}", Span(start, start + size), Role.USER, 1, i, text)
+        )
+    table = BlockTable(blocks)
+    query = Query.of("What does the lease of the flat say about it?")
+    found = Index().unit_order(query, table, Units.of(table, 256), len(table), None).tolist()
+    assert found[0] == 18 and 20 in found[:4] and not any(n % 2 for n in found[:4])
+
+
 def test_for_a_list_statements_in_other_words_are_ranked_early() -> None:
     texts = [f"Which plants like the weather of day {n}?" for n in range(20)]
     texts[2] = "I have an orchid, one of our plants."
