@@ -218,16 +218,16 @@ class _SparseRows:
 
     def with_neighbours(self, shares: Sequence[float], linked: Positions) -> _SparseRows:
         """Add shares of the neighbours in the same row; see `fusion.with_neighbours`."""
-        place_of = np.full(self.n_columns, -1)  # of a column among those that are linked
-        place_of[linked] = np.arange(len(linked))
-        places, first_cells = place_of[self.columns], self.rows * self.n_columns
+        rank_of = np.full(self.n_columns, -1)  # of a column among those that are linked
+        rank_of[linked] = np.arange(len(linked))
+        ranks, first_cells = rank_of[self.columns], self.rows * self.n_columns
         cells, values = [first_cells + self.columns], [self.values]
         for distance, share in enumerate(shares, 1):
-            before = places >= distance
-            after = (places >= 0) & (places < len(linked) - distance)
+            before = ranks >= distance
+            after = (ranks >= 0) & (ranks < len(linked) - distance)
             cells += [
-                first_cells[before] + linked[places[before] - distance],
-                first_cells[after] + linked[places[after] + distance],
+                first_cells[before] + linked[ranks[before] - distance],
+                first_cells[after] + linked[ranks[after] + distance],
             ]
             values += [share * self.values[before], share * self.values[after]]
         shape = len(self.starts), self.n_columns
