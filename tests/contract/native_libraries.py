@@ -13,17 +13,16 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from evoke_proxy.server_build.build import BuildSpec, build_spec, ensure_server, n_cores, prepare
+from evoke_proxy.server_build.build import BuildSpec, build_spec, n_cores, prepare
 from evoke_proxy.server_build.cache import cache_dir, locked
 from evoke_proxy.server_build.cmake import BuildTree, Progress, build_server
 from evoke_proxy.server_build.fetch import pristine_source
 from evoke_proxy.server_build.series import patches_dir
 from evoke_proxy.server_build.toolchain import find_toolchain
+from evoke_proxy.server_build.ui import built_ui, should_build_ui
 
 _INCLUDES = ("src", "include", "ggml/include", "common", "vendor", "tools/server", "tools/mtmd")
 _HEADERS = ("*.h", "*.hpp")
-# Directories of the patched source in which our own files are, by the start of a file's name.
-_HOMES = {"llama": "src", "server": "tools/server"}
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ class NativeLibraries:
 def native_libraries() -> NativeLibraries:
     """Returns the libraries of the patched server; builds them if they are not kept.
 
-    They are copied from the build tree if it has the patched source, which takes a second. If not,
-    the tree is built from it again, which takes minutes.
+    If the latest build in the tree was that of the patched server, this takes seconds. If not, the
+    tree is built from the patched source again, which takes minutes.
     """
     cache, tools = cache_dir(), find_toolchain()
     spec = build_spec(True, tools, None, patches_dir(), cache)
@@ -68,26 +67,18 @@ def native_libraries() -> NativeLibraries:
 
 
 def _keep(spec: BuildSpec, root: Path, cache: Path) -> None:
-    ensure_server()
     progress = Progress(sys.stderr)
-    tree = BuildTree(cache / "trees" / spec.tree_key)
     with locked(cache, lambda pid: progress.say(f"waiting for the build of process {pid}")):
         if root.is_dir():
             return
-        if not _is_patched(tree):
-            prepare(spec, pristine_source(spec.pin, cache, progress.say), tree)
-            progress.begin("building the patched server's libraries for the tests")
-            build_server(tree, spec.tools, n_cores(), progress)
+        source = pristine_source(spec.pin, cache, progress.say)
+        tree = BuildTree(cache / "trees" / spec.tree_key)
+        # As for the server, which would be linked again without the web UI.
+        ui = built_ui(source, cache, progress) if should_build_ui(cache) else None
+        prepare(spec, source, tree, ui)
+        progress.begin("libraries of the patched server, for tests")
+        build_server(tree, spec.tools, n_cores(), progress)
         _copy(tree, root)
-
-
-def _is_patched(tree: BuildTree) -> bool:
-    """Whether the tree was built from our sources as they are now."""
-    return (tree.build / "src/libllama.a").exists() and all(
-        (copy := tree.source / _HOMES[path.name.split("-")[0]] / path.name).exists()
-        and copy.read_bytes() == path.read_bytes()
-        for path in (patches_dir() / "src").iterdir()
-    )
 
 
 def _copy(tree: BuildTree, root: Path) -> None:
