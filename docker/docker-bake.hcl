@@ -7,7 +7,7 @@ variable "REGISTRY" {
 }
 
 variable "VERSION" {
-  default = "0.3.1"
+  default = "0.3.2"
 }
 
 # The GPUs to compile for; all that llama.cpp supports takes hours.
