@@ -47,7 +47,7 @@ _REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
         *((module, "stem", _same) for module in (bm25, ranking)),
         *((module, "FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)) for module in (bm25, ranking)),
     ),
-    "neighbours": ((ranking, "with_neighbours", _same),),
+    "neighbours": tuple((at, "with_neighbours", _same) for at in (ranking, ranking._SparseRows)),
     "second look": ((ranking.UnitRanker, "_second_look_up", _nothing),),
     "standing share": tuple(
         (standing, name, 0.0)

@@ -277,6 +277,8 @@ def test_the_factorial_switches_signals_off_and_on_again() -> None:
         assert ranking.stem("flying") == "flying"  # type: ignore[attr-defined]
         values = np.array([0.0, 1.0, 0.0])
         assert ranking.with_neighbours(values, (0.5,)) is values  # type: ignore[attr-defined]
+        counts = ranking._SparseRows.summed(np.array([1]), np.array([1.0]), (1, 3))
+        assert counts.with_neighbours((0.5,), np.arange(3)) is counts
     with factorial.only(factorial.SIGNALS) as setting:
         assert setting.embedder == "built-in"
         assert (stem, near) == tuple(getattr(ranking, n) for n in ("stem", "with_neighbours"))
