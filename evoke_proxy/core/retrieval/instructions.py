@@ -436,14 +436,15 @@ _SEVERAL = re.compile(
     r"|\bwhat\b[^.?!]{0,40}\b(?:(?:keep|bear) in mind|(?:look|watch) out for|pay attention to)\b"
     r"|\b(?:who|what|which|where|when|how (?:much|many))\b[^.?!]{3,80}(?:\band (?:to|for|from|with|"
     r"on|by|at|in) (?:whom|what|which|where|when)\b|\b(?:to|for|from|with|on) (?:whom|what)[?! ]*$)"
-    # "Write an update for my parents", and how a list should look.
-    r"|\b(?:bullets?|bullet points|item by item|one by one|point by point|name them|which ones)\b"
-    r"|\bso far\b|\bwhere (?:do|are) we (?:stand|at|with)\b"
-    r"|\b(?:write|make|draft|prepare|compile|put together|give|needs?|wants?|fill|do|create)\b"
-    r"(?:(?!\b(?:about|for|from|to|with)\b)[^.?!]){0,40}\b(?:log|update|comparison|notes?|section"
+    # How a list should look, what is done or left, and "Write an update for my parents": but not
+    # "Create a status page" or "Make the table sortable".
+    r"|\b(?:in|as|few|short|some) bullet(?:s| points)\b|\b(?:item by item|point by point|name them"
+    r"|which ones)\b|\b(?:what|which|who|where|how)\b[^.?!]{0,60}\bso far\b"
+    r"|\bwhere (?:do|are) we (?:stand|at)\b|\bstill (?:need|have to|owe|missing|lack)\b"
+    r"|\b(?:write|make|draft|prepare|compile|put together|give me|needs?|wants?|fill in|do)\b"
+    r"(?:(?!\b(?:about|for|from|that|to|with)\b)[^.?!]){0,40}\b(?:log|update|comparison|notes?|section"
     r"|report|minutes|table|inventory|checklist|handover|briefing|timeline|round-?up|digest|rundown"
-    r"|breakdown|status)\b"
-    r"|\bstill (?:need|have|owe|missing|waiting|lack)\b"
+    r"|breakdown)(?: (?:about|for|of|on)\b|[,.:;?!]|$)"
     r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
     r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "
     r"(?P<more>(?!(?:is|was|does|did|do|has|had|have|can|could|should|would|will)\b)\w+ ){0,2}?"

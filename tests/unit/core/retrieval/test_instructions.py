@@ -279,6 +279,14 @@ def test_a_question_for_a_list_is_recognized(text: str) -> None:
         "What campus team won?",
         "What do I need for the red report?",
         "Give me the name of the man from the first section.",
+        "Create a status page for the server.",
+        "Make the table sortable.",
+        "Write a script that prints a table.",
+        "Write a log statement before the return.",
+        "Add an update function to the store.",
+        "It works so far. Now add the tests.",
+        "Use bullet points in the docs.",
+        "I still have the error after your change.",
     ],
 )
 def test_a_question_for_one_thing_is_not_one_for_a_list(text: str) -> None:
