@@ -119,7 +119,7 @@ help:
 # for tests before the stock server replaces them.
 build: venv
 	@$(BIN)/python -m evoke_proxy.server_build
-	@$(BIN)/python tests/contract/native_libraries.py
+	@PYTHONPATH=. $(BIN)/python tests/contract/native_libraries.py
 	@$(BIN)/python -m evoke_proxy.server_build --stock
 
 venv: .venv/stamp

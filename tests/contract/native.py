@@ -54,6 +54,7 @@ def build(
     if named := os.environ.get("EVOKE_PATCHED_SERVER"):
         pytest.skip(f"the libraries of {named} are not at hand")
     native = native_libraries()
+    assert native is not None, "run `make build`: it keeps the libraries that this test needs"
     libraries = native.linked(common=bool(sources))
     command = ["g++", "-std=c++17", *flags, *native.includes]
     program = folder / source.stem

@@ -23,6 +23,8 @@ from evoke_proxy.server_build.ui import built_ui, should_build_ui
 
 _INCLUDES = ("src", "include", "ggml/include", "common", "vendor", "tools/server", "tools/mtmd")
 _HEADERS = ("*.h", "*.hpp")
+# Copies that are kept, each of 50 MB.
+_N_KEPT = 3
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class NativeLibraries:
     """What a test program of the patched server is compiled and linked with.
 
     Attributes:
-        key: Differs between any two builds of the libraries.
+        key: Names what the libraries are built from: source, patches, compiler and flags.
         root: The directory with the libraries and headers.
         system: Further libraries, as options of the linker.
     """
@@ -52,21 +54,28 @@ class NativeLibraries:
         return found + (sorted(build.glob("common/lib*.a")) if common else [])
 
 
-def native_libraries() -> NativeLibraries:
-    """Returns the libraries of the patched server; builds them if they are not kept.
+def native_libraries() -> NativeLibraries | None:
+    """Returns the libraries of the patched server; None if they are not kept."""
+    spec, root = _kept()
+    return NativeLibraries(spec.key, root, spec.tools.libraries) if root.is_dir() else None
+
+
+def _kept() -> tuple[BuildSpec, Path]:
+    cache = cache_dir()
+    spec = build_spec(True, find_toolchain(), None, patches_dir(), cache)
+    return spec, cache / "tests" / f"libraries-{spec.key}"
+
+
+def keep_native_libraries() -> None:
+    """Keeps the libraries of the patched server, if they are not kept yet.
 
     If the latest build in the tree was that of the patched server, this takes seconds. If not, the
     tree is built from the patched source again, which takes minutes.
     """
-    cache, tools = cache_dir(), find_toolchain()
-    spec = build_spec(True, tools, None, patches_dir(), cache)
-    root = cache / "tests" / f"libraries-{spec.key}"
-    if not root.is_dir():
-        _keep(spec, root, cache)
-    return NativeLibraries(spec.key, root, spec.tools.libraries)
-
-
-def _keep(spec: BuildSpec, root: Path, cache: Path) -> None:
+    spec, root = _kept()
+    if root.is_dir():
+        return
+    cache = cache_dir()
     progress = Progress(sys.stderr)
     with locked(cache, lambda pid: progress.say(f"waiting for the build of process {pid}")):
         if root.is_dir():
@@ -82,17 +91,19 @@ def _keep(spec: BuildSpec, root: Path, cache: Path) -> None:
 
 
 def _copy(tree: BuildTree, root: Path) -> None:
-    """Copies libraries and headers of the tree to `root` in one step; deletes earlier copies."""
+    """Copies libraries and headers of the tree to `root` in one step; deletes old copies."""
     root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent, prefix=".libraries-") as scratch:
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix=".new-") as scratch:
         draft = Path(scratch) / "draft"
         for name in _INCLUDES:
             for pattern in _HEADERS:
                 _copy_files(tree.root, draft, f"src/{name}/**/{pattern}")
         _copy_files(tree.root, draft, "build/**/lib*.a")
-        for earlier in root.parent.glob("libraries-*"):
-            shutil.rmtree(earlier, ignore_errors=True)
         os.rename(draft, root)
+    # Other checkouts may have other patches.
+    latest_first = sorted(root.parent.glob("libraries-*"), key=lambda kept: -kept.stat().st_mtime)
+    for earlier in latest_first[_N_KEPT:]:
+        shutil.rmtree(earlier, ignore_errors=True)
 
 
 def _copy_files(origin: Path, target: Path, pattern: str) -> None:
@@ -103,4 +114,4 @@ def _copy_files(origin: Path, target: Path, pattern: str) -> None:
 
 
 if __name__ == "__main__":
-    native_libraries()
+    keep_native_libraries()

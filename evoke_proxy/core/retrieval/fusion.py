@@ -41,16 +41,16 @@ def with_neighbours(
     """Add to each of values [..., u] the given shares of the values of its neighbours.
 
     `shares[0]` applies to the units directly before and after, `shares[1]` to the next ones.
-    `linked` has the ascending indexes of the units that have and are neighbours, None for all: two
-    of them are neighbours also where others are between them.
+    `linked` has the ascending indexes of units that pass over all others: their neighbours are the
+    linked units before and after. The neighbours of the others are those directly beside them.
+    Without `linked` these are the neighbours of all.
     """
     smoothed: FloatArray = values.copy()
-    if linked is not None and len(linked) < values.shape[-1]:
-        smoothed[..., linked] = with_neighbours(values[..., linked], shares)
-        return smoothed
     for distance, share in enumerate(shares, 1):
         smoothed[..., distance:] += share * values[..., :-distance]
         smoothed[..., :-distance] += share * values[..., distance:]
+    if linked is not None and len(linked) < values.shape[-1]:
+        smoothed[..., linked] = with_neighbours(values[..., linked], shares)
     return smoothed
 
 

@@ -363,7 +363,7 @@ _OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".s
 # "Did you know that Ann is away?", "Remember that Ann is away", and a value, as in "Hall: white".
 _REPORTED = re.compile(
     r", (?:asked|asks|said|says|suggested|suggests|thought|wrote)\b"
-    r"|^did you know (?:that )?(?!wh|how|if|any)\w",
+    r"|^did you know (?:that )?(?!(?:wh\w*|how|if|about|of|any\w*)\b)\w",
     re.IGNORECASE,
 )
 _CONFIRMED = re.compile(
@@ -397,7 +397,8 @@ def statement_points(text: str) -> float:
     A sentence that is neither question nor request nor courtesy has one point, one more when it
     states a limit, and one more when it is about the user. Reported speech is no question, and
     "remember that" begins no request. The points of a text are those of its best sentence, less
-    nearly one beside a question, which the statement usually explains.
+    nearly one beside a question, which the statement usually explains: it is ranked last then, and
+    is a statement all the same.
     """
     if len(text) > _MAX_STATEMENT_CHARS:
         return 0.0
@@ -440,10 +441,11 @@ _SEVERAL = re.compile(
     # "Create a status page" or "Make the table sortable".
     r"|\b(?:in|as|few|short|some) bullet(?:s| points)\b|\b(?:item by item|point by point|name them"
     r"|which ones)\b|\b(?:what|which|who|where|how)\b[^.?!]{0,60}\bso far\b"
-    r"|\bwhere (?:do|are) we (?:stand|at)\b|\bstill (?:need|have to|owe|missing|lack)\b"
-    r"|\b(?:write|make|draft|prepare|compile|put together|give me|needs?|wants?|fill in|do)\b"
+    r"|\bwhere (?:do|are) we (?:stand|at)\b|\b(?:what|which|who|where|how (?:much|many))\b"
+    r"[^.?!]{0,40}\bstill (?:need|have to|owe|missing|lack)\b"
+    r"|\b(?:write|make|draft|prepare|compile|put together|give me|needs?|wants?|fill in)\b"
     r"(?:(?!\b(?:about|for|from|that|to|with)\b)[^.?!]){0,40}\b(?:log|update|comparison|notes?|section"
-    r"|report|minutes|table|inventory|checklist|handover|briefing|timeline|round-?up|digest|rundown"
+    r"|report|(?:the|meeting) minutes|table|checklist|briefing|timeline|round-?up|digest|rundown"
     r"|breakdown)(?: (?:about|for|of|on)\b|[,.:;?!]|$)"
     r"|^(?:and |but |so )*(?:who (?:(?!is\b|was\b|does\b)\w+s|is \w+ing)\b"
     r"|(?:who|which|what) (?:are|were)\b|(?:which|what) "

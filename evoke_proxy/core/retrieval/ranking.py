@@ -36,9 +36,10 @@ from evoke_proxy.core.retrieval.units import Units
 _K1 = 1.2
 _B = 0.75
 # Shares that a unit gets of the word counts of the units before and after it, and of the scores of
-# the two units before and after it: a question and its answer are in different messages. Units of
-# at most _PASSED_TOKENS tokens, such as "Noted.", are passed over: what the user says before and
-# after one of them belongs together.
+# the two units before and after it: a question and its answer are in different messages. Longer
+# units pass over those of at most _PASSED_TOKENS tokens, such as "Noted.": what the user says
+# before and after one of them belongs together. A short unit has those beside it: it may be an
+# answer.
 _NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES, _PASSED_TOKENS = (0.5,), (0.5, 0.25), 12
 # Factor of the weight of function words, which structure a question. It is not 0, because some of
 # them carry meaning: "give", "where".
@@ -60,8 +61,9 @@ _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
 # of several statements, or of one in other words, only with more room. If all statements together
-# are at most _ALL_STATEMENTS_PART of these tokens, they all get this weight, else as many as fit
-# into the first part. In short conversations both have at least so many tokens.
+# are at most _ALL_STATEMENTS_PART of these tokens, they all get this weight; the more they exceed
+# it, the fewer, and at least as many as fit into a part like the first one. In short conversations
+# these two parts have at least so many tokens.
 _LATER_STATEMENT_WEIGHT, _STATEMENT_PART, _ALL_STATEMENTS_PART = 2.0, 1 / 32, 1 / 8
 _LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # A question that asks for a list has several statements as its answer, some of them in other words,
@@ -230,6 +232,11 @@ class _SparseRows:
                 first_cells[after] + linked[ranks[after] + distance],
             ]
             values += [share * self.values[before], share * self.values[after]]
+            for beside in (self.columns - distance, self.columns + distance):
+                is_passed = (beside >= 0) & (beside < self.n_columns)
+                is_passed[is_passed] = rank_of[beside[is_passed]] < 0
+                cells.append(first_cells[is_passed] + beside[is_passed])
+                values.append(share * self.values[is_passed])
         shape = len(self.starts), self.n_columns
         return self.summed(np.concatenate(cells), np.concatenate(values), shape)
 
@@ -368,9 +375,9 @@ class UnitRanker:
                 n_tokens = int(lengths[: self._n].sum())
                 part = int(_STATEMENT_PART * n_tokens)
                 before = max(after, part, _LEAST_BEFORE_STATEMENTS)
-                n_fit = len(ends)
-                if n_fit and ends[-1] > _ALL_STATEMENTS_PART * n_tokens:
-                    n_fit = int(ends.searchsorted(max(part, _LEAST_FOR_STATEMENTS), "right"))
+                falling = 2 * _ALL_STATEMENTS_PART * n_tokens - ends[-1:].sum()
+                most = max(part, _LEAST_FOR_STATEMENTS, falling)
+                n_fit = int(ends.searchsorted(most, "right"))
                 first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
             if (finds and not is_covered) or asks_for_advice(query.clauses[0]):
                 first.append(Ranking(statements, _STATEMENT_WEIGHT, after))

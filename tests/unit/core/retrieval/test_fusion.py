@@ -28,9 +28,9 @@ def test_a_unit_gets_a_share_of_its_neighbours() -> None:
     assert with_neighbours(np.ones(1), [0.5, 0.25]).tolist() == [1.0]
 
 
-def test_units_that_are_passed_over_separate_no_neighbours() -> None:
+def test_units_that_are_passed_over_separate_no_neighbours_and_have_those_beside_them() -> None:
     values, linked = np.array([0.0, 1.0, 4.0, 0.0, 0.0]), np.array([0, 2, 4])
-    assert with_neighbours(values, [0.5, 0.25], linked).tolist() == [2.0, 1.0, 4.0, 0.0, 2.0]
+    assert with_neighbours(values, [0.5, 0.25], linked).tolist() == [2.0, 3.0, 4.0, 2.25, 2.0]
     assert with_neighbours(values, [0.5], np.arange(5)).tolist() == [0.5, 3.0, 4.5, 2.0, 0.0]
 
 

@@ -223,6 +223,7 @@ def test_a_text_like_a_question_or_a_note_may_tell_something(text: str) -> None:
 def test_a_question_about_what_somebody_said_tells_nothing() -> None:
     assert statement_points("How did Ann say that?") == 0
     assert statement_points("Did you know how Ann got home?") == 0
+    assert statement_points("Did you know about the outage?") == 0
     assert statement_points("What should I do, right?") == 0
     assert statement_points("Had Ann left when you came?") == 0
 
@@ -287,6 +288,10 @@ def test_a_question_for_a_list_is_recognized(text: str) -> None:
         "It works so far. Now add the tests.",
         "Use bullet points in the docs.",
         "I still have the error after your change.",
+        "Do we still need the polyfill?",
+        "Make the timeout ten minutes.",
+        "Do you see the error in the log?",
+        "How do I create a table?",
     ],
 )
 def test_a_question_for_one_thing_is_not_one_for_a_list(text: str) -> None:

@@ -263,23 +263,35 @@ def test_few_statements_all_come_before_the_rest_of_what_the_words_find() -> Non
     assert set(lent) <= set(found[:36])
 
 
-def test_neighbours_are_found_across_short_replies() -> None:
-    """The first part of what somebody says has the words of the question, the next the answer."""
-    said = [text for n in range(20) for text in (f"What was the weather of day {n}?", "Noted.")]
-    said[18], said[20] = (
-        "Do you know the lease of our flat?",
-        "Are dogs of any size forbidden there?",
-    )
+def conversation_of(texts: list[str]) -> BlockTable:
+    """A table of messages of 20 tokens, those of one or two words of 7."""
     blocks = list[Block]()
-    for i, text in enumerate(said):
-        start, size = blocks[-1].span.end if blocks else 0, 7 if text == "Noted." else 20
-        blocks.append(
-            Block(f"user:{i}#0", f"s/{i}", Span(start, start + size), Role.USER, 1, i, text)
-        )
-    table = BlockTable(blocks)
-    query = Query.of("What does the lease of the flat say about it?")
-    found = Index().unit_order(query, table, Units.of(table, 256), len(table), None).tolist()
-    assert found[0] == 18 and 20 in found[:4] and not any(n % 2 for n in found[:4])
+    for i, text in enumerate(texts):
+        start, size = blocks[-1].span.end if blocks else 0, 7 if text.count(" ") < 2 else 20
+        span = Span(start, start + size)
+        blocks.append(Block(f"user:{i}#0", f"s/{i}", span, Role.USER, 1, i, text))
+    return BlockTable(blocks)
+
+
+def ranked_units(question: str, texts: list[str]) -> list[int]:
+    table = conversation_of(texts)
+    units = Units.of(table, 256)
+    return Index().unit_order(Query.of(question), table, units, len(table), None).tolist()
+
+
+def test_neighbours_are_found_across_short_replies() -> None:
+    """What the user says before and after a message with the words of the question."""
+    texts = [text for n in range(20) for text in (f"What was the weather of day {n}?", "Noted.")]
+    texts[18] = "Do you know the lease of our flat?"
+    found = ranked_units("What does the lease of the flat say about it?", texts)
+    said = [n for n in found if texts[n] != "Noted."]
+    assert said[0] == 18 and set(said[1:3]) == {16, 20} and set(said[3:5]) == {14, 22}
+
+
+def test_a_short_answer_is_found_with_the_question_before_it() -> None:
+    texts = [f"What was the weather of day {n}?" for n in range(40)]
+    texts[9], texts[10] = "What is the name of your dog?", "Rex."
+    assert set(ranked_units("What is my dog called, the name?", texts)[:2]) == {9, 10}
 
 
 def test_for_a_list_statements_in_other_words_are_ranked_early() -> None:
