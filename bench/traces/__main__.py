@@ -24,6 +24,7 @@ features. *Fails* above a bar: decoded tokens of the RAM cache and of the bound,
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,8 +154,9 @@ def replayed(
 
 
 def _tokens_of(gib: float, scale: Scale, costs: Costs) -> float:
-    """Replayed tokens whose rows fit."""
-    return gib * _GIB / costs.row_bytes * scale.factor // 1
+    """Replayed whole tokens whose rows fit; infinite for infinite memory."""
+    fit = gib * _GIB / costs.row_bytes * scale.factor
+    return fit if math.isinf(fit) else math.floor(fit)
 
 
 def _row(
