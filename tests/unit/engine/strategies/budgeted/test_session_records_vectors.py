@@ -77,8 +77,10 @@ def test_vectors_written_at_043861e_are_read_or_refused(
     fixture = Path(__file__).parents[4] / "fixtures/043861e/session.tar.xz"
     with tarfile.open(fixture) as archive:
         archive.extractall(tmp_path, filter="data")
+    directory = str(tmp_path / "slots")
+    # The fixture may not be deleted for its age.
     repository = SnapshotRepository(
-        SnapshotsConfig(directory=str(tmp_path / "slots"), min_free_mib=0)
+        SnapshotsConfig(directory=directory, min_free_mib=0, max_age_h=10_000_000)
     )
     repository.open()
     try:
