@@ -13,14 +13,15 @@ from itertools import pairwise
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import BlockTable, Mask
-from evoke_proxy.core.model.blocks import Block, count
+from evoke_proxy.core.model.block_table import ROLES, BlockTable, Mask
+from evoke_proxy.core.model.blocks import Block, Role, count
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Plan, Save
 from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.registry import decide
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
 
+_USER = ROLES.index(Role.USER)
 # Each step adopts the blocks before it anew.
 _MAX_STEPS = 8
 # Decoding lost blocks saves at least so many tokens, where the alternative is to decode all text
@@ -86,8 +87,10 @@ def refills(
     n_redecoded = sum(int(blocks.ends[end - 1] - blocks.starts[first]) for first, end in runs)
     if needs_all and copies_end - view.decode_from < n_redecoded + _MIN_SAVED_TOKENS:
         return ()
-    must_stay = (chosen & lost & required_blocks(as_saved, config.sink_tokens)).any()
-    if not needs_all and n_redecoded < config.block_tokens and not must_stay:
+    wanted = chosen & lost
+    must_stay = (wanted & required_blocks(as_saved, config.sink_tokens)).any()
+    is_worth_it = must_stay or _has_message_of_user(blocks, wanted)
+    if not needs_all and n_redecoded < config.block_tokens and not is_worth_it:
         return ()  # adopting the rows before them costs more than so few tokens are worth
     room = view.n_free + count(view.resident)
     room = room if config.budget is None else min(room, config.budget)
@@ -106,6 +109,14 @@ def refills(
         steps.append(Refill(_adopting(before, blocks), tuple(blocks[first:end])))
         available[first:end] = True
     return tuple(steps)
+
+
+def _has_message_of_user(blocks: BlockTable, chosen: Mask) -> bool:
+    """Return whether all blocks of a message of the user are chosen: it may state what is asked."""
+    of_user = chosen & (blocks.roles == _USER)
+    n_chosen = np.bincount(blocks.messages[of_user], minlength=int(blocks.messages.max()) + 1)
+    n_blocks = np.bincount(blocks.messages, minlength=len(n_chosen))
+    return bool((n_chosen[n_chosen > 0] == n_blocks[n_chosen > 0]).any())
 
 
 def _adopting(chosen: Mask, blocks: BlockTable) -> Adopt | None:

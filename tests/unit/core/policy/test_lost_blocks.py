@@ -7,6 +7,7 @@ from dataclasses import replace
 from policy_fixtures import CONFIG, FILLER, block_view
 
 from evoke_proxy.config import PolicyConfig
+from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Role, Span
 from evoke_proxy.core.policy.lost_blocks import Refill, refills
 from evoke_proxy.core.policy.registry import decide
@@ -17,9 +18,14 @@ UNLIMITED = replace(CONFIG, budget=None)
 QUERY = Query("where is the ferry")
 
 
-def adopting(states: str, adopt_to: int | None = None, texts: list[str] = FILLER) -> PolicyView:
+def adopting(
+    states: str,
+    adopt_to: int | None = None,
+    texts: list[str] = FILLER,
+    role: Role = Role.USER,
+) -> PolicyView:
     """A view of a slot with another text, with the blocks of `states` saved or lost."""
-    view = block_view(texts[: len(states)], states)
+    view = block_view(texts[: len(states)], states, role=role)
     view.index.update(view.blocks)
     end = len(states) * 64
     return replace(
@@ -77,14 +83,20 @@ def test_a_lost_block_before_a_wanted_one_is_decoded_with_it() -> None:
     assert [blocks for _, blocks in found] == [[4, 5]]
 
 
-def test_less_than_a_block_is_decoded_only_where_it_must_stay() -> None:
+def test_less_than_a_block_is_decoded_only_where_it_must_stay_or_is_a_message_of_the_user() -> None:
     texts = list(FILLER)
     texts[4] = "the ferry leaves at nine"
     larger = replace(CONFIG, block_tokens=65)
     assert steps(adopting("sssddsssssss", texts=texts), larger) != []
     assert steps(adopting("ssssdsssssss", texts=texts), CONFIG) == [([0, 3], [4])]
-    assert steps(adopting("ssssdsssssss", texts=texts), larger) == []
-    assert [blocks for _, blocks in steps(adopting("dsssssssssss", texts=texts), larger)] == [[0]]
+    answers = adopting("ssssdsssssss", texts=texts, role=Role.ASSISTANT)
+    assert steps(answers, CONFIG) == [([0, 3], [4])] and steps(answers, larger) == []
+    assert steps(adopting("ssssdsssssss", texts=texts), larger) == [([0, 3], [4])]
+    part = adopting("ssssdsssssss", texts=texts)
+    blocks = BlockTable(replace(b, message=min(b.message, 3)) for b in part.blocks)
+    assert steps(replace(part, blocks=blocks), larger) == []
+    first = adopting("dsssssssssss", texts=texts, role=Role.ASSISTANT)
+    assert [blocks for _, blocks in steps(first, larger)] == [[0]]
 
 
 def test_many_scattered_blocks_are_decoded_in_few_steps() -> None:
