@@ -154,6 +154,7 @@ def test_arguments_that_take_long_to_parse_are_not_parsed() -> None:
     [json.dumps([1] * 500_000), json.dumps([int("1" * 4300)] * 200), json.dumps({"path": "a"})],
     ids=["elements", "digits", "calls"],
 )
+@pytest.mark.usefixtures("no_full_collections")
 def test_the_tool_calls_of_a_large_body_are_read_in_milliseconds(arguments: str) -> None:
     chat = _with_calls([arguments] * min(4000, (4 << 20) // len(arguments)))
     began = time.thread_time()
