@@ -1,10 +1,12 @@
-"""Hypothesis settings and the tiny llama.cpp project of the unit tests.
+"""Hypothesis settings and fixtures of the unit tests, among them a tiny llama.cpp project.
 
 Property tests have no deadline: on a busy machine an example may take any time.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,11 @@ def llama(tmp_path: Path) -> Path:
 def patches(tmp_path: Path) -> Path:
     """A patch series that applies to it."""
     return write_patches(tmp_path / "patches")
+
+
+@pytest.fixture
+def no_full_collections() -> Iterator[None]:
+    """In the proxy full collections run only while there is no request."""
+    gc.disable()
+    yield
+    gc.enable()

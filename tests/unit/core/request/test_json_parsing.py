@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -89,14 +88,6 @@ def test_writing_in_pieces_equals_a_serialiser() -> None:
 
 def _list_of(item: bytes, n: int) -> bytes:
     return b'{"id_slot":1,"a":[%s]}' % b",".join([item] * n)
-
-
-@pytest.fixture
-def no_full_collections() -> Iterator[None]:
-    """In the proxy full collections run only while there is no request."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 BODIES: dict[str, Callable[[], bytes]] = {
