@@ -67,9 +67,11 @@ def refills(
     """Return the steps, by position, that decode lost blocks before `copies_end`.
 
     Decoded are those that a plan would adopt if they had copies, and what is between them where
-    there would be too many steps. The rows of a step fit the budget and the cells; a step that does
-    not is left out. Where all text before `copies_end` must be visible, no step is left out: there
-    are none unless they decode less than everything from `view.decode_from` on.
+    there would be too many steps. Within a budget, less than a block in all is decoded only where
+    it must stay or has a whole message of the user. The rows of a step fit the budget and the
+    cells; a step that does not is left out. Where all text before `copies_end` must be visible, no
+    step is left out: there are none unless they decode less than everything from
+    `view.decode_from` on.
     """
     blocks = view.blocks
     lost = ~view.in_pool & (blocks.ends <= copies_end)
@@ -80,14 +82,14 @@ def refills(
     if adopt is None:
         return ()
     chosen = blocks.labelled(frozenset(adopt.labels))
-    runs = _joined(_runs(_with_predecessors(chosen & lost, view.in_pool)), blocks)
+    wanted = chosen & lost
+    runs = _joined(_runs(_with_predecessors(wanted, view.in_pool)), blocks)
     needs_all = view.decode_from < copies_end
     if needs_all and (~chosen & (blocks.ends <= copies_end)).any():
         return ()
     n_redecoded = sum(int(blocks.ends[end - 1] - blocks.starts[first]) for first, end in runs)
     if needs_all and copies_end - view.decode_from < n_redecoded + _MIN_SAVED_TOKENS:
         return ()
-    wanted = chosen & lost
     must_stay = (wanted & required_blocks(as_saved, config.sink_tokens)).any()
     is_worth_it = must_stay or _has_message_of_user(blocks, wanted)
     if not needs_all and n_redecoded < config.block_tokens and not is_worth_it:
