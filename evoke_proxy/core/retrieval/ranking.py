@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import FloatArray, Positions
+from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.analysis import names_in
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
 from evoke_proxy.core.retrieval.fusion import (
@@ -52,11 +52,14 @@ _CONTEXT_WEIGHT = 0.5
 # last one with a question for a list, which has a ranking more.
 _CLAUSE_WEIGHT, _EARLIER_WEIGHT, _SECOND_LOOK_UP_WEIGHT = 0.5, 0.5, 0.34
 _LIST_LOOK_UP_WEIGHT = 0.5
+# Weights of the cosines of a unit and of its neighbours where no unit has _MIN_COVERAGE of a text's
+# words; else 1. Units with some of its words then have them mostly by chance.
+_UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
-# Weight of the ranking of the user's short statements, and the share of the query's words that a
-# unit must have to be a likely answer: the statements are used from the beginning when none of them
-# has this share, or when the user asks for advice.
+# Weight of the ranking of the user's short statements, and the share of a text's words, by weight,
+# that a unit must have to be a likely answer: the statements are used from the beginning when none
+# of them has this share, or when the user asks for advice.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
@@ -431,17 +434,29 @@ class UnitRanker:
 
     def _coverage(self, query: Query) -> FloatArray:
         """Return the share [u] of the weight of the query's content words that each unit has."""
-        stems = [one for one in self._stems(query.text) if one not in self._function_stems]
-        if not stems:
-            return np.zeros(self._n)
+        stems = self._stems(query.text)
         row_of, counts = self._counted or ({}, None)
         if counts is None or not row_of.keys() >= set(stems):
             row_of, counts = {one: i for i, one in enumerate(stems)}, self._counts(stems)
-        rows = [row_of[one] for one in stems]
+        of_units: FloatArray = self._coverages([stems], row_of, counts)[0]
+        return of_units
+
+    def _coverages(
+        self, texts: Sequence[Sequence[str]], row_of: Mapping[str, int], counts: _SparseRows
+    ) -> FloatArray:
+        """Return the share [t, u] of the weight of each text's content words that each unit has.
+
+        A text is given by its stems; `row_of` has their rows in `counts`. A text without content
+        words has 0.
+        """
+        content = [
+            [row_of[one] for one in stems if one not in self._function_stems] for stems in texts
+        ]
         weights = self._rarity(counts)
-        covered = counts.with_values(weights[counts.rows]).sums([rows])[0]
-        share: FloatArray = covered / weights[rows].sum()
-        return share
+        covered = counts.with_values(weights[counts.rows]).sums(content)
+        totals = np.array([weights[rows].sum() or 1.0 for rows in content])
+        shares: FloatArray = covered / totals[:, np.newaxis]
+        return shares
 
     @staticmethod
     def _in_context(scores: _TextScores, context: Sequence[_TextScores]) -> _TextScores:
@@ -457,7 +472,7 @@ class UnitRanker:
         All texts are scored at once, because an array operation takes about as long for one text as
         for several.
         """
-        found, evidence = self._bm25(texts)
+        found, evidence, is_covered = self._bm25(texts)
         rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
         if rows:
             of_units = self._unit_cosines([one for one in cosines if one is not None])
@@ -467,15 +482,12 @@ class UnitRanker:
         scaled = standardized(np.concatenate(signals))
         own, near = scaled[:n], scaled[end : end + n]
         near += scaled[2 * end :]
-        by_meaning = scaled[n:end], scaled[end + n : 2 * end]
-        if len(rows) == n:  # the usual case; indexing with rows makes copies
-            own += by_meaning[0]
-            near += by_meaning[1]
-            np.maximum(evidence, by_meaning[0], out=evidence)
-        elif rows:
-            own[rows] += by_meaning[0]
-            near[rows] += by_meaning[1]
-            evidence[rows] = np.maximum(evidence[rows], by_meaning[0])
+        if rows:
+            covered = is_covered[rows, np.newaxis]
+            by_meaning = np.where(covered, 1.0, _UNCOVERED_OWN) * scaled[n:end]
+            own[rows] += by_meaning
+            near[rows] += np.where(covered, 1.0, _UNCOVERED_NEAR) * scaled[end + n : 2 * end]
+            evidence[rows] = np.maximum(evidence[rows], by_meaning)
         # Neighbours raise a score and do not lower it. A unit that is good by its neighbours only
         # is worth less the longer it is: its tokens are room for others.
         near = np.maximum(near, 0.0)
@@ -503,9 +515,12 @@ class UnitRanker:
                 row[~has_vector] = row[has_vector].mean() if has_vector.any() else 0.0
         return of_units
 
-    def _bm25(self, texts: Sequence[str]) -> tuple[FloatArray, FloatArray]:
-        """Return the BM25 scores [t, u] for each text: of the units, and with their neighbours."""
-        by_words, by_neighbours = list[FloatArray](), list[FloatArray]()
+    def _bm25(self, texts: Sequence[str]) -> tuple[FloatArray, FloatArray, Mask]:
+        """Return the BM25 scores [t, u] for each text: of the units, and with their neighbours.
+
+        Also, for each text [t], whether a unit has _MIN_COVERAGE of its words.
+        """
+        by_words, by_neighbours, covered = list[FloatArray](), list[FloatArray](), list[Mask]()
         for stems in self._batches([self._stems(text) for text in texts]):
             row_of = {one: i for i, one in enumerate(dict.fromkeys(chain.from_iterable(stems)))}
             counts = self._counts(list(row_of))
@@ -514,9 +529,11 @@ class UnitRanker:
             of_texts = [[row_of[one] for one in of_text] for of_text in stems]
             by_words.append(of_words.sums(of_texts))
             by_neighbours.append(of_neighbours.sums(of_texts))
+            coverage = self._coverages(stems, row_of, counts)
+            covered.append(coverage.max(axis=1, initial=0.0) >= _MIN_COVERAGE)
         if len(by_words) == 1:
-            return by_words[0], by_neighbours[0]
-        return np.concatenate(by_words), np.concatenate(by_neighbours)
+            return by_words[0], by_neighbours[0], covered[0]
+        return np.concatenate(by_words), np.concatenate(by_neighbours), np.concatenate(covered)
 
     def _batches(
         self, stems_of_texts: Sequence[Sequence[str]]

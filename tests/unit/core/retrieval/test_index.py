@@ -267,6 +267,14 @@ def test_a_text_is_divided_into_at_most_four_chunks_without_loss(text: str) -> N
     assert "".join("".join(parts).split()) == "".join(text.split())
 
 
+def test_short_sentences_of_a_message_have_one_vector_together() -> None:
+    said = "Wow! That sounds great. Let me know when you are in town, and we go to the lake."
+    assert chunks_of(said) == (said,)
+    long = " ".join(f"Sentence {n} is about the budget of the committee." for n in range(14))
+    parts = chunks_of(long)
+    assert len(parts) == 3 and all(len(part) >= 250 for part in parts[:-1])
+
+
 @pytest.mark.parametrize("part", ("Who is he? ", "A.\n", "\n", "word "))
 def test_a_long_text_is_divided_in_little_time(part: str) -> None:
     began = time.process_time()

@@ -53,6 +53,27 @@ def test_a_message_with_other_word_forms_is_ranked_first() -> None:
     assert order(Query.of("Which agency did Mira research?"), texts)[0] == 9
 
 
+def test_meaning_counts_more_where_no_message_has_most_of_the_words() -> None:
+    """A few words of a question occur by chance, in messages that are about something else."""
+    texts = [f"What about the weather of day {n}?" for n in range(60)]
+    texts[12] = texts[25] = "Dates were late, was the harvest bad?"
+    texts[40] = "Was the kitchen always kosher?"
+
+    def found(question: str) -> list[int]:
+        table, index = blocks_of(texts), Index()
+        units = Units.of(table, 64)
+        index.unit_order(Query.of(question), table, units, len(texts), None)
+        vectors = np.eye(len(texts) + 1, dtype=np.float32)
+        meant = np.zeros(len(texts) + 1, np.float32)
+        meant[40], meant[-1] = 0.6, 0.8  # close to message 40 only
+        index.add_vectors((f"s/{n}", vectors[n : n + 1]) for n in range(len(texts)))
+        query = Query.of(question).embedded([meant])
+        return index.unit_order(query, table, units, len(texts), None).tolist()
+
+    assert found("Should I serve Hanneke dates wrapped in smoked bacon?")[0] == 40
+    assert found("Was the harvest of the dates bad?")[0] in (12, 25)
+
+
 def test_the_latest_version_of_a_message_is_ranked_before_earlier_ones() -> None:
     versions = {
         3: "build.yaml: WORKERS = 52232, TIMEOUT = 149288, HEIGHT = 23099",
