@@ -1,8 +1,8 @@
 """Is what a task needs in the cache when the answer begins, by kind of task?
 
-A case is one conversation (real dialogs as haystack, `bench/data`) with messages planted in it, and
-a turn that asks about them. A case counts when every message that its answer needs is whole in the
-cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
+A case is one conversation (real dialogs as haystack, or `--haystack statements`; `bench/data`) with
+messages planted in it, and a turn that asks about them. A case counts when every message that its
+answer needs is whole in the cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 
 * `needle`, `multi-key`: one fact; inside a long text, or among similar ones
 * `multi-value`: eight values of one key
@@ -17,10 +17,9 @@ cache. Budgets are 1/4, 1/8 and 1/16 of the conversation. Kinds:
 * `summaries`: twelve decisions
 
 Arms: those of `bench.evidence` (settings of the proxy, fills of the same budget) and `no eviction`.
-The conversation is a turn of its own before the question. The engine runs in this process;
-with `--server` the proxy and the patched server run, with the settings that a request can ask for.
-The part `factorial` measures what each signal of the ranking is worth
-(`bench/evidence/factorial.py`).
+The conversation is a turn of its own before the question. The engine runs in this process; with
+`--server` the proxy and the patched server run, with the settings that a request can ask for. The
+part `factorial` measures what each signal is worth (`bench/evidence/factorial.py`).
 
 *Against* the fills, other settings of the proxy, no eviction. *Fails* when the default misses a bar
 (`BARS`) or a criterion of `bench/presence.py` in a cell: a kind of task, or all, at
@@ -43,7 +42,7 @@ from bench import charts
 from bench.driver import Report, Row, listed, numbers, option, run_parts
 from bench.engines import history_of
 from bench.presence import Asked, Corpus, Talk, summarise
-from bench.tasks.cases import TEMPLATES, Case, cases, kinds
+from bench.tasks.cases import HAYSTACKS, TEMPLATES, Case, cases, kinds
 
 # Cases of a kind by the length of conversations, and for all other lengths.
 _COUNTS = {4000: 40, 32000: 16}
@@ -90,7 +89,7 @@ def chosen(args: argparse.Namespace, length: int) -> Iterator[Talk]:
     count = args.count or _COUNTS.get(length, _FEWEST)
     for kind in kinds(args.split):
         if not args.kinds or kind in args.kinds:
-            yield from map(talk_of, cases(args.split, kind, length, count))
+            yield from map(talk_of, cases(args.split, kind, length, count, 0, args.haystack))
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Talk]]]:
@@ -151,13 +150,20 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     made = CORPUS.report(args, rows, summary)
     missed = [f"{b['kind']} at {b['length']}" for b in bars if b["found"] < b["wanted"]]
     missed += made.missed
-    found = {"split": args.split, "lengths": summary, "bars": bars, "missed": missed}
+    found = {
+        "split": args.split,
+        "haystack": args.haystack,
+        "lengths": summary,
+        "bars": bars,
+        "missed": missed,
+    }
     return replace(made, summary=found, missed=missed, picture=picture(summary, args.split))
 
 
 CORPUS = Corpus(
     "tasks", __doc__, batches, "length", grouped, ("kind", "length"),
     (option("--split", "reporting", choices=TEMPLATES),
+     option("--haystack", "dialogs", choices=HAYSTACKS),
      option("--kinds", "", "separated by commas (all)", type=listed),
      option("--lengths", "4000,32000,128000", "of conversations, in tokens", type=numbers),
      option("--count", 0, "cases of a kind (40, 16, 6 by length)")),

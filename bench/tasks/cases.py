@@ -1,8 +1,9 @@
 """Makes cases: a conversation in which the needed messages are spread, and a turn that asks.
 
 The haystack is the dialogs of MTRAG-UN (`bench/data`), which people led with an assistant about
-laws, finance, software and much else. The dialogs of the two splits are disjoint; a conversation
-that is longer than the dialogs of its split goes on with those of the other one.
+laws, finance, software and much else. The dialogs of the two splits are disjoint; longer ones go on
+with those of the other split. The haystack `statements` is what users of BFCL's memory
+conversations tell, sentence by sentence: each is a message like those that are planted.
 
 What is planted comes from the templates: `tuning.toml`, `reporting.toml`, and those of more cases
 of a few kinds whose names begin with a split. A file has these tables:
@@ -32,6 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.evidence.conversations import conversations, split_of
 from bench.model.tasks import exchange
 
 HERE = Path(__file__).parent
@@ -181,14 +183,16 @@ class _Plot:
     asked: Sequence[Message]
 
 
-def cases(name: str, kind: str, length: int, count: int, first: int = 0) -> list[Case]:
+def cases(
+    name: str, kind: str, length: int, count: int, first: int = 0, haystack: str = "dialogs"
+) -> list[Case]:
     """Return cases of about `length` tokens; they depend on nothing but the arguments.
 
-    `name` is one of `TEMPLATES`. `first` is the number of the first case. Published figures are of
-    cases from number 0 on.
+    `name` is one of `TEMPLATES`, `haystack` one of `HAYSTACKS`. `first` is the number of the first
+    case. Published figures are of cases from number 0 on.
     """
     templates = read(name)
-    return [_case(templates, kind, length, first + number) for number in range(count)]
+    return [_case(templates, kind, length, first + n, haystack) for n in range(count)]
 
 
 def kinds(name: str = SPLITS[0]) -> list[str]:
@@ -201,7 +205,7 @@ def tokens_of(text: str) -> float:
     return len(text) / _CHARACTERS + _FRAME
 
 
-def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
+def _case(templates: Templates, kind: str, length: int, number: int, haystack: str) -> Case:
     name = f"{templates.name} {kind} {length} {number}"
     rng = random.Random(name)
     if kind in QUERIES:
@@ -213,7 +217,7 @@ def _case(templates: Templates, kind: str, length: int, number: int) -> Case:
     for each in plot.anywhere:
         planted.insert(rng.randint(0, len(planted)), each)
     taken = sum(tokens_of(text) for said, _ in planted for text in said)
-    straw = list(_haystack(rng, templates.split, length - taken))
+    straw = list(_haystack(HAYSTACKS[haystack](rng, templates), length - taken))
     messages: list[Message] = [{"role": "system", "content": SYSTEM}]
     needed = []
     for said, is_needed in _placed(rng, straw, planted, kind):
@@ -257,13 +261,10 @@ def _queries(rng: random.Random, templates: Templates, count: int) -> _Plot:
     asks = [pair["ask"] for pair in pairs[:count]]
     rng.shuffle(asks)
     layout = rng.randrange(3)
-    if layout == 0:
-        text = " ".join([rng.choice(templates.openings), *asks])
-    elif layout == 1:
-        numbered = [f"{at}. {ask}" for at, ask in enumerate(asks, 1)]
-        text = "\n".join([rng.choice(templates.openings), *numbered])
-    else:
-        text = "\n".join(asks)
+    opening = [rng.choice(templates.openings)] if layout < 2 else []
+    if layout == 1:
+        asks = [f"{at}. {ask}" for at, ask in enumerate(asks, 1)]
+    text = ("\n" if layout else " ").join([*opening, *asks])
     return _Plot(layout, [], stated, exchange(text))
 
 
@@ -288,17 +289,30 @@ def _dialogs() -> Mapping[str, list[list[Exchange]]]:
     return found
 
 
-def _haystack(rng: random.Random, split: str, tokens: float) -> Iterator[Exchange]:
-    """Yield dialogs in a random order until they have so many tokens."""
-    left = tokens
-    for source in (split, *(other for other in SPLITS if other != split)):
-        dialogs = _dialogs()[source]
-        for dialog in rng.sample(dialogs, len(dialogs)):
-            for said in dialog:
-                if left <= 0:
-                    return
-                left -= sum(tokens_of(text) for text in said)
-                yield said
+def _dialogs_of(rng: random.Random, templates: Templates) -> Iterator[Exchange]:
+    """Yield the dialogs of a split, then those of the other one, in a random order."""
+    for source in (templates.split, *(other for other in SPLITS if other != templates.split)):
+        for dialog in rng.sample(_dialogs()[source], len(_dialogs()[source])):
+            yield from dialog
+
+
+def _statements(rng: random.Random, templates: Templates) -> Iterator[Exchange]:
+    """Yield what one user of a split tells, from a random sentence on."""
+    users = [each for each in conversations() if each.id.startswith("bfcl")]
+    texts = rng.choice([one.texts for one in users if split_of()[one.id] == templates.split])
+    said = re.split(r"(?<=[.!?])\s+", "\n".join(texts))
+    first = rng.randrange(len(said))
+    yield from ((text, rng.choice(templates.replies)) for text in said[first:] + said[:first])
+
+
+HAYSTACKS = {"dialogs": _dialogs_of, "statements": _statements}
+
+
+def _haystack(pile: Iterator[Exchange], tokens: float) -> Iterator[Exchange]:
+    """Yield of a pile until it has so many tokens."""
+    while tokens > 0 and (said := next(pile, None)) is not None:
+        tokens -= sum(tokens_of(text) for text in said)
+        yield said
 
 
 def _placed(

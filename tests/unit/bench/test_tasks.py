@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from bench.engines import DEFAULT, SETTINGS, InProcess, history_of
+from bench.evidence.conversations import conversations, split_of
 from bench.fills import Rankings
 from bench.presence import ARMS, Asked, Talk, cells, fills, measure, shares_of_needed
 from bench.tasks.__main__ import bars_of, report, summary_of, talk_of
@@ -84,6 +85,22 @@ def test_every_slot_is_filled_and_the_needed_texts_are_those_of_the_template(
             for template, text in zip(scene.say, needed, strict=True):
                 words = [re.escape(part) for part in re.split(r"\{\w+\}", template.rstrip("."))]
                 assert re.search(".+".join(words), text), (template, text)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_haystack_of_statements_is_what_users_of_the_split_tell(split: str) -> None:
+    told = [
+        sentence
+        for each in conversations()
+        if each.id.startswith("bfcl") and split_of()[each.id] == split
+        for sentence in re.split(r"(?<=[.!?])\s+", "\n".join(each.texts))
+    ]
+    for case in cases(split, "needle", 4000, 3, haystack="statements"):
+        said = [m["content"] for m in case.messages if m["role"] == "user"]
+        needed = {case.messages[index]["content"] for index in case.needed}
+        straw = [text for text in said if text in told]
+        assert len(straw) > 60 and len(said) - len(straw) < 10 and needed <= set(said)
+        assert 3600 < _size(case) < 4700
 
 
 def test_each_kind_has_its_number_of_needed_messages() -> None:
@@ -216,7 +233,9 @@ def test_the_summary_has_percentages_differences_and_missed_bars() -> None:
     assert ("4000 1/8 all kinds", "best single fill") in verdicts
     cell = next(c for c in cells(rows, ("kind", "length")) if c["arm"] == "default")
     assert (cell["questions"], cell["whole"], cell["messages"]) == (10, 50.0, 75.0)
-    args = argparse.Namespace(split="tuning", lengths=[4000], misses=0, count=1, kinds=["needle"])
+    args = argparse.Namespace(
+        haystack="dialogs", split="tuning", lengths=[4000], misses=0, count=1, kinds=["needle"]
+    )
     made = report(args, rows)
     assert made.missed == ["multi-value at 4000"] and made.picture.startswith("<svg")
 
