@@ -59,7 +59,8 @@ _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 _MODEL_WEIGHT = 0.5
 # Weight of the ranking of the user's short statements, and the share of a text's words, by weight,
 # that a unit must have to be a likely answer: the statements are used from the beginning when none
-# of them has this share, or when the user asks for advice.
+# of them has this share, or when the user asks for advice. When no unit at all has it, statements
+# for advice are ranked by meaning.
 _STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
@@ -265,21 +266,23 @@ class _TextScores:
         evidence: As many numbers, above 0 where a signal found something in the unit or in its
             neighbours.
         own: As many numbers: the part of the score that the unit has without its neighbours.
+        meant: As many numbers: the part of `own` that is not by words.
     """
 
     scores: FloatArray
     evidence: FloatArray
     own: FloatArray
+    meant: FloatArray
 
     def __getitem__(self, at: int | slice) -> _TextScores:
         """The scores of one of the texts, or of several."""
-        return _TextScores(self.scores[at], self.evidence[at], self.own[at])
+        return _TextScores(self.scores[at], self.evidence[at], self.own[at], self.meant[at])
 
     def plus(self, other: _TextScores, weight: float) -> _TextScores:
         """Return these scores plus `weight` times the others, with the evidence of both."""
         evidence = np.maximum(self.evidence, other.evidence)
-        own = self.own + weight * other.own
-        return _TextScores(self.scores + weight * other.scores, evidence, own)
+        own, meant = self.own + weight * other.own, self.meant + weight * other.meant
+        return _TextScores(self.scores + weight * other.scores, evidence, own, meant)
 
     def ranking(self, weight: float) -> Ranking:
         """Rank the units with evidence and a score above the mean; of equals the latest first."""
@@ -329,7 +332,8 @@ class UnitRanker:
         rankings = list[Ranking]()
         if model_relevance is not None:
             by_model = self._units.maxima(model_relevance)[: self._n]
-            model_scores = _TextScores(standardized(by_model), by_model, standardized(by_model))
+            scaled = standardized(by_model)
+            model_scores = _TextScores(scaled, by_model, scaled, scaled)
             # With a single question, these scores are also added to those of its text. That sum
             # ranks a unit without the question's words low, because most of its signals are of the
             # text; so this ranking is used as well, with less weight.
@@ -356,7 +360,8 @@ class UnitRanker:
         points = self._units.maxima(self._source.statements)[: self._n]
         found = self._second_look_up(query, _strong(texts, first), points)
         second = self._latest_first(asked, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
-        after, is_covered = 0, False
+        after, is_covered, by_meaning = 0, False, False
+        asks_advice = any(map(asks_for_advice, query.clauses[: query.n_own]))
         if first and len(first[0].order):
             coverage = self._coverage(query)
             if not query.n_context and coverage[first[0].order[0]] < _MIN_COVERAGE:
@@ -365,13 +370,14 @@ class UnitRanker:
             if coverage[first[0].order[0]] >= _MIN_COVERAGE:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
+            by_meaning = asks_advice and coverage.max() < _MIN_COVERAGE
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
-            first.append(Ranking(_statements(texts[0], points), weight, after))
+            first.append(Ranking(_statements(texts[0], points, by_meaning), weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
-            statements = _statements(texts[0], points)
+            statements = _statements(texts[0], points, by_meaning)
             finds = _asks(query.text) and len(first[0].order) > 0
             if finds:
                 lengths, ends = self._units.lengths, self._units.lengths[statements].cumsum()
@@ -382,7 +388,7 @@ class UnitRanker:
                 most = max(part, _LEAST_FOR_STATEMENTS, falling)
                 n_fit = int(ends.searchsorted(most, "right"))
                 first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
-            if (finds and not is_covered) or asks_for_advice(query.clauses[0]):
+            if (finds and not is_covered) or asks_advice:
                 first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],
@@ -482,12 +488,13 @@ class UnitRanker:
         scaled = standardized(np.concatenate(signals))
         own, near = scaled[:n], scaled[end : end + n]
         near += scaled[2 * end :]
+        meant = np.zeros_like(own)
         if rows:
             covered = is_covered[rows, np.newaxis]
-            by_meaning = np.where(covered, 1.0, _UNCOVERED_OWN) * scaled[n:end]
-            own[rows] += by_meaning
+            meant[rows] = np.where(covered, 1.0, _UNCOVERED_OWN) * scaled[n:end]
             near[rows] += np.where(covered, 1.0, _UNCOVERED_NEAR) * scaled[end + n : 2 * end]
-            evidence[rows] = np.maximum(evidence[rows], by_meaning)
+            own += meant
+            evidence[rows] = np.maximum(evidence[rows], meant[rows])
         # Neighbours raise a score and do not lower it. A unit that is good by its neighbours only
         # is worth less the longer it is: its tokens are room for others.
         near = np.maximum(near, 0.0)
@@ -499,7 +506,7 @@ class UnitRanker:
                 of_units = self._units.maxima(mentions)[: self._n]
                 scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
                 evidence[i] = np.maximum(evidence[i], of_units)
-        return _TextScores(scores, evidence, own)
+        return _TextScores(scores, evidence, own, meant)
 
     def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
         """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
@@ -755,10 +762,15 @@ def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterat
         yield best[scores >= _MIN_READ_SCORE * scores.max(initial=0.0)].tolist()
 
 
-def _statements(text: _TextScores, points: FloatArray) -> Positions:
-    """Rank the short statements of the user, by their `points` [u] and their own text scores."""
+def _statements(text: _TextScores, points: FloatArray, by_meaning: bool) -> Positions:
+    """Rank the short statements of the user, by their `points` [u] and their own text scores.
+
+    With `by_meaning`, words do not count if there are vectors: that the lease forbids animals is
+    close to "Could I adopt a kitten?", and what has one of its words is so by chance.
+    """
     found = np.flatnonzero(points)[::-1]
-    return found[np.argsort(-(text.own + points)[found], kind="stable")]
+    scores = text.meant if by_meaning and text.meant.any() else text.own
+    return found[np.argsort(-(scores + points)[found], kind="stable")]
 
 
 def _is_version(words: frozenset[int], other: frozenset[int], asked: set[int]) -> bool:

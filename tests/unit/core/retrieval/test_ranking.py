@@ -17,7 +17,7 @@ from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
 from evoke_proxy.core.retrieval.fusion import Ranking
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.retrieval.ranking import _covering_first
+from evoke_proxy.core.retrieval.ranking import _covering_first, _statements, _TextScores
 from evoke_proxy.core.retrieval.units import Units
 
 WORDS = ("harbour", "harbours", "ferry", "red", "the", "fox", "Oslo", "where", "key-7", "show")
@@ -241,6 +241,15 @@ def test_for_advice_restrictions_are_ranked_early() -> None:
     texts = [*FILLER[:9], "Our lease forbids animals.", *FILLER[9:]]
     assert 9 in order(Query.of("Could I adopt a kitten?"), texts)[:3]
     assert 9 not in order(Query.of("Who adopted the kitten?"), texts)[:3]
+
+
+def test_statements_for_advice_are_ranked_by_meaning() -> None:
+    own, meant = np.array([3.0, 2.0, 1.0, 9.0]), np.array([0.5, 2.5, 1.0, 4.0])
+    text, points = _TextScores(own, own, own, meant), np.array([1.0, 1.0, 3.0, 0.0])
+    assert _statements(text, points, by_meaning=False).tolist() == [2, 0, 1]
+    assert _statements(text, points, by_meaning=True).tolist() == [2, 1, 0]
+    without_vectors = _TextScores(own, own, own, np.zeros(4))
+    assert _statements(without_vectors, points, by_meaning=True).tolist() == [2, 0, 1]
 
 
 def test_with_more_room_statements_come_before_what_only_shares_words() -> None:
