@@ -281,9 +281,10 @@ def fresh_cases(seed: int) -> Iterator[Case]:
         ("two hops, other words", QUESTIONS // 2, "two hops"),
         ("standing instructions", QUESTIONS, "instructions"),
     ):
-        for case in cases("reporting", kind, LENGTH, count, first):
+        for case in cases("reporting", kind, LENGTH, range(first, first + count)):
             yield replace(case, kind=name)
-    yield from _paraphrases(seed, cases("reporting", "multi-key", LENGTH, QUESTIONS, first + 50))
+    other = range(first + 50, first + 50 + QUESTIONS)
+    yield from _paraphrases(seed, cases("reporting", "multi-key", LENGTH, other))
 
 
 def _paraphrases(seed: int, drawn: Sequence[Case]) -> Iterator[Case]:

@@ -89,7 +89,7 @@ def chosen(args: argparse.Namespace, length: int) -> Iterator[Talk]:
     count = args.count or _COUNTS.get(length, _FEWEST)
     for kind in kinds(args.split):
         if not args.kinds or kind in args.kinds:
-            yield from map(talk_of, cases(args.split, kind, length, count, 0, args.haystack))
+            yield from map(talk_of, cases(args.split, kind, length, count, args.haystack))
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[int, Iterator[Talk]]]:

@@ -184,15 +184,14 @@ class _Plot:
 
 
 def cases(
-    name: str, kind: str, length: int, count: int, first: int = 0, haystack: str = "dialogs"
+    name: str, kind: str, length: int, numbers: int | range, haystack: str = "dialogs"
 ) -> list[Case]:
     """Return cases of about `length` tokens; they depend on nothing but the arguments.
 
-    `name` is one of `TEMPLATES`, `haystack` one of `HAYSTACKS`. `first` is the number of the first
-    case. Published figures are of cases from number 0 on.
+    `name` is one of `TEMPLATES`, `haystack` of `HAYSTACKS`. `numbers` may be how many, from 0 on.
     """
-    templates = read(name)
-    return [_case(templates, kind, length, first + n, haystack) for n in range(count)]
+    templates, wanted = read(name), range(numbers) if isinstance(numbers, int) else numbers
+    return [_case(templates, kind, length, number, haystack) for number in wanted]
 
 
 def kinds(name: str = SPLITS[0]) -> list[str]:
