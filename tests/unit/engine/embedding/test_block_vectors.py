@@ -26,6 +26,8 @@ from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conve
 
 EAST = np.array([1.0, 0.0], np.float32)
 POLICY = PolicyConfig(budget=512)
+# Two passages of one block: each is long enough to have a vector of its own.
+PASSAGES = (f"The first one is {'right ' * 50}here.", f"The second one is {'far ' * 70}over there.")
 
 
 class FakeEmbedding:
@@ -94,7 +96,7 @@ async def embed_during_rendering(
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:
-    fake, conversation_ = FakeEmbedding(), conversation("The first one is here.", "One. " * 12)
+    fake, conversation_ = FakeEmbedding(), conversation("The first one is here.", "One. " * 120)
     vectors = vectors_of(fake)
     vectors.submit(conversation_)
     assert fake.submitted[-1].startswith("One.") and fake.submitted[0] == "The first one is here."
@@ -122,12 +124,7 @@ def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.Monke
 
 
 def test_an_immediate_encoder_embeds_missing_blocks_at_once() -> None:
-    texts = (
-        "The first one is right here. The second one is over there.",
-        "",
-        "More of it.",
-        "Why?",
-    )
+    texts = (" ".join(PASSAGES), "", "More of it.", "Why?")
     fake, conversation_ = FakeEmbedding(is_immediate=True), conversation(*texts)
     vectors, index = vectors_of(fake), conversation_.session.index
     vectors.submit(conversation_)
@@ -135,9 +132,7 @@ def test_an_immediate_encoder_embeds_missing_blocks_at_once() -> None:
         "nothing must be left for the background"
     )
     vectors.embed_missing(conversation_.session, index._blocks)
-    assert fake.asked == [
-        "More of it.", "The first one is right here.", "The second one is over there.",
-    ]  # fmt: skip
+    assert fake.asked == ["More of it.", *PASSAGES]
     assert [block.label for block in index.without_vectors(9)] == ["s/3", "s/1"]
     assert index._vectors.get(0).tolist() == [[2, 0], [3, 0]]
     assert index.n_with_vectors == 2
