@@ -188,7 +188,7 @@ def cases(
 ) -> list[Case]:
     """Return cases of about `length` tokens; they depend on nothing but the arguments.
 
-    `name` is one of `TEMPLATES`, `haystack` of `HAYSTACKS`. `numbers` may be how many, from 0 on.
+    `numbers` are those of the cases, or how many from 0 on; see `TEMPLATES` and `HAYSTACKS`.
     """
     templates, wanted = read(name), range(numbers) if isinstance(numbers, int) else numbers
     return [_case(templates, kind, length, number, haystack) for number in wanted]
@@ -308,7 +308,7 @@ HAYSTACKS = {"dialogs": _dialogs_of, "statements": _statements}
 
 
 def _haystack(pile: Iterator[Exchange], tokens: float) -> Iterator[Exchange]:
-    """Yield of a pile until it has so many tokens."""
+    """Yield exchanges of a pile until they have so many tokens."""
     while tokens > 0 and (said := next(pile, None)) is not None:
         tokens -= sum(tokens_of(text) for text in said)
         yield said

@@ -266,7 +266,7 @@ class _TextScores:
         evidence: As many numbers, above 0 where a signal found something in the unit or in its
             neighbours.
         own: As many numbers: the part of the score that the unit has without its neighbours.
-        meant: As many numbers: the part of `own` that is not by words.
+        meant: As many numbers: the part of `own` by vectors and by the model's attention.
     """
 
     scores: FloatArray

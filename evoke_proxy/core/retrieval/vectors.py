@@ -26,7 +26,7 @@ _MAX_PARTS = 64
 # A block has a longer text only where its message has text that the template leaves out.
 _MAX_BLOCK_CHARS = 32 * 1024
 # A shorter chunk is joined with the next one. The vector of a short sentence such as "Let me know!"
-# is close to many questions, so a message of a few sentences would rank by its least specific one.
+# is close to many questions, and a block ranks by its best chunk.
 _MIN_CHUNK_CHARS = 250
 # Rows that a matrix of vectors has room for at first.
 _INITIAL_ROWS = 64
