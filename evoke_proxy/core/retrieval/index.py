@@ -252,6 +252,7 @@ class Index:
             find_mentions=partial(self._mentions, first_new=question_start),
             statements=self.statement_points(blocks),
             asks=self.asks(blocks),
+            find_likeness=self._likeness,
             signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
@@ -480,6 +481,11 @@ class Index:
         cosines = self._vectors.cosines([topic], len(self._inverted))
         return None if cosines is None else self._of_blocks(cosines[0])
 
+    def _likeness(self, examples: Mapping[int, float]) -> FloatArray | None:
+        """Return how alike the blocks are to a weighted sum of blocks [n]; see `UnitSource`."""
+        by_document = {int(self._documents[i]): weight for i, weight in examples.items()}
+        return self._vectors.likeness(by_document, self._documents)
+
     def _clause_ranking(
         self, text: str, cosines: FloatArray | None, context: _QueryContext
     ) -> ClauseRanking:
@@ -664,6 +670,7 @@ class _BlockSource:
         statements: [n] points of each block as a short statement of the user, 0 to 3; see
             `retrieval.instructions.statement_points`.
         asks: [n] 1 for the blocks with a question mark, else 0.
+        find_likeness: Returns the result of `likeness`.
         signals: The signals that may be used.
     """
 
@@ -677,6 +684,7 @@ class _BlockSource:
     find_mentions: Callable[[str], FloatArray | None]
     statements: FloatArray
     asks: FloatArray
+    find_likeness: Callable[[Mapping[int, float]], FloatArray | None]
     signals: frozenset[str]
 
     def form_counts(self, stems: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
@@ -702,6 +710,10 @@ class _BlockSource:
         None when it mentions no name.
         """
         return self.find_mentions(text) if "names" in self.signals else None
+
+    def likeness(self, examples: Mapping[int, float]) -> FloatArray | None:
+        """Return how alike the blocks are to a weighted sum of blocks; see `UnitSource`."""
+        return self.find_likeness(examples) if "vectors" in self.signals else None
 
     def names(self, blocks: range) -> Mapping[int, float]:
         """Return the names of these blocks by the number of their stem; see `UnitSource`."""

@@ -1,8 +1,9 @@
 """Ranks the units of a session for a query: the order in which they are kept within a budget.
 
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
-by vectors where there are any. The scores of these signals are standardized and added. A second
-search looks up the names that the best units contain. The user's short statements are ranked for
+by vectors where there are any. The scores of these signals are standardized and added. Units that
+are like the best ones of the complete text, by vectors, score higher. A second search looks up the
+names that the best units contain. The user's short statements are ranked for
 themselves, too, because some of what a question needs has none of its words. The rankings are
 interleaved.
 """
@@ -40,7 +41,7 @@ _B = 0.75
 # units pass over those of at most _PASSED_TOKENS tokens, such as "Noted.": what the user says
 # before and after one of them belongs together. A short unit has those beside it: it may be an
 # answer.
-_NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES, _PASSED_TOKENS = (0.5,), (0.5, 0.25), 12
+_NEIGHBOUR_WORDS, _NEIGHBOUR_SCORES, _PASSED_TOKENS = (0.7,), (0.5, 0.25), 12
 # Factor of the weight of function words, which structure a question. It is not 0, because some of
 # them carry meaning: "give", "where".
 _FUNCTION_WORD_WEIGHT = 0.3
@@ -55,13 +56,17 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 # Weights of the cosines of a unit and of its neighbours where no unit has _MIN_COVERAGE of a text's
 # words; else 1. Units with some of its words then have them mostly by chance.
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
+# Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
+# _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
+# to them, and how alike its neighbours are, is added to its score with this weight.
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT = 3, 0.8
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
-# Weight of the ranking of the user's short statements, and the share of a text's words, by weight,
-# that a unit must have to be a likely answer: the statements are used from the beginning when none
-# of them has this share, or when the user asks for advice. When no unit at all has it, statements
-# for advice are ranked by meaning.
-_STATEMENT_WEIGHT, _MIN_COVERAGE = 0.34, 0.6
+# Weights of the ranking of the user's short statements, the second one for advice, and the share of
+# a text's words, by weight, that a unit must have to be a likely answer: the statements are used
+# from the beginning when none of them has this share, or when the user asks for advice. When no
+# unit at all has it, statements for advice are ranked by meaning.
+_STATEMENT_WEIGHT, _ADVICE_WEIGHT, _MIN_COVERAGE = 0.34, 1.0, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
 # of several statements, or of one in other words, only with more room. If all statements together
@@ -158,6 +163,14 @@ class UnitSource(Protocol):
     @property
     def asks(self) -> FloatArray:
         """1 for each block [n] with a question mark, else 0."""
+        ...
+
+    def likeness(self, examples: Mapping[int, float]) -> FloatArray | None:
+        """Return how alike each block [n] is to a weighted sum of blocks, by vectors: cosines.
+
+        `examples` has the indexes of the blocks in the sum with their weights. 0 for a block
+        without vectors; None without vectors of any block or example.
+        """
         ...
 
     def names(self, blocks: range) -> Mapping[int, float]:
@@ -354,6 +367,7 @@ class UnitRanker:
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
+        texts[:1] = map(self._with_feedback, texts[:1])
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
         first = self._latest_first(asked, first)
@@ -374,10 +388,13 @@ class UnitRanker:
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
-            first.append(Ranking(_statements(texts[0], points, by_meaning), weight, after))
+            # Points are those of limits and wishes; the items of a list are any statements.
+            statements = _statements(texts[0].own, points)
+            first.append(Ranking(statements, weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
-            statements = _statements(texts[0], points, by_meaning)
+            scores = texts[0].meant if by_meaning and texts[0].meant.any() else texts[0].own
+            statements = _statements(scores + points, points)
             finds = _asks(query.text) and len(first[0].order) > 0
             if finds:
                 lengths, ends = self._units.lengths, self._units.lengths[statements].cumsum()
@@ -389,7 +406,8 @@ class UnitRanker:
                 n_fit = int(ends.searchsorted(most, "right"))
                 first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
             if (finds and not is_covered) or asks_advice:
-                first.append(Ranking(statements, _STATEMENT_WEIGHT, after))
+                weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
+                first.append(Ranking(statements, weight, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],
             self._units.lengths,
@@ -471,6 +489,23 @@ class UnitRanker:
         for one in context:
             scores, weight = scores.plus(one, weight), weight / 2
         return scores
+
+    def _with_feedback(self, text: _TextScores) -> _TextScores:
+        """Add to the scores of a text how alike the units are to its best ones, by vectors."""
+        examples = dict[int, float]()
+        for unit in text.ranking(1.0).order[:_FEEDBACK_UNITS].tolist():
+            blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
+            examples |= dict.fromkeys(blocks, float(text.scores[unit]) / len(blocks))
+        of_blocks = self._source.likeness(examples) if examples else None
+        if of_blocks is None:
+            return text
+        likeness = self._units.maxima(of_blocks)[: self._n]
+        near = with_neighbours(likeness, _NEIGHBOUR_SCORES, self._neighbouring)
+        added = standardized(likeness) + np.maximum(standardized(near), 0.0)
+        is_found = ~self._is_short_reply | (text.evidence > 0)
+        evidence = np.where(is_found, added, 0.0)
+        more = _TextScores(added, evidence, added, np.zeros_like(added))
+        return text.plus(more, _FEEDBACK_WEIGHT)
 
     def _score(self, texts: Sequence[str], cosines: Sequence[FloatArray | None]) -> _TextScores:
         """Return the scores [t, u] of the units for each text.
@@ -762,15 +797,10 @@ def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterat
         yield best[scores >= _MIN_READ_SCORE * scores.max(initial=0.0)].tolist()
 
 
-def _statements(text: _TextScores, points: FloatArray, by_meaning: bool) -> Positions:
-    """Rank the short statements of the user, by their `points` [u] and their own text scores.
-
-    With `by_meaning`, words do not count if there are vectors: that the lease forbids animals is
-    close to "Could I adopt a kitten?", and what has one of its words is so by chance.
-    """
+def _statements(scores: FloatArray, points: FloatArray) -> Positions:
+    """Rank the user's short statements, which have `points` [u] above 0, by their scores [u]."""
     found = np.flatnonzero(points)[::-1]
-    scores = text.meant if by_meaning and text.meant.any() else text.own
-    return found[np.argsort(-(scores + points)[found], kind="stable")]
+    return found[np.argsort(-scores[found], kind="stable")]
 
 
 def _is_version(words: frozenset[int], other: frozenset[int], asked: set[int]) -> bool:

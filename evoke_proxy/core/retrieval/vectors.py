@@ -208,6 +208,38 @@ class DocumentVectors:
         found[np.array(self._documents)] = self._mean_cosines(topic)
         return found
 
+    def likeness(self, examples: Mapping[int, float], documents: Positions) -> FloatArray | None:
+        """Return how alike each of some documents is to a weighted sum of documents: cosines [n].
+
+        `examples` has the numbers of the documents in the sum with their weights. The mean vector
+        of the n `documents` is subtracted from all vectors first, because what all texts of a
+        session have in common says nothing. 0 for a document without vectors; None when none of the
+        n has any, or no example.
+        """
+        stored, n_stored = np.array(self._documents), len(self._documents)
+        used = [(self._index_of[one], each) for one, each in examples.items() if one in self]
+        if not used:
+            return None
+        row_of = np.full(1 + max(int(stored.max()), int(documents.max(initial=-1))), -1)
+        row_of[stored] = np.arange(n_stored)
+        found = row_of[documents]
+        has_vector = found >= 0
+        rows, present = self._means[:n_stored], found[has_vector]
+        if not len(present):
+            return None
+        mean = np.add.reduce(rows if len(present) == n_stored else rows[present]) / len(present)
+        total = np.zeros_like(mean)
+        for row, weight in used:
+            total += np.float32(weight) * _normalized(rows[row] - mean)
+        total = _normalized(total)
+        with_mean, with_total = _products(rows, [mean, total])
+        # |v - m|^2 of unit vectors v, given their products with the mean m.
+        squares = 1.0 - 2.0 * with_mean[present] + mean @ mean
+        cosines = np.zeros(len(documents))
+        cosines[has_vector] = with_total[present] - total @ mean
+        cosines[has_vector] /= np.sqrt(np.maximum(squares, _MIN_SPREAD))
+        return cosines
+
     def expect(self, vectors: Sequence[Vectors]) -> None:
         """Announce unit vectors that will be compared with the documents.
 
@@ -256,6 +288,11 @@ def _products(
             if at >= start:
                 np.dot(part, vector, out=row[at : at + _ROWS_PER_STEP])
     return found
+
+
+def _normalized(vector: Vectors) -> Vectors:
+    unit: Vectors = vector / np.float32(max(float(np.sqrt(vector @ vector)), 1e-12))
+    return unit
 
 
 def _early_products(rows: Vectors, vectors: Sequence[Vectors]) -> Sequence[tuple[Vectors, Vectors]]:

@@ -17,7 +17,7 @@ from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
 from evoke_proxy.core.retrieval.fusion import Ranking
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.retrieval.ranking import _covering_first, _statements, _TextScores
+from evoke_proxy.core.retrieval.ranking import _covering_first
 from evoke_proxy.core.retrieval.units import Units
 
 WORDS = ("harbour", "harbours", "ferry", "red", "the", "fox", "Oslo", "where", "key-7", "show")
@@ -53,6 +53,24 @@ def test_a_message_with_other_word_forms_is_ranked_first() -> None:
     assert order(Query.of("Which agency did Mira research?"), texts)[0] == 9
 
 
+def order_by_vectors(
+    question: str, texts: list[str], asked: list[float], vectors: dict[int, list[float]]
+) -> list[int]:
+    """The numbers of the ranked messages, with vectors of the question and of some messages.
+
+    Each of the other messages has an axis of its own, to which all others are orthogonal.
+    """
+    table, index, n_axes = blocks_of(texts), Index(), len(asked)
+    units = Units.of(table, 64)
+    index.unit_order(Query.of(question), table, units, len(texts), None)
+    rows = np.eye(len(texts) + n_axes, dtype=np.float32)
+    for number, values in vectors.items():
+        rows[number] = [*[0.0] * len(texts), *values]
+    index.add_vectors((f"s/{n}", rows[n : n + 1]) for n in range(len(texts)))
+    query = Query.of(question).embedded([np.float32([*[0.0] * len(texts), *asked])])
+    return index.unit_order(query, table, units, len(texts), None).tolist()
+
+
 def test_meaning_counts_more_where_no_message_has_most_of_the_words() -> None:
     """A few words of a question occur by chance, in messages that are about something else."""
     texts = [f"What about the weather of day {n}?" for n in range(60)]
@@ -60,18 +78,20 @@ def test_meaning_counts_more_where_no_message_has_most_of_the_words() -> None:
     texts[40] = "Was the kitchen always kosher?"
 
     def found(question: str) -> list[int]:
-        table, index = blocks_of(texts), Index()
-        units = Units.of(table, 64)
-        index.unit_order(Query.of(question), table, units, len(texts), None)
-        vectors = np.eye(len(texts) + 1, dtype=np.float32)
-        meant = np.zeros(len(texts) + 1, np.float32)
-        meant[40], meant[-1] = 0.6, 0.8  # close to message 40 only
-        index.add_vectors((f"s/{n}", vectors[n : n + 1]) for n in range(len(texts)))
-        query = Query.of(question).embedded([meant])
-        return index.unit_order(query, table, units, len(texts), None).tolist()
+        return order_by_vectors(question, texts, [0.6, 0.8, 0.0], {40: [0.6, 0.0, 0.8]})
 
     assert found("Should I serve Hanneke dates wrapped in smoked bacon?")[0] == 40
     assert found("Was the harvest of the dates bad?")[0] in (12, 25)
+
+
+def test_messages_like_the_best_ones_are_ranked_early() -> None:
+    """What a question finds shows what it asks for: the others are in other words."""
+    texts = [f"Was the weather of day {n} calm?" for n in range(40)]
+    texts[7], texts[30] = "Was Mira's first trip to Oslo?", "And then a week in Lisbon?"
+    question, unlike = "Which trips did Mira make?", [0.0, 1.0]
+    found = order_by_vectors(question, texts, unlike, {7: [1.0, 0.0], 30: [1.0, 0.0]})
+    assert found[0] == 7 and 30 in found[:8]
+    assert 30 not in order_by_vectors(question, texts, unlike, {7: [1.0, 0.0]})
 
 
 def test_the_latest_version_of_a_message_is_ranked_before_earlier_ones() -> None:
@@ -244,12 +264,24 @@ def test_for_advice_restrictions_are_ranked_early() -> None:
 
 
 def test_statements_for_advice_are_ranked_by_meaning() -> None:
-    own, meant = np.array([3.0, 2.0, 1.0, 9.0]), np.array([0.5, 2.5, 1.0, 4.0])
-    text, points = _TextScores(own, own, own, meant), np.array([1.0, 1.0, 3.0, 0.0])
-    assert _statements(text, points, by_meaning=False).tolist() == [2, 0, 1]
-    assert _statements(text, points, by_meaning=True).tolist() == [2, 1, 0]
-    without_vectors = _TextScores(own, own, own, np.zeros(4))
-    assert _statements(without_vectors, points, by_meaning=True).tolist() == [2, 0, 1]
+    texts = [f"What was the weather of day {n} like?" for n in range(40)]
+    texts[9], texts[20] = "Our lease forbids animals.", "We are never at home in spring."
+    texts[30] = "Spring is not our time."
+    question = "Could I adopt a kitten in spring?"
+    found = order(Query.of(question), texts)
+    assert found.index(9) > max(found.index(20), found.index(30))
+    farther = [0.5, 0.0, 0.0, 0.866]
+    vectors = {9: [0.6, 0.0, 0.8, 0.0], 20: farther, 30: farther}
+    found = order_by_vectors(question, texts, [0.6, 0.8, 0.0, 0.0], vectors)
+    assert found.index(9) < max(found.index(20), found.index(30))
+
+
+def test_the_items_of_a_list_need_no_limit_or_wish() -> None:
+    texts = [f"What was the weather of day {n} like?" for n in range(40)]
+    texts[9], texts[20] = "The club has chess on Tuesdays.", "I can't stand the cold."
+    vectors = {9: [0.6, 0.0, 0.8, 0.0], 20: [0.5, 0.0, 0.0, 0.866]}
+    found = order_by_vectors("List all hobbies.", texts, [0.6, 0.8, 0.0, 0.0], vectors)
+    assert found.index(9) < found.index(20)
 
 
 def test_with_more_room_statements_come_before_what_only_shares_words() -> None:

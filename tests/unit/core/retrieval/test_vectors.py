@@ -66,3 +66,37 @@ def test_vectors_of_another_encoder_discard_what_was_compared_early() -> None:
     documents.compare([[vector]])
     found = documents.cosines([np.ones(8, np.float32)], 101)
     assert found is not None and found[0, 100] == 8
+
+
+def test_likeness_is_the_cosine_with_the_examples_without_what_all_have_in_common() -> None:
+    vectors = _unit(9, 4) + np.float32(0.3)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    documents = DocumentVectors()
+    for number in (5, 0, 7, 2, 8, 3):
+        documents.put(number, vectors[number : number + 1])
+    of = np.array([0, 2, 3, 4, 5, 7])  # 4 has no vector; 8 was removed from the session
+    exact = vectors.astype(np.float64)
+    centred = exact - exact[[0, 2, 3, 5, 7]].mean(axis=0)
+    centred /= np.linalg.norm(centred, axis=1, keepdims=True)
+    example = 2.0 * centred[3] + 1.0 * centred[7]
+    expected = centred[of] @ example / np.linalg.norm(example)
+    expected[3] = 0.0
+    found = documents.likeness({3: 2.0, 4: 5.0, 7: 1.0}, of)
+    assert found is not None and np.allclose(found, expected, atol=1e-5)
+
+
+def test_without_examples_or_vectors_there_is_no_likeness() -> None:
+    documents = _documents(3)
+    assert documents.likeness({}, np.arange(3)) is None
+    assert documents.likeness({9: 1.0}, np.arange(3)) is None
+    assert documents.likeness({1: 1.0}, np.array([7, 8])) is None
+    assert documents.likeness({1: 1.0}, np.zeros(0, np.int64)) is None
+    assert DocumentVectors().likeness({1: 1.0}, np.arange(3)) is None
+
+
+def test_documents_that_are_all_the_same_are_not_alike() -> None:
+    documents, same = DocumentVectors(), _unit(1, 5)
+    for number in range(4):
+        documents.put(number, same)
+    found = documents.likeness({1: 1.0}, np.arange(4))
+    assert found is not None and np.abs(found).max() < 1e-2
