@@ -65,7 +65,7 @@ _MODEL_WEIGHT = 0.5
 # Weights of the ranking of the user's short statements, the second one for advice, and the share of
 # a text's words, by weight, that a unit must have to be a likely answer: the statements are used
 # from the beginning when none of them has this share, or when the user asks for advice. When no
-# unit at all has it, statements for advice are ranked by meaning.
+# unit at all has it, they are ranked by meaning, except for a list.
 _STATEMENT_WEIGHT, _ADVICE_WEIGHT, _MIN_COVERAGE = 0.34, 1.0, 0.6
 # For any question, the best statements get more weight after the other rankings had this part of
 # all tokens that are ranked: what one answer needs is found within these, and what a question needs
@@ -384,7 +384,7 @@ class UnitRanker:
             if coverage[first[0].order[0]] >= _MIN_COVERAGE:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
-            by_meaning = asks_advice and coverage.max() < _MIN_COVERAGE
+            by_meaning = coverage.max() < _MIN_COVERAGE and bool(texts[0].meant.any())
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
@@ -393,7 +393,9 @@ class UnitRanker:
             first.append(Ranking(statements, weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
-            scores = texts[0].meant if by_meaning and texts[0].meant.any() else texts[0].own
+            # What has one of the words is so by chance: that the lease forbids animals has none of
+            # "Could I adopt a kitten?".
+            scores = texts[0].meant if by_meaning else texts[0].own
             statements = _statements(scores + points, points)
             finds = _asks(query.text) and len(first[0].order) > 0
             if finds:

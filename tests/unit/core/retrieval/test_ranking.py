@@ -263,17 +263,20 @@ def test_for_advice_restrictions_are_ranked_early() -> None:
     assert 9 not in order(Query.of("Who adopted the kitten?"), texts)[:3]
 
 
-def test_statements_for_advice_are_ranked_by_meaning() -> None:
+@pytest.mark.parametrize(
+    "question", ["Could I adopt a kitten in spring?", "Who adopted the kitten of spring?"]
+)
+def test_statements_are_ranked_by_meaning_where_no_message_has_the_words(question: str) -> None:
     texts = [f"What was the weather of day {n} like?" for n in range(40)]
-    texts[9], texts[20] = "Our lease forbids animals.", "We are never at home in spring."
-    texts[30] = "Spring is not our time."
-    question = "Could I adopt a kitten in spring?"
+    texts[9], in_spring = "Our lease forbids animals.", (20, 24, 28, 32)
+    for number in in_spring:
+        texts[number] = f"We were not at home in the spring of 19{number}."
     found = order(Query.of(question), texts)
-    assert found.index(9) > max(found.index(20), found.index(30))
-    farther = [0.5, 0.0, 0.0, 0.866]
-    vectors = {9: [0.6, 0.0, 0.8, 0.0], 20: farther, 30: farther}
+    assert found.index(9) > max(map(found.index, in_spring))
+    vectors = {number: [0.5, 0.0, 0.0, 0.866] for number in in_spring}
+    vectors[9] = [0.6, 0.0, 0.8, 0.0]
     found = order_by_vectors(question, texts, [0.6, 0.8, 0.0, 0.0], vectors)
-    assert found.index(9) < max(found.index(20), found.index(30))
+    assert found.index(9) < max(map(found.index, in_spring))
 
 
 def test_the_items_of_a_list_need_no_limit_or_wish() -> None:
