@@ -1,12 +1,12 @@
 """Do the main claims hold on this machine, with a seed of the reader's?
 
 Five parts, each made with the parts of a longer bench: the bits of a block that left the cache and
-came back; sixty fresh questions in real dialogs, by arm; labelled evidence in real conversations;
+came back; sixty fresh questions among statements, by arm; labelled evidence in real conversations;
 save and load against decoding again; the time to the first byte against llama-server without the
 proxy. Each has bounds that were fixed before the run.
 
-*Against*: no eviction, random blocks, a BM25 fill of the same budget, the text quoted again
-(breadcrumb), nothing recovered (discard), an oracle; decoding again; llama-server directly.
+*Against*: no eviction, random blocks, fills of the same budget by BM25 and by vectors, text quoted
+again (breadcrumb), nothing recovered (discard), an oracle; decoding again; llama-server directly.
 *Fails* (exit status 1) when a bound is missed or a part could not be measured.
 
 With --model the bits, the copies and the first byte are those of your GGUF; the questions stay on

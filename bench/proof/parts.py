@@ -157,7 +157,7 @@ def _table(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return f'<div class="table"><table><tr>{head}</tr>{lines}</table></div>'
 
 
-QUESTIONS, LENGTH, SHARE = 15, 4000, 8
+QUESTIONS, LENGTH, SHARE, _HAYSTACK = 15, 4000, 8, "statements"
 # Cases of the published figures have numbers from 0 on; those of a seed begin far behind them.
 _FIRST_FRESH, _CASES_OF_A_SEED = 1000, 100
 _LONGEST = 30_000  # tokens of a conversation
@@ -167,6 +167,7 @@ ARMS: dict[str, str] = {
     "default": "#1b6e3c",
     "breadcrumb": "#7d3c98",
     "bm25": "#0b6aa8",
+    "vectors": "#2a9d8f",
     "random": "#c98a1b",
     "discard": "#b3261e",
 }
@@ -223,7 +224,7 @@ def in_cache(reader: Reader) -> Iterator[Part]:
 
 
 def questions(reader: Reader, on_servers: OnServers) -> Part:
-    """Ask fresh questions in real dialogs and look whether all that they need is in the cache."""
+    """Ask fresh questions and look whether all that they need is in the cache."""
     fast, rows = InProcess(), list[dict[str, Any]]()
     others = [arm for arm in ARMS if arm not in _ON_SERVERS]
     for case in fresh_cases(reader.seed):
@@ -247,22 +248,21 @@ def questions(reader: Reader, on_servers: OnServers) -> Part:
     margins = {arm: paired_difference(rows, "default", arm) for arm in ARMS if arm != "default"}
     return Part(
         "Fresh questions: is all that the answer needs in the cache",
-        f"Conversations of about {LENGTH:,} tokens of real dialogs on a budget of an eighth, with"
-        " planted messages and one question. `default` is the proxy as it is; `no eviction`"
-        " and `oracle` (the needed messages are known) are what is possible; `breadcrumb`"
-        " quotes evicted text instead of copying rows; `bm25`, a search for words, and"
-        " `random` fill the same budget; with `discard` nothing comes back, and the high"
-        " keep-scores of short statements of the user are all there is. Default, discard and no"
-        " eviction run on the real proxy and llama-server with random weights, because only"
-        " rows count; the others run in one process. Not asked here: summaries and eight"
-        " values of one key, which the default has less often (bench.tasks).",
+        f"Conversations of about {LENGTH:,} tokens, in which every message tells something like the"
+        " planted ones, on a budget of an eighth, and one question. `default` is the proxy as it"
+        " is; `no eviction` and `oracle` (the needed messages are known) are what is possible;"
+        " `breadcrumb` quotes evicted text instead of copying rows; `bm25`, a search for words,"
+        " `vectors`, one by the built-in vectors, and `random` fill the same budget; with `discard`"
+        " nothing comes back. Default, discard and no eviction run on the real proxy and"
+        " llama-server with random weights, because only rows count; the others run in one process."
+        " Not asked here: summaries and lists, which the default has less often (bench.tasks).",
         tuple(table[0]),
         table,
         [
-            Bar("default, all questions, %", whole["default"]["all"], least=85),
+            Bar("default, all questions, %", whole["default"]["all"], least=65),
             *(
                 Bar(f"default minus {arm}, points, lower 95 % bound", margins[arm]["low"], least)
-                for arm, least in (("bm25", -3), ("discard", 0))
+                for arm, least in (("bm25", 0), ("vectors", -3), ("discard", 0))
             ),
             Bar("random blocks, %: the test is not trivial", whole["random"]["all"], most=30),
             Bar("oracle, %: the budget suffices", whole["oracle"]["all"], least=95),
@@ -281,10 +281,10 @@ def fresh_cases(seed: int) -> Iterator[Case]:
         ("two hops, other words", QUESTIONS // 2, "two hops"),
         ("standing instructions", QUESTIONS, "instructions"),
     ):
-        for case in cases("reporting", kind, LENGTH, range(first, first + count)):
+        for case in cases("reporting", kind, LENGTH, range(first, first + count), _HAYSTACK):
             yield replace(case, kind=name)
     other = range(first + 50, first + 50 + QUESTIONS)
-    yield from _paraphrases(seed, cases("reporting", "multi-key", LENGTH, other))
+    yield from _paraphrases(seed, cases("reporting", "multi-key", LENGTH, other, _HAYSTACK))
 
 
 def _paraphrases(seed: int, drawn: Sequence[Case]) -> Iterator[Case]:

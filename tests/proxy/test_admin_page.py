@@ -123,7 +123,8 @@ async def _check_map(page: Page, running: RunningProxy) -> int:
             .split('-').map(Number)).reduce((sum, [a, b]) => sum + b - a, 0)"""
         assert await page.evaluate(counted) == tokens
     label = await page.evaluate(f"{_block(at)}.getAttribute('aria-label')")
-    assert label.startswith("user, tokens ") and "saved in RAM" in label and "score 0." in label
+    assert label.startswith("user, tokens ") and "saved in RAM" in label
+    assert label.endswith(f"score {fact['score']:.2f}")
     return at
 
 
