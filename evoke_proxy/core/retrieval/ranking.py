@@ -58,8 +58,9 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
-# to them, and how alike its neighbours are, is added to its score with this weight.
-_FEEDBACK_UNITS, _FEEDBACK_WEIGHT = 3, 0.8
+# to them, and how alike its neighbours are, is added to its score with this weight. With more than
+# _FEEDBACK_QUESTIONS questions these units are examples of some of them only.
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _FEEDBACK_QUESTIONS = 3, 0.8, 3
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
 # Weights of the ranking of the user's short statements, the second one for advice, and the share of
@@ -367,7 +368,8 @@ class UnitRanker:
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
-        texts[:1] = map(self._with_feedback, texts[:1])
+        if n_own <= _FEEDBACK_QUESTIONS:
+            texts[:1] = map(self._with_feedback, texts[:1])
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
         first = self._latest_first(asked, first)

@@ -67,7 +67,8 @@ def order_by_vectors(
     for number, values in vectors.items():
         rows[number] = [*[0.0] * len(texts), *values]
     index.add_vectors((f"s/{n}", rows[n : n + 1]) for n in range(len(texts)))
-    query = Query.of(question).embedded([np.float32([*[0.0] * len(texts), *asked])])
+    query = Query.of(question)
+    query = query.embedded([np.float32([*[0.0] * len(texts), *asked])] * len(query.texts))
     return index.unit_order(query, table, units, len(texts), None).tolist()
 
 
@@ -92,6 +93,8 @@ def test_messages_like_the_best_ones_are_ranked_early() -> None:
     found = order_by_vectors(question, texts, unlike, {7: [1.0, 0.0], 30: [1.0, 0.0]})
     assert found[0] == 7 and 30 in found[:8]
     assert 30 not in order_by_vectors(question, texts, unlike, {7: [1.0, 0.0]})
+    several = f"{question} Who called me? Where is the car? What did Ann say?"
+    assert 30 not in order_by_vectors(several, texts, unlike, {7: [1.0, 0.0], 30: [1.0, 0.0]})
 
 
 def test_the_latest_version_of_a_message_is_ranked_before_earlier_ones() -> None:
