@@ -252,7 +252,7 @@ class Index:
             find_mentions=partial(self._mentions, first_new=question_start),
             statements=self.statement_points(blocks),
             asks=self.asks(blocks),
-            find_likeness=self._likeness,
+            find_likeness=partial(self._likeness, int(np.sum(units.of_block < n_ranked))),
             signals=self._signals,
         )
         ranker = UnitRanker(source, units, n_ranked)
@@ -481,10 +481,15 @@ class Index:
         cosines = self._vectors.cosines([topic], len(self._inverted))
         return None if cosines is None else self._of_blocks(cosines[0])
 
-    def _likeness(self, examples: Mapping[int, float]) -> FloatArray | None:
-        """Return how alike the blocks are to a weighted sum of blocks [n]; see `UnitSource`."""
+    def _likeness(self, n_ranked: int, examples: Mapping[int, float]) -> FloatArray | None:
+        """Return how alike the blocks are to a weighted sum of blocks [n]; see `UnitSource`.
+
+        Those from `n_ranked` on have 0, and no part in the mean vector: they may have no vectors
+        yet.
+        """
         by_document = {int(self._documents[i]): weight for i, weight in examples.items()}
-        return self._vectors.likeness(by_document, self._documents)
+        found = self._vectors.likeness(by_document, self._documents[:n_ranked])
+        return None if found is None else np.pad(found, (0, len(self._documents) - n_ranked))
 
     def _clause_ranking(
         self, text: str, cosines: FloatArray | None, context: _QueryContext

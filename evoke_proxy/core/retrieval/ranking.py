@@ -3,9 +3,8 @@
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
 by vectors where there are any. The scores of these signals are standardized and added. Units that
 are like the best ones of the complete text, by vectors, score higher. A second search looks up the
-names that the best units contain. The user's short statements are ranked for
-themselves, too, because some of what a question needs has none of its words. The rankings are
-interleaved.
+names that the best units contain. The user's short statements are ranked for themselves, too,
+because some of what a question needs has none of its words. The rankings are interleaved.
 """
 
 from __future__ import annotations
@@ -58,9 +57,11 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
-# to them, and how alike its neighbours are, is added to its score with this weight. With more than
-# _FEEDBACK_QUESTIONS questions these units are examples of some of them only.
-_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _FEEDBACK_QUESTIONS = 3, 0.8, 3
+# to them, and how alike its neighbours are, is added to its score with this weight.
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT = 3, 0.8
+# With more questions than this, the best units are examples of what some of them ask for only, and
+# that no unit has most of the words of all of them says nothing.
+_FEW_QUESTIONS = 3
 # Weight of the ranking by the model's attention when its scores are also added to those of a text.
 _MODEL_WEIGHT = 0.5
 # Weights of the ranking of the user's short statements, the second one for advice, and the share of
@@ -280,7 +281,8 @@ class _TextScores:
         evidence: As many numbers, above 0 where a signal found something in the unit or in its
             neighbours.
         own: As many numbers: the part of the score that the unit has without its neighbours.
-        meant: As many numbers: the part of `own` by vectors and by the model's attention.
+        meant: As many numbers: the part of `own` by how close the unit is to the text, by vectors
+            and by the model's attention.
     """
 
     scores: FloatArray
@@ -368,8 +370,8 @@ class UnitRanker:
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
-        if n_own <= _FEEDBACK_QUESTIONS:
-            texts[:1] = map(self._with_feedback, texts[:1])
+        if 0 < n_own <= _FEW_QUESTIONS:
+            texts[0] = self._with_feedback(texts[0])
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
         first = self._latest_first(asked, first)
@@ -386,11 +388,12 @@ class UnitRanker:
             if coverage[first[0].order[0]] >= _MIN_COVERAGE:
                 after = self._room_of_best(first[0].order)
             is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
-            by_meaning = coverage.max() < _MIN_COVERAGE and bool(texts[0].meant.any())
+            is_uncovered = n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
+            by_meaning = is_uncovered and bool(texts[0].meant.any())
         if any(map(asks_for_several, query.clauses[: query.n_own])):
             is_about = is_covered or query.n_context or self._finds_name(query.text)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
-            # Points are those of limits and wishes; the items of a list are any statements.
+            # Not ordered by points, which are those of limits and wishes.
             statements = _statements(texts[0].own, points)
             first.append(Ranking(statements, weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
@@ -505,10 +508,13 @@ class UnitRanker:
             return text
         likeness = self._units.maxima(of_blocks)[: self._n]
         near = with_neighbours(likeness, _NEIGHBOUR_SCORES, self._neighbouring)
-        added = standardized(likeness) + np.maximum(standardized(near), 0.0)
-        is_found = ~self._is_short_reply | (text.evidence > 0)
-        evidence = np.where(is_found, added, 0.0)
-        more = _TextScores(added, evidence, added, np.zeros_like(added))
+        alike, near = standardized(likeness), np.maximum(standardized(near), 0.0)
+        is_alike = alike > _MIN_OWN
+        added = alike + np.where(is_alike, near, self._brevity * near)
+        is_found = ~self._is_short_reply | (text.evidence > 0) | is_alike
+        # Nothing of it counts as meant: it is close to the examples, not to the text.
+        meant = np.zeros_like(alike)
+        more = _TextScores(added, np.where(is_found, added, 0.0), alike, meant)
         return text.plus(more, _FEEDBACK_WEIGHT)
 
     def _score(self, texts: Sequence[str], cosines: Sequence[FloatArray | None]) -> _TextScores:

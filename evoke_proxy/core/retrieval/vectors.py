@@ -42,6 +42,8 @@ _ROWS_PER_STEP = 256
 _OUTLIER_MIN, _OUTLIER_MAX = 2.0, 6.0
 # A smaller spread of cosines is a rounding error.
 _MIN_SPREAD = 1e-6
+# A smaller squared distance of a vector from the mean of a session's vectors is a rounding error.
+_MIN_SQUARE = 1e-4
 # Bytes of the key, the dictionary entry and the array header of one cached vector.
 _ENTRY_BYTES = 320
 
@@ -96,6 +98,8 @@ class DocumentVectors:
         # In the order documents were added: their numbers, and the first row of each.
         self._documents = array("q")
         self._first_rows = array("q")
+        # 0 for one whose mean vector is 0, as that of a text without known words.
+        self._has_direction = array("b")
         self._index_of: dict[int, int] = {}
         self._expected: Sequence[Vectors] = ()
         # Vectors that were compared with the means, and the cosines of each.
@@ -124,8 +128,9 @@ class DocumentVectors:
         self._rows = _with_room(self._rows, self._n_rows + count, size)
         self._means = _with_room(self._means, n_documents + 1, size)
         self._rows[self._n_rows : self._n_rows + count] = vectors
-        mean = np.add.reduce(vectors, axis=0) / np.float32(count)
-        self._means[n_documents] = mean / max(float(np.sqrt(mean @ mean)), 1e-12)
+        mean = _normalized(np.add.reduce(vectors, axis=0) / np.float32(count))
+        self._means[n_documents] = mean
+        self._has_direction.append(bool(mean @ mean > _MIN_SQUARE))
         self._index_of[document] = n_documents
         self._documents.append(document)
         self._first_rows.append(self._n_rows)
@@ -213,32 +218,40 @@ class DocumentVectors:
 
         `examples` has the numbers of the documents in the sum with their weights. The mean vector
         of the n `documents` is subtracted from all vectors first, because what all texts of a
-        session have in common says nothing. 0 for a document without vectors; None when none of the
-        n has any, or no example.
+        session have in common says nothing. 0 for a document without a vector, or with one that
+        hardly differs from the mean; None when that leaves no example.
         """
         stored, n_stored = np.array(self._documents), len(self._documents)
-        used = [(self._index_of[one], each) for one, each in examples.items() if one in self]
-        if not used:
-            return None
-        row_of = np.full(1 + max(int(stored.max()), int(documents.max(initial=-1))), -1)
-        row_of[stored] = np.arange(n_stored)
+        row_of = np.full(1 + max(stored.max(initial=-1), documents.max(initial=-1)), -1)
+        row_of[stored[np.array(self._has_direction, np.bool_)]] = np.flatnonzero(
+            np.array(self._has_direction)
+        )
         found = row_of[documents]
         has_vector = found >= 0
-        rows, present = self._means[:n_stored], found[has_vector]
+        present = found[has_vector]
         if not len(present):
             return None
-        mean = np.add.reduce(rows if len(present) == n_stored else rows[present]) / len(present)
-        total = np.zeros_like(mean)
-        for row, weight in used:
-            total += np.float32(weight) * _normalized(rows[row] - mean)
+        rows = self._means[:n_stored]
+        # As a product, because a copy of the rows that are present takes long.
+        counts = np.bincount(present, minlength=n_stored)
+        mean: Vectors = (counts / len(present)).astype(np.float32) @ rows
+        total, n_used = np.zeros_like(mean), 0
+        for document, weight in examples.items():
+            row = int(row_of[document]) if document < len(row_of) else -1
+            centred = rows[row] - mean
+            if row >= 0 and centred @ centred >= _MIN_SQUARE:
+                total += np.float32(weight) * _normalized(centred)
+                n_used += 1
+        if not n_used or not np.isfinite(total).all():
+            return None
         total = _normalized(total)
         with_mean, with_total = _products(rows, [mean, total])
         # |v - m|^2 of unit vectors v, given their products with the mean m.
         squares = 1.0 - 2.0 * with_mean[present] + mean @ mean
-        cosines = np.zeros(len(documents))
-        cosines[has_vector] = with_total[present] - total @ mean
-        cosines[has_vector] /= np.sqrt(np.maximum(squares, _MIN_SPREAD))
-        return cosines
+        cosines = (with_total[present] - total @ mean) / np.sqrt(np.maximum(squares, _MIN_SQUARE))
+        of_all = np.zeros(len(documents))
+        of_all[has_vector] = np.where(squares >= _MIN_SQUARE, cosines, 0.0)
+        return of_all
 
     def expect(self, vectors: Sequence[Vectors]) -> None:
         """Announce unit vectors that will be compared with the documents.
@@ -291,6 +304,7 @@ def _products(
 
 
 def _normalized(vector: Vectors) -> Vectors:
+    """Return the unit vector of the same direction; a vector of 0 stays as it is."""
     unit: Vectors = vector / np.float32(max(float(np.sqrt(vector @ vector)), 1e-12))
     return unit
 

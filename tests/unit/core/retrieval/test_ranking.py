@@ -72,6 +72,22 @@ def order_by_vectors(
     return index.unit_order(query, table, units, len(texts), None).tolist()
 
 
+def test_the_vector_of_the_question_itself_does_not_change_the_ranking() -> None:
+    """It is there when the same turn is sent again."""
+    texts = [f"Was the weather of day {n} calm?" for n in range(30)]
+    texts[7], texts[20] = "Was Mira's first trip to Oslo?", "And then a week in Lisbon?"
+    question = "Which trips did Mira make?"
+    table, index = blocks_of([*texts, question]), Index()
+    units, query = Units.of(table, 64), Query.of(question)
+    index.update(table)
+    rows = np.random.default_rng(3).normal(size=(31, 16)).astype(np.float32) + 0.5
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    index.add_vectors((f"s/{n}", rows[n : n + 1]) for n in range(30))
+    found = index.unit_order(query, table, units, 30).tolist()
+    index.add_vectors([("s/30", rows[30:])])
+    assert index.unit_order(query, table, units, 30).tolist() == found
+
+
 def test_meaning_counts_more_where_no_message_has_most_of_the_words() -> None:
     """A few words of a question occur by chance, in messages that are about something else."""
     texts = [f"What about the weather of day {n}?" for n in range(60)]
@@ -263,6 +279,11 @@ def test_the_best_message_comes_before_statements_without_its_words() -> None:
 def test_for_advice_restrictions_are_ranked_early() -> None:
     texts = [*FILLER[:9], "Our lease forbids animals.", *FILLER[9:]]
     assert 9 in order(Query.of("Could I adopt a kitten?"), texts)[:3]
+    texts = [f"What was the weather of day {n} like, and the market?" for n in range(40)]
+    texts[9], texts[20] = "Our lease forbids animals.", "We never walk in the forest."
+    texts[30] = "I can't see well."
+    found = order(Query.of("Could I adopt a kitten on the market of the day?"), texts)
+    assert {9, 20, 30} <= set(found[:6])  # half of the room
     assert 9 not in order(Query.of("Who adopted the kitten?"), texts)[:3]
 
 

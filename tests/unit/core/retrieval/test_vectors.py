@@ -94,9 +94,28 @@ def test_without_examples_or_vectors_there_is_no_likeness() -> None:
     assert DocumentVectors().likeness({1: 1.0}, np.arange(3)) is None
 
 
-def test_documents_that_are_all_the_same_are_not_alike() -> None:
+@pytest.mark.parametrize("count", [4, 7, 257])
+def test_documents_that_are_all_the_same_are_not_alike(count: int) -> None:
     documents, same = DocumentVectors(), _unit(1, 5)
-    for number in range(4):
+    for number in range(count):
         documents.put(number, same)
-    found = documents.likeness({1: 1.0}, np.arange(4))
-    assert found is not None and np.abs(found).max() < 1e-2
+    assert documents.likeness({1: 1.0}, np.arange(count)) is None
+    documents.put(count, _unit(1, 6))
+    found = documents.likeness({count: 1.0}, np.arange(count + 1))
+    assert found is not None and found[count] > 0.99
+    assert count < 200 or not found[:count].any()  # as the mean
+
+
+def test_documents_without_a_direction_count_as_without_vectors() -> None:
+    """Such as a text without a known word."""
+    documents, rows = DocumentVectors(), _unit(6, 5)
+    for number, row in enumerate(rows):
+        documents.put(number, row[None])
+    expected = documents.likeness({1: 2.0, 2: 1.0}, np.arange(6))
+    documents.put(6, np.zeros((1, 32), np.float32))
+    found = documents.likeness({1: 2.0, 6: 5.0, 2: 1.0}, np.arange(7))
+    assert found is not None and expected is not None
+    assert np.allclose(found[:6], expected) and found[6] == 0.0
+    assert documents.likeness({6: 1.0}, np.arange(7)) is None
+    documents.put(7, np.full((1, 32), np.nan, np.float32))
+    assert documents.likeness({1: 2.0, 2: 1.0}, np.arange(8)) is None
