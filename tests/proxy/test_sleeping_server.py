@@ -104,7 +104,8 @@ def test_blocks_without_copies_are_decoded_after_sleep(sleeping_server: tuple[in
             accounting = after_sleep["evoke"]
             # Those that were loaded to decode a lost block again are resident when the plan is made.
             n_loaded = accounting["recovered"] + accounting["resident_before"]
-            assert after_sleep["cache_n"] == n_loaded and accounting["recovered"] > 0
+            assert after_sleep["cache_n"] == n_loaded
+            assert accounting["recovered"] > 0
             assert accounting["decoded"] > BUDGET / 2
             _check_accounting(running, accounting, next_turn["evoke"])
         else:
