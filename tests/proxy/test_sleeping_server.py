@@ -102,7 +102,7 @@ def test_blocks_without_copies_are_decoded_after_sleep(sleeping_server: tuple[in
         if patched:
             # Blocks that were evicted before have copies, and are adopted.
             accounting = after_sleep["evoke"]
-            # Those that were loaded to decode a lost block again are resident when the plan is made.
+            # Those that were loaded to decode a lost block again are resident for the plan.
             n_loaded = accounting["recovered"] + accounting["resident_before"]
             assert after_sleep["cache_n"] == n_loaded
             assert accounting["recovered"] > 0
