@@ -102,10 +102,12 @@ def test_blocks_without_copies_are_decoded_after_sleep(sleeping_server: tuple[in
         if patched:
             # Blocks that were evicted before have copies, and are adopted.
             accounting = after_sleep["evoke"]
-            # Those that were loaded to decode a lost block again are resident for the plan.
+            # No row outlives sleep: those that are resident for the plan were decoded again.
             n_loaded = accounting["recovered"] + accounting["resident_before"]
             assert after_sleep["cache_n"] == n_loaded
             assert accounting["recovered"] > 0
+            n_again = running.metric("evoke_tokens_decoded_again_total")
+            assert accounting["resident_before"] <= n_again
             assert accounting["decoded"] > BUDGET / 2
             _check_accounting(running, accounting, next_turn["evoke"])
         else:
