@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
 # The templates of a split with all kinds, and further ones of some kinds.
 TEMPLATES = (
-    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries", "tuning_second"),
+    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries", "tuning_second", "tuning_third"),
     *("reporting", "reporting_lists", "reporting_summaries", "reporting_second"),
 )
 # Kinds whose questions are put together from pairs, and how many of them.

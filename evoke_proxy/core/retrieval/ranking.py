@@ -57,8 +57,9 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
-# to them, and how alike its neighbours are, is added to its score with this weight.
-_FEEDBACK_UNITS, _FEEDBACK_WEIGHT = 3, 0.8
+# to them, and how alike its neighbours are, is added to its score with this weight. The items of a
+# list are more like each other than like the question, so its statements have the second weight.
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _LIST_FEEDBACK_WEIGHT = 3, 0.8, 3.0
 # With more questions than this, the best units are examples of what some of them ask for only, and
 # that no unit has most of the words of all of them says nothing.
 _FEW_QUESTIONS = 3
@@ -78,10 +79,12 @@ _STATEMENT_WEIGHT, _ADVICE_WEIGHT, _MIN_COVERAGE = 0.34, 1.0, 0.6
 _LATER_STATEMENT_WEIGHT, _STATEMENT_PART, _ALL_STATEMENTS_PART = 2.0, 1 / 32, 1 / 8
 _LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # A question that asks for a list has several statements as its answer, some of them in other words,
-# so the statements have more weight than the ranking of all units from the beginning: by far more
-# when none of them has the share of words above, no unit has a name of the question, and it refers
-# to no earlier turn, because then its words find few of them.
-_LIST_WEIGHT, _UNCOVERED_LIST_WEIGHT = 1.3, 5.0
+# so the statements have more weight than the ranking of all units from the beginning.
+_LIST_WEIGHT = 1.3
+# Weights of the statements for a list and for any other question whose words find little: no unit,
+# or for a list no statement, has the share of words above, no unit has a name of the question, and
+# it refers to no earlier turn.
+_UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 4.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
 # A longer text without a question mark tells something and asks for nothing.
@@ -370,8 +373,11 @@ class UnitRanker:
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
-        if 0 < n_own <= _FEW_QUESTIONS:
-            texts[0] = self._with_feedback(texts[0])
+        for_list = texts[:1]
+        alike = self._feedback(texts[0]) if 0 < n_own <= _FEW_QUESTIONS else None
+        if alike is not None:
+            for_list = [texts[0].plus(alike, _LIST_FEEDBACK_WEIGHT)]
+            texts[0] = texts[0].plus(alike, _FEEDBACK_WEIGHT)
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
         first = self._latest_first(asked, first)
@@ -391,10 +397,10 @@ class UnitRanker:
             is_uncovered = n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
             by_meaning = is_uncovered and bool(texts[0].meant.any())
         if any(map(asks_for_several, query.clauses[: query.n_own])):
-            is_about = is_covered or query.n_context or self._finds_name(query.text)
+            is_about = is_covered or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             # Not ordered by points, which are those of limits and wishes.
-            statements = _statements(texts[0].own, points)
+            statements = _statements(for_list[0].own, points)
             first.append(Ranking(statements, weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
@@ -414,6 +420,8 @@ class UnitRanker:
                 first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
             if (finds and not is_covered) or asks_advice:
                 weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
+                if by_meaning and not self._knows_subject(query):
+                    weight = _UNCOVERED_STATEMENT_WEIGHT
                 first.append(Ranking(statements, weight, after))
         return interleaved(
             [*rankings, *first, replace(second, after=after)],
@@ -497,15 +505,15 @@ class UnitRanker:
             scores, weight = scores.plus(one, weight), weight / 2
         return scores
 
-    def _with_feedback(self, text: _TextScores) -> _TextScores:
-        """Add to the scores of a text how alike the units are to its best ones, by vectors."""
+    def _feedback(self, text: _TextScores) -> _TextScores | None:
+        """Return how alike the units are to the best ones of a text, by vectors; else None."""
         examples = dict[int, float]()
         for unit in text.ranking(1.0).order[:_FEEDBACK_UNITS].tolist():
             blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
             examples |= dict.fromkeys(blocks, float(text.scores[unit]) / len(blocks))
         of_blocks = self._source.likeness(examples) if examples else None
         if of_blocks is None:
-            return text
+            return None
         likeness = self._units.maxima(of_blocks)[: self._n]
         near = with_neighbours(likeness, _NEIGHBOUR_SCORES, self._neighbouring)
         alike, near = standardized(likeness), np.maximum(standardized(near), 0.0)
@@ -514,8 +522,7 @@ class UnitRanker:
         is_found = ~self._is_short_reply | (text.evidence > 0) | is_alike
         # Nothing of it counts as meant: it is close to the examples, not to the text.
         meant = np.zeros_like(alike)
-        more = _TextScores(added, np.where(is_found, added, 0.0), alike, meant)
-        return text.plus(more, _FEEDBACK_WEIGHT)
+        return _TextScores(added, np.where(is_found, added, 0.0), alike, meant)
 
     def _score(self, texts: Sequence[str], cosines: Sequence[FloatArray | None]) -> _TextScores:
         """Return the scores [t, u] of the units for each text.
@@ -668,10 +675,15 @@ class UnitRanker:
             unit_of(block) < n_ranked for blocks in self._blocks_with(number) for block in blocks
         )
 
-    def _finds_name(self, text: str) -> bool:
-        """Return whether a ranked unit contains a form of a certain name or value of a text."""
-        names = names_in(text).items()
-        return any(certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names)
+    def _knows_subject(self, query: Query) -> bool:
+        """Return whether a query refers to earlier turns, or a ranked unit has a name of it.
+
+        A name is a certain name or value, in any form.
+        """
+        names = names_in(query.text).items()
+        return query.n_context > 0 or any(
+            certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names
+        )
 
     def _terms(self, text: str) -> Sequence[str]:
         """Return the terms of a text of the query."""

@@ -311,6 +311,33 @@ def test_the_items_of_a_list_need_no_limit_or_wish() -> None:
     assert found.index(9) < found.index(20)
 
 
+def test_the_items_of_a_list_are_like_the_best_ones_rather_than_like_the_question() -> None:
+    texts = [f"Was it calm on day {n}?" for n in range(40)]
+    texts[5], texts[6], texts[7] = "Chess is a hobby.", "A hobby of Ann is golf.", "One hobby: go."
+    texts[9], days = "The choir meets on Tuesdays.", range(20, 28)
+    for n in days:
+        texts[n] = f"In 19{n} it was calm."
+    # The choir is like the hobbies, and less like the question than the days are.
+    vectors = {n: [0.6, 0.0, 0.8, 0.0] for n in (5, 6, 7)}
+    vectors |= {9: [0.0, 0.0, 0.98, 0.2]} | {n: [0.79, 0.0, 0.0, 0.613] for n in days}
+    found = order_by_vectors("List all hobbies.", texts, [0.8, 0.6, 0.0, 0.0], vectors)
+    assert found.index(9) < min(map(found.index, days))
+
+
+def test_statements_have_most_of_the_room_where_the_question_names_nothing_known() -> None:
+    texts = [f"Is the spring slow on day {n}?" for n in range(40)]
+    told = {9: "Our lease forbids animals.", 15: "We were at sea.", 21: "The lift was not there."}
+    texts = [told.get(n, text) for n, text in enumerate(texts)]
+    vectors = {n: [0.7, 0.0, 0.714, 0.0] for n in range(24, 40)}
+    vectors |= {n: [0.6, 0.0, 0.0, 0.8] for n in told}
+    asked = [0.6, 0.8, 0.0, 0.0]
+    question = "Who adopted the kitten of spring?"
+    assert set(told) <= set(order_by_vectors(question, texts, asked, vectors)[:4])
+    texts[30] = "Is the boat of Mira Kolt slow?"
+    question = "Who adopted the kitten of Mira Kolt in spring?"
+    assert len(set(told) & set(order_by_vectors(question, texts, asked, vectors)[:4])) == 1
+
+
 def test_with_more_room_statements_come_before_what_only_shares_words() -> None:
     """What a question needs of several statements is found so, however it is asked."""
     texts = [f"Do the tools of the shed survive the frost of day {n}?" for n in range(30)]
