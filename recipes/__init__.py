@@ -1,4 +1,5 @@
-"""How the files that the package ships are made: the bundled model, the word vectors.
+"""How the files that the package ships are made: the bundled model, the word vectors,
+the weights by which standing instructions are recognized.
 
 Nothing here measures. `python -m recipes.NAME` runs from a checkout; --help explains it.
 """

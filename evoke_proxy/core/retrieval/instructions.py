@@ -1,9 +1,10 @@
-"""Recognizes standing instructions and statements in a user's messages by rules; English only.
+"""Recognizes standing instructions and statements in a user's messages; English only.
 
-A standing instruction tells how every later answer should be: "Always answer in French". It tells
-the assistant what to do or states a wish, it holds in general, and it is about the form of answers.
-Each of these properties gives points, so that no single word decides. A statement that asks for
-nothing is never an instruction: "My lucky number is 7".
+A standing instruction tells how every later answer should be: "Always answer in French". Mostly it
+tells the assistant what to do or states a wish, it holds in general, and it is about the form of
+answers. Each of these signs gives points, so that no single word decides. But many instructions
+have few of them: "I'm blind, and a table is no use to me". So the words of a text and its other
+signs give points, too, which are learned from instructions and from texts that are like them.
 
 A statement tells what only the user knows: "I can't walk far". It decides whether a plan is good,
 but often has no word in common with a question about the plan, so that words do not find it. One
@@ -13,16 +14,20 @@ that limits what is possible, or is about the user, is the likeliest to be neede
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
+
+from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
-# A text with fewer points is not a standing instruction.
-_MIN_POINTS = 2.0
+# A text with fewer points by the rules has none by them.
+_MIN_RULE_POINTS = 2.0
+# Signs by a text's number of words: short ones say little by their words.
+_LENGTHS = (5, 8, 12, 18, 26)
 _SENTENCE = re.compile(r"[^.!?;\n]+[.!?;]?")
 _MAX_SENTENCES = 8
-_WORD = re.compile(r"[\w']+")
+_WORD, _WORD_OR_MARK = re.compile(r"[\w']+"), re.compile(r"[\w']+|[,:;.?!]")
 
 
 class _Lexicon:
@@ -236,17 +241,36 @@ _PAST = _Lexicon(
 
 
 def instruction_points(text: str) -> float:
-    """Return the points of a user's text as a standing instruction: 0 for none, else 2 or more.
+    """Return the points of a user's text as a standing instruction: 0 for none.
 
-    The points are those of its best sentence; more points mean a clearer instruction. English only;
-    in other languages clients mark messages with `evoke_keep: pin`.
+    They are the points of its best sentence by rules, plus the weights of its signs, as learned by
+    `recipes.instructions.train`; more points mean a clearer instruction. English only; in other
+    languages clients mark messages with `evoke_keep: pin`.
     """
     if len(text) > _MAX_CHARS:
         return 0.0
-    sentences = list(_sentences(text))
-    asks = any(map(_is_question, sentences))
-    points = max((_points(sentence, asks) for sentence in sentences), default=0.0)
-    return points if points >= _MIN_POINTS else 0.0
+    signs, by_rules = instruction_evidence(text)
+    # A sum of integers does not depend on their order.
+    hundredths = BIAS + sum(WEIGHTS.get(sign, 0) for sign in signs)
+    return max(0.0, by_rules + hundredths / 100)
+
+
+def instruction_evidence(text: str) -> tuple[set[str], float]:
+    """Return the signs of a text that have learned weights, and its points by the rules.
+
+    The signs are its words in lower case, its punctuation marks, and names such as "=imperative":
+    what a sentence of it is or has, how short it is, and whether the rules take it for a standing
+    instruction. It has 0 points if they do not, else 2 or more.
+    """
+    of_sentences = [frozenset(_signs_of(sentence)) for sentence in _sentences(text)]
+    signs = set(_WORD_OR_MARK.findall(text.lower())).union(*of_sentences)
+    n_words = len(_WORD.findall(text))
+    signs.update(f"=at-most-{length}" for length in _LENGTHS if n_words <= length)
+    asks = "=question" in signs
+    points = max((_rule_points(one, asks) for one in of_sentences), default=0.0)
+    if points < _MIN_RULE_POINTS:
+        return signs, 0.0
+    return signs | {"=rules"}, points
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -304,34 +328,75 @@ def _is_fragment(lowered: str, words: frozenset[str]) -> bool:
     return is_exclusion and len(listed) <= _MAX_FRAGMENT_WORDS and not words & _FINITE
 
 
-def _points(sentence: str, asks: bool) -> float:
-    """Return the points of a sentence; `asks` says whether its text also contains a question."""
-    if _is_question(sentence):
-        return 0.0
+def _signs_of(sentence: str) -> Iterator[str]:
+    """Yield the signs of a sentence beside its words."""
     lowered = sentence.lower()
     words = frozenset(_WORD.findall(lowered))
-    has_imperative = _has_imperative(sentence)
-    wants = _has_wish(lowered, words) or _requires(lowered)
-    holds_on = bool(_FROM_NOW_ON.count(lowered, words))
-    is_fragment = any(
-        _is_fragment(clause, frozenset(_WORD.findall(clause)))
-        for clause in _CLAUSE_GAP.split(lowered, _MAX_CLAUSES)
-    )
-    if not (wants or has_imperative or (holds_on and _ASSISTANT & words) or is_fragment):
-        return 0.0
-    points = 2.0 * holds_on + 1.0 * wants + 1.5 * has_imperative
-    points += 1.0 * bool(_ALWAYS.count(lowered, words)) + 0.5 * bool(_ADDRESSED & words)
-    points += (0.0, 1.5, 2.0)[_ANSWERS.count(lowered, words)]
-    if has_imperative:
-        rest = _OPENING.sub("", sentence, count=1)
-        points += 1.0 * _has_frame(sentence) + 0.5 * bool(_ROLE.search(lowered))
-        points += 0.5 * bool(_NEGATED.match(rest))
+    if _is_question(sentence):
+        yield "=question"
+    else:
+        yield from _orders(sentence, lowered, words)
+    if _FROM_NOW_ON.count(lowered, words):
+        yield "=lasting"
+    if _ALWAYS.count(lowered, words):
+        yield "=always"
+    if _EVERY & words:
+        yield "=every"
+    if _ADDRESSED & words:
+        yield "=addressed"
+    if _ASSISTANT & words:
+        yield "=you"
     if _ONE_OFF.match(sentence):
-        points -= 2.0
-    if not wants and not has_imperative and _PAST.count(lowered, words):
+        yield "=once"
+    if _PAST.count(lowered, words):
+        yield "=past"
+    yield from ("=answers", "=answers-twice")[: _ANSWERS.count(lowered, words)]
+
+
+def _orders(sentence: str, lowered: str, words: frozenset[str]) -> Iterator[str]:
+    """Yield what tells the assistant something in a sentence that is no question."""
+    if _has_imperative(sentence):
+        yield "=imperative"
+        if _has_frame(sentence):
+            yield "=framed"
+        if _ROLE.search(lowered):
+            yield "=role"
+        if _NEGATED.match(_OPENING.sub("", sentence, count=1)):
+            yield "=negated"
+    if _has_wish(lowered, words) or _requires(lowered):
+        yield "=wish"
+    clauses = _CLAUSE_GAP.split(lowered, _MAX_CLAUSES)
+    if any(_is_fragment(clause, frozenset(_WORD.findall(clause))) for clause in clauses):
+        yield "=fragment"
+
+
+# Points of a sentence by the rules, by sign; only beside one that tells the assistant something.
+_RULE_POINTS: Mapping[str, float] = {
+    "=lasting": 2.0,
+    "=imperative": 1.5,
+    "=framed": 1.0,
+    "=role": 0.5,
+    "=negated": 0.5,
+    "=wish": 1.0,
+    "=always": 1.0,
+    "=addressed": 0.5,
+    "=answers": 1.5,
+    "=answers-twice": 0.5,
+    "=once": -2.0,
+}
+
+
+def _rule_points(signs: frozenset[str], asks: bool) -> float:
+    """Return the points of a sentence; `asks` says whether its text also contains a question."""
+    tells = bool(signs & {"=wish", "=imperative"})
+    tells_of_you = signs >= {"=lasting", "=you"} and "=question" not in signs
+    if not (tells or tells_of_you or "=fragment" in signs):
+        return 0.0
+    points = sum(value for sign, value in _RULE_POINTS.items() if sign in signs)
+    if not tells and "=past" in signs:
         points -= 2.0
     # Beside a question, such a sentence usually describes the answer to that question only.
-    if asks and not holds_on and not _EVERY & words:
+    if asks and not signs & {"=lasting", "=every"}:
         points -= 3.0
     return points
 

@@ -74,7 +74,7 @@ DIALOGS = json.loads(DATA.read_text("utf-8"))["tuning"]
     ],
 )
 def test_a_standing_instruction_is_recognized(text: str) -> None:
-    assert instruction_points(text) >= 2.0
+    assert instruction_points(text) > 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,30 @@
+"""The weights of the signs of standing instructions are those that their recipe makes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
+from evoke_proxy.core.retrieval.instructions import instruction_points
+from recipes.instructions.train import LEAST, Evidence, learned, module, texts
+
+
+def test_the_weights_of_the_package_are_made_by_the_recipe() -> None:
+    examples = texts()
+    evidence = Evidence(examples)
+    made: dict[str, object] = {}
+    exec(module(evidence.names, learned(evidence.rows, evidence.standing), LEAST), made)
+    weights = made["WEIGHTS"]
+    assert isinstance(weights, dict) and isinstance(made["BIAS"], int)
+    # Other processors round differently.
+    assert abs(made["BIAS"] - BIAS) <= 1
+    assert {s for s, w in weights.items() if w > 9} >= {s for s, w in WEIGHTS.items() if w > 10}
+    assert all(abs(weights[sign] - WEIGHTS.get(sign, 0)) <= 5 for sign in weights)
+
+
+def test_most_of_the_texts_are_recognized() -> None:
+    found = {True: list[bool](), False: list[bool]()}
+    for each in texts():
+        if each.author.startswith("author"):
+            found[each.is_standing].append(instruction_points(each.text) > 0)
+    assert np.mean(found[True]) > 0.75 and np.mean(found[False]) < 0.12
