@@ -59,7 +59,7 @@ _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
 # to them, and how alike its neighbours are, is added to its score with this weight. The items of a
 # list are more like each other than like the question, so its statements have the second weight.
-_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _LIST_FEEDBACK_WEIGHT = 3, 0.8, 3.0
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _LIST_FEEDBACK_WEIGHT = 3, 0.8, 2.0
 # With more questions than this, the best units are examples of what some of them ask for only, and
 # that no unit has most of the words of all of them says nothing.
 _FEW_QUESTIONS = 3
@@ -84,7 +84,7 @@ _LIST_WEIGHT = 1.3
 # Weights of the statements for a list and for any other question whose words find little: no unit,
 # or for a list no statement, has the share of words above, no unit has a name of the question, and
 # it refers to no earlier turn.
-_UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 4.0
+_UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 2.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
 # A longer text without a question mark tells something and asks for nothing.

@@ -324,7 +324,7 @@ def test_the_items_of_a_list_are_like_the_best_ones_rather_than_like_the_questio
     assert found.index(9) < min(map(found.index, days))
 
 
-def test_statements_have_most_of_the_room_where_the_question_names_nothing_known() -> None:
+def test_statements_have_more_room_where_the_question_names_nothing_known() -> None:
     texts = [f"Is the spring slow on day {n}?" for n in range(40)]
     told = {9: "Our lease forbids animals.", 15: "We were at sea.", 21: "The lift was not there."}
     texts = [told.get(n, text) for n, text in enumerate(texts)]
