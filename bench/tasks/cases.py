@@ -155,7 +155,7 @@ _CHARACTERS, _FRAME = 4.75, 5
 # Where a passage begins: the user quotes it.
 _QUOTING = ("I found this text.", "Here is what I read today.", "This was in the newsletter.")
 # Standing instructions come in this first part of a conversation.
-_EARLY, _INSTRUCTIONS = 0.2, "standing instructions"
+_EARLY, INSTRUCTIONS = 0.2, "standing instructions"
 Message = Mapping[str, str]
 Exchange = Sequence[str]
 _Planted = tuple[Exchange, bool]  # what the haystack gets, and whether the answer needs it
@@ -318,7 +318,7 @@ def _placed(
     rng: random.Random, straw: Sequence[Exchange], planted: Sequence[_Planted], kind: str
 ) -> Iterator[_Planted]:
     """Yield the haystack with the planted exchanges, in their order, at random places of it."""
-    early = kind == _INSTRUCTIONS
+    early = kind == INSTRUCTIONS
     positions = sorted(
         rng.randint(0, int(len(straw) * (_EARLY if early and at == 0 else 1)))
         for at in range(len(planted))

@@ -1,14 +1,18 @@
-"""Learns the weights of the signs of standing instructions, and says how well they recognize them.
+"""Learns the weights of the signs of standing instructions, and measures what they recognize.
 
 Logistic regression with a quadratic penalty on the signs of `instruction_evidence`. Instructions
-are those of three authors, of the examples of the unit tests (author 0) and of the tuning templates
-of bench.tasks, which others wrote. Other texts are those of the same authors, what users tell in
-BFCL's memory conversations, sentence by sentence, and the questions of MTRAG-UN, both of the tuning
-split. The weights are added to the points of the rules, and --least is subtracted: with more, fewer
-texts are taken for instructions.
+are those of three authors, the examples of the unit tests (author 0) and those of the tuning
+templates of bench.tasks, which others wrote. Other texts are those of the same authors, what users
+tell in BFCL's memory conversations, sentence by sentence, and the questions of MTRAG-UN, both of
+the tuning split.
 
-The table says what is recognized of each author's texts with weights from all others; the texts of
-conversations are in two folds. In parentheses: by the rules alone."""
+The proxy adds the points of the rules to the weights, though "=rules" has a weight, too, because
+short instructions with a clear grammar would be missed otherwise; --margin is subtracted for it.
+With more of it, fewer texts are taken for instructions.
+
+The table says what is recognized of each author's texts, and of each conversation's, with weights
+from all other texts. In parentheses: by the rules alone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.evidence.conversations import conversations, split_of
-from bench.tasks.cases import DIALOGS, TEMPLATES, read
+from bench.tasks.cases import DIALOGS, INSTRUCTIONS, TEMPLATES, read
 from evoke_proxy.core.retrieval import instruction_weights
 from evoke_proxy.core.retrieval.instructions import instruction_evidence
 from recipes import command
@@ -34,22 +38,21 @@ from recipes import command
 HERE = Path(__file__).parent
 _EXAMPLES = """examples:
   python -m recipes.instructions.train
-  python -m recipes.instructions.train out/weights.py --least 1"""
-_INSTRUCTIONS, LEAST = "standing instructions", 0.8
-# Authors whose texts are those of many people.
-_FOLDED = ("bfcl", "mtrag")
+  python -m recipes.instructions.train out/weights.py --margin 1"""
+MARGIN = 0.8
 # Factor of the squares of the weights. A sign has a weight if so many texts have it, of so many
 # authors at least: what only one of them writes about has none.
 _PENALTY, _LEAST_TEXTS, _LEAST_AUTHORS = 1.0, 4, 2
-# Smaller weights are left out; Newton's method is done after so many steps.
-_LEAST_WEIGHT, _STEPS = 0.05, 8
+# Smaller weights are left out. Newton's method ends after so many steps, or when no weight changes
+# by more than this.
+_LEAST_WEIGHT, _STEPS, _LEAST_CHANGE = 0.05, 12, 1e-3
 Matrix = npt.NDArray[np.float64]
 # Of a template, in place of a name.
 _SLOT = re.compile(r"\{\w+\}")
-_HEAD = '''"""Weights of the signs of standing instructions, in hundredths of a log odds.
+_HEAD = '''"""Weights of the signs of standing instructions, in hundredths of log odds.
 
-Made by `python -m recipes.instructions.train`. A sign is a word in lower case, a punctuation mark,
-or what a sentence is or has; see `instruction_evidence`.
+Made by `python -m recipes.instructions.train`, to be added to the points of the rules; a margin is
+subtracted from the bias. Signs are those of `instruction_evidence`.
 """
 
 from __future__ import annotations
@@ -67,11 +70,12 @@ WEIGHTS: Mapping[str, int] = dict(zip(_PARTS[::2], map(int, _PARTS[1::2]), stric
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of an author, and whether it is a standing instruction."""
+    """A text of an author, from a conversation or none, and whether it is an instruction."""
 
     author: str
     text: str
     is_standing: bool
+    conversation: str = ""
 
 
 def texts() -> list[Text]:
@@ -89,7 +93,7 @@ def _of_authors() -> Iterator[Text]:
 def _from_templates() -> Iterator[Text]:
     for name in (each for each in TEMPLATES if each.startswith("tuning")):
         for scene in read(name).scenes:
-            if scene.kind == _INSTRUCTIONS:
+            if scene.kind == INSTRUCTIONS:
                 yield from (Text("templates", text, True) for text in scene.say)
             else:
                 others = (*scene.say, *scene.old, *scene.other, scene.ask)
@@ -100,9 +104,9 @@ def _from_conversations() -> Iterator[Text]:
     for one in conversations():
         if split_of()[one.id] == "tuning" and one.id.startswith("bfcl"):
             said = re.split(r"(?<=[.!?])\s+", "\n".join(one.texts))
-            yield from (Text("bfcl", sentence, False) for sentence in said)
-    for dialog in json.loads(DIALOGS.read_text("utf-8"))["tuning"]:
-        yield from (Text("mtrag", question, False) for question, _ in dialog)
+            yield from (Text("bfcl", sentence, False, one.id) for sentence in said)
+    for i, dialog in enumerate(json.loads(DIALOGS.read_text("utf-8"))["tuning"]):
+        yield from (Text("mtrag", question, False, f"dialog {i % 2}") for question, _ in dialog)
 
 
 class Evidence:
@@ -137,33 +141,39 @@ class Evidence:
             row[[column[sign] for sign in signs if sign in column]] = 1.0
 
 
-def learned(rows: Matrix, is_standing: Matrix) -> Matrix:
-    """Return the weights [c] of a logistic regression on rows [n, c], by Newton's method."""
-    weights, penalty = np.zeros(rows.shape[1]), np.full(rows.shape[1], _PENALTY)
-    penalty[-1] = 0.0
+def learned(rows: Matrix, standing: Matrix, start: Matrix | None = None) -> Matrix:
+    """Return the weights [c] of a logistic regression on rows [n, c], by Newton's method.
+
+    `standing` [n] is 1 for instructions, else 0; `start` [c] are weights to begin with.
+    """
+    weights = np.zeros(rows.shape[1]) if start is None else start.copy()
+    penalty = np.full(rows.shape[1], _PENALTY)
+    penalty[-1] = 1e-9  # none of the bias
     for _ in range(_STEPS):
         chance = 1 / (1 + np.exp(-rows @ weights))
-        slope = rows.T @ (chance - is_standing) + penalty * weights
-        curve = (rows.T * (chance * (1 - chance))) @ rows + np.diag(penalty + 1e-9)
-        weights -= np.linalg.solve(curve, slope)
+        slope = rows.T @ (chance - standing) + penalty * weights
+        curve = (rows.T * (chance * (1 - chance))) @ rows + np.diag(penalty)
+        change = np.linalg.solve(curve, slope)
+        weights -= change
+        if np.abs(change).max() < _LEAST_CHANGE:
+            break
     return weights
 
 
 def cross_validated(examples: Sequence[Text], evidence: Evidence) -> Matrix:
-    """Return the log odds [n] of each text, by weights from the other authors' texts."""
-    authors = [each.author for each in examples]
-    folds = [f"{name} {i % 2}" if name in _FOLDED else name for i, name in enumerate(authors)]
+    """Return the log odds [n] of each text, by weights from other authors and conversations."""
+    folds = [(each.author, each.conversation) for each in examples]
     odds = np.zeros(len(examples))
     for fold in dict.fromkeys(folds):
-        print(f"recognizing {fold}", file=sys.stderr)
+        print("recognizing", *fold, file=sys.stderr)
         mine = np.array([each == fold for each in folds])
         weights = learned(evidence.rows[~mine], evidence.standing[~mine])
         odds[mine] = evidence.rows[mine] @ weights
     return odds
 
 
-def module(names: Sequence[str], weights: Matrix, least: float) -> str:
-    """Return the source of a module with these weights [c + 1], and `least` off the bias."""
+def module(names: Sequence[str], weights: Matrix, margin: float) -> str:
+    """Return the source of a module with these weights [c + 1], the bias less `margin`."""
     hundredths = np.rint(100 * weights[:-1]).astype(int).tolist()
     pairs = [
         f"{name} {weight}"
@@ -171,7 +181,7 @@ def module(names: Sequence[str], weights: Matrix, least: float) -> str:
         if abs(weight) >= 100 * _LEAST_WEIGHT
     ]
     lines = textwrap.wrap(" ".join(pairs), 100, break_long_words=False, break_on_hyphens=False)
-    return _HEAD.format(bias=round(100 * (weights[-1] - least)), signs="\n".join(lines))
+    return _HEAD.format(bias=round(100 * (weights[-1] - margin)), signs="\n".join(lines))
 
 
 def report(examples: Sequence[Text], evidence: Evidence, points: Matrix) -> None:
@@ -199,14 +209,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "file", type=Path, nargs="?", default=default, help="default: the package's"
     )
-    parser.add_argument("--least", type=float, default=LEAST, help=f"default: {LEAST}")
+    parser.add_argument("--margin", type=float, default=MARGIN, help=f"default: {MARGIN}")
     args: argparse.Namespace = parser.parse_args(argv)
     examples = texts()
     evidence = Evidence(examples)
     odds = cross_validated(examples, evidence)
-    report(examples, evidence, evidence.by_rules + odds - args.least)
+    report(examples, evidence, evidence.by_rules + odds - args.margin)
     weights = learned(evidence.rows, evidence.standing)
-    args.file.write_text(module(evidence.names, weights, args.least), "utf-8")
+    args.file.write_text(module(evidence.names, weights, args.margin), "utf-8")
     print(f"{args.file}: {len(evidence.names)} signs of {len(examples)} texts")
     return 0
 

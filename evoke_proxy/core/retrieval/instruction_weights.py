@@ -1,25 +1,25 @@
-"""Weights of the signs of standing instructions, in hundredths of a log odds.
+"""Weights of the signs of standing instructions, in hundredths of log odds.
 
-Made by `python -m recipes.instructions.train`. A sign is a word in lower case, a punctuation mark,
-or what a sentence is or has; see `instruction_evidence`.
+Made by `python -m recipes.instructions.train`, to be added to the points of the rules; a margin is
+subtracted from the bias. Signs are those of `instruction_evidence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-BIAS = -499
+BIAS = -498
 _SIGNS = """
 ! -67 , 11 . 35 0 -84 00 -31 1 -42 10 -38 100 -39 11 -48 12 6 14 -18 15 10 150 34 16 64 200 -24 22
-16 24 25 3 -17 30 37 4 5 40 -9 45 -95 5 17 50 -9 6 -21 60 13 8 19 9 -49 : 33 ; 184 =addressed -38
-=always 51 =answers 126 =answers-twice 77 =at-most-12 19 =at-most-18 64 =at-most-26 31 =at-most-5
--71 =at-most-8 -20 =every 31 =fragment 39 =framed 59 =imperative 73 =lasting 195 =negated 100 =once
--122 =past -163 =question -171 =role 114 =rules 100 =wish 31 =you 172 ? -149 a -110 able -62 about
--34 above -29 abstract -44 accept -27 according -14 account 91 across -29 act 39 actually -58 add
--12 added -13 adding -9 address -81 addressed -10 advanced -20 advice 53 advisor 9 after 39
+16 24 25 3 -17 30 37 4 5 40 -9 45 -95 5 17 50 -9 6 -21 60 13 8 19 9 -49 : 33 ; 184 =always 51
+=answers 126 =answers-twice 77 =at-most-12 19 =at-most-18 64 =at-most-26 31 =at-most-5 -72
+=at-most-8 -20 =every 31 =fragment 39 =framed 59 =imperative 73 =lasting 195 =negated 99 =once -122
+=past -163 =person -38 =question -171 =role 114 =rules 100 =wish 31 =you 172 ? -149 a -110 able -62
+about -34 above -29 abstract -44 accept -27 according -14 account 91 across -29 act 39 actually -58
+add -12 added -13 adding -9 address -81 addressed -10 advanced -20 advice 53 advisor 9 after 39
 afternoon 10 afterwards 29 again -30 against 24 age 27 ago 51 agreed 78 agreement -13 ai -9 aid -34
 air -26 alarm 21 alcohol 81 all 17 allergic -14 allergy 9 allowed -22 allows -5 almost -7 alone -58
-along -41 already -8 also -56 although 47 always -16 am 25 american 64 among -17 amount 78 an -73
+along -41 already -8 also -56 although 47 always -16 am 26 american 64 among -17 amount 78 an -73
 and -15 angry 36 another -42 answer -31 answered -33 answering -22 answers 32 any 43 anybody -39
 anymore -7 anyone 59 anything 166 anyway -50 anywhere 5 app -19 appeal -9 appear 33 application -8
 applications -14 applied -24 appointment -39 appreciate -6 approach -11 architecture 7 are 88 area
@@ -49,9 +49,9 @@ coach -7 code 31 coffee -35 cold -24 colleague 8 colleagues 10 college -46 colou
 45 common 44 companies -5 company 33 compare -7 compared -7 complaining -12 complains -35 complete
 -18 computer 83 concert -31 conditions -56 conference -73 confidence -22 config 56 constantly -38
 contact -12 contains 30 contract 14 control -21 conversations 61 convert -112 cook 33 corner -37
-corporate 41 correct 37 cost -30 cottage -16 could 8 council -46 count -9 country -44 couple -29
+corporate 41 correct 37 cost -29 cottage -16 could 8 council -46 count -9 country -44 couple -29
 course 22 court -15 cousin -27 cover -8 crazy -5 create -14 creating -15 credit 38 cried -6 crisis
--11 cross -33 crucial -10 culture 16 cups 63 current -9 currently -6 custom 18 customer 60 customers
+-12 cross -33 crucial -10 culture 16 cups 63 current -9 currently -6 custom 18 customer 60 customers
 26 customs -52 cutting -7 cuz 14 d -112 dad -40 dad's -18 daily 12 dairy 11 dark 54 dashboard -5
 data 5 database 15 date 54 dates 18 daughter -34 day -59 days 47 dead -41 deadline 5 deadlines 24
 deal -20 deals 5 dear 22 decent -16 decided -11 decimal 54 decision -16 decisions 10 deep 31 default
@@ -65,17 +65,17 @@ don't 114 done -7 dont 58 door -44 doors -22 dorm 57 double 42 down -121 draft 6
 easy -26 eat -34 eating -21 eats 32 edge -22 edit 8 effect 14 eggs -36 eight -33 electricity 5
 eleven -37 email -38 emails 56 emergency 23 emojis 9 empty -31 end 40 ended -16 ending -6 ends 57
 energy -13 engineer 16 engineering -6 english -47 enjoy 45 enough 26 entry -10 environment 5
-equation -8 error -41 errors 21 essay -13 ethical 65 europe -9 euros -92 even -82 evening -38
-evenings -5 event -13 events -13 ever 23 every -35 everybody -26 everyone 24 everything 15
+equation -8 error -41 errors 21 essay -13 ethical 66 europe -9 euros -92 even -82 evening -38
+evenings -5 event -13 events -13 ever 23 every -35 everybody -26 everyone 23 everything 15
 everywhere 82 ex 50 exactly -14 exam 21 example -45 examples -6 excel -14 exceptions 91 exclamation
 23 expect 51 expense -13 expenses -7 experiment -5 expert -37 explain 19 explanations 63 exports 12
 extension -7 extra -30 eye -21 eyes 47 face -17 faces -12 fact 47 fahrenheit -19 fail -27 failed -13
 fair -52 family 7 far -108 fast 24 father -41 feature 55 fee -57 feedback 82 feel -21 feet 50 fell
 -11 felt -18 fetch -10 few -12 field -10 fields 48 fifteen -36 fifty 5 figure -10 figures 49 file -7
-files 114 filled -45 film -57 finally -43 finance -65 financial -50 fine 9 finish 32 finished 6 fire
+files 114 filled -45 film -57 finally -43 finance -65 financial -50 fine 8 finish 32 finished 6 fire
 -29 firm -6 first 97 fish -10 fit 7 five -203 fix -11 fixed -20 flag 47 flat -31 flight -13 floor
 -17 fly -13 folks -22 follow 90 food 104 for -5 force 57 forget -27 forgot -30 form 39 format -7
-formatting -22 formula -5 forty -7 forward 39 found -34 four -62 fourteen 39 fourth -38 francs 22
+formatting -22 formula -5 forty -8 forward 39 found -34 four -62 fourteen 39 fourth -38 francs 22
 free 43 french -6 freshman -35 friday -34 fridays -29 friend -35 friendly -42 friends -57 from 8
 front 48 full 10 fun 8 function 7 functions 66 funny -41 further -7 game -64 games -19 gap -8 garage
 -19 garden 43 garlic -11 german 21 get 62 gets 65 getting -9 gift 30 git 8 give 75 given -21 giving
@@ -84,8 +84,8 @@ front 48 full 10 fun 8 function 7 functions 66 funny -41 further -7 game -64 gam
 grateful -18 great 40 greek -18 green -17 group -33 growing -57 grown 8 guess 20 guest -19 guests
 -14 guide -14 gym -10 habit 99 had -42 half -36 hall -40 hand 12 handle -83 handover -5 hands -28
 hanging -5 hangs -37 happened -12 happens -39 happy -46 hard -26 hardest 41 hardly -45 has -28 hate
-81 have -37 haven't 14 having 24 he -55 he's -19 head 11 heading 18 headings 36 hear -29 heard -8
-hearing -34 heart -8 heating -11 heavy 21 held -27 hello -10 help -37 helpful 9 helps -42 her -61
+81 have -37 haven't 13 having 24 he -55 he's -19 head 11 heading 18 headings 36 hear -29 heard -8
+hearing -34 heart -8 heating -11 heavy 21 held -27 hello -10 help -37 helpful 9 helps -42 her -60
 here 72 hey 25 high -27 highest -9 hike -16 him -16 himself -39 hint 10 hints 66 hip 44 his -115
 historical 60 history 70 hit -6 hobby -21 hold 18 holiday -50 home -107 honest -11 honestly -8 hope
 22 hot -36 hotel -18 hour 57 hours -40 house 76 how 6 huge -30 hungarian -21 hurt -23 husband 17 i
@@ -107,8 +107,8 @@ licence -32 life -20 lift -22 lifting 26 light 39 lighthouse -64 like 69 liked -
 live 124 living -5 local -31 locally 23 location -19 lock -51 log -34 login -48 lol -42 long -58
 longer -27 look 18 looked -78 looking -60 looks -12 lose -18 losing -14 lost 35 lot -24 love -79
 lovely 19 loves -7 low -6 lower 6 lowercase 53 luck -27 lucky -7 lunch -50 m -102 machine 37
-machines -19 mad 55 made 47 magic -6 mail -30 mails 37 main 8 major -46 make 16 makes 35 making 16
-man -56 managed 21 manager -39 managing 26 many -49 march -17 mark 54 market -64 marketing 30 marks
+machines -19 mad 56 made 47 magic -6 mail -30 mails 37 main 8 major -46 make 16 makes 35 making 16
+man -56 managed 20 manager -39 managing 26 many -49 march -17 mark 54 market -64 marketing 30 marks
 19 married -21 master 40 match 52 math 72 matter 9 may -52 maybe -59 me 99 meal 29 meals 13 mean 54
 means 146 meant -34 meat 25 medical 39 meeting -47 meetings -24 meets -5 members -31 memo -14 memory
 -40 mental -10 mention 67 menu 9 merge -47 merger 52 message -72 messages -16 met 11 method 99
@@ -126,13 +126,13 @@ nuts -22 odd -44 off 54 offer 55 offered -22 offers -9 office -48 official 13 of
 opened -32 opening 14 opens 12 opportunities -21 option 40 or 88 order 98 orders -17 other -34
 others -47 otherwise 77 ought 52 ounces 13 our 12 ours 16 ourselves -5 out 8 outside 25 overall -9
 overwhelming -6 own -14 oxford 46 p 15 pack -29 package 7 packed -10 packing -8 page 5 pages 12 paid
--52 paint -24 pan 20 paper -27 papers -37 paragraph 7 paragraphs 83 parents -30 parish 25 park -17
+-52 paint -24 pan 20 paper -27 papers -37 paragraph 7 paragraphs 83 parents -31 parish 25 park -17
 parking -21 part -75 partner 32 parts 28 party 29 pass -18 passive 14 password 53 past 51 paste 25
 patch -25 path -5 patient 25 patterns 16 pay -13 payment -6 pays -34 people -113 per 126 percent 49
 perfect -24 permit 16 person 46 personal -23 perspective -22 philosophy -6 phone 17 phones -11 photo
 49 pick -33 picked 20 picture -6 pictures 30 piece -65 pizza -47 place 33 plan 67 planning -36 plans
 27 plant 23 platform -10 play 34 plays -6 please 32 plenty 69 plot 13 pls 72 plumber -13 plus -26
-pnpm 22 poem -53 point 32 points -22 policy 38 polish -64 polite -22 politics 75 poor -42 pork 57
+pnpm 22 poem -53 point 32 points -22 policy 38 polish -64 polite -22 politics 75 poor -42 pork 58
 port -21 portfolio -13 position 5 possible 11 post -19 poster -30 potatoes -18 pounds 36 ppl -9 pr
 -34 practical -5 practice 37 prefers -12 prepare -45 present -62 press 31 pressure -14 pretend -34
 pretty -47 price 70 prices -25 print 55 printed 61 printer -22 private 42 problem -7 process -48
@@ -159,7 +159,7 @@ seven 36 shall 23 shape -9 share -29 shared 45 she -63 she's -28 shed -20 sheet 
 -20 signs -35 simple -85 since 20 single 27 sister -68 sit -5 sits 14 sitting 31 six -47 size -31
 sizes 54 skip 65 slack -28 sleep -53 sleeps -20 slides 9 slow 8 smaller -10 so 188 social -42
 society 29 sold -7 solutions 68 solve -64 some -46 somebody -32 someone -62 something -7 sometimes
--55 somewhere -5 son -14 song -16 soon -34 sorry -6 sort 17 sound -21 sounds -17 soup -28 source 100
+-55 somewhere -5 son -14 song -16 soon -34 sorry -6 sort 17 sound -21 sounds -17 soup -28 source 99
 sources 100 space 13 spaces 74 spanish 5 spare 62 speak -27 speaks -22 special -46 specific -8
 speech -25 spell 69 spelling 80 spend -30 spent -15 split 48 spoke -16 sports -13 spot -14 spring
 -37 sql 78 stack -6 stage -20 stairs -46 stand -47 standard 17 standing -23 stands 51 star -18 start
@@ -169,12 +169,12 @@ store 6 stories 86 story 58 straight 11 strategy 18 streaming -15 street 9 stric
 student 19 students -71 studies -5 study -16 studying 30 stuff 79 style 43 subject 15 subscription
 -23 success -41 sugar -69 suggest -20 suggestion -23 suggestions 77 sum -26 summarise -71 summarize
 -49 summary -75 summer -65 sunday -55 sundays -9 super -21 supplier 53 support -12 supposed -19 sure
-59 surname 8 surprised -33 swear -34 swim 15 swimming -9 swiss 22 t -107 table -128 tables 45 tabs
+60 surname 8 surprised -33 swear -34 swim 15 swimming -9 swiss 22 t -107 table -128 tables 45 tabs
 48 tag 10 take -24 takes -10 taking -7 talent -13 talk -60 talking -42 tastes 40 taught -9 tax 22
 tea -58 teacher -14 teachers -12 team -5 teamwork -54 tech -50 technical -21 technologies -16
 telephone 33 tell 109 telling 27 tells -23 temperature 30 ten -113 tend 79 tense 45 tent -8 term -42
 terms 35 test 47 tests 31 texas 19 text 33 texts 63 than 74 thank -62 thanks -12 that -29 that's 32
-the -115 their -106 them 70 then 29 there -99 there's 31 these -90 thesis 31 they -72 they'd -18
+the -115 their -106 them 71 then 29 there -99 there's 31 these -90 thesis 31 they -72 they'd -18
 they're 19 they've -43 thing 43 things 73 think -31 thinking -21 thinks -12 third 13 thirty 45 this
 -198 those -33 though -91 thought -39 thousands 72 three -67 threw -10 through 41 throughout 26
 thursday 21 ticket 65 tickets -5 tight -10 til 36 time 63 times 53 tiny 48 title 99 to -43 toast -9
@@ -197,7 +197,7 @@ winter -12 wish 54 with 74 within 20 without 34 woman -5 won -19 won't -66 word 
 -35 working -93 workout 9 works -44 world -21 worried -8 worst -31 worth -32 wouldn't 46 wow -28
 wrapped 12 write -21 writes -34 writing -39 written -7 wrong -99 wrote -21 yeah -7 year -20 year's
 -11 yes 39 yesterday -36 yet -30 york 9 you -23 you'd 125 you're 32 you've -20 young -21 younger -7
-your 72 yourself -70
+your 73 yourself -70
 """
 _PARTS = _SIGNS.split()
 WEIGHTS: Mapping[str, int] = dict(zip(_PARTS[::2], map(int, _PARTS[1::2]), strict=True))

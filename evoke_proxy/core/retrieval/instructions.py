@@ -2,9 +2,10 @@
 
 A standing instruction tells how every later answer should be: "Always answer in French". Mostly it
 tells the assistant what to do or states a wish, it holds in general, and it is about the form of
-answers. Each of these signs gives points, so that no single word decides. But many instructions
-have few of them: "I'm blind, and a table is no use to me". So the words of a text and its other
-signs give points, too, which are learned from instructions and from texts that are like them.
+answers. Rules give points to each of these signs, so that no single word decides. But many
+instructions have few of them: "I'm blind, and a table is no use to me". So the words of a text and
+its signs have weights as well, which are learned from instructions and from similar texts that are
+none. They may outweigh the rules.
 
 A statement tells what only the user knows: "I can't walk far". It decides whether a plan is good,
 but often has no word in common with a question about the plan, so that words do not find it. One
@@ -21,9 +22,9 @@ from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
-# A text with fewer points by the rules has none by them.
+# Fewer points by the rules count as 0.
 _MIN_RULE_POINTS = 2.0
-# Signs by a text's number of words: short ones say little by their words.
+# Signs by a text's number of words: few words have few weights to add up.
 _LENGTHS = (5, 8, 12, 18, 26)
 _SENTENCE = re.compile(r"[^.!?;\n]+[.!?;]?")
 _MAX_SENTENCES = 8
@@ -329,13 +330,13 @@ def _is_fragment(lowered: str, words: frozenset[str]) -> bool:
 
 
 def _signs_of(sentence: str) -> Iterator[str]:
-    """Yield the signs of a sentence beside its words."""
+    """Yield the signs of a sentence other than its words."""
     lowered = sentence.lower()
     words = frozenset(_WORD.findall(lowered))
     if _is_question(sentence):
         yield "=question"
     else:
-        yield from _orders(sentence, lowered, words)
+        yield from _request_signs(sentence, lowered, words)
     if _FROM_NOW_ON.count(lowered, words):
         yield "=lasting"
     if _ALWAYS.count(lowered, words):
@@ -343,7 +344,7 @@ def _signs_of(sentence: str) -> Iterator[str]:
     if _EVERY & words:
         yield "=every"
     if _ADDRESSED & words:
-        yield "=addressed"
+        yield "=person"
     if _ASSISTANT & words:
         yield "=you"
     if _ONE_OFF.match(sentence):
@@ -353,8 +354,8 @@ def _signs_of(sentence: str) -> Iterator[str]:
     yield from ("=answers", "=answers-twice")[: _ANSWERS.count(lowered, words)]
 
 
-def _orders(sentence: str, lowered: str, words: frozenset[str]) -> Iterator[str]:
-    """Yield what tells the assistant something in a sentence that is no question."""
+def _request_signs(sentence: str, lowered: str, words: frozenset[str]) -> Iterator[str]:
+    """Yield the signs of a request to the assistant in a sentence that is no question."""
     if _has_imperative(sentence):
         yield "=imperative"
         if _has_frame(sentence):
@@ -379,7 +380,7 @@ _RULE_POINTS: Mapping[str, float] = {
     "=negated": 0.5,
     "=wish": 1.0,
     "=always": 1.0,
-    "=addressed": 0.5,
+    "=person": 0.5,
     "=answers": 1.5,
     "=answers-twice": 0.5,
     "=once": -2.0,

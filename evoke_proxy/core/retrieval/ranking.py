@@ -57,9 +57,11 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
-# to them, and how alike its neighbours are, is added to its score with this weight. The items of a
-# list are more like each other than like the question, so its statements have the second weight.
-_FEEDBACK_UNITS, _FEEDBACK_WEIGHT, _LIST_FEEDBACK_WEIGHT = 3, 0.8, 2.0
+# to them, and how alike its neighbours are, is added to its score with this weight.
+_FEEDBACK_UNITS, _FEEDBACK_WEIGHT = 3, 0.8
+# The items of a list are more like each other than like the question: its statements get likeness
+# with this weight instead, that of their neighbours left out.
+_LIST_FEEDBACK_WEIGHT = 2.0
 # With more questions than this, the best units are examples of what some of them ask for only, and
 # that no unit has most of the words of all of them says nothing.
 _FEW_QUESTIONS = 3
@@ -81,8 +83,8 @@ _LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # A question that asks for a list has several statements as its answer, some of them in other words,
 # so the statements have more weight than the ranking of all units from the beginning.
 _LIST_WEIGHT = 1.3
-# Weights of the statements for a list and for any other question whose words find little: no unit,
-# or for a list no statement, has the share of words above, no unit has a name of the question, and
+# Weights of the statements for a list, and for any other question, where the words find little: no
+# unit (for a list: no statement) has _MIN_COVERAGE of them, no unit has a name of the question, and
 # it refers to no earlier turn.
 _UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 2.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
@@ -373,10 +375,8 @@ class UnitRanker:
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
         weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
-        for_list = texts[:1]
         alike = self._feedback(texts[0]) if 0 < n_own <= _FEW_QUESTIONS else None
         if alike is not None:
-            for_list = [texts[0].plus(alike, _LIST_FEEDBACK_WEIGHT)]
             texts[0] = texts[0].plus(alike, _FEEDBACK_WEIGHT)
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
@@ -400,7 +400,10 @@ class UnitRanker:
             is_about = is_covered or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             # Not ordered by points, which are those of limits and wishes.
-            statements = _statements(for_list[0].own, points)
+            scores = texts[0].own
+            if alike is not None:
+                scores = scores + (_LIST_FEEDBACK_WEIGHT - _FEEDBACK_WEIGHT) * alike.own
+            statements = _statements(scores, points)
             first.append(Ranking(statements, weight, after))
             second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
         elif query.n_own:
@@ -506,7 +509,10 @@ class UnitRanker:
         return scores
 
     def _feedback(self, text: _TextScores) -> _TextScores | None:
-        """Return how alike the units are to the best ones of a text, by vectors; else None."""
+        """Return how alike the units are to the best ones of a text, by vectors.
+
+        None without vectors or without good units.
+        """
         examples = dict[int, float]()
         for unit in text.ranking(1.0).order[:_FEEDBACK_UNITS].tolist():
             blocks = self._units.blocks_of(unit)[:_MAX_READ_BLOCKS]
@@ -676,14 +682,14 @@ class UnitRanker:
         )
 
     def _knows_subject(self, query: Query) -> bool:
-        """Return whether a query refers to earlier turns, or a ranked unit has a name of it.
+        """Return whether a query refers to earlier turns, or the units have one of its names.
 
-        A name is a certain name or value, in any form.
+        Only names and values that are certain to be one count, in any form.
         """
+        if query.n_context:
+            return True
         names = names_in(query.text).items()
-        return query.n_context > 0 or any(
-            certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names
-        )
+        return any(certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names)
 
     def _terms(self, text: str) -> Sequence[str]:
         """Return the terms of a text of the query."""

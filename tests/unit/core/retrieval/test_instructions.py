@@ -119,6 +119,51 @@ def test_a_remark_is_no_instruction(text: str) -> None:
     assert instruction_points(text) == 0.0
 
 
+UNSEEN = (
+    "In my house we count in stones and feet, so give body weights that way.",
+    "As long as we talk, I am the customer and you are the rude waiter.",
+    "Whenever a date comes up, tell me the weekday too.",
+    "I can't eat gluten, so leave out anything with wheat when you suggest meals.",
+    "my eyes are bad, keep paragraphs to three lines please",
+    "Every commit message that you write starts with the ticket number.",
+    "I'd be glad if you didn't praise my questions.",
+    "Quotes should always come with the page number.",
+    "If a command needs root, warn me before you show it.",
+    "No football comparisons, ever.",
+    "Stop apologising all the time, it is annoying.",
+    "For anything medical, remind me that you are not a doctor.",
+    "We write British English in this team, so please stick to it in all texts.",
+    "Tests first, then the code, in everything we build here.",
+    "I prefer answers as numbered steps.",
+    "Please talk to me as if I had never used a computer.",
+)
+OTHERS = (
+    "My brother lives in Graz and works for the railway.",
+    "Fix the broken link in the footer and push it.",
+    "How many stones does my uncle weigh if he weighs 90 kilos?",
+    "Our dog never barks at the postman.",
+    "Write me a short poem about the sea for my wife's birthday.",
+    "I always wanted to learn the cello.",
+    "Translate this sentence into Danish: the train is late.",
+    "The waiter was rude to us every time we went there.",
+    "Thanks, that was exactly what I needed.",
+    "I studied law in Leiden before I changed to design.",
+    "Is it true that wheat came to Europe from the Levant?",
+    "Add a column for the weekday to this table.",
+    "My team has eleven people, three of them in Lisbon.",
+    "They closed the pool, so we swim in the lake now.",
+    "Could you check why the second test fails?",
+    "I bought new glasses because my eyes got worse.",
+)
+
+
+def test_most_instructions_that_nothing_was_learned_from_are_recognized() -> None:
+    found, wrong = (
+        [text for text in part if instruction_points(text)] for part in (UNSEEN, OTHERS)
+    )
+    assert len(found) >= 0.75 * len(UNSEEN) and len(wrong) <= 1
+
+
 def test_an_instruction_has_more_points_than_a_request() -> None:
     request = instruction_points("Please keep it short.")
     assert request < instruction_points("From now on, always answer in French.")

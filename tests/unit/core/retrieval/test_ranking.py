@@ -333,8 +333,9 @@ def test_statements_have_more_room_where_the_question_names_nothing_known() -> N
     asked = [0.6, 0.8, 0.0, 0.0]
     question = "Who adopted the kitten of spring?"
     assert set(told) <= set(order_by_vectors(question, texts, asked, vectors)[:4])
-    texts[30] = "Is the boat of Mira Kolt slow?"
     question = "Who adopted the kitten of Mira Kolt in spring?"
+    assert set(told) <= set(order_by_vectors(question, texts, asked, vectors)[:4])
+    texts[30] = "Is the boat of Mira Kolt slow?"
     assert len(set(told) & set(order_by_vectors(question, texts, asked, vectors)[:4])) == 1
 
 
