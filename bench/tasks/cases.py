@@ -154,7 +154,7 @@ SYSTEM = "You are a helpful assistant."
 _CHARACTERS, _FRAME = 4.75, 5
 # Where a passage begins: the user quotes it.
 _QUOTING = ("I found this text.", "Here is what I read today.", "This was in the newsletter.")
-# Standing instructions come in this first part of a conversation.
+# The kind of standing instructions, which come in this first part of a conversation.
 _EARLY, INSTRUCTIONS = 0.2, "standing instructions"
 Message = Mapping[str, str]
 Exchange = Sequence[str]

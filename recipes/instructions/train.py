@@ -6,12 +6,13 @@ templates of bench.tasks, which others wrote. Other texts are those of the same 
 tell in BFCL's memory conversations, sentence by sentence, and the questions of MTRAG-UN, both of
 the tuning split.
 
-The proxy adds the points of the rules to the weights, though "=rules" has a weight, too, because
-short instructions with a clear grammar would be missed otherwise; --margin is subtracted for it.
-With more of it, fewer texts are taken for instructions.
+The proxy adds the points of the rules to the weights, although the sign "=rules" has a weight, too:
+otherwise short instructions with a clear grammar would be missed. --margin is subtracted from the
+sum; the larger it is, the fewer texts are taken for instructions.
 
-The table says what is recognized of each author's texts, and of each conversation's, with weights
-from all other texts. In parentheses: by the rules alone.
+The table says what is recognized of each author's texts with weights that were learned without
+them; users of BFCL are left out one by one, the dialogs of MTRAG-UN by halves. In parentheses: what
+the rules alone recognize.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _from_conversations() -> Iterator[Text]:
 
 
 class Evidence:
-    """What is known of texts.
+    """The signs of texts, their points by the rules, and what they are.
 
     Attributes:
         names: The c signs with a weight.
@@ -165,7 +166,7 @@ def cross_validated(examples: Sequence[Text], evidence: Evidence) -> Matrix:
     folds = [(each.author, each.conversation) for each in examples]
     odds = np.zeros(len(examples))
     for fold in dict.fromkeys(folds):
-        print("recognizing", *fold, file=sys.stderr)
+        print("learning without", *fold, file=sys.stderr)
         mine = np.array([each == fold for each in folds])
         weights = learned(evidence.rows[~mine], evidence.standing[~mine])
         odds[mine] = evidence.rows[mine] @ weights

@@ -223,9 +223,8 @@ class DocumentVectors:
         """
         stored, n_stored = np.array(self._documents), len(self._documents)
         row_of = np.full(1 + max(stored.max(initial=-1), documents.max(initial=-1)), -1)
-        row_of[stored[np.array(self._has_direction, np.bool_)]] = np.flatnonzero(
-            np.array(self._has_direction)
-        )
+        has_direction = np.array(self._has_direction, np.bool_)
+        row_of[stored[has_direction]] = np.flatnonzero(has_direction)
         found = row_of[documents]
         has_vector = found >= 0
         present = found[has_vector]
