@@ -14,9 +14,19 @@ from tokenizers import Tokenizer
 from bench import record
 from bench.evidence.conversations import conversations
 from bench.model.vocab import NEW_QUESTIONS
+from evoke_proxy.adapters.embedders.onnx_encoder import OnnxEncoder
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.core.retrieval.wordpiece import WordPieces
 from evoke_proxy.models import word_vectors_file
-from recipes.word_vectors import encoded, is_word_piece, make, rarity_weights, vocabulary
+from recipes.word_vectors.start import (
+    DIMENSIONS,
+    is_word_piece,
+    rarity_weights,
+    starting_rows,
+    vocabulary,
+)
+from recipes.word_vectors.teacher import MAX_TOKENS, lesson
+from recipes.word_vectors.train import make
 
 UNKNOWN = "[UNK]"
 
@@ -98,30 +108,51 @@ def test_the_table_has_the_pieces_of_the_vocabulary(names: list[str]) -> None:
     assert pieces == [name for name in names if is_word_piece(name)]
 
 
-def test_the_rows_are_those_of_the_encoder(minilm_directory: Path, names: list[str]) -> None:
-    """Each row is a weighted linear map of the encoder's; the residual is rounding to int8.
+def test_the_table_finds_alike_what_the_encoder_finds_alike(minilm: OnnxEncoder) -> None:
+    """Cosines of questions, compared between the two; the vectors without training have 0.71."""
+    asked = sorted({*NEW_QUESTIONS.values(), *(f"My {at} is green." for at in NEW_QUESTIONS)})
+    pairs = np.triu_indices(len(asked), 1)
+    cosines = [
+        (vectors @ vectors.T)[pairs]
+        for vectors in (WordVectorEncoder().documents(asked), minilm.documents(asked))
+    ]
+    assert len(asked) > 60
+    assert np.corrcoef(*cosines)[0, 1] > 0.85
 
-    The map is fitted to 2,000 tokens; `python -m recipes.word_vectors` makes the whole table.
-    """
+
+def test_the_training_begins_with_whitened_rows_by_rarity(
+    minilm_directory: Path, names: list[str]
+) -> None:
     kept = [token for token, name in enumerate(names) if is_word_piece(name)]
-    chosen = sorted(random.Random(5).sample(range(len(kept)), 2000))
-    tokens = [kept[i] for i in chosen]
-    with np.load(word_vectors_file()) as table:
-        scales = table["scales"][chosen, None].astype(np.float64)
-        rows = table["rows"][chosen] * scales
-    weights = rarity_weights(tokens, names)[:, None]
-    inputs = np.hstack([encoded(minilm_directory, tokens, 2), np.ones((len(tokens), 1))])
-    unweighted, error = rows / weights, scales / weights
-    fit, *_ = np.linalg.lstsq(inputs / error, unweighted / error, rcond=None)
-    residual = (unweighted - inputs @ fit) / error
-    assert np.abs(residual).max() < 1.0  # of a step of int8; half of one is rounding
+    tokens = sorted(random.Random(5).sample(kept, 1000))
+    rows = starting_rows(minilm_directory, tokens, 2) / rarity_weights(tokens, names)[:, None]
+    assert rows.shape == (1000, DIMENSIONS)
+    assert np.allclose(rows.T @ rows / len(rows), np.eye(DIMENSIONS), atol=1e-6)
+    assert rarity_weights([names.index("the")], names)[0] < 0.01
+    assert rarity_weights([kept[-1]], names)[0] > 0.9
+
+
+def test_the_teacher_has_the_vectors_of_the_encoder(
+    minilm_directory: Path, minilm: OnnxEncoder, reference: Tokenizer
+) -> None:
+    texts = [text for text in TEXTS if text.strip() and "[CLS]" not in text]
+    shares: list[float] = []
+    taught = lesson(minilm_directory, texts, 2, shares.append)
+    short = [i for i, ids in enumerate(taught.pieces) if len(ids) < MAX_TOKENS - 2]
+    assert len(short) > 20 and shares == sorted(shares) and shares[-1] == 1
+    expected = minilm.documents([texts[i] for i in short])
+    assert np.abs(taught.vectors[short] - expected).max() < 1e-4
+    for i in short:
+        assert list(taught.pieces[i]) == reference.encode(texts[i], add_special_tokens=False).ids
 
 
 def test_a_table_made_twice_has_the_same_bytes(
     minilm_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recipes.word_vectors.is_word_piece", lambda name: name[:2] == "wa")
-    monkeypatch.setattr("recipes.word_vectors.DIMENSIONS", 8)
-    first, second = make(minilm_directory), make(minilm_directory, threads=2)
+    monkeypatch.setattr("recipes.word_vectors.train.is_word_piece", lambda name: name[:2] == "wa")
+    monkeypatch.setattr("recipes.word_vectors.start.DIMENSIONS", 8)
+    monkeypatch.setattr("recipes.word_vectors.train._BATCH", 8)
+    groups = [["walls want water", "was it warm?"], ["wait for the war", "wages"]] * 8
+    first, second = (make(minilm_directory, groups, threads=1) for _ in range(2))
     for name, array in first.items():
         assert np.array_equal(array, second[name]), name
