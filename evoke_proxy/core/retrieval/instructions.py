@@ -263,6 +263,7 @@ def instruction_evidence(text: str) -> tuple[set[str], float]:
     what a sentence of it is or has, how short it is, and whether the rules take it for a standing
     instruction. It has 0 points if they do not, else 2 or more.
     """
+    text = _with_plain_apostrophes(text)
     of_sentences = [frozenset(_signs_of(sentence)) for sentence in _sentences(text)]
     signs = set(_WORD_OR_MARK.findall(text.lower())).union(*of_sentences)
     n_words = len(_WORD.findall(text))
@@ -272,6 +273,11 @@ def instruction_evidence(text: str) -> tuple[set[str], float]:
     if points < _MIN_RULE_POINTS:
         return signs, 0.0
     return signs | {"=rules"}, points
+
+
+def _with_plain_apostrophes(text: str) -> str:
+    """Return a text with "don't" as it is typed, and not as it is printed."""
+    return text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -469,7 +475,7 @@ def statement_points(text: str) -> float:
     if len(text) > _MAX_STATEMENT_CHARS:
         return 0.0
     points, asks = 0.0, False
-    for sentence in _sentences(text):
+    for sentence in _sentences(_with_plain_apostrophes(text)):
         if _is_question(sentence) and not _tells(sentence):
             asks = True
             continue
@@ -526,7 +532,7 @@ _SEVERAL = re.compile(
 
 def asks_for_several(text: str) -> bool:
     """Return whether a question asks for a list, so that several statements are its answer."""
-    return _SEVERAL.search(text.lstrip()) is not None
+    return _SEVERAL.search(_with_plain_apostrophes(text).lstrip()) is not None
 
 
 def asks_for_advice(text: str) -> bool:

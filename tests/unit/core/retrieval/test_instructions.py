@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,20 @@ def test_questions_of_people_are_no_instructions() -> None:
     asked = [text for dialog in DIALOGS for text, _ in dialog]
     found = [text for text in asked if instruction_points(text)]
     assert len(asked) > 500 and len(found) <= 0.005 * len(asked)
+
+
+@pytest.mark.parametrize(
+    ("points", "text"),
+    [
+        (instruction_points, "From now on, don't use tables in your answers."),
+        (statement_points, "I can't walk far, and my sister doesn't drive."),
+        (asks_for_several, "What's left to do?"),
+    ],
+)
+def test_a_printed_apostrophe_is_as_good_as_a_typed_one(
+    points: Callable[[str], float], text: str
+) -> None:
+    assert points(text.replace("'", "\u2019")) == points(text) > 0
 
 
 @pytest.mark.parametrize("attribute", [*NUMBER_ATTRIBUTES, *WORD_ATTRIBUTES])
