@@ -49,7 +49,7 @@ def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> 
         _text(across.at(tick), below + 18, _named(tick), "middle", 11) for tick in across.ticks()
     ]
     parts += [_text((_LEFT + _WIDTH - _RIGHT) / 2, below + 38, x_name, "middle", 12)]
-    parts += [_text(_LEFT, _TOP - 6, y_name, "end", 11)]
+    parts += [_text(8, _TOP - 6, y_name, "start", 11)]
     for number, (name, line) in enumerate(lines.items()):
         spots = [(across.at(x), up.at(y)) for x, y in line]
         colour = _COLOURS[number % len(_COLOURS)]
