@@ -39,7 +39,7 @@ class Writer:
         nouns = [sense for sense in senses if sense.kind == "noun"]
         self._nouns = sorted({s.words[0] for s in nouns if s.examples and _is_plain(s.words[0])})
         self._all_nouns = sorted({s.words[0] for s in nouns if _is_plain(s.words[0])})
-        self._places = sorted({w for s in nouns for w in s.words if _is_name(w)})
+        self._names = sorted({w for s in nouns for w in s.words if _is_name(w)})
         self._adjectives = sorted({s.words[0] for s in senses if s.kind == "adj" and s.examples})
         self._same: dict[str, list[str]] = {}
         for sense in nouns:
@@ -64,11 +64,11 @@ class Writer:
 
     def fact(self) -> list[str]:
         """Return a statement, questions about it, and two paragraphs that it is in."""
-        told, *asked = self._random.choice(FACTS).split(" | ")
+        template, *questions = self._random.choice(FACTS).split(" | ")
         values = self._values()
-        statement = _sentence(told, values)
+        statement = _sentence(template, values)
         paragraphs = [self._paragraph(statement) for _ in range(2)]
-        return [statement, *(_sentence(text, values) for text in asked), *paragraphs]
+        return [statement, *(_sentence(text, values) for text in questions), *paragraphs]
 
     def statement(self) -> list[str]:
         """Return a statement."""
@@ -88,10 +88,10 @@ class Writer:
         sense, after = self._senses[at : at + 2]
         word, others = sense.words[-1], sense.examples[:3]
         asked = f"What is {word}?" if sense.kind == "noun" else f"What does {word} mean?"
-        told = f"{sense.words[0]}: {sense.definition}"
-        short = ". ".join((told, *others))
-        long = ". ".join((told, f"{after.words[0]}: {after.definition}", *after.examples))
-        return [asked, told, sense.definition, *others, short, long[:_PARAGRAPH]]
+        defined = f"{sense.words[0]}: {sense.definition}"
+        short = ". ".join((defined, *others))
+        long = ". ".join((defined, f"{after.words[0]}: {after.definition}", *after.examples))
+        return [asked, defined, sense.definition, *others, short, long[:_PARAGRAPH]]
 
     def plain(self, nouns: int) -> list[list[str]]:
         """Return words with their meanings, and examples, each by itself; of so many nouns only."""
@@ -119,7 +119,7 @@ class Writer:
         same = self._same.get(noun) or [noun]
         same_noun = draw.choice(same) if draw.random() < 0.6 else noun
         year, hour = str(draw.randrange(1950, 2030)), str(draw.randrange(1, 12))
-        place, elsewhere = draw.choice(self._places), draw.choice(self._places)
+        name, other_name = draw.choice(self._names), draw.choice(self._names)
         sentence = draw.choice(self._sentences)
         return {
             "noun": noun, "same": same_noun, "other": other,
@@ -127,9 +127,9 @@ class Writer:
             "thing": draw.choice(self._things), "act": draw.choice(self._acts),
             "deed": draw.choice(self._acts), "adjective": draw.choice(self._adjectives),
             "sentence": sentence, "clause": sentence[0].lower() + sentence[1:],
-            "place": place, "elsewhere": elsewhere, "year": year, "hour": hour,
+            "place": name, "elsewhere": other_name, "year": year, "hour": hour,
             "number": str(draw.randrange(10 ** draw.randrange(1, 6))),
-            "who": draw.choice(_WHO).format(place=draw.choice(self._places)),
+            "who": draw.choice(_WHO).format(place=draw.choice(self._names)),
             "when": draw.choice(_WHEN).format(year=year, hour=hour),
         }  # fmt: skip
 

@@ -311,6 +311,27 @@ class _TextScores:
         return Ranking(found[(-self.scores[found]).argsort(kind="stable")], weight)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What the complete text of a query finds.
+
+    Attributes:
+        text: The scores of the units for it.
+        alike: The scores by likeness to the best ones, if they are known.
+        best_first: The ranking of the units by it.
+        after: How many tokens of that ranking come before the other rankings.
+        is_covered: Whether a statement has most of its words.
+        by_meaning: Whether no unit has, so that statements are ranked by their vectors.
+    """
+
+    text: _TextScores
+    alike: _TextScores | None
+    best_first: Ranking
+    after: int
+    is_covered: bool
+    by_meaning: bool
+
+
 class UnitRanker:
     """Ranks the first `n_ranked` units of a session; the later units are the question itself."""
 
@@ -350,16 +371,51 @@ class UnitRanker:
         the model's attention.
         """
         self._function_stems = function_stems(query.text)
-        rankings = list[Ranking]()
-        if model_relevance is not None:
-            by_model = self._units.maxima(model_relevance)[: self._n]
-            scaled = standardized(by_model)
-            model_scores = _TextScores(scaled, by_model, scaled, scaled)
-            # With a single question, these scores are also added to those of its text. That sum
-            # ranks a unit without the question's words low, because most of its signals are of the
-            # text; so this ranking is used as well, with less weight.
-            weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
-            rankings.append(model_scores.ranking(weight))
+        by_model = None if model_relevance is None else self._by_model(model_relevance)
+        texts, weights = self._texts(query, cosines, topic_cosines, by_model)
+        alike = self._feedback(texts[0]) if 0 < query.n_own <= _FEW_QUESTIONS else None
+        if alike is not None:
+            texts[0] = texts[0].plus(alike, _FEEDBACK_WEIGHT)
+        first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
+        asked = self._asked(query)
+        first = self._latest_first(asked, first)
+        points = self._units.maxima(self._source.statements)[: self._n]
+        second = Ranking(
+            self._second_look_up(query, _strong(texts, first), points),
+            _LIST_LOOK_UP_WEIGHT if _asks_for_list(query) else _SECOND_LOOK_UP_WEIGHT,
+        )
+        second = self._latest_first(asked, [second])[0]
+        after, of_statements = 0, list[Ranking]()
+        if first:
+            found = self._found(query, texts[0], alike, first[0], points)
+            first[0], after = found.best_first, found.after
+            of_statements = self._of_statements(query, found, points)
+        # With a single question, the model's scores are also added to those of its text. That sum
+        # ranks a unit without the question's words low, because most of its signals are of the
+        # text; so this ranking is used as well, with less weight.
+        weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
+        rankings = [] if by_model is None else [by_model.ranking(weight)]
+        return interleaved(
+            [*rankings, *first, *of_statements, replace(second, after=after)], self._units.lengths
+        )
+
+    def _by_model(self, relevance: FloatArray) -> _TextScores:
+        """Return the scores of the units by the model's attention, of [n] for the blocks."""
+        of_units = self._units.maxima(relevance)[: self._n]
+        scaled = standardized(of_units)
+        return _TextScores(scaled, of_units, scaled, scaled)
+
+    def _texts(
+        self,
+        query: Query,
+        cosines: Sequence[FloatArray | None],
+        topic_cosines: FloatArray | None,
+        by_model: _TextScores | None,
+    ) -> tuple[list[_TextScores], list[float]]:
+        """Return the scores of the texts of a query that rank the units, and their weights.
+
+        The first are those of the complete text, if it asks for anything.
+        """
         n_own, n_asked = query.n_own, query.n_own + query.n_earlier
         whole = [query.text] if n_own != 1 and query.text else []
         scored = self._score(
@@ -370,66 +426,70 @@ class UnitRanker:
         context = [scored[i] for i in range(len(whole) + n_asked, n_texts)]
         in_context = self._in_context(scored[:n_first], context)
         texts = [in_context[i] for i in range(n_first)]
-        if model_relevance is not None and query.n_own == 1:
-            texts[0] = texts[0].plus(model_scores, 1.0)
+        if by_model is not None and n_own == 1:
+            texts[0] = texts[0].plus(by_model, 1.0)
         weights = [1.0, *[_CLAUSE_WEIGHT] * (len(texts) - 1)]
         texts += [scored[i] for i in range(n_first, len(whole) + n_asked)]
-        weights += [_EARLIER_WEIGHT] * (len(texts) - len(weights))
-        alike = self._feedback(texts[0]) if 0 < n_own <= _FEW_QUESTIONS else None
-        if alike is not None:
-            texts[0] = texts[0].plus(alike, _FEEDBACK_WEIGHT)
-        first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
-        asked = self._asked(query)
-        first = self._latest_first(asked, first)
-        points = self._units.maxima(self._source.statements)[: self._n]
-        found = self._second_look_up(query, _strong(texts, first), points)
-        second = self._latest_first(asked, [Ranking(found, _SECOND_LOOK_UP_WEIGHT)])[0]
-        after, is_covered, by_meaning = 0, False, False
-        asks_advice = any(map(asks_for_advice, query.clauses[: query.n_own]))
-        if first and len(first[0].order):
-            coverage = self._coverage(query)
-            if not query.n_context and coverage[first[0].order[0]] < _MIN_COVERAGE:
-                first[0] = _covering_first(first[0], coverage)
-            # Where the best unit has most of the query's words, other rankings come after it.
-            if coverage[first[0].order[0]] >= _MIN_COVERAGE:
-                after = self._room_of_best(first[0].order)
-            is_covered = coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE
-            is_uncovered = n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
-            by_meaning = is_uncovered and bool(texts[0].meant.any())
-        if any(map(asks_for_several, query.clauses[: query.n_own])):
-            is_about = is_covered or self._knows_subject(query)
+        return texts, weights + [_EARLIER_WEIGHT] * (len(texts) - len(weights))
+
+    def _found(
+        self,
+        query: Query,
+        text: _TextScores,
+        alike: _TextScores | None,
+        best_first: Ranking,
+        points: FloatArray,
+    ) -> _Found:
+        """Judge what the ranking of a query's complete text finds; `points` are of statements."""
+        if not len(best_first.order):
+            return _Found(text, alike, best_first, 0, False, False)
+        coverage, after = self._coverage(query), 0
+        if not query.n_context and coverage[best_first.order[0]] < _MIN_COVERAGE:
+            best_first = _covering_first(best_first, coverage)
+        # Where the best unit has most of the query's words, other rankings come after it.
+        if coverage[best_first.order[0]] >= _MIN_COVERAGE:
+            after = self._room_of_best(best_first.order)
+        is_covered = bool(coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE)
+        is_uncovered = query.n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
+        by_meaning = bool(is_uncovered and text.meant.any())
+        return _Found(text, alike, best_first, after, is_covered, by_meaning)
+
+    def _of_statements(self, query: Query, found: _Found, points: FloatArray) -> list[Ranking]:
+        """Return the rankings of the user's statements, given with their points."""
+        if _asks_for_list(query):
+            is_about = found.is_covered or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             # Not ordered by points, which are those of limits and wishes.
-            scores = texts[0].own
-            if alike is not None:
-                scores = scores + (_LIST_FEEDBACK_WEIGHT - _FEEDBACK_WEIGHT) * alike.own
-            statements = _statements(scores, points)
-            first.append(Ranking(statements, weight, after))
-            second = replace(second, weight=_LIST_LOOK_UP_WEIGHT)
-        elif query.n_own:
-            # What has one of the words is so by chance: that the lease forbids animals has none of
-            # "Could I adopt a kitten?".
-            scores = texts[0].meant if by_meaning else texts[0].own
-            statements = _statements(scores + points, points)
-            finds = _asks(query.text) and len(first[0].order) > 0
-            if finds:
-                lengths, ends = self._units.lengths, self._units.lengths[statements].cumsum()
-                n_tokens = int(lengths[: self._n].sum())
-                part = int(_STATEMENT_PART * n_tokens)
-                before = max(after, part, _LEAST_BEFORE_STATEMENTS)
-                falling = 2 * _ALL_STATEMENTS_PART * n_tokens - ends[-1:].sum()
-                most = max(part, _LEAST_FOR_STATEMENTS, falling)
-                n_fit = int(ends.searchsorted(most, "right"))
-                first.append(Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before))
-            if (finds and not is_covered) or asks_advice:
-                weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
-                if by_meaning and not self._knows_subject(query):
-                    weight = _UNCOVERED_STATEMENT_WEIGHT
-                first.append(Ranking(statements, weight, after))
-        return interleaved(
-            [*rankings, *first, replace(second, after=after)],
-            self._units.lengths,
-        )
+            scores = found.text.own
+            if found.alike is not None:
+                scores = scores + (_LIST_FEEDBACK_WEIGHT - _FEEDBACK_WEIGHT) * found.alike.own
+            return [Ranking(_statements(scores, points), weight, found.after)]
+        if not query.n_own:
+            return []
+        # What has one of the words is so by chance: that the lease forbids animals has none of
+        # "Could I adopt a kitten?".
+        scores = found.text.meant if found.by_meaning else found.text.own
+        statements, made = _statements(scores + points, points), list[Ranking]()
+        finds = _asks(query.text) and len(found.best_first.order) > 0
+        if finds:
+            made.append(self._later_statements(statements, found.after))
+        asks_advice = any(map(asks_for_advice, query.clauses[: query.n_own]))
+        if (finds and not found.is_covered) or asks_advice:
+            weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
+            if found.by_meaning and not self._knows_subject(query):
+                weight = _UNCOVERED_STATEMENT_WEIGHT
+            made.append(Ranking(statements, weight, found.after))
+        return made
+
+    def _later_statements(self, statements: Positions, after: int) -> Ranking:
+        """Rank the best statements, given best first, after a part of all tokens for the others."""
+        lengths, ends = self._units.lengths, self._units.lengths[statements].cumsum()
+        n_tokens = int(lengths[: self._n].sum())
+        part = int(_STATEMENT_PART * n_tokens)
+        before = max(after, part, _LEAST_BEFORE_STATEMENTS)
+        falling = 2 * _ALL_STATEMENTS_PART * n_tokens - ends[-1:].sum()
+        n_fit = int(ends.searchsorted(max(part, _LEAST_FOR_STATEMENTS, falling), "right"))
+        return Ranking(statements[:n_fit], _LATER_STATEMENT_WEIGHT, before)
 
     def _asked(self, query: Query) -> set[int]:
         """Return the numbers of the stems of a query, without function words."""
@@ -815,6 +875,11 @@ def stems_of(terms: Sequence[str]) -> Sequence[str]:
 def _asks(text: str) -> bool:
     """Return whether a text asks for something: it is short, or contains a question mark."""
     return len(text) <= _SHORT_CHARS or "?" in text
+
+
+def _asks_for_list(query: Query) -> bool:
+    """Return whether one of the questions of the user's message asks for a list."""
+    return any(map(asks_for_several, query.clauses[: query.n_own]))
 
 
 def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterator[Sequence[int]]:
