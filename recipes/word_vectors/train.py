@@ -66,14 +66,14 @@ class Steps:
 
     def __init__(self, name: str) -> None:
         """Begin the part `name`."""
-        self._name, self._told, self._start = name, 0, time.monotonic()
+        self._name, self._reported, self._start = name, 0, time.monotonic()
 
     def reached(self, share: float, more: str = "") -> None:
         """Take in the share that is done, from 0 to 1, and what else to say of it."""
-        if int(share * 10) > self._told:
-            self._told = int(share * 10)
+        if int(share * 10) > self._reported:
+            self._reported = int(share * 10)
             seconds = time.monotonic() - self._start
-            print(f"{self._name}: {self._told * 10} % after {seconds:.0f} s{more}", flush=True)
+            print(f"{self._name}: {self._reported * 10} % after {seconds:.0f} s{more}", flush=True)
 
 
 class Student:
