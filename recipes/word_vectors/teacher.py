@@ -1,4 +1,4 @@
-"""Has the vectors of an encoder for many texts."""
+"""Encodes many texts with an encoder, in batches of texts of about the same length."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_questions_of_people_are_no_instructions() -> None:
     ("points", "text"),
     [
         (instruction_points, "From now on, don't use tables in your answers."),
-        (statement_points, "I can't walk far, and my sister doesn't drive."),
+        (statement_points, "My sister can't swim."),
         (asks_for_several, "What's left to do?"),
     ],
 )

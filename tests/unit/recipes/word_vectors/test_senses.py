@@ -27,6 +27,11 @@ def test_a_line_has_words_a_definition_and_examples() -> None:
     )
 
 
+def test_who_said_an_example_is_not_part_of_the_definition() -> None:
+    sense = read('1 00 v 01 die 0 000 | stop living; "He died"- Ann Author; "die young"', "verb")
+    assert sense.definition == "stop living" and sense.examples == ("He died", "die young")
+
+
 def test_the_number_of_words_is_hexadecimal() -> None:
     words = " ".join(f"word{i} 0" for i in range(10))
     sense = read(f"1 00 n 0a {words} 000 | many words", "noun")
@@ -69,4 +74,24 @@ def test_without_npm_the_message_names_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(senses, "cache_dir", lambda: tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NoSenses, match="npm, which was not found"):
+        senses.senses()
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("echo no route >&2; exit 1", "could not fetch .*\n.*no route"),
+        ("sleep 9", "took more than"),
+    ],
+)
+def test_what_npm_says_is_passed_on(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    npm = tmp_path / "npm"
+    npm.write_text(f"#!/bin/sh\n{script}\n")
+    npm.chmod(0o755)
+    monkeypatch.setattr(senses, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(senses, "_LIMIT_S", 1)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(NoSenses, match=message):
         senses.senses()

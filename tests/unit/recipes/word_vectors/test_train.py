@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 
 from recipes.word_vectors import train
+from recipes.word_vectors.senses import KINDS, Sense
 from recipes.word_vectors.teacher import Ids, Lesson, Matrix
-from recipes.word_vectors.train import Steps, Student, batches, quantised, trained
+from recipes.word_vectors.texts import Writer
+from recipes.word_vectors.train import (
+    Steps,
+    Student,
+    TooFewTexts,
+    batches,
+    groups_of,
+    main,
+    quantised,
+    trained,
+)
 
 
 def lesson(n_texts: int = 400, n_pieces: int = 60) -> Lesson:
@@ -62,21 +73,37 @@ def _cosines(vectors: Matrix) -> Matrix:
     return np.asarray(units @ units.T)
 
 
-def test_a_step_follows_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step of Adam is the sign of the gradient; compared with differences."""
-    taught, rows = lesson(30, 5), beginning(5).astype(np.float64)
-    monkeypatch.setattr(train, "_RATE", 1.0)
-    student = Student(rows.astype(np.float32), n_steps=10**9)
-    divergence(student, taught)
-    moved = student.rows - rows
-    for at in [(0, 0), (2, 7), (4, 15)]:
+def test_the_gradient_is_that_of_the_divergence() -> None:
+    """Compared with differences, for each number of each piece's vector."""
+    taught, rows = lesson(30, 5), beginning(5)
+    by_sum = Student(rows, 1).gradient(taught.pieces, taught.vectors)[1]
+    expected = np.zeros_like(rows)
+    for ids, of_text in zip(taught.pieces, by_sum, strict=True):
+        np.add.at(expected, ids, of_text)
+    found = np.zeros_like(rows)
+    for at in np.ndindex(*rows.shape):
         step = np.zeros_like(rows)
-        step[at] = 1e-2
+        step[at] = 3e-2
         up, down = (
-            divergence(Student((rows + way * step).astype(np.float32), 1), taught)
+            Student(rows + way * step, 1).gradient(taught.pieces, taught.vectors)[0]
             for way in (1, -1)
         )
-        assert moved[at] == pytest.approx(-np.sign(up - down), abs=1e-2)
+        found[at] = (up - down) / 6e-2
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_the_first_step_of_adam_has_the_size_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_RATE", 0.5)
+    taught, rows = lesson(30, 5), beginning(5)
+    by_sum = Student(rows, 1).gradient(taught.pieces, taught.vectors)[1]
+    gradient = np.zeros_like(rows)
+    for ids, of_text in zip(taught.pieces, by_sum, strict=True):
+        np.add.at(gradient, ids, of_text)
+    student = Student(rows, n_steps=10**9)
+    student.learn(taught.pieces, taught.vectors)
+    clear = np.abs(gradient) > 1e-4
+    assert clear.sum() > 50
+    assert np.allclose((student.rows - rows)[clear], -0.5 * np.sign(gradient)[clear], atol=1e-3)
 
 
 def test_pieces_that_do_not_occur_keep_their_vectors() -> None:
@@ -122,3 +149,35 @@ def test_a_tenth_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
         steps.reached(i / 100, "!")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == [str(k) for k in range(10, 101, 10)]
+
+
+SENSES = tuple(
+    Sense(kind, (f"{kind}{n}",), f"what {kind} {n} means", (f"a {kind}{n} thing", f"use the {n}"))
+    for kind in KINDS
+    for n in range(50)
+)
+
+
+def test_a_share_of_the_texts_has_all_kinds_of_words() -> None:
+    senses = [*SENSES, Sense("noun", ("Lisbon",), "a city", ("She likes Lisbon very much",))]
+    senses.append(Sense("noun", ("box",), "a container", ("a box",)))
+    senses.append(Sense("verb", ("paint",), "apply paint", ("paint the fence",)))
+    groups, more = groups_of(senses, 0.001), groups_of(senses, 0.003)
+    assert 2.5 * len(groups) < len(more) < 3.5 * len(groups)
+    half = [text for (text,) in Writer(senses, 0).plain(0.5)]
+    for kind in KINDS:
+        assert 10 < sum(text.startswith(kind) for text in half) < 40
+
+
+def test_too_few_texts_are_refused() -> None:
+    with pytest.raises(TooFewTexts, match="400 texts"):
+        trained(beginning(), lesson(), [4] * 100, Steps("training"))
+
+
+@pytest.mark.parametrize("arguments", [["--share", "0.5"], ["out.npz", "--share", "0"]])
+def test_the_package_keeps_its_table_in_a_trial(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "share" in capsys.readouterr().err
