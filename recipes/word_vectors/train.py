@@ -1,12 +1,12 @@
 """Makes the table of word vectors that the proxy embeds texts with by default.
 
 The vectors of the word pieces begin as the encoder has them for each piece by itself. They are
-trained so that their sums are alike where the encoder finds texts alike. Of each text in a batch the
-divergence (Kullback-Leibler) between two distributions over the other texts is made smaller: that of
-the softmax of the products of the target's vectors, and that of the cosines of the sums (relational
-distillation). The target of a text is the encoder's vector with the vector that the text had before
-training beside it, so that texts with the same words stay alike. The steps are those of lazy Adam
-(Kingma and Ba, 2015): only the vectors of pieces that occur in a batch change.
+trained so that their sums are alike where the encoder finds texts alike. Of each text in a batch
+the divergence (Kullback-Leibler) between two distributions over the other texts is made smaller:
+that of the softmax of the products of the target's vectors, and that of the cosines of the sums
+(relational distillation). The target of a text is the encoder's vector with the vector that the
+text had before training beside it, so that texts with the same words stay alike. The steps are
+those of lazy Adam (Kingma and Ba, 2015): only vectors of pieces that occur in a batch change.
 
 The texts, about 370,000, are sentences, questions, paragraphs and definitions that are made from
 WordNet, which npm fetches. It takes about 20 minutes on two cores and 4 GB of memory.
