@@ -1,7 +1,7 @@
 """Makes the vector of a text from a table that has one vector for each word piece.
 
-This is a static embedding as model2vec makes it: no network runs, a text is the sum of the vectors
-of its pieces, scaled to unit length.
+This is a static embedding: no network runs, a text is the sum of the vectors of its pieces, scaled
+to unit length.
 """
 
 from __future__ import annotations
