@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from conversation import ChatClient
-from harness import RunningProxy
+from harness import RunningProxy, proxy
 from probed import BUDGET, FixedSpeed, conversation_with_evicted_fact
 
 
@@ -31,19 +31,27 @@ def ask_question(
     )
 
 
+@pytest.fixture
+def words_only(patched_port: int) -> Iterator[RunningProxy]:
+    """A proxy that ranks by words alone."""
+    with proxy(patched_port, embedder__model="none") as running:
+        yield running
+
+
 @pytest.mark.parametrize("recall", ["text", "model", "fused"])
 def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
-    patched_proxy: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
+    words_only: RunningProxy, recall: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_prober(patched_proxy), "pace", FixedSpeed(1000))
-    client = conversation_with_evicted_fact(patched_proxy.port, f"probing {recall}", recall)
-    before = patched_proxy.metric("evoke_probe_tokens_total")
+    """The word vectors would find it, too."""
+    monkeypatch.setattr(_prober(words_only), "pace", FixedSpeed(1000))
+    client = conversation_with_evicted_fact(words_only.port, f"probing {recall}", recall)
+    before = words_only.metric("evoke_probe_tokens_total")
     text, usage, accounting = ask_question(client, "Where do I live?")
     is_recalled = "amber falcon" in text
     assert is_recalled is (recall != "text"), text
     assert accounting["n_resident_peak"] <= BUDGET and accounting["marker"] == "ok"
     kinds = ("decoded", "resident_before", "recovered", "omitted")
-    assert sum(usage[kind] for kind in kinds) == n_prompt(client, patched_proxy)
+    assert sum(usage[kind] for kind in kinds) == n_prompt(client, words_only)
     if recall == "text":
         assert "probe" not in usage
         return
@@ -51,9 +59,9 @@ def test_a_probe_recovers_a_block_that_shares_no_word_with_the_question(
     # A probe decodes the tail, and the first words of the model's answer.
     assert usage["decoded"] < probe["decoded"] <= usage["decoded"] + 12
     assert 0 < probe["brought"] <= usage["recovered"]
-    assert patched_proxy.metric("evoke_probe_tokens_total") == before + probe["decoded"]
-    assert patched_proxy.metric("evoke_plan_failures_total", reason="books_differ") == 0
-    assert patched_proxy.metric("evoke_budget_breach_total") == 0
+    assert words_only.metric("evoke_probe_tokens_total") == before + probe["decoded"]
+    assert words_only.metric("evoke_plan_failures_total", reason="books_differ") == 0
+    assert words_only.metric("evoke_budget_breach_total") == 0
 
 
 def n_prompt(client: ChatClient, running: RunningProxy) -> int:
