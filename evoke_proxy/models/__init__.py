@@ -1,4 +1,7 @@
-"""Data that travels with the package: the recall model and the word vectors, each with its card."""
+"""Data that travels with the package: the recall model, and word vectors with similar words.
+
+Each has its card.
+"""
 
 from __future__ import annotations
 
@@ -13,3 +16,8 @@ def bundled_model() -> Path:
 def word_vectors_file() -> Path:
     """Return the path of the table of word vectors, see WORD_VECTORS.md."""
     return Path(__file__).with_name("word-vectors.npz")
+
+
+def similar_words_file() -> Path:
+    """Return the path of the table of similar words, see WORD_VECTORS.md."""
+    return Path(__file__).with_name("similar-words.npz")

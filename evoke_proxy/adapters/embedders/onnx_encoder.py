@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.retrieval.encoding import FILES, Recipe, Vectors, pooled, recipe
+from evoke_proxy.core.retrieval.encoding import (
+    FILES,
+    NO_SIMILAR_WORDS,
+    Recipe,
+    Vectors,
+    pooled,
+    recipe,
+)
 from evoke_proxy.errors import ConfigError, EmbedderError, pip_install
 
 _MODELS = ("model.onnx", "onnx/model.onnx")
@@ -37,12 +44,14 @@ class OnnxEncoder:
     Attributes:
         name: The name of its directory, without parents.
         is_immediate: False, because a text takes milliseconds.
+        similar_words: None.
         dimensions: The length d of its vectors.
         fingerprint: 32 bytes; encoders with different vectors have different ones.
         recipe: Pooling, maximum length, and the texts put before questions and documents.
     """
 
     is_immediate = False
+    similar_words = NO_SIMILAR_WORDS
 
     def __init__(self, config: EmbedderConfig) -> None:
         """Load an encoder and run it once; raises ConfigError with the cause and the fix."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 from zipfile import BadZipFile
 
 import numpy as np
+import numpy.typing as npt
 
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
+from evoke_proxy.core.retrieval.similar_words import SimilarWordTable
 from evoke_proxy.core.retrieval.word_vectors import WordVectors
 from evoke_proxy.errors import ConfigError
-from evoke_proxy.models import word_vectors_file
+from evoke_proxy.models import similar_words_file, word_vectors_file
+
+T = TypeVar("T")
 
 
 class WordVectorEncoder:
@@ -26,26 +31,20 @@ class WordVectorEncoder:
         name: `built-in`.
         is_immediate: True, because a text takes microseconds.
         dimensions: The length d of its vectors.
-        fingerprint: 32 bytes; different tables have different ones.
+        fingerprint: 32 bytes; different tables of vectors have different ones.
+        similar_words: Words of similar meaning.
     """
 
     name = "built-in"
     is_immediate = True
 
-    def __init__(self, path: Path | None = None) -> None:
-        """Load the table at `path`, or that of the package; ConfigError when it cannot be read."""
-        path = path or word_vectors_file()
-        try:
-            data = path.read_bytes()
-            self.fingerprint = hashlib.blake2b(data, digest_size=32).digest()
-            with np.load(io.BytesIO(data), allow_pickle=False) as file:
-                pieces = file["pieces"].tobytes().decode("utf-8").split("\n")
-                self._table = WordVectors(pieces, file["rows"], file["scales"])
-        except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
-            raise ConfigError(
-                f"the built-in word vectors cannot be read: {path}: {error}; install evoke-proxy"
-                " again, or set embedder.model to none"
-            ) from error
+    def __init__(self, path: Path | None = None, similar: Path | None = None) -> None:
+        """Load the vectors at `path` and the similar words at `similar`, or those of the package.
+
+        ConfigError when they cannot be read.
+        """
+        self.fingerprint, self._table = _read(path or word_vectors_file(), _vectors_in)
+        self.similar_words: SimilarWords = _read(similar or similar_words_file(), _similar_words_in)
         self.dimensions = self._table.dimensions
 
     def describe(self) -> str:
@@ -62,3 +61,33 @@ class WordVectorEncoder:
         The vector of a text without a word in the table is all zeros.
         """
         return self._table.vectors(texts)
+
+
+def _read(path: Path, parse: Callable[[bytes], T]) -> T:
+    """Parse a file of the package; ConfigError when it cannot be read."""
+    try:
+        return parse(path.read_bytes())
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        raise ConfigError(
+            f"the built-in word vectors cannot be read: {path}: {error}; install evoke-proxy"
+            " again, or set embedder.model to none"
+        ) from error
+
+
+def _vectors_in(data: bytes) -> tuple[bytes, WordVectors]:
+    """Return the fingerprint of a table of word vectors, and the table."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        table = WordVectors(_lines(file["pieces"]), file["rows"], file["scales"])
+    return hashlib.blake2b(data, digest_size=32).digest(), table
+
+
+def _similar_words_in(data: bytes) -> SimilarWordTable:
+    """Return the table of similar words in a file."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        pairs = file["counts"], file["others"], file["similarities"]
+        return SimilarWordTable(_lines(file["words"]), *pairs)
+
+
+def _lines(text: npt.NDArray[np.uint8]) -> list[str]:
+    """Return the lines of UTF-8."""
+    return text.tobytes().decode("utf-8").split("\n")

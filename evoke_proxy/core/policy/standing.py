@@ -228,7 +228,7 @@ def leading_blocks(view: PolicyView, answer_tokens: int = 0) -> Mask:
     """
     blocks, end = view.blocks, view.blocks.question_start
     leads = np.zeros(len(blocks), np.bool_)
-    asks, states = view.index.asks(blocks), view.index.statement_points(blocks)
+    asks, states = view.index.asks(blocks), view.index.statements(blocks)
     for _ in range(_MAX_LEADING):
         if not end:
             break

@@ -1,4 +1,4 @@
-"""Analyses the text of a block for an index: terms, names, points as instruction and statement.
+"""Analyses the text of a block for an index: terms, names, whether it instructs or states.
 
 An analysis depends on the text alone, so it may be made before the block exists: the texts of new
 messages are known before llama-server has rendered them. A short message is one block with exactly
@@ -16,7 +16,7 @@ from itertools import chain
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, phrase_text, terms_of
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.instructions import instruction_points, statement_points
+from evoke_proxy.core.retrieval.instructions import instruction_points, is_statement
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
 
@@ -43,7 +43,7 @@ class TextAnalysis:
         searchable: The text in the form in which phrases are searched, see `phrase_text`.
         ends_sentence: Whether it ends where a sentence or a line does.
         instruction_points: Its points as a standing instruction; 0 unless the user wrote it.
-        statement_points: Its points as a statement of the user; 0 unless the user wrote it.
+        is_statement: Whether it is a statement of the user.
         has_question_mark: Whether it contains a question mark.
         names: The names in it, see `name_stems`.
     """
@@ -52,7 +52,7 @@ class TextAnalysis:
     searchable: str
     ends_sentence: bool
     instruction_points: float
-    statement_points: float
+    is_statement: bool
     has_question_mark: bool
     names: Names
 
@@ -65,7 +65,7 @@ class TextAnalysis:
             searchable=phrase_text(text),
             ends_sentence=ends_sentence(text),
             instruction_points=instruction_points(text) if is_of_user else 0.0,
-            statement_points=statement_points(text) if is_of_user else 0.0,
+            is_statement=is_of_user and is_statement(text),
             has_question_mark="?" in text,
             names=name_stems(text),
         )

@@ -34,6 +34,9 @@ _MAX_EXPANDED_SHARE = 0.05
 _MAX_INFORMATIVE_SHARE = 0.5
 _MIN_DOCUMENTS = 64
 
+# Of a term: numbers of the documents that contain it, its count in each, the number of its stem.
+_Postings = tuple["array[int]", "array[float]", int]
+
 WORD = re.compile(r"\w+(?:[-./]\w+)*")
 _PART = re.compile(r"[^\W_]+")
 _CAMEL_CASE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -173,9 +176,7 @@ class InvertedIndex:
 
     def __init__(self) -> None:
         self._lengths = array("d")
-        # For each term: numbers of the documents that contain it, its count in each, and the number
-        # of its stem.
-        self._postings: dict[str, tuple[array[int], array[float], int]] = {}
+        self._postings: dict[str, _Postings] = {}
         self._fuzzy_terms = FuzzyTerms()
         # Stems are numbered from 0 in the order they are added; the terms with each stem.
         self._stem_numbers: dict[str, int] = {}
@@ -212,7 +213,7 @@ class InvertedIndex:
         self._content_stems.append(array("q", stems - self._function_stems))
         return number
 
-    def _add_term(self, term: str) -> tuple[array[int], array[float], int]:
+    def _add_term(self, term: str) -> _Postings:
         """Add a term that no document has yet, also to the forms of its stem."""
         self._fuzzy_terms.add(term)
         word_stem = stem(term)
@@ -267,18 +268,34 @@ class InvertedIndex:
         Returns three arrays [p]: the index in `stems`, the document, and the count of one form of
         the word in the document.
         """
+        return self._counts(
+            (number, self._postings[term])
+            for number, word_stem in enumerate(stems)
+            for term in self._forms(self._stem_numbers.get(word_stem))
+        )
+
+    def term_counts(self, terms: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the active documents contain terms, in exactly this form.
+
+        Returns three arrays [p]: the index in `terms`, the document, and the count in the document.
+        """
+        found = ((number, self._postings.get(term)) for number, term in enumerate(terms))
+        return self._counts((number, postings) for number, postings in found if postings)
+
+    def _counts(
+        self, numbered: Iterable[tuple[int, _Postings]]
+    ) -> tuple[Positions, Positions, FloatArray]:
+        """Return the number, the document and the count [p] of all active, numbered postings."""
         all_documents, all_counts = array("q"), array("d")
-        stem_numbers, lengths = list[int](), list[int]()
-        for number, word_stem in enumerate(stems):
-            for term in self._forms(self._stem_numbers.get(word_stem)):
-                postings = self._postings[term]
-                all_documents.extend(postings[0])
-                all_counts.extend(postings[1])
-                stem_numbers.append(number)
-                lengths.append(len(postings[0]))
+        each_number, lengths = list[int](), list[int]()
+        for number, (of_documents, of_counts, _) in numbered:
+            all_documents.extend(of_documents)
+            all_counts.extend(of_counts)
+            each_number.append(number)
+            lengths.append(len(of_documents))
         if not lengths:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
-        numbers = np.repeat(stem_numbers, lengths)
+        numbers = np.repeat(each_number, lengths)
         documents = np.frombuffer(all_documents, np.int64)
         counts = np.frombuffer(all_counts, np.float64)
         if not self._all_active:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +17,9 @@ from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.errors import ConfigError
 
 Vectors = npt.NDArray[np.float32]
+# For a word those of similar meaning, each with its similarity in (0, 1], the most similar first.
+SimilarWords = Mapping[str, Sequence[tuple[str, float]]]
+NO_SIMILAR_WORDS: SimilarWords = MappingProxyType({})
 
 POOLINGS = ("cls", "mean")
 POOLING_FILE = "1_Pooling/config.json"
@@ -43,11 +47,13 @@ class Encoder(Protocol):
         name: What an operator calls it.
         is_immediate: Whether a text takes microseconds, so that no thread or cache is worth it.
         fingerprint: 32 bytes that differ between encoders whose vectors differ.
+        similar_words: Words of similar meaning; empty when it has none.
     """
 
     name: str
     is_immediate: bool
     fingerprint: bytes
+    similar_words: SimilarWords
 
     def describe(self) -> str:
         """The encoder in one line, for the log."""

@@ -182,7 +182,7 @@ class Index:
         self._phrase_texts: list[str] = []
         self._ends_inside_sentence = array("b")
         self._instruction_points = array("d")
-        self._statement_points = array("d")
+        self._is_statement = array("d")
         self._has_question_mark = array("d")
         self._names: list[Names] = []
         self._groups = _DocumentGroups(self._inverted, self._names)
@@ -250,7 +250,7 @@ class Index:
             documents=self._documents,
             positions=positions,
             find_mentions=partial(self._mentions, first_new=question_start),
-            statements=self.statement_points(blocks),
+            statements=self.statements(blocks),
             asks=self.asks(blocks),
             find_likeness=partial(self._likeness, int(np.sum(units.of_block < n_ranked))),
             signals=self._signals,
@@ -299,28 +299,28 @@ class Index:
         self.update(blocks)
         return self._of_short_messages(self._instruction_points, _INSTRUCTION_TOKENS)
 
-    def statement_points(self, blocks: BlockTable) -> FloatArray:
-        """Return the points [n] of each block as a short statement of the user; 0 when it is none.
+    def statements(self, blocks: BlockTable) -> FloatArray:
+        """Return 1 for each block [n] that is a short statement of the user, else 0.
 
-        See `retrieval.instructions.statement_points`.
+        See `retrieval.instructions.is_statement`.
         """
         self.update(blocks)
-        return self._of_short_messages(self._statement_points, _STATEMENT_TOKENS)
+        return self._of_short_messages(self._is_statement, _STATEMENT_TOKENS)
 
     def asks(self, blocks: BlockTable) -> FloatArray:
         """Return 1 for each block [n] with a question mark, else 0."""
         self.update(blocks)
         return self._of_blocks(np.array(self._has_question_mark))
 
-    def _of_short_messages(self, points: array[float], max_tokens: int) -> FloatArray:
-        """Return the points [n] of the blocks of short messages, given points by document number.
+    def _of_short_messages(self, values: array[float], max_tokens: int) -> FloatArray:
+        """Return the values [n] of the blocks of short messages, given values by document number.
 
-        Blocks of messages of more than `max_tokens` tokens have 0 points.
+        Blocks of messages of more than `max_tokens` tokens have 0.
         """
         if self._message_lengths is None:
             self._message_lengths = _message_lengths(self._blocks)
         is_short = self._message_lengths <= max_tokens
-        return np.where(is_short, self._of_blocks(np.array(points)), 0.0)
+        return np.where(is_short, self._of_blocks(np.array(values)), 0.0)
 
     def topic_similarity(self, topic: Vectors | None, blocks: BlockTable) -> FloatArray | None:
         """Return (cos + 1) / 2 [n] of each block with a topic; 0.5 for a block without a vector.
@@ -445,7 +445,7 @@ class Index:
         self._phrase_texts.append(analysis.searchable)
         self._ends_inside_sentence.append(not analysis.ends_sentence)
         self._instruction_points.append(analysis.instruction_points)
-        self._statement_points.append(analysis.statement_points)
+        self._is_statement.append(analysis.is_statement)
         self._has_question_mark.append(analysis.has_question_mark)
         self._names.append(analysis.names)
         for name in {name.lower() for name in block.aliases}:
@@ -672,8 +672,7 @@ class _BlockSource:
         documents: The document of each block.
         positions: The index of the block of each active document; None when they are equal.
         find_mentions: Returns the result of `mentions`.
-        statements: [n] points of each block as a short statement of the user, 0 to 3; see
-            `retrieval.instructions.statement_points`.
+        statements: [n] 1 for the blocks that are short statements of the user, else 0.
         asks: [n] 1 for the blocks with a question mark, else 0.
         find_likeness: Returns the result of `likeness`.
         signals: The signals that may be used.
@@ -700,10 +699,20 @@ class _BlockSource:
         """
         if "words" not in self.signals:
             stems = ()
-        numbers, documents, counts = self.inverted.stem_counts(stems)
-        if self.positions is not None:
-            documents = self.positions[documents]
-        return numbers, documents, counts
+        return self._with_blocks(self.inverted.stem_counts(stems))
+
+    def term_counts(self, terms: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the blocks contain terms in exactly this form; see `UnitSource`."""
+        if "words" not in self.signals:
+            terms = ()
+        return self._with_blocks(self.inverted.term_counts(terms))
+
+    def _with_blocks(
+        self, found: tuple[Positions, Positions, FloatArray]
+    ) -> tuple[Positions, Positions, FloatArray]:
+        """Return numbers, indexes of blocks and counts, given those of documents."""
+        numbers, documents, counts = found
+        return numbers, documents if self.positions is None else self.positions[documents], counts
 
     def similar(self, terms: Sequence[str]) -> Sequence[Sequence[tuple[str, float]]]:
         """Return for each term the indexed terms of similar spelling; see `UnitSource`."""

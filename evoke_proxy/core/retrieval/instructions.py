@@ -408,28 +408,10 @@ def _rule_points(signs: frozenset[str], asks: bool) -> float:
     return points
 
 
-# A longer text is a report, in which a word like "not" usually states no limit of the user.
+# A longer text is a report.
 _MAX_STATEMENT_CHARS = 240
-# What a statement beside a question has less.
-_BESIDE_QUESTION = 0.9
 # A sentence of fewer words than these, courtesies left out, states nothing.
 _MIN_STATEMENT_WORDS = 3
-# States what is not true, not possible, not liked, or needs care.
-_LIMIT = _Lexicon(
-    r"not|no|never|nothing|nobody|none|neither|nor|cannot|\w+n't|without|un\w+able|only|just|hardly"
-    r"|barely|at (?:most|least)|(?:no )?more than|(?:no )?longer|less than|up to|until|till|since"
-    r"|must|have to|has to|had to|got to|need(?:s|ed)? to|supposed to|trying to|save|saving|quit\w*"
-    r"|forb\w+|prohibit\w*|bann?\w*|rule[sd]? out|allow\w*|permit\w*|protected|limit\w*|capped"
-    r"|max\w*|allerg\w+|intoleran\w+|vegan|vegetarian|diet|deaf|blind|disab\w+|wheelchair|ill|sick\w*"
-    r"|pain\w*|injur\w+|surgery|doctor|pregnan\w+|expecting|newborn|baby|asleep|sleeps?|afraid|scared"
-    r"|terrified|fear\w*|phobia|panic|hates?|dislikes?|stand|dread\w*|nervous|creeps|faints?"
-    r"|swell\w*|expired?|suspended|cancel\w+|broken?|crack\w+|closed?|shut|out of order|lost"
-    r"|stolen|sold|gone"
-    r"|moved|quit|retired|bankrupt|broke|budget|afford|debt|small|tiny|narrow|weak|terrible|bad|old"
-    r"|late|early|far|heavy|strict\w*|busy|away|abroad|shifts?|years old|born|married|divorced"
-)
-# Words for the user and what belongs to the user.
-_OWN = frozenset("i i'm i've i'd me my mine myself we we're we've us our ours".split())
 # What looks like a question, a request or a fragment and tells something: the words of a person, as
 # in "How about a swim, asked Ann", a question that only confirms, as in "It was late, right?" or
 # "Did you know that Ann is away?", "Remember that Ann is away", and a value, as in "Hall: white".
@@ -463,29 +445,25 @@ _MODAL_INSIDE = re.compile(
 )
 
 
-def statement_points(text: str) -> float:
-    """Return the points of a user's short text as a statement: 0 when it is none, else up to 3.
+def is_statement(text: str) -> bool:
+    """Return whether a user's short text states something.
 
-    A sentence that is neither question nor request nor courtesy has one point, one more when it
-    states a limit, and one more when it is about the user. Reported speech is no question, and
-    "remember that" begins no request. The points of a text are those of its best sentence, less
-    nearly one beside a question, which the statement usually explains: it is ranked last then, and
-    is a statement all the same.
+    A sentence of it is neither question nor request nor courtesy. Reported speech is no question,
+    and "remember that" begins no request.
     """
     if len(text) > _MAX_STATEMENT_CHARS:
-        return 0.0
-    points, asks = 0.0, False
-    for sentence in _sentences(_with_plain_apostrophes(text)):
-        if _is_question(sentence) and not _tells(sentence):
-            asks = True
-            continue
-        lowered = sentence.lower()
-        words = frozenset(_WORD.findall(lowered))
-        is_long = len(words - _COURTESY) >= _MIN_STATEMENT_WORDS or _VALUE.match(sentence)
-        if is_long and (_REMINDER.match(sentence) or not _ONE_OFF.match(sentence)):
-            found = 1.0 + bool(_LIMIT.count(lowered, words)) + bool(_OWN & words)
-            points = max(points, found)
-    return max(0.0, points - _BESIDE_QUESTION * asks)
+        return False
+    return any(map(_states, _sentences(_with_plain_apostrophes(text))))
+
+
+def _states(sentence: str) -> bool:
+    """Return whether a sentence states something, see `is_statement`."""
+    if _is_question(sentence) and not _tells(sentence):
+        return False
+    words = frozenset(_WORD.findall(sentence.lower()))
+    if len(words - _COURTESY) < _MIN_STATEMENT_WORDS and not _VALUE.match(sentence):
+        return False
+    return _REMINDER.match(sentence) is not None or not _ONE_OFF.match(sentence)
 
 
 def _tells(question: str) -> bool:

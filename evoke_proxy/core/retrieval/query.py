@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
 import numpy as np
@@ -13,7 +13,7 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
-from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.core.retrieval.encoding import NO_SIMILAR_WORDS, SimilarWords, Vectors
 
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
@@ -87,6 +87,7 @@ class Query:
         n_earlier: How many clauses, directly before those, are messages that the user sent directly
             before the last one.
         files: Paths in the arguments of this turn's tool calls.
+        similar_words: Words of similar meaning, by which texts in other words are found.
     """
 
     text: str = ""
@@ -98,6 +99,7 @@ class Query:
     n_earlier: int = 0
     files: tuple[str, ...] = ()
     whole: Vectors | None = None
+    similar_words: SimilarWords = field(default_factory=lambda: NO_SIMILAR_WORDS)
 
     @classmethod
     def of(cls, text: str, context: Sequence[str] = (), earlier: Sequence[str] = ()) -> Query:
@@ -134,17 +136,18 @@ class Query:
         return replace(self, vectors=tuple(vectors[:n_clauses]), whole=whole)
 
     def like(self, other: Query) -> Query:
-        """Return this query with the vectors of those of its texts that `other` has as well."""
+        """Return this query with the similar words of `other`, and the vectors of their texts."""
+        query = replace(self, similar_words=other.similar_words)
         if not other.vectors:
-            return self
+            return query
         vectors = dict(zip(other.texts, (*other.vectors, other.whole), strict=False))
-        return self.embedded([vectors.get(text) for text in self.texts])
+        return query.embedded([vectors.get(text) for text in self.texts])
 
     def narrowed(self, chars: int) -> Query:
         """Return this query without the middle of a text that is longer than twice `chars`."""
         if len(self.text) <= 2 * chars:
             return self
-        narrow = Query.of(_both_ends(self.text, chars))
+        narrow = replace(Query.of(_both_ends(self.text, chars)), similar_words=self.similar_words)
         vectors = dict(zip(self.clauses, self.vectors, strict=False))
         return narrow.embedded(
             [vectors.get(clause) for clause in narrow.clauses] if vectors else ()

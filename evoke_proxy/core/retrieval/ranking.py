@@ -20,6 +20,7 @@ import numpy as np
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.analysis import names_in
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
+from evoke_proxy.core.retrieval.encoding import SimilarWords
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
     interleaved,
@@ -55,6 +56,9 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 # Weights of the cosines of a unit and of its neighbours where no unit has _MIN_COVERAGE of a text's
 # words; else 1. Units with some of its words then have them mostly by chance.
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
+# Weights of the words of a unit, and of its neighbours, that are similar to the text's by meaning,
+# where no unit has _MIN_COVERAGE of the text's own words; else they are not looked up.
+_SIMILAR_OWN, _SIMILAR_NEAR = 0.4, 0.2
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
 # to them, and how alike its neighbours are, is added to its score with this weight.
@@ -86,7 +90,7 @@ _LIST_WEIGHT = 1.3
 # Weights of the statements for a list, and for any other question, where the words find little: no
 # unit (for a list: no statement) has _MIN_COVERAGE of them, no unit has a name of the question, and
 # it refers to no earlier turn.
-_UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 2.0
+_UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 4.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
 # A longer text without a question mark tells something and asks for nothing.
@@ -138,6 +142,13 @@ class UnitSource(Protocol):
         """
         ...
 
+    def term_counts(self, terms: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the blocks contain terms, in exactly this form.
+
+        Returns three arrays [p]: the index in `terms`, the index of the block, and the count.
+        """
+        ...
+
     @property
     def query_terms(self) -> Mapping[str, Sequence[str]]:
         """Terms of texts of queries that were computed before, see `terms_of`."""
@@ -164,7 +175,7 @@ class UnitSource(Protocol):
 
     @property
     def statements(self) -> FloatArray:
-        """Points [n] of each block as a short statement of the user; see `statement_points`."""
+        """1 for each block [n] that is a short statement of the user, else 0."""
         ...
 
     @property
@@ -286,8 +297,8 @@ class _TextScores:
         evidence: As many numbers, above 0 where a signal found something in the unit or in its
             neighbours.
         own: As many numbers: the part of the score that the unit has without its neighbours.
-        meant: As many numbers: the part of `own` by how close the unit is to the text, by vectors
-            and by the model's attention.
+        meant: As many numbers: the part of `own` by how close the unit is to the text, by vectors,
+            by words of similar meaning and by the model's attention.
     """
 
     scores: FloatArray
@@ -379,17 +390,17 @@ class UnitRanker:
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
         asked = self._asked(query)
         first = self._latest_first(asked, first)
-        points = self._units.maxima(self._source.statements)[: self._n]
+        states = self._units.maxima(self._source.statements)[: self._n] > 0
         second = Ranking(
-            self._second_look_up(query, _strong(texts, first), points),
+            self._second_look_up(query, _strong(texts, first), states),
             _LIST_LOOK_UP_WEIGHT if _asks_for_list(query) else _SECOND_LOOK_UP_WEIGHT,
         )
         second = self._latest_first(asked, [second])[0]
         after, of_statements = 0, list[Ranking]()
         if first:
-            found = self._found(query, texts[0], alike, first[0], points)
+            found = self._found(query, texts[0], alike, first[0], states)
             first[0], after = found.best_first, found.after
-            of_statements = self._of_statements(query, found, points)
+            of_statements = self._of_statements(query, found, states)
         # With a single question, the model's scores are also added to those of its text. That sum
         # ranks a unit without the question's words low, because most of its signals are of the
         # text; so this ranking is used as well, with less weight.
@@ -421,6 +432,7 @@ class UnitRanker:
         scored = self._score(
             [*whole, *query.clauses],
             [*[topic_cosines] * len(whole), *(cosines or [None] * len(query.clauses))],
+            query.similar_words,
         )
         n_first, n_texts = len(whole) + n_own, len(whole) + len(query.clauses)
         context = [scored[i] for i in range(len(whole) + n_asked, n_texts)]
@@ -438,9 +450,9 @@ class UnitRanker:
         text: _TextScores,
         alike: _TextScores | None,
         best_first: Ranking,
-        points: FloatArray,
+        states: Mask,
     ) -> _Found:
-        """Judge what the ranking of a query's complete text finds; `points` are of statements."""
+        """Judge what the ranking of a query's complete text finds; `states` are the statements."""
         if not len(best_first.order):
             return _Found(text, alike, best_first, 0, False, False)
         coverage, after = self._coverage(query), 0
@@ -449,27 +461,26 @@ class UnitRanker:
         # Where the best unit has most of the query's words, other rankings come after it.
         if coverage[best_first.order[0]] >= _MIN_COVERAGE:
             after = self._room_of_best(best_first.order)
-        is_covered = bool(coverage[points > 0].max(initial=0.0) >= _MIN_COVERAGE)
+        is_covered = bool(coverage[states].max(initial=0.0) >= _MIN_COVERAGE)
         is_uncovered = query.n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
         by_meaning = bool(is_uncovered and text.meant.any())
         return _Found(text, alike, best_first, after, is_covered, by_meaning)
 
-    def _of_statements(self, query: Query, found: _Found, points: FloatArray) -> list[Ranking]:
-        """Return the rankings of the user's statements, given with their points."""
+    def _of_statements(self, query: Query, found: _Found, states: Mask) -> list[Ranking]:
+        """Return the rankings of the user's short statements `states` [u]."""
         if _asks_for_list(query):
             is_about = found.is_covered or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
-            # Not ordered by points, which are those of limits and wishes.
             scores = found.text.own
             if found.alike is not None:
                 scores = scores + (_LIST_FEEDBACK_WEIGHT - _FEEDBACK_WEIGHT) * found.alike.own
-            return [Ranking(_statements(scores, points), weight, found.after)]
+            return [Ranking(_best_first(scores, states), weight, found.after)]
         if not query.n_own:
             return []
         # What has one of the words is so by chance: that the lease forbids animals has none of
         # "Could I adopt a kitten?".
         scores = found.text.meant if found.by_meaning else found.text.own
-        statements, made = _statements(scores + points, points), list[Ranking]()
+        statements, made = _best_first(scores, states), list[Ranking]()
         finds = _asks(query.text) and len(found.best_first.order) > 0
         if finds:
             made.append(self._later_statements(statements, found.after))
@@ -590,29 +601,42 @@ class UnitRanker:
         meant = np.zeros_like(alike)
         return _TextScores(added, np.where(is_found, added, 0.0), alike, meant)
 
-    def _score(self, texts: Sequence[str], cosines: Sequence[FloatArray | None]) -> _TextScores:
+    def _score(
+        self,
+        texts: Sequence[str],
+        cosines: Sequence[FloatArray | None],
+        similar_words: SimilarWords,
+    ) -> _TextScores:
         """Return the scores [t, u] of the units for each text.
 
         All texts are scored at once, because an array operation takes about as long for one text as
         for several.
         """
-        found, evidence, is_covered = self._bm25(texts)
+        by_words, evidence, is_covered = self._bm25(texts)
         rows = [i for i, of_text in enumerate(cosines) if of_text is not None]
+        uncovered = np.flatnonzero(~is_covered).tolist() if similar_words else []
+        found = [by_words]
         if rows:
-            of_units = self._unit_cosines([one for one in cosines if one is not None])
-            found = np.concatenate([found, of_units])
-        n, end = len(texts), len(texts) + len(rows)
-        signals = [found, with_neighbours(found, _NEIGHBOUR_SCORES, self._neighbouring), evidence]
-        scaled = standardized(np.concatenate(signals))
+            found.append(self._unit_cosines([one for one in cosines if one is not None]))
+        if uncovered:
+            found.append(self._by_similar_words([texts[i] for i in uncovered], similar_words))
+        all_found = np.concatenate(found)
+        near = with_neighbours(all_found, _NEIGHBOUR_SCORES, self._neighbouring)
+        scaled = standardized(np.concatenate([all_found, near, evidence]))
+        n, end = len(texts), len(all_found)
         own, near = scaled[:n], scaled[end : end + n]
         near += scaled[2 * end :]
         meant = np.zeros_like(own)
         if rows:
-            covered = is_covered[rows, np.newaxis]
-            meant[rows] = np.where(covered, 1.0, _UNCOVERED_OWN) * scaled[n:end]
-            near[rows] += np.where(covered, 1.0, _UNCOVERED_NEAR) * scaled[end + n : 2 * end]
-            own += meant
-            evidence[rows] = np.maximum(evidence[rows], meant[rows])
+            covered, at = is_covered[rows, np.newaxis], slice(n, n + len(rows))
+            meant[rows] = np.where(covered, 1.0, _UNCOVERED_OWN) * scaled[:end][at]
+            near[rows] += np.where(covered, 1.0, _UNCOVERED_NEAR) * scaled[end : 2 * end][at]
+        if uncovered:
+            at = slice(n + len(rows), end)
+            meant[uncovered] += _SIMILAR_OWN * scaled[:end][at]
+            near[uncovered] += _SIMILAR_NEAR * scaled[end : 2 * end][at]
+        own += meant
+        evidence = np.maximum(evidence, meant)
         # Neighbours raise a score and do not lower it. A unit that is good by its neighbours only
         # is worth less the longer it is: its tokens are room for others.
         near = np.maximum(near, 0.0)
@@ -625,6 +649,35 @@ class UnitRanker:
                 scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
                 evidence[i] = np.maximum(evidence[i], of_units)
         return _TextScores(scores, evidence, own, meant)
+
+    def _by_similar_words(self, texts: Sequence[str], similar_words: SimilarWords) -> FloatArray:
+        """Return the scores [t, u] of the units for each text by words of similar meaning.
+
+        BM25 of the similar words. Each has the rarity of the text's word as its weight, times the
+        similarity, which makes it a translation model (Berger and Lafferty, "Information Retrieval
+        as Statistical Translation", 1999).
+        """
+        texts_words = [_first_terms(self._terms(text)) for text in texts]
+        similar = {one: similar_words.get(one, ()) for one in chain.from_iterable(texts_words)}
+        others = (other for pairs in similar.values() for other, _ in pairs)
+        words = list(dict.fromkeys(chain(similar, others)))
+        row_of = {one: row for row, one in enumerate(words)}
+        rows, blocks, counts = self._source.term_counts(words)
+        units = self._units.of_block[blocks]
+        is_ranked = units < self._n
+        rows, units, counts = rows[is_ranked], units[is_ranked], counts[is_ranked]
+        # About how many units have a word: one that has it in several blocks counts more than once.
+        frequencies = np.minimum(np.bincount(rows, minlength=len(words)), self._n)
+        rarity = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        values = rarity[rows] * (_K1 + 1) * counts / (counts + self._norms[units])
+        found = np.zeros((len(texts), self._n))
+        for i, of_text in enumerate(texts_words):
+            weights = np.zeros(len(words))
+            for word in of_text:
+                for other, similarity in similar[word]:
+                    weights[row_of[other]] += rarity[row_of[word]] * similarity
+            found[i] = np.bincount(units, weights[rows] * values, self._n)
+        return found
 
     def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
         """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
@@ -759,13 +812,13 @@ class UnitRanker:
         return terms
 
     def _second_look_up(
-        self, query: Query, rankings: Iterable[Sequence[int]], points: FloatArray
+        self, query: Query, rankings: Iterable[Sequence[int]], states: Mask
     ) -> Positions:
         """Return the units that share a rare name or word with the best ones, the closest first.
 
         Names of the query are left out: the first look-up has found them. Units that are found are
-        read as well, the closest first, so that a chain of names is followed. Statements, those
-        with `points` [u], come before other units that are as close. Units that are less close than
+        read as well, the closest first, so that a chain of names is followed. Statements,
+        `states` [u], come before other units that are as close. Units that are less close than
         _MIN_CLOSENESS are left out.
         """
         texts = dict.fromkeys((query.text, *query.clauses))
@@ -775,7 +828,7 @@ class UnitRanker:
         weights = dict[int, float]()
         for ranking in rankings:
             for rank, unit in enumerate(ranking):
-                if rank < _READ_ANY or points[unit]:
+                if rank < _READ_ANY or states[unit]:
                     weights[unit] = max(weights.get(unit, 0.0), 1.0 / (1 + rank))
         hops, n_first = dict.fromkeys(weights, 0), len(weights)
         # Units to read, in the order of `weights`: of equally close ones the first is read first.
@@ -787,8 +840,8 @@ class UnitRanker:
             del waiting[unit]
             if hops[unit]:
                 found.setdefault(unit)
-            for other, closeness in self._linked(unit, ignored, bool(points[unit])):
-                if not points[other]:
+            for other, closeness in self._linked(unit, ignored, bool(states[unit])):
+                if not states[other]:
                     closeness *= _NOT_STATED
                 if closeness < _MIN_CLOSENESS:
                     continue
@@ -890,9 +943,9 @@ def _strong(texts: Sequence[_TextScores], rankings: Sequence[Ranking]) -> Iterat
         yield best[scores >= _MIN_READ_SCORE * scores.max(initial=0.0)].tolist()
 
 
-def _statements(scores: FloatArray, points: FloatArray) -> Positions:
-    """Rank the user's short statements, which have `points` [u] above 0, by their scores [u]."""
-    found = np.flatnonzero(points)[::-1]
+def _best_first(scores: FloatArray, among: Mask) -> Positions:
+    """Return the units [u] that are `among` these, by scores [u]; of equals the latest first."""
+    found = np.flatnonzero(among)[::-1]
     return found[np.argsort(-scores[found], kind="stable")]
 
 

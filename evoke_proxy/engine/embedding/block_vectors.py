@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -280,6 +280,7 @@ class BlockVectors:
         texts = query.texts
         if not texts:
             return query
+        query = replace(query, similar_words=self._embedding.similar_words)
         if not self._embedding.is_immediate:
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
         with trace.beside():

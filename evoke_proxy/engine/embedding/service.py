@@ -20,7 +20,12 @@ from functools import partial
 from evoke_proxy.adapters.embedders.choice import load_encoder
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
-from evoke_proxy.core.retrieval.encoding import Encoder, Vectors
+from evoke_proxy.core.retrieval.encoding import (
+    NO_SIMILAR_WORDS,
+    Encoder,
+    SimilarWords,
+    Vectors,
+)
 from evoke_proxy.core.retrieval.vectors import VectorCache
 from evoke_proxy.core.tenants.fair_share import FairQueue
 from evoke_proxy.errors import EmbedderError
@@ -91,6 +96,11 @@ class EmbeddingService:
     def mark(self) -> bytes:
         """The fingerprint of the encoder; empty without one."""
         return self._encoder.fingerprint if self._encoder is not None else b""
+
+    @property
+    def similar_words(self) -> SimilarWords:
+        """Words of similar meaning; empty without an encoder that knows some."""
+        return self._encoder.similar_words if self._encoder is not None else NO_SIMILAR_WORDS
 
     def describe(self) -> str:
         """One line for the log: how blocks are ranked."""

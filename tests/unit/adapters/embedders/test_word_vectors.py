@@ -10,7 +10,7 @@ import pytest
 
 from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.errors import ConfigError
-from evoke_proxy.models import word_vectors_file
+from evoke_proxy.models import similar_words_file, word_vectors_file
 
 # 64 word pieces.
 TEXT = (
@@ -79,3 +79,10 @@ def test_a_damaged_table_is_a_configuration_error(content: bytes | None, tmp_pat
         path.write_bytes(content)
     with pytest.raises(ConfigError, match="install evoke-proxy again"):
         WordVectorEncoder(path)
+
+
+def test_a_damaged_table_of_similar_words_is_a_configuration_error(tmp_path: Path) -> None:
+    path = tmp_path / "similar.npz"
+    path.write_bytes(similar_words_file().read_bytes()[:-1000])
+    with pytest.raises(ConfigError, match=r"similar\.npz.*install evoke-proxy again"):
+        WordVectorEncoder(similar=path)

@@ -13,7 +13,7 @@ from evoke_proxy.core.retrieval.instructions import (
     asks_for_advice,
     asks_for_several,
     instruction_points,
-    statement_points,
+    is_statement,
 )
 from evoke_proxy.demo.session import NUMBER_ATTRIBUTES, WORD_ATTRIBUTES
 
@@ -180,7 +180,7 @@ def test_questions_of_people_are_no_instructions() -> None:
     ("points", "text"),
     [
         (instruction_points, "From now on, don't use tables in your answers."),
-        (statement_points, "My sister can't swim."),
+        (is_statement, "My sister can't swim."),
         (asks_for_several, "What's left to do?"),
     ],
 )
@@ -200,15 +200,15 @@ def test_a_fact_of_the_demo_is_no_instruction(attribute: str) -> None:
     [
         "Our lease forbids dogs.",
         "I really can't swim well.",
-        "My visa has expired.",
+        "She likes to visit the lake.",
         "We only eat fish.",
         "My shoulder was operated on in May.",
         "There is no lift in our house.",
     ],
 )
-def test_a_limit_has_more_points_than_a_plain_statement(text: str) -> None:
-    assert statement_points(text) > statement_points("She likes to visit the lake.")
-    assert statement_points(text + " And so on." * 30) == 0.0
+def test_what_a_user_tells_is_a_statement_unless_it_is_long(text: str) -> None:
+    assert is_statement(text)
+    assert not is_statement(text + " And so on." * 30)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +222,12 @@ def test_a_limit_has_more_points_than_a_plain_statement(text: str) -> None:
     ],
 )
 def test_a_question_a_request_or_a_courtesy_is_no_statement(text: str) -> None:
-    assert statement_points(text) == 0.0
+    assert not is_statement(text)
 
 
-def test_beside_a_question_a_statement_has_fewer_points() -> None:
-    text = "We only eat fish."
-    assert 0 < statement_points(f"{text} What shall I cook?") < statement_points(text)
-    text = "The rent is due today."
-    assert 0 < statement_points(f"What rhymes with lease? {text}") < statement_points(text)
+def test_a_statement_beside_a_question_is_one() -> None:
+    assert is_statement("We only eat fish. What shall I cook?")
+    assert is_statement("What rhymes with lease? The rent is due today.")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +247,7 @@ def test_the_time_for_a_hostile_text_is_short(text: str) -> None:
     began = time.process_time()
     for _ in range(10):
         instruction_points(text)
-        statement_points(text)
+        is_statement(text)
         asks_for_several(text)
     assert time.process_time() - began < 0.1
 
@@ -277,15 +275,15 @@ def test_advice_is_asked_for_with_an_auxiliary_verb() -> None:
     ],
 )
 def test_a_text_like_a_question_or_a_note_may_tell_something(text: str) -> None:
-    assert statement_points(text) > 0
+    assert is_statement(text)
 
 
 def test_a_question_about_what_somebody_said_tells_nothing() -> None:
-    assert statement_points("How did Ann say that?") == 0
-    assert statement_points("Did you know how Ann got home?") == 0
-    assert statement_points("Did you know about the outage?") == 0
-    assert statement_points("What should I do, right?") == 0
-    assert statement_points("Had Ann left when you came?") == 0
+    assert not is_statement("How did Ann say that?")
+    assert not is_statement("Did you know how Ann got home?")
+    assert not is_statement("Did you know about the outage?")
+    assert not is_statement("What should I do, right?")
+    assert not is_statement("Had Ann left when you came?")
 
 
 @pytest.mark.parametrize(

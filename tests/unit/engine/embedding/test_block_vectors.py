@@ -38,6 +38,7 @@ class FakeEmbedding:
         self.submitted: list[str] = []
         self.done: dict[bytes, np.ndarray] = {}
         self.asked: list[str] = []
+        self.similar_words = {"boss": [("supervisor", 0.6)]}
 
     def key(self, text: str, tenant: str = "") -> bytes:
         return f"{tenant}/{text}".encode()
@@ -196,6 +197,7 @@ def test_a_question_is_embedded_during_the_rendering() -> None:
         "Where is it? How is the old one called?",
     )
     assert len(query.vectors) == 2 and query.whole is not None
+    assert query.similar_words["boss"] == [("supervisor", 0.6)]
     assert trace.waits["embed"] == pytest.approx(0.05)
     _, quick = virtual_time.run(embed_during_rendering(FakeEmbedding(), POLICY, seconds=0.1))
     assert quick.waits["embed"] == 0.0

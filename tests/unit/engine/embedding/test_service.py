@@ -44,6 +44,7 @@ class FakeEncoder:
     def __init__(self, fingerprint: bytes = b"fake") -> None:
         self.name = "fake"
         self.is_immediate = False
+        self.similar_words = {"boss": [("supervisor", 0.6)]}
         self.fingerprint = fingerprint
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.threads: list[tuple[str, int]] = []
