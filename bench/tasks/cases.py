@@ -39,10 +39,7 @@ from bench.model.tasks import exchange
 HERE = Path(__file__).parent
 SPLITS = ("tuning", "reporting")
 # The templates of a split with all kinds, and further ones of some kinds.
-TEMPLATES = (
-    *("tuning", "tuning_more", "tuning_lists", "tuning_summaries", "tuning_second", "tuning_third"),
-    *("reporting", "reporting_lists", "reporting_summaries", "reporting_second"),
-)
+TEMPLATES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
 # Kinds whose questions are put together from pairs, and how many of them.
 QUERIES: Mapping[str, int] = {"multi-query 4": 4, "multi-query 12": 12}
 _SLOT = re.compile(r"\{([a-z]+)(\d*)\}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from evoke_proxy.errors import ConfigError
 Vectors = npt.NDArray[np.float32]
 # For a word those of similar meaning, each with its similarity in (0, 1], the most similar first.
 SimilarWords = Mapping[str, Sequence[tuple[str, float]]]
-NO_SIMILAR_WORDS: SimilarWords = MappingProxyType({})
+NO_SIMILAR_WORDS: SimilarWords = {}
 
 POOLINGS = ("cls", "mean")
 POOLING_FILE = "1_Pooling/config.json"

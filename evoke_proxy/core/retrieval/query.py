@@ -13,7 +13,7 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
-from evoke_proxy.core.retrieval.encoding import NO_SIMILAR_WORDS, SimilarWords, Vectors
+from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
@@ -99,7 +99,7 @@ class Query:
     n_earlier: int = 0
     files: tuple[str, ...] = ()
     whole: Vectors | None = None
-    similar_words: SimilarWords = field(default_factory=lambda: NO_SIMILAR_WORDS)
+    similar_words: SimilarWords = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str, context: Sequence[str] = (), earlier: Sequence[str] = ()) -> Query:

@@ -88,8 +88,8 @@ _LEAST_BEFORE_STATEMENTS, _LEAST_FOR_STATEMENTS = 128, 256
 # so the statements have more weight than the ranking of all units from the beginning.
 _LIST_WEIGHT = 1.3
 # Weights of the statements for a list, and for any other question, where the words find little: no
-# unit (for a list: no statement) has _MIN_COVERAGE of them, no unit has a name of the question, and
-# it refers to no earlier turn.
+# unit (for a list: no statement) has _MIN_COVERAGE of them, and no unit has a name of the question.
+# A question for a list that refers to earlier turns is about what these turns found.
 _UNCOVERED_LIST_WEIGHT, _UNCOVERED_STATEMENT_WEIGHT = 5.0, 4.0
 # The share of the query's words from which on a unit has all of them; less is a rounding error.
 _ALL_WORDS = 1.0 - 1e-6
@@ -469,7 +469,7 @@ class UnitRanker:
     def _of_statements(self, query: Query, found: _Found, states: Mask) -> list[Ranking]:
         """Return the rankings of the user's short statements `states` [u]."""
         if _asks_for_list(query):
-            is_about = found.is_covered or self._knows_subject(query)
+            is_about = found.is_covered or query.n_context or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
             scores = found.text.own
             if found.alike is not None:
@@ -795,12 +795,10 @@ class UnitRanker:
         )
 
     def _knows_subject(self, query: Query) -> bool:
-        """Return whether a query refers to earlier turns, or the units have one of its names.
+        """Return whether the units have one of the names of a query, in any form.
 
-        Only names and values that are certain to be one count, in any form.
+        Only names and values that are certain to be one count.
         """
-        if query.n_context:
-            return True
         names = names_in(query.text).items()
         return any(certainty == 1.0 and self._is_ranked(stem(name)) for name, certainty in names)
 

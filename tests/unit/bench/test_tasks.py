@@ -104,7 +104,7 @@ def test_a_haystack_of_statements_is_what_users_of_the_split_tell(split: str) ->
 
 
 def test_each_kind_has_its_number_of_needed_messages() -> None:
-    for name in (each for each in TEMPLATES if not each.endswith(("_second", "_third"))):
+    for name in (each for each in TEMPLATES if not each.endswith(("_second", "_third", "_fourth"))):
         templates = read(name)
         assert all(len(scene.say) == 8 for scene in templates.scenes_of("multi-value"))
         assert all(len(scene.say) == 12 for scene in templates.scenes_of("summaries"))
