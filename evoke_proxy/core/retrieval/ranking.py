@@ -124,8 +124,9 @@ _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 # A word that no ranked unit contains is replaced by one that a typing error makes of it, or by the
 # one that is spelt most like it, from this similarity on.
 _MIN_SIMILARITY = 0.8
-# Longest query, in terms.
-_MAX_TERMS = 256
+# Longest query, in terms, and about the most similar words that are looked up for it: those of its
+# first terms. A short question has two or three hundred.
+_MAX_TERMS, _MAX_SIMILAR_WORDS = 256, 1024
 # The texts of a query are scored together while they have at most this many scores of stems and
 # units, which take 16 MiB.
 _MAX_SCORES = 1 << 20
@@ -219,6 +220,8 @@ class UnitSource(Protocol):
 class _SparseRows:
     """The values of a matrix [s, u] that are not 0, by rows; most words are in few units.
 
+    A cell may have several values, which count as their sum.
+
     Attributes:
         starts: [s] index of the first value of each row.
         counts: [s] number of values of each row.
@@ -275,16 +278,23 @@ class _SparseRows:
         shape = len(self.starts), self.n_columns
         return self.summed(np.concatenate(cells), np.concatenate(values), shape)
 
-    def sums(self, groups: Sequence[Sequence[int]]) -> FloatArray:
-        """Return the sum [g, u] of the rows in each group, added in the order of the group."""
+    def sums(
+        self, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
+    ) -> FloatArray:
+        """Return the sum [g, u] of the rows in each group, added in the order of the group.
+
+        `weights` are those of the rows of all groups, one after the other; None is 1 for each.
+        """
         rows = np.array(list(chain.from_iterable(groups)), np.int64)
         counts = self.counts[rows]
         ends = counts.cumsum()
         at = (self.starts[rows] - ends + counts).repeat(counts)
         at += np.arange(len(at))
         first_cells = (np.arange(len(groups)) * self.n_columns).repeat(list(map(len, groups)))
-        cells = first_cells.repeat(counts) + self.columns[at]
-        total = np.bincount(cells, self.values[at], len(groups) * self.n_columns)
+        cells, values = first_cells.repeat(counts) + self.columns[at], self.values[at]
+        if weights is not None:
+            values = values * np.repeat(weights, counts)
+        total = np.bincount(cells, values, len(groups) * self.n_columns)
         return np.asarray(total, np.float64).reshape(len(groups), self.n_columns)
 
 
@@ -657,8 +667,11 @@ class UnitRanker:
         similarity, which makes it a translation model (Berger and Lafferty, "Information Retrieval
         as Statistical Translation", 1999).
         """
-        texts_words = [_first_terms(self._terms(text)) for text in texts]
-        similar = {one: similar_words.get(one, ()) for one in chain.from_iterable(texts_words)}
+        words_of = [_first_terms(self._terms(text)) for text in texts]
+        similar, n_similar = dict[str, Sequence[tuple[str, float]]](), 0
+        for word in dict.fromkeys(chain.from_iterable(words_of)):
+            similar[word] = similar_words.get(word, ()) if n_similar < _MAX_SIMILAR_WORDS else ()
+            n_similar += len(similar[word])
         others = (other for pairs in similar.values() for other, _ in pairs)
         words = list(dict.fromkeys(chain(similar, others)))
         row_of = {one: row for row, one in enumerate(words)}
@@ -666,18 +679,18 @@ class UnitRanker:
         units = self._units.of_block[blocks]
         is_ranked = units < self._n
         rows, units, counts = rows[is_ranked], units[is_ranked], counts[is_ranked]
+        sizes = np.bincount(rows, minlength=len(words))
+        found = _SparseRows(sizes.cumsum() - sizes, sizes, rows, units, counts, self._n)
         # About how many units have a word: one that has it in several blocks counts more than once.
-        frequencies = np.minimum(np.bincount(rows, minlength=len(words)), self._n)
+        frequencies = np.minimum(sizes, self._n)
         rarity = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
-        values = rarity[rows] * (_K1 + 1) * counts / (counts + self._norms[units])
-        found = np.zeros((len(texts), self._n))
-        for i, of_text in enumerate(texts_words):
-            weights = np.zeros(len(words))
-            for word in of_text:
-                for other, similarity in similar[word]:
-                    weights[row_of[other]] += rarity[row_of[word]] * similarity
-            found[i] = np.bincount(units, weights[rows] * values, self._n)
-        return found
+        scores = _bm25_scores(found, rarity, self._norms)
+        rarity_of = dict(zip(words, rarity.tolist(), strict=True))
+        pairs_of = [[(w, *pair) for w in of_text for pair in similar[w]] for of_text in words_of]
+        return scores.sums(
+            [[row_of[other] for _, other, _ in pairs] for pairs in pairs_of],
+            [rarity_of[word] * likeness for pairs in pairs_of for word, _, likeness in pairs],
+        )
 
     def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
         """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
