@@ -20,7 +20,7 @@ import numpy as np
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.analysis import names_in
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems, terms_of
-from evoke_proxy.core.retrieval.encoding import SimilarWords
+from evoke_proxy.core.retrieval.encoding import NO_SIMILAR_WORDS, SimilarWords
 from evoke_proxy.core.retrieval.fusion import (
     Ranking,
     interleaved,
@@ -57,8 +57,9 @@ _LIST_LOOK_UP_WEIGHT = 0.5
 # words; else 1. Units with some of its words then have them mostly by chance.
 _UNCOVERED_OWN, _UNCOVERED_NEAR = 1.5, 0.75
 # Weights of the words of a unit, and of its neighbours, that are similar to the text's by meaning,
-# where no unit has _MIN_COVERAGE of the text's own words; else they are not looked up.
-_SIMILAR_OWN, _SIMILAR_NEAR = 0.4, 0.2
+# where no unit has _MIN_COVERAGE of the text's own words; else they are not looked up, nor for more
+# than _FEW_QUESTIONS. Of each word so many similar ones are, the most similar first.
+_SIMILAR_OWN, _SIMILAR_NEAR, _MAX_SIMILAR_WORDS = 0.4, 0.2, 64
 # Relevance feedback (Rocchio, "Relevance Feedback in Information Retrieval", 1971): the best
 # _FEEDBACK_UNITS units of the complete text are examples of what it asks for. How alike a unit is
 # to them, and how alike its neighbours are, is added to its score with this weight.
@@ -124,9 +125,8 @@ _COMPARED_UNITS, _MIN_SHARED_WORDS = 8, 0.6
 # A word that no ranked unit contains is replaced by one that a typing error makes of it, or by the
 # one that is spelt most like it, from this similarity on.
 _MIN_SIMILARITY = 0.8
-# Longest query, in terms, and about the most similar words that are looked up for it: those of its
-# first terms. A short question has two or three hundred.
-_MAX_TERMS, _MAX_SIMILAR_WORDS = 256, 1024
+# Longest query, in terms.
+_MAX_TERMS = 256
 # The texts of a query are scored together while they have at most this many scores of stems and
 # units, which take 16 MiB.
 _MAX_SCORES = 1 << 20
@@ -220,8 +220,6 @@ class UnitSource(Protocol):
 class _SparseRows:
     """The values of a matrix [s, u] that are not 0, by rows; most words are in few units.
 
-    A cell may have several values, which count as their sum.
-
     Attributes:
         starts: [s] index of the first value of each row.
         counts: [s] number of values of each row.
@@ -278,23 +276,16 @@ class _SparseRows:
         shape = len(self.starts), self.n_columns
         return self.summed(np.concatenate(cells), np.concatenate(values), shape)
 
-    def sums(
-        self, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
-    ) -> FloatArray:
-        """Return the sum [g, u] of the rows in each group, added in the order of the group.
-
-        `weights` are those of the rows of all groups, one after the other; None is 1 for each.
-        """
+    def sums(self, groups: Sequence[Sequence[int]]) -> FloatArray:
+        """Return the sum [g, u] of the rows in each group, added in the order of the group."""
         rows = np.array(list(chain.from_iterable(groups)), np.int64)
         counts = self.counts[rows]
         ends = counts.cumsum()
         at = (self.starts[rows] - ends + counts).repeat(counts)
         at += np.arange(len(at))
         first_cells = (np.arange(len(groups)) * self.n_columns).repeat(list(map(len, groups)))
-        cells, values = first_cells.repeat(counts) + self.columns[at], self.values[at]
-        if weights is not None:
-            values = values * np.repeat(weights, counts)
-        total = np.bincount(cells, values, len(groups) * self.n_columns)
+        cells = first_cells.repeat(counts) + self.columns[at]
+        total = np.bincount(cells, self.values[at], len(groups) * self.n_columns)
         return np.asarray(total, np.float64).reshape(len(groups), self.n_columns)
 
 
@@ -442,7 +433,7 @@ class UnitRanker:
         scored = self._score(
             [*whole, *query.clauses],
             [*[topic_cosines] * len(whole), *(cosines or [None] * len(query.clauses))],
-            query.similar_words,
+            query.similar_words if query.n_own <= _FEW_QUESTIONS else NO_SIMILAR_WORDS,
         )
         n_first, n_texts = len(whole) + n_own, len(whole) + len(query.clauses)
         context = [scored[i] for i in range(len(whole) + n_asked, n_texts)]
@@ -663,34 +654,49 @@ class UnitRanker:
     def _by_similar_words(self, texts: Sequence[str], similar_words: SimilarWords) -> FloatArray:
         """Return the scores [t, u] of the units for each text by words of similar meaning.
 
-        BM25 of the similar words. Each has the rarity of the text's word as its weight, times the
-        similarity, which makes it a translation model (Berger and Lafferty, "Information Retrieval
-        as Statistical Translation", 1999).
+        The sum of the BM25 scores of these words, each times the similarity and the rarity of the
+        text's word, as in retrieval with translation models (Berger and Lafferty, "Information
+        Retrieval as Statistical Translation", 1999).
         """
         words_of = [_first_terms(self._terms(text)) for text in texts]
-        similar, n_similar = dict[str, Sequence[tuple[str, float]]](), 0
-        for word in dict.fromkeys(chain.from_iterable(words_of)):
-            similar[word] = similar_words.get(word, ()) if n_similar < _MAX_SIMILAR_WORDS else ()
-            n_similar += len(similar[word])
+        similar = {
+            word: similar_words.get(word, ())[:_MAX_SIMILAR_WORDS]
+            for word in chain.from_iterable(words_of)
+        }
         others = (other for pairs in similar.values() for other, _ in pairs)
         words = list(dict.fromkeys(chain(similar, others)))
-        row_of = {one: row for row, one in enumerate(words)}
-        rows, blocks, counts = self._source.term_counts(words)
+        row_of = {word: row for row, word in enumerate(words)}
+        rows, units, counts = self._term_counts(words)
+        frequencies = np.bincount(rows, minlength=len(words))
+        rarity: FloatArray = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        values = rarity[rows] * counts * (_K1 + 1) / (counts + self._norms[units])
+        of_word = {
+            word: ([row_of[other] for other, _ in pairs], [likeness for _, likeness in pairs])
+            for word, pairs in similar.items()
+        }
+        scores = np.zeros((len(texts), self._n))
+        for row, of_text in zip(scores, words_of, strict=True):
+            weights = np.zeros(len(words))
+            for word in of_text:
+                at, likeness = of_word[word]
+                weights[at] += rarity[row_of[word]] * np.array(likeness)
+            row += np.bincount(units, weights[rows] * values, self._n)
+        return scores
+
+    def _term_counts(self, terms: Sequence[str]) -> tuple[Positions, Positions, FloatArray]:
+        """Return how often the ranked units contain terms, in exactly this form.
+
+        Returns three arrays [p]: the index in `terms`, the unit, and the count.
+        """
+        rows, blocks, counts = self._source.term_counts(terms)
         units = self._units.of_block[blocks]
         is_ranked = units < self._n
-        rows, units, counts = rows[is_ranked], units[is_ranked], counts[is_ranked]
-        sizes = np.bincount(rows, minlength=len(words))
-        found = _SparseRows(sizes.cumsum() - sizes, sizes, rows, units, counts, self._n)
-        # About how many units have a word: one that has it in several blocks counts more than once.
-        frequencies = np.minimum(sizes, self._n)
-        rarity = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
-        scores = _bm25_scores(found, rarity, self._norms)
-        rarity_of = dict(zip(words, rarity.tolist(), strict=True))
-        pairs_of = [[(w, *pair) for w in of_text for pair in similar[w]] for of_text in words_of]
-        return scores.sums(
-            [[row_of[other] for _, other, _ in pairs] for pairs in pairs_of],
-            [rarity_of[word] * likeness for pairs in pairs_of for word, _, likeness in pairs],
-        )
+        cells, counts = (rows * self._n + units)[is_ranked], counts[is_ranked]
+        if len(self._units.of_block) > len(self._units):  # a unit may have several blocks
+            cells, of_cell = np.unique(cells, return_inverse=True)
+            counts = np.asarray(np.bincount(of_cell, counts, len(cells)), np.float64)
+        rows, units = np.divmod(cells, max(1, self._n))
+        return rows, units, counts
 
     def _unit_cosines(self, cosines: Sequence[FloatArray]) -> FloatArray:
         """Return the cosines [c, u] of the units, given those of the blocks, [n] for each of c.
