@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
 from evoke_proxy.config import EmbedderConfig, load
-from evoke_proxy.core.retrieval.encoding import NO_SIMILAR_WORDS, Vectors
+from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.engine import shared
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.web import event_loop
@@ -123,7 +124,7 @@ class NoEncoder:
     name = "none"
     is_immediate = False
     fingerprint = bytes(32)
-    similar_words = NO_SIMILAR_WORDS
+    similar_words = WordVectorEncoder().similar_words
 
     def __init__(self, _: EmbedderConfig) -> None:
         vector = np.ones(_DIMENSIONS, np.float32)

@@ -58,6 +58,8 @@ _READ = {"protobuf": "BSD-3-Clause", "tink": "Apache-2.0"}
 REQUIRED = (
     "evoke_proxy/web/page/index.html",
     "evoke_proxy/models/tiny-recall-f16.gguf",
+    "evoke_proxy/models/word-vectors.npz",
+    "evoke_proxy/models/similar-words.npz",
     "evoke_proxy/_patches/0001-kv-block.patch",
     "evoke_proxy/_patches/LLAMA_CPP_VERSION",
     "evoke_proxy/_config/evoke.example.yaml",

@@ -26,9 +26,10 @@ _EXAMPLES = """examples:
   python -m recipes.word_vectors.similar
   python -m recipes.word_vectors.similar out/similar.npz --table out/word-vectors.npz"""
 MIN_SIMILARITY = 0.35
-# Words with more are cut to the most similar ones, because a count is stored as a byte.
+# Of more the most similar ones are kept, because a count is stored as a byte; no word of the
+# package has as many.
 MAX_SIMILAR = 255
-_MIN_CHARS = 3
+_MIN_CHARS, _MOST_WORDS = 3, 1 << 16
 _ROWS_AT_ONCE = 512
 
 
@@ -41,8 +42,10 @@ def is_compared(piece: str) -> bool:
 def tables(words: Sequence[str], vectors: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays of `SimilarWordTable` for words with vectors [n, d].
 
-    The words are UTF-8 lines.
+    The words are UTF-8 lines. ValueError for more words than two bytes can number, and for none.
     """
+    if not 0 < len(words) <= _MOST_WORDS:
+        raise ValueError(f"{len(words)} words; a table has 1 to {_MOST_WORDS}")
     pairs = list(_pairs(np.array([stem(word) for word in words]), vectors))
     similarities = np.concatenate([found for _, found in pairs])
     return {

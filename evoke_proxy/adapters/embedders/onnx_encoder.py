@@ -44,7 +44,7 @@ class OnnxEncoder:
     Attributes:
         name: The name of its directory, without parents.
         is_immediate: False, because a text takes milliseconds.
-        similar_words: None.
+        similar_words: Empty; the built-in word vectors have a table of them.
         dimensions: The length d of its vectors.
         fingerprint: 32 bytes; encoders with different vectors have different ones.
         recipe: Pooling, maximum length, and the texts put before questions and documents.

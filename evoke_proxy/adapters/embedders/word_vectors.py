@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,8 @@ from evoke_proxy.errors import ConfigError
 from evoke_proxy.models import similar_words_file, word_vectors_file
 
 T = TypeVar("T")
+# What reading a damaged archive of arrays may raise.
+_DAMAGED = (EOFError, ValueError, KeyError, NotImplementedError, BadZipFile, zlib.error)
 
 
 class WordVectorEncoder:
@@ -67,7 +70,7 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T:
     """Parse a file of the package; ConfigError when it cannot be read."""
     try:
         return parse(path.read_bytes())
-    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+    except (*_DAMAGED, OSError) as error:
         raise ConfigError(
             f"the built-in word vectors cannot be read: {path}: {error}; install evoke-proxy"
             " again, or set embedder.model to none"

@@ -8,8 +8,7 @@ its signs have weights as well, which are learned from instructions and from sim
 none. They may outweigh the rules.
 
 A statement tells what only the user knows: "I can't walk far". It decides whether a plan is good,
-but often has no word in common with a question about the plan, so that words do not find it. One
-that limits what is possible, or is about the user, is the likeliest to be needed.
+but often has no word in common with a question about the plan, so that words do not find it.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Query:
         return replace(self, vectors=tuple(vectors[:n_clauses]), whole=whole)
 
     def like(self, other: Query) -> Query:
-        """Return this query with the similar words of `other`, and the vectors of their texts."""
+        """Return this query with what `other` has: similar words, and vectors of common texts."""
         query = replace(self, similar_words=other.similar_words)
         if not other.vectors:
             return query
@@ -144,10 +144,13 @@ class Query:
         return query.embedded([vectors.get(text) for text in self.texts])
 
     def narrowed(self, chars: int) -> Query:
-        """Return this query without the middle of a text that is longer than twice `chars`."""
+        """Return this query without the middle of a text that is longer than twice `chars`.
+
+        It is for blocks, which similar words do not rank; a shortened query has none.
+        """
         if len(self.text) <= 2 * chars:
             return self
-        narrow = replace(Query.of(_both_ends(self.text, chars)), similar_words=self.similar_words)
+        narrow = Query.of(_both_ends(self.text, chars))
         vectors = dict(zip(self.clauses, self.vectors, strict=False))
         return narrow.embedded(
             [vectors.get(clause) for clause in narrow.clauses] if vectors else ()

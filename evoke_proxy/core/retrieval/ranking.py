@@ -1,10 +1,11 @@
 """Ranks the units of a session for a query: the order in which they are kept within a budget.
 
 Each text of the query ranks all units by the words they contain, by those of their neighbours, and
-by vectors where there are any. The scores of these signals are standardized and added. Units that
-are like the best ones of the complete text, by vectors, score higher. A second search looks up the
-names that the best units contain. The user's short statements are ranked for themselves, too,
-because some of what a question needs has none of its words. The rankings are interleaved.
+by vectors where there are any; where no unit has most of the words, by words of similar meaning,
+too. The scores of these signals are standardized and added. Units that are like the best ones of
+the complete text, by vectors, score higher. A second search looks up the names that the best units
+contain. The user's short statements are ranked for themselves, too, because some of what a question
+needs has none of its words. The rankings are interleaved.
 """
 
 from __future__ import annotations
@@ -333,7 +334,7 @@ class _Found:
         best_first: The ranking of the units by it.
         after: How many tokens of that ranking come before the other rankings.
         is_covered: Whether a statement has most of its words.
-        by_meaning: Whether no unit has, so that statements are ranked by their vectors.
+        by_meaning: Whether no unit has, so that statements are ranked without the words in common.
     """
 
     text: _TextScores

@@ -103,6 +103,10 @@ def test_a_haystack_of_statements_is_what_users_of_the_split_tell(split: str) ->
         assert 3600 < _size(case) < 4700
 
 
+def test_the_name_of_each_set_of_templates_begins_with_its_split() -> None:
+    assert {name.partition("_")[0] for name in TEMPLATES} == set(SPLITS) <= set(TEMPLATES)
+
+
 def test_each_kind_has_its_number_of_needed_messages() -> None:
     for name in (each for each in TEMPLATES if not each.endswith(("_second", "_third", "_fourth"))):
         templates = read(name)

@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evoke_proxy.adapters.embedders.word_vectors import WordVectorEncoder
+from evoke_proxy.adapters.embedders.word_vectors import (
+    WordVectorEncoder,
+    _read,
+    _similar_words_in,
+)
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.models import similar_words_file, word_vectors_file
 
@@ -82,7 +86,20 @@ def test_a_damaged_table_is_a_configuration_error(content: bytes | None, tmp_pat
 
 
 def test_a_damaged_table_of_similar_words_is_a_configuration_error(tmp_path: Path) -> None:
-    path = tmp_path / "similar.npz"
-    path.write_bytes(similar_words_file().read_bytes()[:-1000])
+    path, whole = tmp_path / "similar.npz", similar_words_file().read_bytes()
+    path.write_bytes(whole[:-1000])
     with pytest.raises(ConfigError, match=r"similar\.npz.*install evoke-proxy again"):
         WordVectorEncoder(similar=path)
+
+
+def test_no_flipped_bit_of_the_similar_words_raises_another_error(tmp_path: Path) -> None:
+    """An unpacker has errors of its own; what it does not read may be flipped."""
+    path, whole, n_refused = tmp_path / "similar.npz", similar_words_file().read_bytes(), 0
+    places = range(60, len(whole), 20_011)
+    for at in places:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        try:
+            _read(path, _similar_words_in)
+        except ConfigError:
+            n_refused += 1
+    assert n_refused > len(places) / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cpu_time import exponent
@@ -116,6 +118,10 @@ def test_a_query_takes_over_the_vectors_of_texts_that_it_has_in_common_with_anot
     assert query.vectors[0] is first and query.vectors[1] is None and query.whole is None
     assert Query.of("Where is it? How much is it?").like(other).whole is both
     assert not Query.of("Where is it?").like(Query.of("Where is it?")).vectors
+    words = {"boss": [("supervisor", 0.6)]}
+    assert Query.of("Who?").like(replace(other, similar_words=words)).similar_words is words
+    unembedded = replace(Query.of("Where is it?"), similar_words=words)
+    assert Query.of("Who?").like(unembedded).similar_words is words
 
 
 def test_a_short_question_about_a_name_or_something_own_needs_no_context() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evoke_proxy.core.retrieval.index as index_module
-from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_STEMS, function_stems
 from evoke_proxy.core.retrieval.encoding import SimilarWords
 from evoke_proxy.core.retrieval.fusion import Ranking
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query
-from evoke_proxy.core.retrieval.ranking import _covering_first
+from evoke_proxy.core.retrieval.ranking import UnitRanker, _covering_first
 from evoke_proxy.core.retrieval.units import Units
 
 WORDS = ("harbour", "harbours", "ferry", "red", "the", "fox", "Oslo", "where", "key-7", "show")
@@ -116,6 +117,94 @@ def test_words_of_similar_meaning_are_found_where_no_message_has_the_words() -> 
     # A message that has the words of the question is its answer, whatever is similar.
     words = {"cellar": [("supervisor", 1.0)], "cold": [("grapes", 1.0)]}
     assert found("Is the cellar cold?", words) == found("Is the cellar cold?", {})
+
+
+def test_of_two_questions_the_one_without_its_words_finds_similar_ones() -> None:
+    """With vectors, which say nothing here; the other question has a message with its words."""
+    texts = [f"What about the weather of day {n}?" for n in range(40)]
+    texts[12], texts[25] = "An angry supervisor, those grapes?", "Was the old cellar cold?"
+    table, index = blocks_of(texts), Index()
+    units = Units.of(table, 64)
+    index.update(table)
+    rows = np.eye(41, dtype=np.float32)
+    index.add_vectors((f"s/{n}", rows[n : n + 1]) for n in range(40))
+    for question in (
+        "Was the old cellar cold? Did my boss complain, too much wine?",
+        "Did my boss complain, too much wine? Was the old cellar cold?",
+    ):
+        query = Query.of(question)
+        query = query.embedded([rows[40]] * len(query.texts))
+        words = {"boss": [("supervisor", 0.6)], "wine": [("grapes", 0.6)]}
+        found = index.unit_order(replace(query, similar_words=words), table, units, 40).tolist()
+        plain = index.unit_order(query, table, units, 40).tolist()
+        assert found[0] == plain[0] == 25
+        assert 12 in found[:4] and 12 not in plain[:8]
+
+
+def scores_by_similar_words(
+    texts: list[str], asked: list[str], words: SimilarWords, n_ranked: int | None = None
+) -> FloatArray:
+    """The scores [t, u] of messages for questions by their similar words alone."""
+    table, index, found = blocks_of(texts), Index(), list[FloatArray]()
+    score = UnitRanker._by_similar_words
+
+    def kept(ranker: UnitRanker, *args: Any) -> FloatArray:
+        found.append(score(ranker, *args))
+        return found[-1]
+
+    units = Units.of(table, 64)
+    with patch.object(UnitRanker, "_by_similar_words", kept):
+        query = replace(Query.of(" ".join(asked)), similar_words=words)
+        index.unit_order(query, table, units, len(texts) if n_ranked is None else n_ranked)
+    return found[0]
+
+
+def test_similar_words_are_scored_by_similarity_rarity_and_count() -> None:
+    texts = [
+        *FILLER[:9],
+        "Our supervisor.",
+        "A worker.",
+        "One worker.",
+        "Worker to worker.",
+    ]
+    words = {"boss": [("supervisor", 0.5), ("worker", 0.5)]}
+    (scores,) = scores_by_similar_words(texts, ["Did my boss complain?"], words)
+    assert scores[9] > scores[10] == scores[11] > 0 and not scores[:9].any()
+    assert scores[10] < scores[12] < 2 * scores[10]
+    words = {"boss": [("supervisor", 0.5), ("worker", 1.0)]}
+    (other,) = scores_by_similar_words(texts, ["Did my boss complain?"], words)
+    assert other[9] == scores[9] and other[10] == pytest.approx(2 * scores[10])
+    # The rarer word of the question counts more, and two words of it that are alike add up.
+    texts = [*FILLER[:9], *["My boss."] * 3, "Our supervisor.", "A tutor."]
+    words = {"boss": [("supervisor", 0.5)], "coach": [("tutor", 0.5)]}
+    scores = scores_by_similar_words(texts, ["Boss or coach"], words)[0]
+    assert scores[13] > scores[12] > 0
+    words = {"boss": [("supervisor", 0.5)], "coach": [("supervisor", 0.5)]}
+    both = scores_by_similar_words(texts, ["Boss or coach"], words)[0]
+    assert both[12] == pytest.approx(scores[12] + scores[13])
+
+
+def test_a_message_of_several_blocks_has_the_counts_of_all_of_them() -> None:
+    whole = [*FILLER[:9], "worker worker", "A worker."]
+    parts = [*FILLER[:9], "worker", "worker", "A worker."]
+    table = blocks_of(parts)
+    messages = [*range(9), 9, 9, 10]
+    table = BlockTable(replace(block, message=m) for block, m in zip(table, messages, strict=True))
+    words = {"boss": [("worker", 0.5)]}
+    with patch(f"{__name__}.blocks_of", lambda _: table):
+        (scores,) = scores_by_similar_words(parts, ["Did my boss complain?"], words)
+    assert len(scores) == 11
+    (other,) = scores_by_similar_words(whole, ["Did my boss complain?"], words)
+    # The same count, though the lengths of the units are not the same.
+    assert scores[9] / scores[10] == pytest.approx(other[9] / other[10], rel=0.5)
+    assert scores[9] < 2 * scores[10]
+
+
+def test_messages_of_the_question_itself_have_no_similar_words() -> None:
+    texts = [*FILLER[:9], "A worker.", "A worker, my boss?"]
+    words = {"boss": [("worker", 0.5)]}
+    scores = scores_by_similar_words(texts, ["Did my boss complain?"], words, n_ranked=10)
+    assert scores.shape == (1, 10) and scores[0, 9] > 0
 
 
 def test_messages_like_the_best_ones_are_ranked_early() -> None:

@@ -163,6 +163,7 @@ def test_an_immediate_encoder_needs_no_thread_and_no_cache() -> None:
         with pytest.raises(EmbedderError, match="too long"):
             rig.embedding.embed_blocks(["a"])
         rig.encoder.is_immediate = True
+        assert rig.embedding.similar_words is rig.encoder.similar_words
         found = await rig.embedding.embed_queries(["a", "a"])
         assert [vector.tolist() for vector in found if vector is not None] == [
             vector_of("qa").tolist()
