@@ -4,7 +4,7 @@ Signals:
 
 * `stems`: forms of a word count as the word
 * `neighbours`: words and scores of the messages before and after
-* `vectors`: the built-in word vectors
+* `vectors`: the built-in word vectors, with the words of similar meaning
 * `second look`: names in the best messages are looked up again
 * `standing share`: room for standing instructions, rules and the newest messages
 
