@@ -402,7 +402,7 @@ class UnitRanker:
         if first:
             found = self._found(query, texts[0], alike, first[0], states)
             first[0], after = found.best_first, found.after
-            of_statements = self._of_statements(query, found, states)
+            of_statements = self._of_statements(query, found, states, by_model is not None)
         # With a single question, the model's scores are also added to those of its text. That sum
         # ranks a unit without the question's words low, because most of its signals are of the
         # text; so this ranking is used as well, with less weight.
@@ -468,8 +468,13 @@ class UnitRanker:
         by_meaning = bool(is_uncovered and text.meant.any())
         return _Found(text, alike, best_first, after, is_covered, by_meaning)
 
-    def _of_statements(self, query: Query, found: _Found, states: Mask) -> list[Ranking]:
-        """Return the rankings of the user's short statements `states` [u]."""
+    def _of_statements(
+        self, query: Query, found: _Found, states: Mask, has_model: bool
+    ) -> list[Ranking]:
+        """Return the rankings of the user's short statements `states` [u].
+
+        `has_model` says whether the model's attention ranks the units, too.
+        """
         if _asks_for_list(query):
             is_about = found.is_covered or query.n_context or self._knows_subject(query)
             weight = _LIST_WEIGHT if is_about else _UNCOVERED_LIST_WEIGHT
@@ -489,7 +494,9 @@ class UnitRanker:
         asks_advice = any(map(asks_for_advice, query.clauses[: query.n_own]))
         if (finds and not found.is_covered) or asks_advice:
             weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
-            if found.by_meaning and not self._knows_subject(query):
+            # The model has read what a question refers to; these statements are ranked without it.
+            is_read = has_model and query.n_context > 0
+            if found.by_meaning and not is_read and not self._knows_subject(query):
                 weight = _UNCOVERED_STATEMENT_WEIGHT
             made.append(Ranking(statements, weight, found.after))
         return made
