@@ -494,9 +494,10 @@ class UnitRanker:
         asks_advice = any(map(asks_for_advice, query.clauses[: query.n_own]))
         if (finds and not found.is_covered) or asks_advice:
             weight = _ADVICE_WEIGHT if asks_advice else _STATEMENT_WEIGHT
-            # The model has read what a question refers to; these statements are ranked without it.
-            is_read = has_model and query.n_context > 0
-            if found.by_meaning and not is_read and not self._knows_subject(query):
+            # With so much room for them, what the model's attention finds for a question that
+            # refers back would have none.
+            leaves_room = has_model and query.n_context > 0
+            if found.by_meaning and not leaves_room and not self._knows_subject(query):
                 weight = _UNCOVERED_STATEMENT_WEIGHT
             made.append(Ranking(statements, weight, found.after))
         return made
@@ -574,7 +575,7 @@ class UnitRanker:
         content = [
             [row_of[one] for one in stems if one not in self._function_stems] for stems in texts
         ]
-        weights = self._rarity(counts)
+        weights = self._rarity(counts.counts)
         covered = counts.with_values(weights[counts.rows]).sums(content)
         totals = np.array([weights[rows].sum() or 1.0 for rows in content])
         shares: FloatArray = covered / totals[:, np.newaxis]
@@ -676,7 +677,7 @@ class UnitRanker:
         row_of = {word: row for row, word in enumerate(words)}
         rows, units, counts = self._term_counts(words)
         frequencies = np.bincount(rows, minlength=len(words))
-        rarity: FloatArray = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
+        rarity = self._rarity(frequencies)
         values = rarity[rows] * counts * (_K1 + 1) / (counts + self._norms[units])
         of_word = {
             word: ([row_of[other] for other, _ in pairs], [likeness for _, likeness in pairs])
@@ -756,7 +757,7 @@ class UnitRanker:
         self, stems: Sequence[str], counts: _SparseRows
     ) -> tuple[_SparseRows, _SparseRows]:
         """Return the BM25 scores [s, u] of each stem: of the units, and with their neighbours."""
-        weights = self._rarity(counts)
+        weights = self._rarity(counts.counts)
         is_function_word = [one in self._function_stems for one in stems]
         weights = np.where(is_function_word, _FUNCTION_WORD_WEIGHT, 1.0) * weights
         near = counts.with_neighbours(_NEIGHBOUR_WORDS, self._neighbouring)
@@ -773,9 +774,8 @@ class UnitRanker:
         cells, found = (numbers * self._n + units)[is_ranked], found[is_ranked]
         return _SparseRows.summed(cells, found, (len(stems), self._n))
 
-    def _rarity(self, counts: _SparseRows) -> FloatArray:
-        """Return the inverse document frequency [s] of words, given their counts [s, u]."""
-        frequencies = counts.counts
+    def _rarity(self, frequencies: Positions) -> FloatArray:
+        """Return the inverse document frequency [s] of words that so many units have, [s]."""
         rarity: FloatArray = np.log1p((self._n - frequencies + 0.5) / (frequencies + 0.5))
         return rarity
 
