@@ -48,7 +48,7 @@ class ServerProbe:
         self._lock = asyncio.Lock()
         self._stated_fingerprint = ""  # from the answers of the server, without the layout
         self._layout: Cache | None = None
-        self._all_busy = False  # no slot was idle, so saving was not tried
+        self._must_measure_slots = False  # no slot was idle when they were to be measured
         self.fingerprint = ""
         self.disabled_reason = ""
         self.clears_idle_slots = True
@@ -78,17 +78,17 @@ class ServerProbe:
     async def learn(self, api: StockApi, own: SlotLease | None = None) -> None:
         """Measure what is unknown, with the calls of `api`; raises UpstreamError.
 
-        Saving is tried only while no other request has a slot; `own` is the lease of the caller. If
-        another request has one, a later call tries it.
+        Slots are measured only while no other request has one; `own` is the lease of the caller. If
+        another request has one, a later call measures them.
         """
         async with self._lock:
             if not self.fingerprint:
                 await self._learn(api, own)
-            elif self._all_busy:
+            elif self._must_measure_slots:
                 lease = self._slots.others(own)
                 if lease is not None:
                     async with lease:
-                        self.disabled_reason = await self._try_saving(api, self.behaviour)
+                        await self._measure_slots(api, self.behaviour)
                         self.fingerprint = with_layout(self._stated_fingerprint, self._layout)
 
     async def _learn(self, api: StockApi, own: SlotLease | None) -> None:
@@ -100,11 +100,10 @@ class ServerProbe:
         lease = self._slots.others(own)
         if lease is not None:
             async with lease:
-                self.clears_idle_slots = await _clears_idle_slots(api)
-                self.disabled_reason = await self._try_saving(api, behaviour)
+                await self._measure_slots(api, behaviour)
         else:
             self.clears_idle_slots, self.disabled_reason = True, ""
-            self._layout, self._all_busy = None, True
+            self._layout, self._must_measure_slots = None, True
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
         self.behaviour = behaviour
         self._stated_fingerprint, self.fingerprint = stated, with_layout(stated, self._layout)
@@ -117,6 +116,11 @@ class ServerProbe:
                 " or cache layout are not used, and their text is decoded again",
                 len(snapshots),
             )
+
+    async def _measure_slots(self, api: StockApi, behaviour: ServerBehaviour) -> None:
+        """Find out how idle slots behave; the caller has leased them."""
+        self.clears_idle_slots = await _clears_idle_slots(api)
+        self.disabled_reason = await self._try_saving(api, behaviour)
 
     async def detect_memory(
         self, part: str, copied: SlotCopy, behaviour: ServerBehaviour | None = None
@@ -170,7 +174,7 @@ class ServerProbe:
         """
         slots = await api.list_slots()
         idle = [status for status in slots or () if not status.busy]
-        self._layout, self._all_busy = None, bool(slots and not idle)
+        self._layout, self._must_measure_slots = None, bool(slots and not idle)
         if not idle:
             return ""
         part = self._repository.new_part()

@@ -143,8 +143,9 @@ def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) ->
             with await slots.acquire("other", ""):
                 await probe.learn(calls, own)
                 assert calls.saves == saves, "no slot may be probed while another request has one"
+                assert probe.clears_idle_slots, "it is unknown"
             await probe.learn(calls, own)
-            assert calls.saves == saves + 1
+            assert calls.saves == saves + 1 and not probe.clears_idle_slots
         assert slots.pool.idle() and not any(slots.pool.is_locked(name) for name in ("mine", ""))
 
     with open_repository(tmp_path) as repository:
