@@ -95,7 +95,10 @@ class Lookahead:
         result = "failed"
         try:
             async with self._lock:
-                result = await self._run(turn, conversation)
+                result, tokens = await self._run(turn, conversation)
+            # Without the lock: a save may have to wait for as long as many saves take.
+            if tokens is not None:
+                await self._save(turn, conversation, tokens)
         except asyncio.CancelledError:
             result = "cancelled"
             raise
@@ -107,23 +110,28 @@ class Lookahead:
             if result:
                 self._metrics.look_aheads.labels(result=result).inc()
 
-    async def _run(self, turn: SnapshotTurn, conversation: Conversation) -> str:
-        """Return the result, a label of `evoke_look_aheads_total`; "" without anything to do."""
+    async def _run(
+        self, turn: SnapshotTurn, conversation: Conversation
+    ) -> tuple[str, Tokens | None]:
+        """Return the result and the tokens that the slot has now, None when nothing was decoded.
+
+        The result is a label of `evoke_look_aheads_total`, or "" without anything to do.
+        """
         if not self._probe.stability(turn.chat.has_tools).ahead:
-            return ""
+            return "", None
         if not self._probe.behaviour.lookahead.is_trusted:
-            return "given_up"
+            return "given_up", None
         contents = conversation.snapshots.contents
         if contents is None or not self._slots.pool.idle():
-            return "skipped"
+            return "skipped", None
         api = turn.calls.stock
         tokens = await next_turn_prefix(turn.body, turn.answer, api.render)
         if tokens is None:
-            return ""
+            return "", None
         lease = self._lease(turn, conversation, contents)
         if lease is None:
-            return "skipped"
-        result = "cancelled"
+            return "skipped", None
+        has_decoded = False
         async with lease:
             slots = await api.list_slots()
             unchanged = (
@@ -132,12 +140,11 @@ class Lookahead:
                 and contents.is_unchanged(slots)
             )
             if not unchanged:
-                return "skipped"
+                return "skipped", None
             await self._decode(turn, conversation, tokens, lease)
-            result = "done"
-        if result == "done":
-            await self._save(turn, conversation, tokens)
-        return result
+            has_decoded = True
+        # The lease ends silently when a request preempts it.
+        return ("done", tokens) if has_decoded else ("cancelled", None)
 
     def _lease(
         self, turn: SnapshotTurn, conversation: Conversation, contents: SlotContents
@@ -188,8 +195,7 @@ class Lookahead:
         contents, api = conversation.snapshots.contents, turn.calls.stock
         if contents is None:
             return
-        wait_s = self._transfers.seconds_until_save()
-        if wait_s > 0:
+        while (wait_s := self._transfers.seconds_until_save()) > 0:
             await asyncio.sleep(wait_s)
         lease = self._lease(turn, conversation, contents)
         if lease is None:
