@@ -46,12 +46,12 @@ class PreparationFailures:
 
 
 def _is_invalid(error: Exception, was_rendered: bool) -> bool:
-    """Whether the body is the cause of an error of rendering.
+    """Whether the client's body is the cause of an error of rendering.
 
     llama-server answers 400 to some bodies, and 500 to others: to tools that are no list, for
-    example. A body that it has rendered before is not the cause of the latter.
+    example. A body that it has rendered before is not the cause: the proxy has changed it.
     """
-    if not isinstance(error, UpstreamRejected):
+    if was_rendered or not isinstance(error, UpstreamRejected):
         return False
     is_raised = error.status == 500 and error.error.get("type") == "server_error"
-    return error.status == 400 or (is_raised and not was_rendered)
+    return error.status == 400 or is_raised

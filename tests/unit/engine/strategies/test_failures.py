@@ -42,8 +42,11 @@ def test_a_body_that_cannot_be_rendered_is_the_fault_of_the_client(error: Except
     assert count(metrics, "evoke_degraded_total", stage="render") == 0
 
 
-def test_an_error_of_a_body_that_was_rendered_before_is_not_the_fault_of_the_client() -> None:
-    decision, metrics = decide("render", RAISED, was_rendered=True)
+@pytest.mark.parametrize("error", [INVALID, RAISED])
+def test_an_error_of_a_body_that_was_rendered_before_is_not_the_fault_of_the_client(
+    error: Exception,
+) -> None:
+    decision, metrics = decide("render", error, was_rendered=True)
     assert decision == "degraded:render"
     assert count(metrics, "evoke_degraded_total", stage="render") == 1
 
