@@ -121,7 +121,7 @@ class EmbeddingService:
         return self._cache.get(key)
 
     def forget(self) -> None:
-        """Forget all vectors and all waiting texts."""
+        """Forget all vectors and all waiting texts, and those that are being embedded."""
         self._cache = VectorCache(self._config.cache_mib << 20, _share_of)
         self._waiting.clear()
 
@@ -179,16 +179,18 @@ class EmbeddingService:
         began = loop.time()
         self._questions += 1
         work = loop.run_in_executor(self._at_once, encoder.queries, list(missing.values()))
-        work.add_done_callback(partial(self._answered, list(missing)))
+        work.add_done_callback(partial(self._answered, list(missing), self._cache))
         await asyncio.wait([work], timeout=self._config.timeout_ms / 1000)
         if not work.done():
             self._late = work
             self._metrics.embed_failures.labels(reason="timeout").inc()
         self._metrics.embed_seconds.observe(loop.time() - began)
 
-    def _answered(self, keys: Sequence[bytes], work: asyncio.Future[Vectors]) -> None:
+    def _answered(
+        self, keys: Sequence[bytes], cache: VectorCache, work: asyncio.Future[Vectors]
+    ) -> None:
         self._questions -= 1
-        self._cache_result(keys, work, "question")
+        self._cache_result(keys, cache, work, "question")
         self._start_batch()
 
     def _start_batch(self) -> None:
@@ -199,25 +201,28 @@ class EmbeddingService:
             self._running = dict(self._waiting.take() for _ in range(count))
             loop, texts = asyncio.get_running_loop(), list(self._running.values())
             work = loop.run_in_executor(self._behind, self._encoder.documents, texts)
-            work.add_done_callback(self._embedded)
+            work.add_done_callback(partial(self._embedded, self._cache))
         self._metrics.embed_waiting.set(len(self._waiting))
 
-    def _embedded(self, work: asyncio.Future[Vectors]) -> None:
+    def _embedded(self, cache: VectorCache, work: asyncio.Future[Vectors]) -> None:
         keys, self._running = list(self._running), {}
-        self._cache_result(keys, work, "block")
+        self._cache_result(keys, cache, work, "block")
         self._start_batch()
 
     def _cache_result(
-        self, keys: Sequence[bytes], work: asyncio.Future[Vectors], kind: str
+        self, keys: Sequence[bytes], cache: VectorCache, work: asyncio.Future[Vectors], kind: str
     ) -> None:
-        """Cache the result, even a late one; a failure is counted and affects these texts only."""
+        """Cache the result, even a late one; a failure is counted and affects these texts only.
+
+        `cache` is the one of when the work began: after `forget` nobody reads it any more.
+        """
         if work.cancelled():
             return
         error = work.exception()
         if error is None:
             self._failing = False
             for key, vector in zip(keys, work.result(), strict=True):
-                self._cache.put(key, vector)
+                cache.put(key, vector)
             self._metrics.embedded.labels(kind=kind).inc(len(keys))
             return
         self._metrics.embed_failures.labels(reason="error").inc()

@@ -208,6 +208,21 @@ def test_waiting_and_running_texts_are_not_embedded_twice() -> None:
     run(scene)
 
 
+def test_what_was_being_embedded_is_forgotten_too() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_embed.clear()
+        (key,) = rig.submit("secret")
+        await rig.until(lambda: bool(rig.encoder.calls))
+        rig.embedding.forget()
+        rig.encoder.may_embed.set()
+        await rig.until(lambda: rig.count("evoke_embedded_total", kind="block") == 1)
+        assert rig.embedding.vector(key) is None
+        rig.submit("secret")
+        await rig.until(lambda: rig.embedding.vector(key) is not None)
+
+    run(scene)
+
+
 def test_the_latest_blocks_are_embedded_first() -> None:
     async def scene(rig: Rig) -> None:
         rig.encoder.may_embed.clear()
