@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from evoke_proxy import __version__
+from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.prefetch import PREFETCH_REASONS
 from evoke_proxy.core.request.normalise import NORMALISATIONS
 from evoke_proxy.core.session.accounting import PATHS
@@ -354,7 +355,7 @@ class Metrics:
         self._section = "Faults"
         self.bypass = self._counter(
             "evoke_bypass",
-            "Chat requests that were forwarded without managing the cache, by reason.",
+            "Chat requests that were forwarded without a plan for a budget, by reason.",
             "reason",
         )
         self.degraded = self._counter(
@@ -588,6 +589,12 @@ class Metrics:
         if reason != "operator":
             self.evicted.inc(count)
 
+    def count_moves(self, plan: Plan) -> None:
+        """Count the blocks that llama-server evicted and recovered when it ran a turn's plan."""
+        self.count_evictions("plan", len(plan.evicts))
+        self.count_recoveries("question", len(plan.loads))
+        self.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
+
     def count_full_turn(self, n_peak: int) -> None:
         """Count a turn without the budget of its session, and its peak in tokens."""
         self.full_turns.inc()
@@ -607,8 +614,8 @@ class Metrics:
         """
         return {
             "tokens": {kind: _sum(self.tokens, kind=kind) for kind in TOKEN_KINDS},
-            "blocks_evicted": _sum(self.evictions),
-            "blocks_recovered": _sum(self.recoveries),
+            "blocks_evicted": _sum(self.evicted),
+            "blocks_recovered": _sum(self.recovered),
         }
 
     def set_stores(self, stores: Mapping[str, BlockStore]) -> None:

@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -45,6 +45,9 @@ _COLUMNS = (
     "id, tenant, fingerprint, branch, kind, n_bytes, checksum, prefill_s, created, used, hits,"
     " pinned, suspect, tokens"
 )
+# Seconds for each token of a snapshot that states as many seconds as tokens: those of patched
+# servers did before version 0.4.
+_ASSUMED_S = 0.001
 # Times of use from here on (the year 2242) are treated as damaged.
 _LATEST = 2.0**33
 _ALL = f"SELECT {_COLUMNS} FROM snapshots ORDER BY used DESC"
@@ -297,7 +300,10 @@ class SnapshotIndex:
         packed = zlib.decompress(self._format.decode_row(closed, _fixed_columns(tuple(values))))
         tokens = np.frombuffer(packed, dtype="<i4").astype(np.int32)
         fields = [*values, bool(pinned), bool(suspect)]
-        return Snapshot(*fields, tokens=tokens)
+        snapshot = Snapshot(*fields, tokens=tokens)
+        if snapshot.prefill_s == len(tokens):
+            return replace(snapshot, prefill_s=len(tokens) * _ASSUMED_S)
+        return snapshot
 
     def _change(self, statement: str, values: tuple[object, ...]) -> None:
         try:

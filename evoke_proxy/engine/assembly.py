@@ -151,6 +151,7 @@ def build_slot_snapshots(
         transfers=snapshots.transfers,
         repository=shared.repository,
         conversations=resources.conversations,
+        metrics=resources.metrics,
     )
 
 

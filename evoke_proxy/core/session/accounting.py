@@ -65,6 +65,11 @@ class TokenAccounting:
     auto_evicted: tuple[tuple[Span, str | None], ...] = ()
     reused_rendering: bool | None = None
 
+    @property
+    def new_copies(self) -> list[tuple[str, Span]]:
+        """The copies of what llama-server evicted itself: the label and the range of each."""
+        return [(label, span) for span, label in self.auto_evicted if label is not None]
+
     def with_prefilled(self, n_tokens: int) -> TokenAccounting:
         """Count tokens that were decoded before the request was forwarded as decoded.
 

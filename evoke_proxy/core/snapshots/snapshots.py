@@ -32,7 +32,7 @@ class Snapshot:
     branch: str
     # Where in the conversation it was taken: USER, STEP, PREFIX or WHOLE.
     kind: str
-    # Size and SHA-256 of the file.
+    # Size and checksum of the file.
     n_bytes: int
     checksum: str
     # Estimated seconds to decode the tokens again.

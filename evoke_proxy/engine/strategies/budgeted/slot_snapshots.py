@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.adapters.llama.block_api import LATEST
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix, has_media
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP, WHOLE
@@ -41,11 +42,13 @@ class SlotSnapshots:
         transfers: SnapshotTransfers,
         repository: SnapshotRepository,
         conversations: Conversations,
+        metrics: Metrics,
     ) -> None:
         self._probe = probe
         self._transfers = transfers
         self.repository = repository
         self._conversations = conversations
+        self._metrics = metrics
 
     async def decode_ahead(self, job: SlotJob, tokens: Tokens) -> None:
         """Decode the prompt `tokens` in the slot of a job, which keeps its holes and its budget.
@@ -67,8 +70,8 @@ class SlotSnapshots:
             if accounting is None or accounting.marker != "ok":
                 conversation.budgeted.slot_unknown()
                 return
-            evicted = [(label, span) for span, label in accounting.auto_evicted if label]
-            conversation.session.add_copies(evicted)
+            conversation.session.add_copies(accounting.new_copies)
+            self._metrics.count_evictions("decode", len(accounting.auto_evicted))
             conversation.budgeted.tokens_counted(accounting.n_resident)
 
     async def save(self, job: SlotJob) -> None:
@@ -100,13 +103,12 @@ class SlotSnapshots:
         if not is_registered and not conversation.has_moved:
             return  # it was forgotten in the meantime, and nothing would delete the snapshot
         is_whole = view.n_reusable == view.n_tokens and not conversation.budgeted.is_private
-        # The time to decode it is unknown; the number of tokens makes a longer snapshot worth more.
         label = SnapshotLabel(
             conversation.tenant,
             fingerprint,
             conversation.id,
             WHOLE if is_whole else STEP,
-            float(len(tokens)),
+            self._probe.costs.prefill.seconds(len(tokens)),
         )
         await self._transfers.save_with_answer(job.slot, tokens, label, api)
 
@@ -116,7 +118,11 @@ class SlotSnapshots:
         `view` is the slot as the latest reply of the conversation left it.
         """
         tenant, tokens = conversation.tenant, conversation.session.tokens
-        own = [it for it in self.repository.snapshots if it.tenant == tenant]
+        own = [
+            it
+            for it in self.repository.snapshots
+            if it.tenant == tenant and self._transfers.may_restore(it)
+        ]
         branch = [it for it in own if it.branch == conversation.id]
         if any(it.n_tokens >= view.n_tokens and _begins(it, tokens) for it in branch):
             return False  # it was saved after the latest reply
@@ -144,6 +150,7 @@ class SlotSnapshots:
             item
             for item in self.repository.snapshots
             if (item.tenant, item.branch) == (conversation.tenant, conversation.id)
+            and self._transfers.may_restore(item)
         ]
         if not _reaches_beyond(best(own, tokens, partial=False), n_past):
             return None
@@ -241,7 +248,11 @@ class SharedSlot:
         if not is_worth_it or not self._repository.has_room(conversation.tenant, n_bytes):
             return False
         label = SnapshotLabel(
-            conversation.tenant, self._fingerprint, conversation.id, PREFIX, float(len(tokens))
+            conversation.tenant,
+            self._fingerprint,
+            conversation.id,
+            PREFIX,
+            self._probe.costs.prefill.seconds(len(tokens)),
         )
         turn = self._turn
         return await transfers.save(turn.slot, tokens, label, turn.calls.stock)

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from snapshot_fixtures import snapshot
 
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.session.session import Session
+from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.engine.server.slot_queue import Preempted
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
@@ -46,7 +48,7 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
         save_with_answer=save_with_answer, seconds_until_save=lambda: 0.0
     )
     behaviour = SimpleNamespace(window_tokens=0)
-    probe: Any = SimpleNamespace(behaviour=behaviour, costs=SimpleNamespace(bytes_per_token=2.0))
+    probe: Any = SimpleNamespace(behaviour=behaviour, costs=Costs(0.1))
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     registered: Any = conversations
     slots = SlotSnapshots(
@@ -54,6 +56,7 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
         transfers=transfers,
         repository=repository,
         conversations=registered,
+        metrics=Metrics(),
     )
     calls: Any = SimpleNamespace(stock=api, blocks=SimpleNamespace(slot=slot))
     lease: Any = SimpleNamespace(slots=(0,))
@@ -71,9 +74,9 @@ def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
     assert _count_saves(begins=True, elsewhere=False, has_room=False) == 0
 
 
-def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
+def _fill(n_past: int, *items: Any, refused: str = "") -> tuple[list[str], int]:
     """The files from which the slot of session `b` is filled on a server with fingerprint `f`, and
-    how often its fingerprint is requested."""
+    how often its fingerprint is requested; llama-server has refused `refused` before."""
     filled, fingerprint_calls = [], []
 
     async def restore(match: Any, *_: object) -> bool:
@@ -85,12 +88,20 @@ def _fill(n_past: int, *items: Any) -> tuple[list[str], int]:
         return "f"
 
     none: Any = None
-    transfers: Any = SimpleNamespace(restore=restore)
+
+    def may_restore(item: Any) -> bool:
+        return item.id != refused
+
+    transfers: Any = SimpleNamespace(restore=restore, may_restore=may_restore)
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     repository: Any = SimpleNamespace(snapshots=items)
     conversation: Any = SimpleNamespace(tenant="t", id="b")
     slots = SlotSnapshots(
-        probe=none, transfers=transfers, repository=repository, conversations=none
+        probe=none,
+        transfers=transfers,
+        repository=repository,
+        conversations=none,
+        metrics=Metrics(),
     )
     turn: Any = SimpleNamespace(
         conversation=conversation,
@@ -108,6 +119,8 @@ def test_the_longest_usable_snapshot_is_restored() -> None:
     assert _fill(2, other, mine) == (["mine"], 1)
     assert _fill(6, other, mine) == ([], 1), "a snapshot must reach further than the slot"
     assert _fill(2, other) == ([], 1)
+    longer = snapshot("longer", LONG)
+    assert _fill(2, mine, longer, refused="longer") == (["mine"], 1), "refused before"
 
 
 def test_the_fingerprint_is_not_requested_without_a_useful_snapshot() -> None:
@@ -133,7 +146,9 @@ def test_blocks_evicted_by_preempted_decoding_can_still_be_found() -> None:
     lease: Any = SimpleNamespace(slots=(0,), run=run)
     calls: Any = SimpleNamespace(stock=SimpleNamespace(prefill=prefill))
     none: Any = None
-    slots = SlotSnapshots(probe=none, transfers=none, repository=none, conversations=none)
+    slots = SlotSnapshots(
+        probe=none, transfers=none, repository=none, conversations=none, metrics=Metrics()
+    )
     job = SlotJob(conversation=conversation, calls=calls, lease=lease)
     with pytest.raises(Preempted):
         asyncio.run(slots.decode_ahead(job, PROMPT))

@@ -59,6 +59,7 @@ def with_engine(
             transfers=snapshots.transfers,
             repository=router.shared.repository,
             conversations=engine.conversations,
+            metrics=engine.resources.metrics,
         )
         monkeypatch.setattr(StockApi, "prefill", prefill)
         async with snapshots, engine.resources.background:
