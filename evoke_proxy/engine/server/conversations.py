@@ -374,10 +374,16 @@ class VectorState:
     embedded: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     # Vectors that were read from disk.
     stored: Mapping[str, Vectors] = field(default_factory=dict)
+    # Number of blocks with vectors on disk.
+    n_written: int = 0
 
     def loaded(self, stored: Mapping[str, Vectors]) -> None:
         """Record the vectors that were read from disk."""
-        self.stored = stored
+        self.stored, self.n_written = stored, len(stored)
+
+    def written(self, n_blocks: int) -> None:
+        """Record that the vectors of so many blocks are on disk now."""
+        self.n_written = n_blocks
 
     def take_stored(self) -> Mapping[str, Vectors]:
         """Return the vectors that were read from disk, and forget them."""

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -53,26 +54,23 @@ class CopySpill:
     """Has llama-server write the copies of sessions to its disk tier."""
 
     def __init__(self) -> None:
-        # By session: the version of the copy list that was read, and the names that were written.
+        # The version of the copy list that was read, and the names that were written, until a
+        # conversation is forgotten or moves to another server.
         # llama-server reports a copy as on disk also where its file has only the names that other
         # sessions gave to the same text, so that this session would not find it after a restart.
-        self._written: dict[str, tuple[int, set[str]]] = {}
+        self._written = WeakKeyDictionary[Conversation, tuple[int, set[str]]]()
 
     def clear(self) -> None:
         """Forget all sessions: another server has started."""
         self._written.clear()
 
-    def forget(self, session: str) -> None:
-        """Forget one session."""
-        self._written.pop(session, None)
-
-    def version(self, session: str) -> str:
+    def version(self, conversation: Conversation) -> str:
         """Return the version of a session's copy list that was read; "" before the first."""
-        return str(self._written[session][0]) if session in self._written else ""
+        return str(self._written[conversation][0]) if conversation in self._written else ""
 
-    def note_copied(self, session: str, names: Iterable[str]) -> None:
+    def note_copied(self, conversation: Conversation, names: Iterable[str]) -> None:
         """Note that copies are new; llama-server does not report that their files are outdated."""
-        _, written = self._written.get(session, (0, set[str]()))
+        _, written = self._written.get(conversation, (0, set[str]()))
         written.difference_update(names)
 
     async def write(self, job: SlotJob, answer: Mapping[str, Any]) -> None:
@@ -96,12 +94,12 @@ class CopySpill:
     def _read(self, conversation: Conversation, answer: Mapping[str, Any]) -> set[str]:
         """The names of a session's copies that were written and have not changed since."""
         version = int(answer.get("version") or 0)
-        before, names = self._written.get(conversation.id, (0, set[str]()))
+        before, names = self._written.get(conversation, (0, set[str]()))
         if version < before:  # the list is that of another server
             names = set()
         names.difference_update(copies_in(answer))
         if version:
-            self._written[conversation.id] = version, names
+            self._written[conversation] = version, names
         return names
 
 
@@ -114,7 +112,6 @@ class VectorRecords:
 
     def __init__(self, embedding: EmbeddingService) -> None:
         self._embedding = embedding
-        self._n_written: dict[str, int] = {}
 
     def read(self, session: str, parts: Iterable[Record]) -> Mapping[str, Vectors]:
         """Return the vectors in the parts of a session's record, by label."""
@@ -124,7 +121,6 @@ class VectorRecords:
                 vectors |= decode_vectors(part.packed, self._embedding.mark)
             except ValueError as error:
                 _log.warning("recorded vectors of session %s are not used: %s", session, error)
-        self._n_written[session] = len(vectors)
         return vectors
 
     async def write(self, conversation: Conversation, repository: SnapshotRepository) -> None:
@@ -134,7 +130,7 @@ class VectorRecords:
         if not new:
             return
         session = conversation.id
-        n_written = self._n_written.get(session, 0)
+        n_written = conversation.vectors.n_written
         if n_written + len(new) > _MAX_VECTOR_BLOCKS:
             repository.remove_record(session)
             n_written = 0
@@ -147,11 +143,7 @@ class VectorRecords:
         except SnapshotUnusable as error:
             _log.warning("vectors of session %s cannot be recorded: %s", session, error)
             return
-        self._n_written[session] = n_written + len(new)
-
-    def forget(self, session: str) -> None:
-        """Note that the record of a session was deleted with all its parts."""
-        self._n_written.pop(session, None)
+        conversation.vectors.written(n_written + len(new))
 
     def _vectors(self, keys: Sequence[bytes]) -> Vectors:
         """The vectors of a block; none when the embedder has forgotten one of them."""
@@ -224,7 +216,6 @@ class SessionRecords:
 
     def forget(self, session: str) -> None:
         """Delete the record of a session soon, and its vectors."""
-        self._vectors.forget(session)
         self._repository.remove_record(session)
 
     def _is_forgotten(self, conversation: Conversation) -> bool:
@@ -283,7 +274,6 @@ class SessionPersistence:
 
     def forget(self, session: str) -> None:
         """Delete the record of a session, which no request continues."""
-        self._spill.forget(session)
         if self._records is not None:
             self._records.forget(session)
 
@@ -325,11 +315,11 @@ class SessionPersistence:
         """Return a version of the copy list: `save` needs the changes after it."""
         if not self._server.has_disk:
             return LATEST
-        return self._spill.version(conversation.id)
+        return self._spill.version(conversation)
 
     def note_copied(self, conversation: Conversation, names: Iterable[str]) -> None:
         """Note that these copies of a session are new."""
-        self._spill.note_copied(conversation.id, names)
+        self._spill.note_copied(conversation, names)
 
     async def save(self, job: SlotJob, view: SlotView, answer: Mapping[str, Any]) -> None:
         """Save a session whose slot `view` describes.
@@ -352,8 +342,6 @@ class SessionPersistence:
             await self.slot_snapshots.save(job)
         job.lease.end()
         await self._records.write(conversation, recorded)
-        if self._conversations.get(conversation.id) is not conversation:
-            self._spill.forget(conversation.id)
 
     def _recorded(self, conversation: Conversation, view: SlotView) -> SessionRecord:
         """The state of a session, taken before anything is awaited."""

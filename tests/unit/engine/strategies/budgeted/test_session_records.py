@@ -22,7 +22,7 @@ def test_a_copy_that_changed_no_longer_counts_as_written() -> None:
     written = spill._read(conversation, {"version": 3, "blocks": blocks})
     assert written == set()
     written.update(["s/a", "s/b", "s/c"])
-    spill.note_copied("s", ["s/c"])
+    spill.note_copied(conversation, ["s/c"])
     assert spill._read(conversation, {"version": 3, "blocks": []}) == {"s/a", "s/b"}
     assert spill._read(conversation, {"version": 4, "blocks": blocks[:1]}) == {"s/b"}
     assert spill._read(conversation, {"version": 1, "blocks": []}) == set()  # of another server

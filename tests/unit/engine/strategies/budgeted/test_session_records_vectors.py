@@ -45,8 +45,10 @@ def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
     embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
     vector_records, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
+    state = VectorState()
     for labels in (["a", "b"], [], ["c"], ["d", "e"]):
-        state = VectorState(embedded={label: (b"k",) for label in labels})
+        for label in labels:
+            state.was_embedded(label, (b"k",))
         session: Any = SimpleNamespace(id="s", tenant="t", vectors=state)
         asyncio.run(vector_records.write(session, disk))  # type: ignore[arg-type]
         assert not session.vectors.embedded
