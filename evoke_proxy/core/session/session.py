@@ -253,8 +253,8 @@ class Session:
         rendered: Rendered,
         view: SlotView,
         request: ChatRequest,
-        query: Query | None = None,
-        n_slot_cells: int | None = None,
+        query: Query | None,
+        n_slot_cells: int | None,
     ) -> Turn:
         """Return the turn of a rendered request on the slot that `view` describes.
 
@@ -471,8 +471,7 @@ class Session:
         if accounting is None:
             self.decoding_broke_off()
             return True
-        evicted = [(label, span) for span, label in accounting.auto_evicted if label is not None]
-        self.add_copies(evicted)
+        self.add_copies(accounting.new_copies)
         n_shared = common_prefix(self._decoded, self.layout.tokens[:-1])
         self.redecoded = max(0, n_shared - (accounting.n_prompt - accounting.decoded))
         self._decoded = self.layout.tokens

@@ -105,8 +105,14 @@ class AttentionReader:
 
 @dataclass(slots=True)
 class ProbeRecord:
-    """Whether a request was probed: once is enough, also when its plan is made again."""
+    """Whether a request was probed: once is enough, also when its plan is made again.
 
+    Attributes:
+        is_tried: Whether a probe was begun; its plan may have been refused.
+        result: The probe, if it was made.
+    """
+
+    is_tried: bool = False
     result: ProbeResult | None = None
 
 
@@ -131,33 +137,36 @@ class Prober:
         own first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
         """
         (started, _), conversation, metrics = planned, turn.conversation, self._server.metrics
-        reason = "off" if record.result is not None else self._declined(conversation, started)
+        reason = "off" if record.is_tried else self._declined(conversation, started)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
         first = planned[1] if reason else session.plan(roomy)
         if not reason and (first.infeasible or first.over_capacity):
             reason = "no_room"
-        if reason != "off":
-            metrics.probes.labels(result=reason or "made").inc()
+        if reason and reason != "off":
+            metrics.probes.labels(result=reason).inc()
         if reason:
             return planned
-        record.result = ProbeResult(first, 0, 0.0)  # tried, should it be refused
+        record.is_tried = True
         more = [*self._attention.ops(started.config, conversation), PROBE]
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)
         session.applied(roomy, first)
+        metrics.count_moves(first)
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         cursor = started.view.decode_from
         decoded = await self._decode(turn, started, epoch)
         # Without a tenant no copies are listed: only what is resident matters.
         answer = await turn.calls.blocks.slot(started.slot.id, "", LATEST)
         view = replace(SlotView.parse(answer), n_common=cursor)
-        later = session.begin(started.rendered, view, started.request, started.query)
+        n_cells = self._server.monitor.server.n_slot_cells
+        later = session.begin(started.rendered, view, started.request, started.query, n_cells)
         relevance = await self._relevance(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=relevance))
         seconds = loop.time() - started_at
         record.result = ProbeResult(first, decoded, seconds)
+        metrics.probes.labels(result="made").inc()
         metrics.probe_tokens.inc(decoded)
         metrics.probe_seconds.observe(seconds)
         return later, session.plan(later)
@@ -194,9 +203,8 @@ class Prober:
         self.pace.note(timings)
         accounting = TokenAccounting.parse(timings)
         if accounting is not None:
-            evicted = accounting.auto_evicted
-            labelled = [(label, span) for span, label in evicted if label is not None]
-            turn.conversation.session.add_copies(labelled)
+            turn.conversation.session.add_copies(accounting.new_copies)
+            self._server.metrics.count_evictions("decode", len(accounting.auto_evicted))
         return sum(token_count(timings.get(name)) for name in ("prompt_n", "predicted_n"))
 
     async def _relevance(self, turn: RenderedTurn, later: Turn) -> FloatArray | None:

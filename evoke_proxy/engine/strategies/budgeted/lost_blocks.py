@@ -86,8 +86,8 @@ class LostBlocks:
         result = await calls.stock.prefill(tokens[: step.end], view.id, epoch)
         accounting = TokenAccounting.parse(result.timings)
         if accounting is not None:
-            evicted = accounting.auto_evicted
-            session.add_copies((label, span) for span, label in evicted if label is not None)
+            session.add_copies(accounting.new_copies)
+            self._server.metrics.count_evictions("decode", len(accounting.auto_evicted))
         # Without a tenant no copies are listed.
         after = SlotView.parse(await calls.blocks.slot(view.id, "", LATEST))
         await calls.blocks.run_plan(PlanCall(step.saves, after, owner))

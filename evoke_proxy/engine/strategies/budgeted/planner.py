@@ -395,9 +395,7 @@ class Planner:
         was_expected = conversation.session.was_expected
         if was_expected is not None:
             metrics.early_plans.labels(result="used" if was_expected else "replaced").inc()
-        metrics.count_evictions("plan", len(plan.evicts))
-        metrics.count_recoveries("question", len(plan.loads))
-        metrics.count_recoveries("slot", len(plan.adopt.labels if plan.adopt else ()))
+        metrics.count_moves(plan)
         quoted_at = None
         if quoted is not None:
             quoted_at = common_prefix(turn.rendered.tokens, started.rendered.tokens)

@@ -222,12 +222,13 @@ class _Move:
         tokens = turn.rendered.tokens[:end]
         result = await turn.calls.stock.prefill(tokens, turn.slot, self._epoch)
         accounting = TokenAccounting.parse(result.timings)
-        evicted = accounting.auto_evicted if accounting is not None else ()
-        copies = [(label, span) for span, label in evicted if label is not None]
-        # Up to where the prompts differ, positions are those of the previous prompt, too.
-        session.add_copies(it for it in copies if it[1].end <= turn.view.n_common)
-        session.blocks_moved(it for it in copies if it[1].end > turn.view.n_common)
-        self._n_rows -= sum(len(span) for span, _ in evicted)
+        if accounting is not None:
+            copies = accounting.new_copies
+            # Up to where the prompts differ, positions are those of the previous prompt, too.
+            session.add_copies(it for it in copies if it[1].end <= turn.view.n_common)
+            session.blocks_moved(it for it in copies if it[1].end > turn.view.n_common)
+            self._n_rows -= sum(len(span) for span, _ in accounting.auto_evicted)
+            self._metrics.count_evictions("decode", len(accounting.auto_evicted))
         self._added += clipped(self._text.spans, Span(self._end, end))
         self._n_decoded += end - self._end
         self._n_rows += end - self._end

@@ -75,16 +75,17 @@ class WriteBack:
             while self._waiting:
                 # Removed first, so that a turn which ends during the copying can add it again.
                 conversation, calls = self._waiting.pop(next(iter(self._waiting)))
-                slot, result = self._slots.pool.slot_of(conversation.id), "done"
-                if slot is not None and conversation.budgeted.epoch is not None:
-                    lease = self._lease(slot, conversation, calls.blocks)
-                    if lease is None:
-                        self._waiting.setdefault(conversation.id, (conversation, calls))
-                        return
-                    result = "interrupted"
-                    job = SlotJob(conversation=conversation, calls=calls, lease=lease)
-                    async with lease:
-                        result = await self._copy(job)
+                slot = self._slots.pool.slot_of(conversation.id)
+                if slot is None or conversation.budgeted.epoch is None:
+                    continue
+                lease = self._lease(slot, conversation, calls.blocks)
+                if lease is None:
+                    self._waiting.setdefault(conversation.id, (conversation, calls))
+                    return
+                result = "interrupted"
+                job = SlotJob(conversation=conversation, calls=calls, lease=lease)
+                async with lease:
+                    result = await self._copy(job)
                 self._metrics.writebacks.labels(result=result).inc()
                 if result == "interrupted":
                     self._waiting.setdefault(conversation.id, (conversation, calls))

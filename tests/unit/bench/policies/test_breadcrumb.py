@@ -44,7 +44,7 @@ def turn_of(
     cached = spans[-1].span.start
     rows = merged(item.span for item in spans[:-1] if item.index not in evicted)
     slot = SlotView(0, 1, cached, cached, rows, 1 << 20)
-    return Session("s", "", config).begin(rendered, slot, request)
+    return Session("s", "", config).begin(rendered, slot, request, None, None)
 
 
 def quote(

@@ -45,7 +45,7 @@ def quote(
     spans = [MessageSpan(0, Role.USER, Span(0, 20))]
     rendered = Rendered(np.arange(21, dtype=np.int32), 20, spans)
     slot = SlotView(0, 1, 0, 0, (), 1 << 20)
-    turn = Session("s", "", config).begin(rendered, slot, request)
+    turn = Session("s", "", config).begin(rendered, slot, request, None, None)
     return quote_past(turn, past, Index(), json.dumps(body).encode())
 
 

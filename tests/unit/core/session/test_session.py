@@ -84,7 +84,7 @@ class Engine:
     def begin(self, conversation: Conversation) -> Turn:
         rendered = conversation.rendered()
         view = self.slot.view(rendered.tokens.tolist())
-        return self.session.begin(rendered, view, conversation.request())
+        return self.session.begin(rendered, view, conversation.request(), None, None)
 
     def planned(self, conversation: Conversation) -> tuple[Turn, Plan]:
         """Plans until the slot accepts; after each refusal the refused copy is forgotten."""
@@ -509,7 +509,7 @@ def test_a_query_that_was_compared_before_gives_the_same_task() -> None:
         turns = []
         for engine in engines:
             view = engine.slot.view(rendered.tokens.tolist())
-            turns.append(engine.session.begin(rendered, view, conversation.request(), query))
+            turns.append(engine.session.begin(rendered, view, conversation.request(), query, None))
             engine.session.applied(turns[-1], engine.session.plan(turns[-1]))
         focuses = [turn.task.focus for turn in turns]
         assert focuses[0] is not None and np.array_equal(*focuses)  # type: ignore[arg-type]
@@ -518,7 +518,7 @@ def test_a_query_that_was_compared_before_gives_the_same_task() -> None:
         # The same query again, after its turn: the topic counts once more.
         draft = compared.session.draft()
         view = compared.slot.view(rendered.tokens.tolist())
-        repeated = draft.begin(rendered, view, conversation.request(), query)
+        repeated = draft.begin(rendered, view, conversation.request(), query, None)
         assert repeated.task is not turns[0].task
 
 

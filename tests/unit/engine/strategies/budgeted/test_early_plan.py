@@ -150,7 +150,7 @@ def finished_turn(
     session, prompt = Session("s", "", config), rendered(messages)
     empty = SlotView(0, EPOCH, 0, 0, (), 4096)
     chat = request_of(messages).chat
-    turn = session.begin(prompt, empty, chat, query_of(chat))
+    turn = session.begin(prompt, empty, chat, query_of(chat), None)
     session.applied(turn, session.plan(turn))
     n_answer, n_prompt = len(words_of(ANSWER)), len(prompt.tokens)
     end = n_prompt + n_answer
