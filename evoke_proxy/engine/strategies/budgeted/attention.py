@@ -18,7 +18,6 @@ from evoke_proxy.adapters.llama.client import CallOptions
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import FloatArray, Positions
 from evoke_proxy.core.model.counts import token_count
-from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.attention import NO_CAPTURE, Capture, Queries, captured_layers
 from evoke_proxy.core.policy.probe import (
     MAX_COMPARED_BLOCKS,
@@ -38,7 +37,7 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
-from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, Decision, RenderedTurn
 from evoke_proxy.errors import PlanRefused
 
 PROBE = {"op": "probe"}
@@ -129,25 +128,25 @@ class Prober:
         turn: RenderedTurn,
         scope: TurnScope,
         record: ProbeRecord,
-        planned: tuple[Turn, Plan],
-    ) -> tuple[Turn, Plan]:
+        decision: Decision,
+    ) -> Decision:
         """The turn with what the model looks for, and a plan by that.
 
-        Both are as `planned` where a probe does not pay, or was tried before. Runs a plan of its
-        own first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
+        Returns `decision` itself where a probe does not pay, or was tried before. Else a plan of
+        its own runs first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
         """
-        (started, _), conversation, metrics = planned, turn.conversation, self._server.metrics
+        started, conversation, metrics = decision.turn, turn.conversation, self._server.metrics
         reason = "off" if record.is_tried else self._declined(conversation, started)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
-        first = planned[1] if reason else session.plan(roomy)
+        first = decision.plan if reason else session.plan(roomy)
         if not reason and (first.infeasible or first.over_capacity):
             reason = "no_room"
         if reason and reason != "off":
             metrics.probes.labels(result=reason).inc()
         if reason:
-            return planned
+            return decision
         record.is_tried = True
         more = [*self._attention.ops(started.config, conversation), PROBE]
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
@@ -169,7 +168,7 @@ class Prober:
         metrics.probes.labels(result="made").inc()
         metrics.probe_tokens.inc(decoded)
         metrics.probe_seconds.observe(seconds)
-        return later, session.plan(later)
+        return Decision(later, session.plan(later))
 
     def _declined(self, conversation: Conversation, turn: Turn) -> str:
         view = turn.view

@@ -20,6 +20,7 @@ from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.policy.registry import budget_without_plan, policy_of, saves_evicted
 from evoke_proxy.core.policy.truncate import prompt_limit, truncate_messages
 from evoke_proxy.core.policy.turn import Turn, effective_config
+from evoke_proxy.core.prompt.layout import Layout
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView, common_prefix
 from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.retrieval.query import query_of
@@ -39,7 +40,12 @@ from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Pr
 from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan
 from evoke_proxy.engine.strategies.budgeted.lost_blocks import LostBlocks, RefillRecord
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn, divided
+from evoke_proxy.engine.strategies.budgeted.turn import (
+    BudgetedTurn,
+    Decision,
+    RenderedTurn,
+    divided,
+)
 from evoke_proxy.errors import PlanRefused, PromptTooLong
 
 _log = logging.getLogger(__name__)
@@ -196,52 +202,83 @@ class Planner:
         self, turn: RenderedTurn, scope: TurnScope, probe: ProbeRecord, refill: RefillRecord
     ) -> BudgetedTurn:
         """Decide, run the plan, and add its marker to the body."""
-        trace, conversation = scope.trace, turn.conversation
+        trace, loop = scope.trace, asyncio.get_running_loop()
         trace.stage = "decide"
-        loop = asyncio.get_running_loop()
         began = loop.time()
-        view, session = turn.view, turn.conversation.session
-        if conversation.budgeted.epoch != view.epoch:
+        view = turn.view
+        if turn.conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
-        before = session.layout
-        started, plan = await self._begin(turn, view)
-        # The client does not send what was quoted in the previous prompt, and has changed nothing.
-        # A second attempt finds no difference: the first one has begun the turn.
-        if started.divergence not in (None, conversation.budgeted_history.quoted_at):
-            messages = messages_of(turn.rendered, turn.chat)
-            changed = drift_from(before, turn.rendered, messages)
-            scope.turn = BudgetedTurn.of(scope.turn, drift=changed)
-        refilled = await self._lost.decode(turn, scope, started, refill)
-        if refilled is not None:
-            started, plan = await self._begin(turn, refilled)
-        with_attention = await self._attention.read(turn, started)
-        if with_attention is not started:
-            started, plan = (
-                with_attention,
-                await self._compute(turn, partial(session.plan, with_attention)),
-            )
-        recalled, planned = None, (started, plan)
-        if policy_of(started.config).quote is not None:
-            started, plan, recalled = await self._with_text(turn, trace, planned, _quoting_evicted)
-        if recalled is None and quotes_past(started.config):
-            started, plan, recalled = await self._with_text(turn, trace, planned, self._past)
-        if recalled is None:
-            trace.stage = "probe"
-            started, plan = await self._prober.probe(turn, scope, probe, (started, plan))
-            config = config_of_unprobed(started.view, started.config)
-            if config is not started.config:
-                started = replace(started, config=config)
-                plan = await self._compute(turn, partial(session.plan, started))
+        decision = await self._decided(turn, view, scope, probe, refill)
         trace.stage = "plan"
         trace.add_step("plan", began, loop.time())
+        return await self._run(turn, scope, decision, probe, refill)
+
+    async def _decided(
+        self,
+        turn: RenderedTurn,
+        view: SlotView,
+        scope: TurnScope,
+        probe: ProbeRecord,
+        refill: RefillRecord,
+    ) -> Decision:
+        """Decide what a turn keeps, recovers and quotes, in the slot that `view` describes.
+
+        Lost blocks are decoded again for it, and a probe runs a plan of its own.
+        """
+        session = turn.conversation.session
+        before = session.layout
+        decision = await self._begin(turn, view)
+        self._note_drift(turn, scope, before, decision.turn)
+        refilled = await self._lost.decode(turn, scope, decision.turn, refill)
+        if refilled is not None:
+            decision = await self._begin(turn, refilled)
+        with_attention = await self._attention.read(turn, decision.turn)
+        if with_attention is not decision.turn:
+            decision = await self._planned(turn, with_attention)
+        if policy_of(decision.turn.config).quote is not None:
+            decision = await self._with_text(turn, scope.trace, decision, _quoting_evicted)
+        if decision.quoted is None and quotes_past(decision.turn.config):
+            decision = await self._with_text(turn, scope.trace, decision, self._past)
+        if decision.quoted is not None:
+            return decision
+        scope.trace.stage = "probe"
+        decision = await self._prober.probe(turn, scope, probe, decision)
+        started = decision.turn
+        config = config_of_unprobed(started.view, started.config)
+        if config is started.config:
+            return decision
+        return await self._planned(turn, replace(started, config=config))
+
+    def _note_drift(
+        self, turn: RenderedTurn, scope: TurnScope, before: Layout, started: Turn
+    ) -> None:
+        """Record why the prompt does not continue the previous one, which had the layout `before`.
+
+        The client does not send what was quoted in the previous prompt, and has changed nothing. A
+        second attempt finds no difference: the first one has begun the turn.
+        """
+        if started.divergence not in (None, turn.conversation.budgeted_history.quoted_at):
+            changed = drift_from(before, turn.rendered, messages_of(turn.rendered, turn.chat))
+            scope.turn = BudgetedTurn.of(scope.turn, drift=changed)
+
+    async def _run(
+        self,
+        turn: RenderedTurn,
+        scope: TurnScope,
+        decision: Decision,
+        probe: ProbeRecord,
+        refill: RefillRecord,
+    ) -> BudgetedTurn:
+        """Have llama-server run a plan; returns the turn as it is forwarded."""
+        trace, conversation, session = scope.trace, turn.conversation, turn.conversation.session
+        started, plan, quoted = decision.turn, decision.plan, decision.quoted
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
-        body = turn.body if recalled is None else recalled.body
+        body = turn.body if quoted is None else quoted.body
 
         def after() -> tuple[AppliedPlan, SentTurn | None, tuple[dict[str, str], Any]]:
             spoken = self._records.request_to_remember(turn.chat.dialect, body)
-            reply = _verbose_reply(turn, (started, plan), recalled, probe)
-            return session.after(started, plan), spoken, reply
+            return session.after(started, plan), spoken, _verbose_reply(turn, decision, probe)
 
         # Before the work beside the call begins, which would delay the call otherwise.
         call = replace(call, encoded=await encode(call))
@@ -260,17 +297,13 @@ class Planner:
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
         conversation.budgeted.request_sent(spoken)
-        members = _marker(view.id, epoch, started.rendered)
+        members = _marker(started.slot.id, epoch, started.rendered)
         forwarded = await scope.turn.with_members(members, turn.chat.keys, body)
-        self._note(turn, (started, plan), epoch, recalled)
-        moved = "" if plan.moves_nothing else ":moved"
-        full = ":full" if started.is_full else ""
-        past = ":past" if recalled is not None and recalled.is_past else ""
-        reanchored = ":reanchored" if turn.reanchored.moved else ""
+        self._note(turn, decision, epoch)
         return BudgetedTurn.of(
             scope.turn,
             forwarded=forwarded,
-            decision=started.config.name + moved + full + past + reanchored,
+            decision=_decision_name(turn, decision),
             plan=plan,
             budget=(plan.stream.budget if plan.stream is not None else 0) or None,
             response_headers=headers,
@@ -292,38 +325,38 @@ class Planner:
         return quote_past(started, past, index, turn.body)
 
     async def _with_text(
-        self, turn: RenderedTurn, trace: RequestTrace, planned: tuple[Turn, Plan], quote: Quote
-    ) -> tuple[Turn, Plan, QuotedRequest | None]:
-        """The turn with the text that it needs quoted in its last message.
+        self, turn: RenderedTurn, trace: RequestTrace, decision: Decision, quote: Quote
+    ) -> Decision:
+        """The decision with the text that a turn needs quoted in its last message.
 
         Returns it unchanged if the result exceeds the budget, or leaves no room for the answer.
         """
-        started, plan = planned
+        started, plan = decision.turn, decision.plan
         takes_long = is_large(turn.body) or quotes_past(started.config)
         quoting = partial(quote, turn, started)
-        recalled = await self._worker.run(turn.conversation, takes_long, quoting)
-        if recalled is None:
-            return started, plan, None
+        quoted = await self._worker.run(turn.conversation, takes_long, quoting)
+        if quoted is None:
+            return decision
         trace.stage = "render"
         try:
-            rendered = await self.render(turn, recalled.body)
+            rendered = await self.render(turn, quoted.body)
         except PromptTooLong:
-            return started, plan, None
+            return decision
         trace.stage = "decide"
-        rendered = await divided(rendered, recalled.request)
+        rendered = await divided(rendered, quoted.request)
         query = turn.query  # a quotation of removed messages is no part of the question
-        if not recalled.is_past:
-            query = query_of(recalled.request).like(turn.query)
-        extended = replace(turn, chat=recalled.request, rendered=rendered, query=query)
-        longer, longer_plan = await self._begin(extended, extended.view)
+        if not quoted.is_past:
+            query = query_of(quoted.request).like(turn.query)
+        extended = replace(turn, chat=quoted.request, rendered=rendered, query=query)
+        longer = await self._begin(extended, extended.view)
         n_answer = turn.chat.max_tokens or started.config.reserve_tokens
         too_long = self.exceeds_context(rendered, n_answer)
-        if too_long or (longer_plan.infeasible and not plan.infeasible):
-            started, _ = await self._begin(turn, started.slot)
-            return started, plan, None
-        return longer, longer_plan, recalled
+        if too_long or (longer.plan.infeasible and not plan.infeasible):
+            unquoted = await self._begin(turn, started.slot)
+            return replace(decision, turn=unquoted.turn)
+        return replace(longer, quoted=quoted)
 
-    async def plan_draft(self, turn: RenderedTurn) -> tuple[Turn, Plan]:
+    async def plan_draft(self, turn: RenderedTurn) -> Decision:
         """Plan a request that is not sent: the session stays as it is.
 
         The model is not probed for it, and text is not quoted. Raises BudgetTooSmall and
@@ -333,7 +366,7 @@ class Planner:
 
     async def _begin(
         self, turn: RenderedTurn, view: SlotView, session: Session | None = None
-    ) -> tuple[Turn, Plan]:
+    ) -> Decision:
         """Begin a turn of the session and plan it, which takes most of the proxy's own time.
 
         `session` replaces that of the conversation.
@@ -342,16 +375,21 @@ class Planner:
         vectors = self._vectors.take_new(turn.conversation)
         n_slot_cells = self._server.monitor.server.n_slot_cells
 
-        def work() -> tuple[Turn, Plan]:
+        def work() -> Decision:
             session.index.prepare(turn.texts)
             session.add_vectors(stacked(vectors))
             started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
             if turn.query.vectors:
                 self._vectors.embed_missing(session, started.view.blocks)
-            return started, session.plan(started)
+            return Decision(started, session.plan(started))
 
         n_vectors = len(vectors) + self._vectors.n_missing(session)
         return await self._compute(turn, work, n_vectors)
+
+    async def _planned(self, turn: RenderedTurn, started: Turn) -> Decision:
+        """Plan a turn that was begun."""
+        plan = await self._compute(turn, partial(turn.conversation.session.plan, started))
+        return Decision(started, plan)
 
     async def _compute(self, turn: RenderedTurn, work: Callable[[], T], n_vectors: int = 0) -> T:
         """The result of `work`, which changes the session; in a thread when that takes long."""
@@ -376,19 +414,10 @@ class Planner:
         epoch = await turn.calls.blocks.run_plan(call)
         return replace(view, epoch=epoch, n_common=edge)
 
-    def _note(
-        self,
-        turn: RenderedTurn,
-        planned: tuple[Turn, Plan],
-        epoch: int,
-        quoted: QuotedRequest | None,
-    ) -> None:
+    def _note(self, turn: RenderedTurn, decision: Decision, epoch: int) -> None:
         """Record a plan that has run in the conversation and the metrics."""
-        (started, plan), conversation, metrics = (
-            planned,
-            turn.conversation,
-            self._server.metrics,
-        )
+        started, plan, quoted = decision.turn, decision.plan, decision.quoted
+        conversation, metrics = turn.conversation, self._server.metrics
         conversation.budgeted.plan_ran(epoch)
         conversation.budgeted_history.plan_ran(started.config)
         conversation.budgeted.capture_started(self._attention.capture(started.config, conversation))
@@ -452,13 +481,29 @@ def _marker(slot: int, epoch: int, rendered: Rendered) -> dict[str, bytes]:
     }
 
 
+def _decision_name(turn: RenderedTurn, decision: Decision) -> str:
+    """The decision for the log and for operators: the policy, and what else was done."""
+    started = decision.turn
+    parts = [started.config.name]
+    if not decision.plan.moves_nothing:
+        parts.append("moved")
+    if started.is_full:
+        parts.append("full")
+    if decision.quoted is not None and decision.quoted.is_past:
+        parts.append("past")
+    if turn.reanchored.moved:
+        parts.append("reanchored")
+    return ":".join(parts)
+
+
 def _verbose_reply(
-    turn: RenderedTurn, planned: tuple[Turn, Plan], quoted: QuotedRequest | None, probe: ProbeRecord
+    turn: RenderedTurn, decision: Decision, probe: ProbeRecord
 ) -> tuple[dict[str, str], dict[str, Any] | None]:
     """Headers and `usage.evoke` for a client that wants to know what the proxy did."""
     if not turn.request.is_verbose:
         return {}, None
-    (started, plan), conversation = planned, turn.conversation
+    started, plan, quoted = decision.turn, decision.plan, decision.quoted
+    conversation = turn.conversation
     loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
     if probe.result is not None:
         loads += probe.result.remaining_spans(plan)

@@ -127,7 +127,8 @@ class Prefetcher:
         if obstacle:
             return PrefetchResult(reason=obstacle)
         with conversation.using():
-            started, plan = await self._planner.plan_draft(turn)
+            decision = await self._planner.plan_draft(turn)
+        started, plan = decision.turn, decision.plan
         if plan.adopt is not None:
             return PrefetchResult(reason="not_in_slot")
         return turn, started, plan

@@ -8,6 +8,9 @@ from typing import Any, Protocol, TypeVar
 
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
+from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.quotation import QuotedRequest
+from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.prompt.transcript import with_turns
 from evoke_proxy.core.request.chat import ChatRequest
@@ -55,6 +58,22 @@ class RenderedTurn:
     def view(self) -> SlotView:
         """The state of the slot; UpstreamProtocolError when the rendering does not have it."""
         return slot_in(self.rendered, self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done in the slot of a request.
+
+    Attributes:
+        turn: The turn of the session, with the blocks of the prompt.
+        plan: The plan for it, which has not run.
+        quoted: The request with the text that it needs in its last message; None without such text.
+            `turn` is that of this request then.
+    """
+
+    turn: Turn
+    plan: Plan
+    quoted: QuotedRequest | None = None
 
 
 class JobLease(Protocol):
