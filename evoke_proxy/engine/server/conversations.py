@@ -412,8 +412,9 @@ class VectorState:
 class TurnHistory:
     """The answered turns of a conversation: their number, and the latest records."""
 
-    def __init__(self) -> None:
-        self.n_turns = 0
+    def __init__(self, n_turns: int = 0) -> None:
+        """`n_turns` is the number of turns that an earlier proxy process has recorded."""
+        self.n_turns = n_turns
         self._records: deque[TurnRecord] = deque(maxlen=_MAX_RECORDS)
 
     def __iter__(self) -> Iterator[TurnRecord]:
@@ -484,6 +485,7 @@ class Conversation:
         layout, overrides = session.layout, record.overrides
         prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
         conversation = cls(session, ConversationIdentity(prompt, record.hint, is_committed=True))
+        conversation.history = TurnHistory(session.turns)
         conversation.budgeted = BudgetedState.of_record(record)
         conversation.pin(overrides.pinned)
         conversation.pin_blocks(overrides.pins)

@@ -39,6 +39,11 @@ def test_dropping_the_bodies_of_a_conversation_leaves_everything_else() -> None:
     assert (conversation.budgeted.epoch, conversation.snapshots.branch) == (7, "branch")
 
 
+def test_a_recorded_conversation_continues_to_count_its_turns() -> None:
+    _, conversation = _conversation()
+    assert conversation.n_turns == session_record().session.turns == 2
+
+
 def test_a_moved_conversation_keeps_its_identity_and_loses_its_rows() -> None:
     source, conversation = _conversation()
     target = Conversations(POLICY, 8)
