@@ -33,6 +33,11 @@ _MAX_SEARCHED = 4096
 
 # The gap between two sentences or lines.
 SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
+# The number, letter or bullet of an item of a list, at the start of a line or after a sentence.
+_ITEM_MARK = re.compile(
+    r"(?:^[ \t]*|(?<=[.!?;:])[ \t]+)(?:\(?\d{1,3}[.)]|\(?[a-z]\)|[-*•])[ \t]+",
+    re.IGNORECASE | re.MULTILINE,
+)
 # The gap between two clauses of a sentence whose words are separated by single spaces.
 _CLAUSE_GAP = re.compile(r",? (?:and|or|as well as) (?:also )?| ?, | & ", re.IGNORECASE)
 _INTERROGATIVE = re.compile(
@@ -105,10 +110,11 @@ class Query:
     def of(cls, text: str, context: Sequence[str] = (), earlier: Sequence[str] = ()) -> Query:
         """Build the query of a text, without vectors.
 
-        Only both ends of long texts are read. `context` are texts of the turns before that the
-        text refers to, `earlier` messages of the same turn that ask something else.
+        Only both ends of long texts are read, without the marks of lists. `context` are texts of
+        the turns before that the text refers to, `earlier` messages of the same turn that ask
+        something else.
         """
-        text = _both_ends(text, _MAX_CHARS)
+        text = _without_item_marks(_both_ends(text, _MAX_CHARS))
         clauses = dict.fromkeys(split_clauses(text))
         n_own = len(clauses)
         clauses |= dict.fromkeys(_both_ends(one, _CLAUSE_CHARS) for one in earlier)
@@ -254,6 +260,16 @@ def refers_back(text: str) -> bool:
     noun = _NOUN.search(text)
     has_noun = noun is not None and _PERSONAL.search(text, noun.end()) is not None
     return not has_noun and not _NAME_INSIDE.search(text)
+
+
+def _without_item_marks(text: str) -> str:
+    """Return a text without the marks of its list items, each in a line, if it has several.
+
+    The question "8. Which fuse belongs to the oven?" is neither about an 8 nor two questions. A
+    single mark may be anything, such as a date.
+    """
+    unmarked, n_marks = _ITEM_MARK.subn("\n", text)
+    return unmarked.lstrip("\n") if n_marks > 1 else text
 
 
 def split_clauses(text: str) -> list[str]:

@@ -34,6 +34,27 @@ def test_a_text_is_split_into_its_clauses(text: str, parts: list[str]) -> None:
     assert split_clauses(text) == parts
 
 
+@pytest.mark.parametrize(
+    ("text", "clauses"),
+    [
+        ("My day:\n 9. Which ring size do I have?\n10. Blood group?\n11. who plays the lead",
+         ("My day:", "Which ring size do I have?", "Blood group?", "who plays the lead")),
+        ("1) Who is it? 2) Why? (3) When?", ("Who is it?", "Why?", "When?")),
+        ("- the notary's street?\n* the colour?\n\u2022 the code?",
+         ("the notary's street?", "the colour?", "the code?")),
+        ("a) Who? b) Where?", ("Who?", "Where?")),
+        ("12. March was what?", ("12.", "March was what?")),
+    ],
+)  # fmt: skip
+def test_the_marks_of_a_list_are_no_part_of_its_questions(
+    text: str, clauses: tuple[str, ...]
+) -> None:
+    query = Query.of(text)
+    assert query.clauses == clauses
+    if len(clauses) > 2:
+        assert not {"9", "10", "11"} & set(query.text.replace(".", " ").split())
+
+
 def test_of_many_sentences_questions_are_preferred() -> None:
     statements = " ".join(f"Fact number {i} is told." for i in range(30))
     found = split_clauses(f"What is first? {statements}")
