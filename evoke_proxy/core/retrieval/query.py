@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import compress, islice, takewhile
 
 import numpy as np
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
+from evoke_proxy.core.retrieval.asked import asked_text
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 
@@ -178,21 +179,23 @@ def query_of(request: ChatRequest) -> Query:
     """Build the query of a request.
 
     Several messages of the user in a row are several questions, as far as they ask something; one
-    that only states something is context of a turn that refers back. When a turn refers to earlier
-    turns, by a pronoun or because it has only a few words, the query includes their texts as
-    context. The query of a turn of tool results includes the user's last message as context.
+    that only states something is context of a turn that refers back. Long statements in the message
+    that asks are context, too. When a turn refers to earlier turns, by a pronoun or because it has
+    only a few words, the query includes their texts as context. The query of a turn of tool results
+    includes the user's last message as context. Of messages of the user only `asked_text` counts.
     """
     messages = _without_prefill(request.turns)
     run = list(takewhile(_is_user, islice(reversed(messages), _MAX_SEARCHED)))
     if run:
-        texts = [message.text for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
+        asked, stated = _asked_and_stated(asked_text(run[0].text))
+        texts = [asked_text(message.text) for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
         earlier = [each for each in reversed(texts) if _asks(each)]
         last = messages[-len(run) - 1] if len(run) < len(messages) else None
         has_tools = last is not None and last.role is Role.TOOL
-        text = request.query if has_tools else run[0].text
-        context = list[str]()
-        if refers_back(run[0].text):
-            context = [each for each in texts if not _asks(each)]
+        text = request.query if has_tools else asked
+        context = [stated] if stated and not has_tools else []
+        if refers_back(asked):
+            context += [each for each in texts if not _asks(each)]
             context += _turns_before(messages[: len(messages) - len(run)])
         query = Query.of(text, context, earlier)
     else:
@@ -204,6 +207,21 @@ def query_of(request: ChatRequest) -> Query:
         gold=request.options.oracle,
         files=request.files,
     )
+
+
+def _asked_and_stated(text: str) -> tuple[str, str]:
+    """Divide a message into the sentences that ask for something, and the others.
+
+    All of it asks, unless the others are long: then they are context of the question, because most
+    of their words have nothing to do with it.
+    """
+    sentences = list(map(str.strip, SENTENCE_GAP.split(_both_ends(text, _MAX_CHARS))))
+    asks = [part.endswith("?") or bool(_INTERROGATIVE.match(part)) for part in sentences]
+    asked = "\n".join(compress(sentences, asks))
+    stated = "\n".join(part for part, is_asked in zip(sentences, asks, strict=True) if not is_asked)
+    if not asked or len(stated) <= max(_CLAUSE_CHARS, 2 * len(asked)):
+        return text, ""
+    return asked, stated
 
 
 def _turns_before(before: Sequence[Message]) -> list[str]:
@@ -335,7 +353,7 @@ def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
     for message in islice(reversed(messages), _MAX_SEARCHED):
         if message.role is Role.USER:
-            yield message.text
+            yield asked_text(message.text)
 
 
 def _both_ends(text: str, chars: int) -> str:

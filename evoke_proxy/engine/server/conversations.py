@@ -412,13 +412,16 @@ class VectorState:
 class TurnHistory:
     """The answered turns of a conversation: their number, and the latest records."""
 
-    def __init__(self, n_turns: int = 0) -> None:
-        """`n_turns` is the number of turns that an earlier proxy process has recorded."""
-        self.n_turns = n_turns
+    def __init__(self) -> None:
+        self.n_turns = 0
         self._records: deque[TurnRecord] = deque(maxlen=_MAX_RECORDS)
 
     def __iter__(self) -> Iterator[TurnRecord]:
         return iter(self._records)
+
+    def continue_after(self, n_turns: int) -> None:
+        """Count on after the turns that an earlier proxy process has served."""
+        self.n_turns = n_turns
 
     def add(self, record: TurnRecord) -> None:
         """Record one more turn, whose number is `n_turns` + 1."""
@@ -485,7 +488,7 @@ class Conversation:
         layout, overrides = session.layout, record.overrides
         prompt = PromptIdentity(layout.tokens, *record.edges, layout.generation)
         conversation = cls(session, ConversationIdentity(prompt, record.hint, is_committed=True))
-        conversation.history = TurnHistory(session.turns)
+        conversation.history.continue_after(session.turns)
         conversation.budgeted = BudgetedState.of_record(record)
         conversation.pin(overrides.pinned)
         conversation.pin_blocks(overrides.pins)

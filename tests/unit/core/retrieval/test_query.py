@@ -78,6 +78,23 @@ def test_messages_around_the_question_are_shortened() -> None:
     assert sum(map(len, request(*history).clauses)) < 2000
 
 
+def test_long_statements_beside_a_question_are_its_context() -> None:
+    statement = "The week was long and I have told you about it."
+    text = f"{statement} " * 8 + "In which town do I live?"
+    query = request(("user", text))
+    assert query.text == "In which town do I live?" and query.n_own == 1 == query.n_context
+    assert statement in query.clauses[1]
+    short = f"{statement} Where do I live?"
+    assert request(("user", short)).text == short, "they may be needed to understand the question"
+    assert request(("user", statement * 9)).text == statement * 9, "nothing is asked"
+
+
+def test_what_a_client_adds_to_a_message_is_not_searched_for() -> None:
+    added, asked = "<system-reminder>Run the tests.</system-reminder>", "In which town do I live?"
+    query = request(("user", f"My dog is ill.{added}"), ("user", f"{added}\n{asked}"))
+    assert (query.text, query.clauses) == (asked, (asked,))
+
+
 def request(*turns: tuple[str, str]) -> Query:
     messages = [{"role": role, "content": text} for role, text in turns]
     return query_of(parse_chat("chat", {"messages": messages}))
