@@ -93,8 +93,7 @@ def _text(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """Read a value of this GGUF type; None for an array longer than _MAX_ITEMS, which is"
-    " skipped."""
+    """Read a value of this GGUF type; None for an array over _MAX_ITEMS, which is skipped."""
     if kind == _STRING:
         return _text(file)
     if kind != _ARRAY:

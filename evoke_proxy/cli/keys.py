@@ -66,8 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _file(arguments: argparse.Namespace) -> Path:
-    """Return the file to read or write; ConfigError when neither `--file` nor a setting names"
-    " it."""
+    """Return the file to read or write; ConfigError if neither `--file` nor a setting names it."""
     if arguments.file is not None:
         return Path(arguments.file)
     if arguments.action == "token":

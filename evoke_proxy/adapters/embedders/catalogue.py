@@ -151,8 +151,7 @@ class EncoderStore:
         return self.root / encoder.name
 
     def draft(self, encoder: PinnedEncoder) -> Path:
-        """Return the directory in which the files of an encoder are collected while it is"
-        " fetched."""
+        """Return the directory for the files of an encoder until it is completely fetched."""
         return self.root / f".{encoder.name}.part"
 
     def has(self, encoder: PinnedEncoder) -> bool:

@@ -76,8 +76,10 @@ class OnnxEncoder:
         )
 
     def queries(self, texts: Sequence[str]) -> Vectors:
-        """Return vectors of questions, each embedded after the query instruction; see"
-        " `documents`."""
+        """Return vectors of questions, each embedded after the query instruction.
+
+        See `documents`.
+        """
         return self._encoded([self.recipe.query_instruction + text for text in texts])
 
     def documents(self, texts: Sequence[str]) -> Vectors:

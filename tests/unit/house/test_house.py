@@ -208,6 +208,17 @@ def mode_tests(text: str) -> list[int]:
     return sorted(lines)
 
 
+def broken_docstrings(text: str) -> list[str]:
+    """Docstrings that were wrapped like a string literal: a line ends with an unpaired `"`."""
+    found = []
+    for item in ast.walk(ast.parse(text)):
+        if isinstance(item, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (ast.get_docstring(item, clean=False) or "").splitlines()
+            if any(line.endswith('"') and line.count('"') % 2 for line in lines):
+                found.append(getattr(item, "name", "module"))
+    return found
+
+
 def words_of(identifier: str) -> set[str]:
     """The words of an identifier in lower case: split at underscores, digits and capitals."""
     return {w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
@@ -290,6 +301,12 @@ def test_requests_are_served_without_asking_for_the_mode_of_the_server() -> None
 
 def test_no_assertion_distinguishes_stages() -> None:
     found = {m: lines for m, text in SOURCES.items() if (lines := stage_asserts(text))}
+    assert found == {}
+
+
+def test_no_docstring_is_wrapped_like_a_string_literal() -> None:
+    sources = SOURCES | BENCH_SOURCES
+    found = {m: names for m, text in sources.items() if (names := broken_docstrings(text))}
     assert found == {}
 
 
@@ -401,6 +418,13 @@ def test_the_rule_for_states_finds_assignments(statement: str) -> None:
 def test_the_rule_for_headers_finds_them_by_name_or_type(parameter: str) -> None:
     assert header_parameters(f"class A:\n    async def f(self, {parameter}): pass") == ["f"]
     assert header_parameters("def f(client: LlamaClient, more): pass") == []
+
+
+def test_the_rule_for_docstrings_finds_an_unpaired_quote() -> None:
+    broken = 'Return what is"\n    " left.'
+    assert broken_docstrings(f'def f():\n    """{broken}"""\nclass A:\n    """Left."""') == ["f"]
+    assert broken_docstrings(f'"""{broken}"""') == ["module"]
+    assert broken_docstrings('def f():\n    """Return "left"\n\n    or "".\n    """') == []
 
 
 def test_the_other_rules_find_what_they_forbid() -> None:
