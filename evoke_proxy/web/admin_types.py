@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from evoke_proxy.core.policy.prefetch import PREFETCH_REASONS
+from evoke_proxy.core.request.look_ahead import KINDS
 from evoke_proxy.core.session.accounting import PATHS
 from evoke_proxy.core.session.block_map import STATES
 
@@ -288,6 +289,15 @@ class SnapshotRow(Struct, kw_only=True):
     """A snapshot of a session on disk."""
 
     id: str
+    kind: Annotated[
+        str,
+        Meta(
+            description="Where in the session it was taken: after a message of the user (`user`),"
+            " after the latest step (`step`; `whole` where other sessions may begin with it), after"
+            " a beginning that sessions share (`prefix`).",
+            extra_json_schema={"enum": list(KINDS)},
+        ),
+    ]
     n_tokens: Tokens
     n_bytes: int
     created: Time

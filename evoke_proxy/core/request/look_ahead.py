@@ -23,7 +23,7 @@ PLACEHOLDERS = ("Go on.", "\n\n 7")
 # prefix of the next request. A template may rewrite the history inside a tool loop or after an
 # answer. Other conversations may begin with a prefix, and with a whole history: a step without
 # missing rows of a patched server.
-USER, STEP, PREFIX, WHOLE = "user", "step", "prefix", "whole"
+KINDS = (USER, STEP, PREFIX, WHOLE) = "user", "step", "prefix", "whole"
 _NO_GENERATION = {"add_generation_prompt": b"false"}
 
 

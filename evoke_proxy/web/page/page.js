@@ -8,7 +8,7 @@ import { ago, byId, bytes, clock, el, number, plural } from "./dom.js";
 import { bar, blockMap, legend, STATES } from "./map.js";
 import { overview } from "./overview.js";
 import { displayName, sessionList } from "./sessions.js";
-import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY } from "./words.js";
+import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY, SNAPSHOT_KINDS } from "./words.js";
 
 // What goes on after an answer, such as the copying of new blocks, is no event: it is loaded a while later.
 const MAX_EVENTS = 200, REFRESH_MS = 20000, AFTERWARDS_MS = 2500;
@@ -223,7 +223,7 @@ function snapshots(session) {
   const items = session.snapshots;
   if (!items.length) return [];
   const rows = items.map((item) => el("tr", {}, ...[
-    item.kind === "user" ? "after a user message" : "after the latest step", number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
+    SNAPSHOT_KINDS[item.kind] ?? item.kind, number(item.n_tokens), bytes(item.n_bytes), ago(item.used),
     item.pinned ? "yes" : "no",
   ].map((value) => el("td", {}, value))));
   return [el("h3", {}, "Snapshots on disk"), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Snapshots on disk as a table" },

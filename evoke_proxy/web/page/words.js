@@ -34,6 +34,14 @@ const BLANKS = {
 };
 export const firstSession = (mode) => BLANKS[mode] ?? "This part will show what each turn of the session cost.";
 
+// Where in a session a snapshot was taken.
+export const SNAPSHOT_KINDS = {
+  user: "after a user message",
+  step: "after the latest step",
+  prefix: "after a beginning that sessions share",
+  whole: "after the latest step; other sessions may begin with it",
+};
+
 const SERVER_MODES = {
   snapshots: "llama-server answers: sessions are kept as snapshots on disk",
   "pass-through": "llama-server answers: requests pass through unchanged",

@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from evoke_proxy.config import Config
+from evoke_proxy.core.request.look_ahead import KINDS
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import page_files
 from evoke_proxy.web.operator_access import OPERATOR_ACCESS, OperatorAccess
@@ -63,6 +64,11 @@ def test_no_browser_loads_or_frames_anything_of_another_site() -> None:
 @pytest.mark.parametrize("name", ["nothing.js", "..%2Fserve.py", "%2e%2e%2Fapp.py", "page"])
 def test_no_other_file_is_served(name: str) -> None:
     assert get(f"/evoke/page/{name}")[0] == 404
+
+
+def test_the_page_has_words_for_each_kind_of_snapshot() -> None:
+    words = (FOLDER / "words.js").read_text("utf-8").split("SNAPSHOT_KINDS = {")[1].split("}")[0]
+    assert re.findall(r"^  (\w+): \"", words, re.MULTILINE) == list(KINDS)
 
 
 def test_the_path_without_a_slash_is_redirected() -> None:
