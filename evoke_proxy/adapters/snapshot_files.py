@@ -133,15 +133,16 @@ class SnapshotFiles:
         """Return the free bytes of the disk."""
         return shutil.disk_usage(self.directory).free
 
-    def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of all snapshots by name, and delete the part files of earlier saves."""
-        sizes = {}
+    def delete_parts(self) -> None:
+        """Delete the part files that earlier saves have left."""
         for path in self.directory.iterdir():
             if path.name.endswith(PART):
                 path.unlink(missing_ok=True)
-            elif path.name.endswith(SEALED):
-                sizes[path.name] = path.stat().st_size
-        return sizes
+
+    def sizes(self) -> Mapping[str, int]:
+        """Return the sizes of all snapshots in bytes, by name."""
+        paths = (path for path in self.directory.iterdir() if path.name.endswith(SEALED))
+        return {path.name: path.stat().st_size for path in paths}
 
     def seal(self, part: str, name: str, n_bytes: int, tokens: Tokens) -> Sealed:
         """Turn a part file of llama-server into the sealed snapshot `name`.

@@ -425,7 +425,8 @@ class SnapshotRepository:
         self._removal.submit(lambda _: self.files.delete_quarantined(), "quarantined files")
 
     def _reconcile(self) -> None:
-        """Remove rows without a file, files without a row, and suspects."""
+        """Remove rows without a file, files without a row or half written, and suspects."""
+        self.files.delete_parts()
         sizes = dict(self.files.sizes())
         for item in list(self._cache.latest):
             size = sizes.pop(_file_name(item), None)
