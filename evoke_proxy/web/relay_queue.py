@@ -21,15 +21,17 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue, finished
 from evoke_proxy.web import endpoints
 from evoke_proxy.web.client_access import ACCESS
 
-# Requests at a time that a processor of llama-server's machine computes alone.
+# Most text requests, such as tokenizing and applying a template, that run at a time. Each takes a
+# CPU core of llama-server.
 _N_TEXTS = 4
 
 
 class RelayQueue:
     """Opens requests at llama-server, a few at a time; the others wait as chats do.
 
-    Requests that are computed in slots wait in the queue for slots. For the others, `limits.queue`
-    does not apply: as many may wait as there are connections, and tenants take turns.
+    With one llama-server, requests that are computed in its slots wait in the queue of the chats.
+    With several they wait in a queue for all of them, and text requests always wait in one of their
+    own. In these two queues `limits.connections` replaces `limits.queue`.
     """
 
     def __init__(self, gateway: ProxyGateway) -> None:
@@ -65,7 +67,7 @@ class RelayQueue:
             yield reply
 
     def _queue_of_tasks(self) -> SlotQueue:
-        """The queue for the slots of the server; one of its own where there are several servers."""
+        """The queue for the slots of the server; one for all servers where there are several."""
         slots = [served.server.slots for served in self._gateway.served_models]
         if len(slots) == 1:
             return slots[0]
