@@ -58,18 +58,20 @@ class EmbeddingService:
         self._encoder: Encoder | None = None
         self._cache = VectorCache(config.cache_mib << 20, _share_of)
         self._waiting = FairQueue()
+        # Number of inferences for questions that run; blocks wait until there are none.
         self._questions = 0
+        # The latest inference for questions that has exceeded its time limit; it may have ended.
         self._late: asyncio.Future[Vectors] | None = None
         self._running: dict[bytes, str] = {}
         self._closing = False
         self._failing = False
-        self._at_once = ThreadPoolExecutor(1, "embed-question")
-        self._behind = ThreadPoolExecutor(1, "embed-blocks", initializer=_lower_priority)
+        self._question_thread = ThreadPoolExecutor(1, "embed-question")
+        self._block_thread = ThreadPoolExecutor(1, "embed-blocks", initializer=_lower_priority)
 
     async def __aenter__(self) -> EmbeddingService:
         """Load the encoder in a thread; raises ConfigError when it cannot be loaded."""
         loop = asyncio.get_running_loop()
-        self._encoder = await loop.run_in_executor(self._at_once, self._load, self._config)
+        self._encoder = await loop.run_in_executor(self._question_thread, self._load, self._config)
         name = self._encoder.name if self._encoder is not None else "none"
         self._metrics.embedder.labels(embedder=name).set(1)
         _log.info("%s", self.describe())
@@ -79,7 +81,7 @@ class EmbeddingService:
         """Drop waiting texts, and wait for the batch that runs."""
         self._closing = True
         self._waiting.clear()
-        for pool in (self._at_once, self._behind):
+        for pool in (self._question_thread, self._block_thread):
             await asyncio.to_thread(pool.shutdown, cancel_futures=True)
 
     @property
@@ -93,7 +95,7 @@ class EmbeddingService:
         return self._encoder is not None and self._encoder.is_immediate
 
     @property
-    def mark(self) -> bytes:
+    def fingerprint(self) -> bytes:
         """The fingerprint of the encoder; empty without one."""
         return self._encoder.fingerprint if self._encoder is not None else b""
 
@@ -178,7 +180,7 @@ class EmbeddingService:
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._questions += 1
-        work = loop.run_in_executor(self._at_once, encoder.queries, list(missing.values()))
+        work = loop.run_in_executor(self._question_thread, encoder.queries, list(missing.values()))
         work.add_done_callback(partial(self._answered, list(missing), self._cache))
         await asyncio.wait([work], timeout=self._config.timeout_ms / 1000)
         if not work.done():
@@ -200,7 +202,7 @@ class EmbeddingService:
             count = min(_BATCH, len(self._waiting))
             self._running = dict(self._waiting.take() for _ in range(count))
             loop, texts = asyncio.get_running_loop(), list(self._running.values())
-            work = loop.run_in_executor(self._behind, self._encoder.documents, texts)
+            work = loop.run_in_executor(self._block_thread, self._encoder.documents, texts)
             work.add_done_callback(partial(self._embedded, self._cache))
         self._metrics.embed_waiting.set(len(self._waiting))
 
@@ -233,10 +235,11 @@ class EmbeddingService:
         self._failing = True
 
     def _key(self, kind: str, text: str, tenant: str) -> bytes:
-        encoder = self._encoder.fingerprint if self._encoder is not None else b""
         named = f"{kind}\0{tenant}\0{text}".encode("utf-8", "surrogatepass")
         share = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=_SHARE_BYTES)
-        return share.digest() + hashlib.blake2b(named, digest_size=16, key=encoder).digest()
+        return (
+            share.digest() + hashlib.blake2b(named, digest_size=16, key=self.fingerprint).digest()
+        )
 
 
 def _share_of(key: bytes) -> bytes:

@@ -118,7 +118,7 @@ class VectorRecords:
         vectors: dict[str, Vectors] = {}
         for part in parts:
             try:
-                vectors |= decode_vectors(part.packed, self._embedding.mark)
+                vectors |= decode_vectors(part.packed, self._embedding.fingerprint)
             except ValueError as error:
                 _log.warning("recorded vectors of session %s are not used: %s", session, error)
         return vectors
@@ -135,7 +135,7 @@ class VectorRecords:
             repository.remove_record(session)
             n_written = 0
         latest = new[-_MAX_VECTOR_BLOCKS:]
-        data = await asyncio.to_thread(encode_vectors, self._embedding.mark, latest)
+        data = await asyncio.to_thread(encode_vectors, self._embedding.fingerprint, latest)
         now = repository.clock.now()
         part = Record(f"{session}#{int(now * 1e9)}", conversation.tenant, now, data)
         try:

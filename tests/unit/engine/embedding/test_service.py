@@ -94,7 +94,7 @@ class Rig:
 
     def when_stopping(self, act: Callable[[], None]) -> None:
         """Calls `act` as soon as the waiting work has been dropped."""
-        pool = self.embedding._at_once
+        pool = self.embedding._question_thread
 
         def watch() -> None:
             while not pool._shutdown:

@@ -42,7 +42,7 @@ def test_vector_parts_are_appended_up_to_a_limit_and_then_replaced(
     monkeypatch.setattr(
         "evoke_proxy.engine.strategies.budgeted.session_records._MAX_VECTOR_BLOCKS", 3
     )
-    embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
+    embedding: Any = SimpleNamespace(fingerprint=b"m", vector=lambda _: np.ones(2, np.float32))
     vector_records, disk = VectorRecords(embedding), Disk()
     there: list[list[str]] = []
     state = VectorState()
@@ -61,12 +61,12 @@ def test_vectors_are_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch)
     """Those of a long session are megabytes."""
     encoders: list[int] = []
 
-    def recorded(mark: bytes, vectors: Any) -> bytes:
+    def recorded(fingerprint: bytes, vectors: Any) -> bytes:
         encoders.append(threading.get_ident())
-        return encode_vectors(mark, vectors)
+        return encode_vectors(fingerprint, vectors)
 
     monkeypatch.setattr(f"{VectorRecords.__module__}.encode_vectors", recorded)
-    embedding: Any = SimpleNamespace(mark=b"m", vector=lambda _: np.ones(2, np.float32))
+    embedding: Any = SimpleNamespace(fingerprint=b"m", vector=lambda _: np.ones(2, np.float32))
     session: Any = SimpleNamespace(id="s", tenant="t", vectors=VectorState(embedded={"a": (b"k",)}))
     disk = Disk()
     asyncio.run(VectorRecords(embedding).write(session, disk))  # type: ignore[arg-type]
@@ -92,8 +92,8 @@ def test_vectors_written_at_043861e_are_read_or_refused(
     encoder, shapes = json.loads(parts[0].packed.partition(b"\n")[0])
     assert len(parts) == 6 and len(shapes) == 4
 
-    def read(mark: bytes) -> dict[str, int]:
-        embedding: Any = SimpleNamespace(mark=mark)
+    def read(fingerprint: bytes) -> dict[str, int]:
+        embedding: Any = SimpleNamespace(fingerprint=fingerprint)
         return {label: len(v) for label, v in VectorRecords(embedding).read("s", parts).items()}
 
     assert {label: count for label, count, _ in shapes}.items() <= read(
