@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall, RenderCall
+from evoke_proxy.adapters.llama.block_api import PlanCall, RenderCall
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.prefetch import loading_steps
@@ -27,7 +27,7 @@ from evoke_proxy.engine.embedding.block_vectors import BlockVectors
 from evoke_proxy.engine.gateway import PrefetchResult, RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.slot_queue import BackgroundLease, finished, until_over
+from evoke_proxy.engine.server.slot_queue import BackgroundLease, finished
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
@@ -209,9 +209,7 @@ class Prefetcher:
         slots, conversation = self._server.slots, turn.conversation
         if conversation.in_use or slots.pool.slot_of(conversation.id) != turn.slot:
             return None
-        settle = partial(_until_idle, turn.calls.blocks, turn.slot, conversation.tenant)
-        run = self._server.background.run
-        return slots.background(turn.slot, conversation.id, settle, run, alone=False)
+        return slots.background(turn.slot, conversation.id, alone=False)
 
     async def _run_step(self, turn: RenderedTurn, view: SlotView, step: Plan) -> SlotView:
         """Run one step and record it; returns the view with the epoch after it."""
@@ -226,10 +224,6 @@ class Prefetcher:
         metrics.count_recoveries("prefetch", len(step.loads))
         metrics.prefetched_tokens.inc(n_loaded)
         return replace(view, epoch=epoch)
-
-
-async def _until_idle(blocks: BlockApi, slot: int, tenant: str) -> None:
-    await until_over(partial(blocks.is_processing, slot, tenant), lambda: False)
 
 
 def _obstacle(conversation: Conversation, view: SlotView) -> str:
