@@ -20,7 +20,6 @@ from evoke_proxy.config import AUTO, Config
 from evoke_proxy.config.schema import is_loopback
 from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status
-from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
@@ -141,7 +140,7 @@ async def examine_eviction(client: LlamaClient, config: Config, n_ctx: int) -> E
         n_ctx=info.n_ctx or n_ctx,
         n_ctx_train=await _trained_context(client),
         budget=budget_status(config.policy, info),
-        store=await _store(client, info) if info.patched else None,
+        store=await _store(client) if info.patched else None,
         encoder=encoder.describe() if encoder is not None else "none: words alone",
         ranks_by_words=encoder is None,
         thoughts=await _thoughts(StockApi(client)),
@@ -283,7 +282,7 @@ def parse_store(answer: Mapping[str, Any], host_free: int | None) -> StoreState:
     )
 
 
-async def _store(client: LlamaClient, info: ServerInfo) -> StoreState:
+async def _store(client: LlamaClient) -> StoreState:
     host = urlsplit(client.url).hostname or ""
     host_free = free_memory() if is_loopback(host) else None
     return parse_store(await BlockApi(client).slot(0, "", LATEST), host_free)

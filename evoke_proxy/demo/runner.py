@@ -42,7 +42,7 @@ class RunObserver:
         """Called when the session of `seed` is dropped, with the reason."""
 
 
-def request(script: Script, arm: str, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
+def request(arm: str, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
     """Return the body of one turn; the arm's policy and budget travel with the request."""
     body: dict[str, Any] = {
         "messages": list(messages),
@@ -63,7 +63,7 @@ def run_arm(script: Script, arm: str, port: int, observer: RunObserver) -> ArmRu
     for number, text in enumerate(script.turns, 1):
         messages.append({"role": "user", "content": text})
         observer.turn_sent(number)
-        reply = chat(port, request(script, arm, messages), headers)
+        reply = chat(port, request(arm, messages), headers)
         turns.append(replace(read_turn(number, reply), resident=resident_now(port)))
         messages.append({"role": "assistant", "content": reply.text})
         observer.turn_finished(turns[-1])

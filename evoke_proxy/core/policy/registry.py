@@ -104,7 +104,7 @@ def decide(view: PolicyView, query: Query, config: PolicyConfig) -> Plan:
         return Plan(drops=drops, stream=DecodeBudget(0), reason=policy.name)
     if not policy.keeps_sinks:
         config = replace(config, sink_tokens=0)
-    choice = _choice(policy, policy.choose, view, query, config)
+    choice = _choice(policy.choose, view, query, config)
     return make_plan(view, config, choice, saves_evicted(config))
 
 
@@ -116,7 +116,7 @@ def block_scores(view: PolicyView, query: Query, config: PolicyConfig) -> FloatA
     policy = policy_of(config)
     if config.budget is None or policy.choose is None:
         return keep_scores(view, config.sink_tokens)
-    return _choice(policy, policy.choose, view, query, config).scores
+    return _choice(policy.choose, view, query, config).scores
 
 
 def budget_without_plan(config: PolicyConfig) -> DecodeBudget:
@@ -155,9 +155,7 @@ def capture_of(config: PolicyConfig) -> Capture | None:
     return Capture("ewma", queries=min(config.probe_tokens, MAX_QUERIES), read=read)
 
 
-def _choice(
-    policy: Policy, choose: Choose, view: PolicyView, query: Query, config: PolicyConfig
-) -> Choice:
+def _choice(choose: Choose, view: PolicyView, query: Query, config: PolicyConfig) -> Choice:
     """Return the choice of a policy; blocks that the client requests score above all others."""
     choice = choose(view, query, config)
     if not (query.requested and saves_evicted(config)):

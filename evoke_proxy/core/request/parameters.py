@@ -14,7 +14,7 @@ import numpy as np
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.grammar_cost import grammar_cost, pattern_cost
-from evoke_proxy.core.request.json_shape import Shape, measure
+from evoke_proxy.core.request.json_shape import measure
 from evoke_proxy.core.request.large_json import HUGE_BYTES, TruncatedString
 from evoke_proxy.errors import RequestError
 
@@ -58,11 +58,8 @@ _NOT_NESTING = re.compile(
 )
 
 
-def check_parameters(body: Mapping[str, Any], shape: Shape, limits: LimitsConfig) -> None:
-    """Raise RequestError when a parameter of a parsed body exceeds its limit.
-
-    `shape` is the structure of the whole body.
-    """
+def check_parameters(body: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Raise RequestError when a parameter of a parsed body exceeds its limit."""
     for name in _INTERNAL:
         if body.get(name) is not None:
             _refuse(f"{name} is internal to llama-server and not accepted; remove it")

@@ -75,18 +75,20 @@ def check_body(
 
     A body that is neither passes: llama-server parses no more of it than the proxy does. But
     llama-server takes a NUL byte for the end of the text, so a body that contains one is refused.
+    Where `shape` is given, the structure was measured before and keeps its limits.
     """
     if is_form(content_type):
         _check_form(body, content_type, limits)
         return
     if b"\0" in body:
         raise RequestError("the request body has a NUL byte; JSON has none", "invalid_json")
-    shape = shape or measure(body, limits)
+    if shape is None:  # measuring refuses a body whose structure exceeds a limit
+        measure(body, limits)
     try:
         parsed = parse_object(body)
     except RequestError:
         return
-    check_parameters(parsed, shape, limits)
+    check_parameters(parsed, limits)
 
 
 def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:

@@ -185,7 +185,7 @@ class BudgetedStrategy(CacheStrategy):
     ) -> RenderedTurn:
         """The turn rendered on its slot, after its rows were restored and those of others saved."""
         trace, planner = scope.trace, self._planner
-        turn = await self._with_displaced_saved(turn, scope, lease)
+        turn = await self._with_displaced_saved(turn, lease)
         turn = await self._restored(turn, scope)
         shorter = await planner.truncate(turn)
         if shorter is not turn or lease.has_changed(rendered_at):
@@ -204,9 +204,7 @@ class BudgetedStrategy(CacheStrategy):
         await self._slots.save_rows(victim, turn.view, turn.calls.blocks)
         return turn
 
-    async def _with_displaced_saved(
-        self, turn: RenderedTurn, scope: TurnScope, lease: SlotLease
-    ) -> RenderedTurn:
+    async def _with_displaced_saved(self, turn: RenderedTurn, lease: SlotLease) -> RenderedTurn:
         """The turn after whole slots were saved that it displaces; rendered anew if they changed.
 
         These are its slot, with the rows of another conversation, and the slot that its own
