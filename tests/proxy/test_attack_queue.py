@@ -47,9 +47,9 @@ def test_tenants_take_turns_at_a_server_without_a_cache_to_manage(tmp_path: Path
             loud = [pool.submit(_chat, running.port, "loud") for _ in range(N_LOUD)]
             until(lambda: len(arrived) == N_SLOTS, "the slots are taken")
             slots = running.servers[0].slots.pool
-            until(lambda: slots.queued_of("loud") == N_LOUD - N_SLOTS, "the others wait")
+            until(lambda: slots.queued == N_LOUD - N_SLOTS, "the others wait")
             quiet = pool.submit(_chat, running.port, "quiet")
-            until(lambda: slots.queued_of("quiet") == 1)
+            until(lambda: slots.queued == N_LOUD - N_SLOTS + 1, "the other tenant waits")
             may_answer.set()
             assert {quiet.result(), *(one.result() for one in loud)} == {200}
     assert most[0] == N_SLOTS

@@ -57,6 +57,11 @@ def states_of(view: PolicyView | Layout) -> tuple[BlockState, ...]:
     return tuple(BlockState.of(*pair) for pair in pairs)
 
 
+def min_budget(stream: DecodeBudget) -> int:
+    """The smallest budget that llama-server accepts: what is never evicted, plus one block."""
+    return stream.sink + stream.recent + sum(map(len, stream.protect)) + stream.block
+
+
 def total(spans: Iterable[Span]) -> int:
     """The number of positions in the spans; a position in two of them counts once."""
     return sum(len(span) for span in merged(spans))
@@ -197,7 +202,7 @@ class SlotModel:
             self.tokens, self.rows = [], set()
         else:
             assert plan.stream is not None
-            if 0 < plan.stream.budget < plan.stream.min_budget:
+            if 0 < plan.stream.budget < min_budget(plan.stream):
                 raise Refused("invalid_request_error")
             self.stream, self.peak = plan.stream, 0
 

@@ -55,7 +55,8 @@ class DecodeBudget:
     """The budget that llama-server enforces in the slot while it decodes. Counts are tokens.
 
     Attributes:
-        budget: maximum number of resident rows; 0 turns the budget off.
+        budget: maximum number of resident rows; 0 turns the budget off. llama-server refuses less
+            than what is never evicted and one block of `block` rows.
         sink: number of leading positions that are never evicted.
         recent: number of trailing positions that are never evicted.
         block: number of rows evicted at a time, oldest first, once all of `order` is evicted.
@@ -69,11 +70,6 @@ class DecodeBudget:
     block: int = 64
     protect: tuple[Span, ...] = ()
     order: tuple[Block, ...] = ()
-
-    @property
-    def min_budget(self) -> int:
-        """Smallest budget that llama-server accepts: what is never evicted, plus one block."""
-        return self.sink + self.recent + sum(len(span) for span in self.protect) + self.block
 
 
 @dataclass(frozen=True, slots=True)

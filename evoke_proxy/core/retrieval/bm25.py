@@ -307,10 +307,6 @@ class InvertedIndex:
         """Return the terms with a stem."""
         return self._terms_of_stem[stem_number] if stem_number is not None else ()
 
-    def has_stem(self, word_stem: str) -> bool:
-        """Return whether a document, active or not, contains a form of a word."""
-        return word_stem in self._stem_numbers
-
     def stem_number(self, word_stem: str) -> int | None:
         """Return the number of a stem; None when no document, active or not, contains it."""
         return self._stem_numbers.get(word_stem)

@@ -76,15 +76,13 @@ class Breaker:
         self.is_checking, self._confirming = True, self.unconfirmed
         self.state = HALF_OPEN if self.state == OPEN else self.state
 
-    def check_passed(self, now: float) -> bool:
-        """Record that the check was answered; returns whether it closed the breaker."""
-        has_closed = self.state == HALF_OPEN
+    def check_passed(self, now: float) -> None:
+        """Record that the check was answered; closes the breaker."""
         self.is_checking, self.check_at = False, now + self._rules.health_interval_s
         self.failures, self.backoff_s, self.state = 0, 0.0, CLOSED
         self.unconfirmed -= self._confirming
         if self.unconfirmed:  # requests that failed after the check began
             self.check_at = now
-        return has_closed
 
     def check_failed(self, now: float) -> bool:
         """Record that the check failed; returns whether it opened the breaker."""
@@ -226,16 +224,15 @@ class ServerPool:
         waiting = [it.check_at for it in breakers if not it.is_checking]
         return min(waiting, default=None)
 
-    def check_passed(self, at: int, now: float, n_slots: int, model: str) -> bool:
-        """Record a check that was answered; returns whether it closed the breaker.
+    def check_passed(self, at: int, now: float, n_slots: int, model: str) -> None:
+        """Record a check that was answered; closes the breaker.
 
         An empty `model` means that the check did not learn the model.
         """
         member = self.members[at]
-        has_closed = member.breaker.check_passed(now)
+        member.breaker.check_passed(now)
         member.n_slots, member.model = n_slots, model or member.model
         self._choose_model()
-        return has_closed
 
     def check_failed(self, at: int, now: float) -> bool:
         """Record a check that failed; returns whether it opened the breaker."""

@@ -66,10 +66,9 @@ class _Slot:
 
     Attributes:
         holder: session whose rows are in the slot.
-        busy: whether a request or background work uses it.
+        busy: whether a request or background work uses it, or a request keeps it reserved.
         ephemeral: whether the request that uses it is ephemeral.
         background: whether background work uses it.
-        reserved: whether it is kept for the session that moved away, until its rows are saved.
         session: session of the running request; None for ephemeral requests and background work.
         victim: session that the running request keeps locked.
         previous: slot that the running request keeps reserved.
@@ -81,7 +80,6 @@ class _Slot:
     busy: bool = False
     ephemeral: bool = False
     background: bool = False
-    reserved: bool = False
     session: str | None = None
     victim: str | None = None
     previous: int | None = None
@@ -109,7 +107,7 @@ class SlotPool:
         self._locks: Counter[str] = Counter()
         self._short_locks = 0  # number of locks that are shorter than a request
         self._removed: dict[int, _Slot] = {}
-        self.changed_at = 0.0  # when the latest request or decoding in any slot ended
+        self.changed_at = 0.0
 
     def __repr__(self) -> str:
         slots = " ".join(f"{s.holder or '-'}{'*' if s.busy else ''}" for s in self._slots)
@@ -122,10 +120,6 @@ class SlotPool:
     def queued(self) -> int:
         """Number of waiting requests."""
         return sum(len(queue) for queue in self._queues.values())
-
-    def queued_of(self, tenant: str) -> int:
-        """Number of waiting requests of a tenant."""
-        return len(self._queues.get(tenant, ()))
 
     def holder(self, slot: int) -> str | None:
         """The session whose rows are in this slot."""
@@ -354,7 +348,7 @@ class SlotPool:
             self._unlock(slot.victim)
         if slot.previous is not None:
             previous = self._at(slot.previous)
-            previous.busy = previous.reserved = False
+            previous.busy = False
             previous.changed_at = now
             self._removed.pop(slot.previous, None)
         slot.victim = slot.previous = None
@@ -417,7 +411,7 @@ class SlotPool:
             self._locks[session] += 1
             if own is not None and own != index and not self._slots[own].busy:
                 slot.previous = own
-                self._slots[own].busy = self._slots[own].reserved = True
+                self._slots[own].busy = True
             self.forget(session)
             slot.holder, slot.last_used = session, now
         return Grant(index, victim, slot.previous, slot.changed_at)

@@ -426,10 +426,6 @@ class SlotQueue:
         finally:
             self._wake(self._pool.unlock(session, self._now()))
 
-    def release(self, lease: SlotLease) -> None:
-        """Release a lease and wake the next request."""
-        lease.release()
-
     def exchange(self, lease: SlotLease, slot: int) -> bool:
         """Move a lease to another slot; returns False when that slot is not idle."""
         granted = self._pool.exchange(lease.slot, slot, self._now())

@@ -60,11 +60,6 @@ def test_a_stream_or_a_drop_alone_moves_nothing() -> None:
     assert not Plan(adopt=Adopt(64, ("a",))).moves_nothing
 
 
-def test_the_smallest_budget_holds_the_protected_tokens_and_one_block() -> None:
-    assert FULL.stream is not None
-    assert FULL.stream.min_budget == 4 + 32 + 6 + 64
-
-
 @pytest.mark.parametrize(
     ("budget", "sent"), [(0, 0), (2**30, 2**30), (2**30 + 1, 2**30), (2**64, 2**30)]
 )

@@ -15,7 +15,8 @@ def _healthy_pool(n: int = 2, n_slots: int = 1) -> ServerPool:
     """A pool whose servers have all passed a check at time 0."""
     pool = ServerPool([f"s{i}" for i in range(n)], RULES)
     for at in pool.due_checks(0.0):
-        assert pool.check_passed(at, 0.0, n_slots, "model")
+        pool.check_passed(at, 0.0, n_slots, "model")
+        assert pool.accepts_requests(at)
     return pool
 
 
@@ -66,7 +67,8 @@ def test_consecutive_failures_open_the_breaker_and_a_trial_after_the_back_off_cl
     assert pool.due_checks(1.5) == [0] and pool.members[0].breaker.state == HALF_OPEN
     assert pool.due_checks(1.6) == [], "only one trial may run at a time"
     assert pool.choose(0, [0, 0]) == 1, "a client's request must not be the trial"
-    assert pool.check_passed(0, 1.7, 1, "model") and pool.members[0].breaker.state == CLOSED
+    pool.check_passed(0, 1.7, 1, "model")
+    assert pool.members[0].breaker.state == CLOSED
     assert pool.choose(0, [0, 0]) == 0
     assert pool.members[0].breaker.openings == 1
 
@@ -80,7 +82,9 @@ def test_the_back_off_doubles_up_to_a_limit_and_starts_again_after_success() -> 
                 waits.append(pool.members[0].breaker.check_at - now)
         now = pool.members[0].breaker.check_at
     assert waits == [1.0, 2.0, 4.0, 6.0, 6.0, 6.0]
-    assert pool.due_checks(now) == [0] and pool.check_passed(0, now, 1, "model")
+    assert pool.due_checks(now) == [0] and pool.members[0].breaker.state == HALF_OPEN
+    pool.check_passed(0, now, 1, "model")
+    assert pool.members[0].breaker.state == CLOSED
     for _ in range(3):
         _fail_check(pool, 0, now)
     assert pool.members[0].breaker.check_at - now == 1.0
@@ -93,7 +97,9 @@ def test_failed_requests_do_not_open_the_breaker_while_checks_pass() -> None:
             pool.request_failed(0, now)
         assert 0 in pool.due_checks(now), "a failed request must cause a check"
         pool.request_failed(0, now)
-        assert not pool.check_passed(0, now, 1, "model") and pool.accepts_requests(0)
+        assert pool.members[0].breaker.state == CLOSED
+        pool.check_passed(0, now, 1, "model")
+        assert pool.accepts_requests(0)
         assert 0 in pool.due_checks(now), "a failure during the check must cause another check"
         pool.check_passed(0, now, 1, "model")
         if pool.members[1].breaker.is_checking:
@@ -210,7 +216,8 @@ def test_only_healthy_servers_that_do_not_drain_are_chosen(
                 checking.update(due)
             case "answer" if at in checking:
                 checking.remove(at)
-                assert pool.check_passed(at, now, 2, "m") == (previous == HALF_OPEN)
+                pool.check_passed(at, now, 2, "m")
+                assert previous in (HALF_OPEN, CLOSED) and member.breaker.state == CLOSED
             case "miss" if at in checking:
                 checking.remove(at)
                 pool.check_failed(at, now)

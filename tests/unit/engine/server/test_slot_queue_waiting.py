@@ -27,7 +27,7 @@ def test_a_waiting_request_gets_the_released_slot_with_the_displaced_session() -
             second = group.create_task(queue.acquire("b", ""))
             await asyncio.sleep(0)
             assert not second.done()
-            queue.release(first)
+            first.release()
         lease = second.result()
         assert (first.victim, first.waited) == (None, False)
         assert (lease.slot, lease.victim, lease.waited) == (0, "a", True)
@@ -53,7 +53,7 @@ def test_waiting_ends_after_the_queue_timeout() -> None:
         with pytest.raises(SlotsBusy, match="no slot became free"):
             await queue.acquire("b", "")
         assert queue.pool.queued == 0
-        queue.release(lease)
+        lease.release()
         assert (await queue.acquire("c", "")).waited is False
 
     _run(work())
@@ -71,12 +71,12 @@ def test_a_cancelled_waiter_is_replaced_by_the_next(
         waiting = asyncio.get_running_loop().create_task(queue.acquire("c", ""))
         await asyncio.sleep(0)
         if granted_first:
-            queue.release(lease)
+            lease.release()
         cancelled.cancel()
         if not cancelled_first:
             await asyncio.sleep(0)
         if not granted_first:
-            queue.release(lease)
+            lease.release()
         assert (await waiting).slot == 0
         assert cancelled.cancelled() or cancelled.cancelling()
         assert queue.pool.queued == 0
@@ -91,13 +91,13 @@ def test_a_running_turn_keeps_its_slot_when_llama_server_restarts(n_slots: int) 
         queue.restart(2)
         other, running = await queue.acquire("a", ""), await queue.acquire("b", "")
         assert running.slot == 1
-        queue.release(other)
+        other.release()
         queue.restart(n_slots)
         second = asyncio.get_running_loop().create_task(queue.acquire("b", ""))
         await asyncio.sleep(0)
         assert not second.done(), "two turns of a session run at once"
         assert queue.pool.slot_of("a") is None and len(queue.pool) == n_slots
-        queue.release(running)
+        running.release()
         assert (await second).slot == min(1, n_slots - 1)
 
     _run(work())
@@ -123,10 +123,10 @@ def test_a_waiter_for_a_slot_that_a_smaller_server_lacks_takes_any() -> None:
         waiting = asyncio.get_running_loop().create_task(queue.acquire("c", "", slot=1))
         await asyncio.sleep(0)
         queue.restart(1)
-        queue.release(second)
+        second.release()
         await asyncio.sleep(0)
         assert not waiting.done()
-        queue.release(first)
+        first.release()
         assert (await waiting).slot == 0
         assert repr(queue.pool) == "<SlotPool [c*] queued=0>"
 
