@@ -36,7 +36,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
+
+# Status of a llama-server that does not take requests yet: it still loads its model.
+STATUS_LOADING: Final = 503
 
 
 class EvokeError(Exception):
@@ -221,6 +224,11 @@ class UpstreamUnavailable(UpstreamError):
     status = 503
     code = "upstream_unavailable"
     retry_after: float = 5.0
+
+    @classmethod
+    def while_loading(cls, url: str) -> UpstreamUnavailable:
+        """Make the error of a server that answered a request with STATUS_LOADING."""
+        return cls(f"llama-server at {url} takes no requests yet", url, reached=False)
 
 
 class UpstreamTimeout(UpstreamError):

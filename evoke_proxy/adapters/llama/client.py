@@ -20,6 +20,7 @@ from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import parse_in_pieces
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
+    STATUS_LOADING,
     EvokeError,
     RequestError,
     UpstreamProtocolError,
@@ -31,7 +32,6 @@ from evoke_proxy.thread_pools import for_body, run_in
 # Longer replies are parsed in a thread, so that the event loop stays responsive.
 _INLINE_JSON_BYTES = 256 * 1024
 _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
-_STATUS_LOADING = 503
 _STATUSES_WITHOUT_KEY = (401, 403)
 # The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
@@ -131,7 +131,7 @@ class LlamaClient:
         return bound
 
     def failing_while_loading(self) -> LlamaClient:
-        """Return a client whose `open` raises UpstreamUnavailable for a reply with status 503.
+        """Return a client whose `open` raises UpstreamUnavailable for a reply with STATUS_LOADING.
 
         It raises before the body is read, so that the request can be sent to another server.
         """
@@ -152,9 +152,8 @@ class LlamaClient:
         Adds the model to `target` if the client is bound to one; sends `headers` unchanged.
         """
         async with self._transport.open(method, self._addressed(target), headers, body) as reply:
-            if self._fails_while_loading and reply.status == _STATUS_LOADING:
-                message = f"llama-server at {self.url} takes no requests yet"
-                raise UpstreamUnavailable(message, self.url, reached=False)
+            if self._fails_while_loading and reply.status == STATUS_LOADING:
+                raise UpstreamUnavailable.while_loading(self.url)
             yield reply
 
     async def call(

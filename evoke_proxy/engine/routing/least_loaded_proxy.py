@@ -13,14 +13,13 @@ from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
 from evoke_proxy.engine.routing.health_monitor import HealthMonitor
 from evoke_proxy.engine.routing.server_choice import ServerChoice
-from evoke_proxy.errors import RequestError, UpstreamError
+from evoke_proxy.errors import STATUS_LOADING, RequestError, UpstreamError
 
 # In a request: the name of the server to use; in a reply: the name of the server that answered.
 SERVER_HEADER = "X-Evoke-Server"
 # Paths that read or change the state of one server.
 _PATH_OF_ONE_SERVER = re.compile(r"/(?:slots|props|lora-adapters|models)(?:[/?].*)?", re.DOTALL)
 _READING_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
-_STATUS_LOADING = 503
 Opening: TypeAlias = AbstractAsyncContextManager[Reply]
 
 
@@ -91,6 +90,6 @@ class LeastLoadedProxy:
         with self._servers.request_at(at):
             async with opening as reply:
                 reply.headers[SERVER_HEADER] = self._servers.name(at)
-                if reply.status != _STATUS_LOADING:
+                if reply.status != STATUS_LOADING:
                     self._servers.pool.request_served(at)
                 yield reply

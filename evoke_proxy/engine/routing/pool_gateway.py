@@ -22,10 +22,8 @@ from evoke_proxy.engine.routing.model_router import ModelRouter
 from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.routing.server_choice import ServerChoice
 from evoke_proxy.engine.shared import Shared
-from evoke_proxy.errors import UpstreamError, UpstreamUnavailable
+from evoke_proxy.errors import STATUS_LOADING, UpstreamError, UpstreamUnavailable
 
-# The status of a llama-server that still loads its model.
-_STATUS_LOADING = 503
 # Remembered routes per conversation that a server may remember.
 _ROUTES_PER_CONVERSATION = 16
 
@@ -160,10 +158,8 @@ class PoolGateway:
                 # A later request may have moved the conversation while this one waited.
                 if exchange.session is not None and route.server == at:
                     route.session = exchange.session
-                if exchange.reply.status == _STATUS_LOADING:
-                    url = router.upstream.url
-                    message = f"llama-server at {url} takes no requests yet"
-                    raise UpstreamUnavailable(message, url, reached=False)
+                if exchange.reply.status == STATUS_LOADING:
+                    raise UpstreamUnavailable.while_loading(router.upstream.url)
                 if exchange.usage_extra is not None and _is_json(exchange.reply):
                     # web edits the end of such a reply, so nothing is sent before it is complete:
                     # until then the request can go to another server.

@@ -18,6 +18,7 @@ from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, slots_in_words
 from evoke_proxy.errors import (
+    STATUS_LOADING,
     EvokeError,
     UpstreamError,
     UpstreamProtocolError,
@@ -27,7 +28,6 @@ from evoke_proxy.errors import (
 )
 
 _log = logging.getLogger(__name__)
-_LOADING = 503
 # Code of the readiness check where llama-server refuses the proxy's own calls.
 KEY_REFUSED = "api_key"
 
@@ -122,7 +122,7 @@ class ServerMonitor:
         `server` becomes UNKNOWN_SERVER, except after a refusal: the server still runs then.
         """
         if isinstance(error, UpstreamRejected):
-            if error.status != _LOADING:
+            if error.status != STATUS_LOADING:
                 return  # it answers, but only clients with a key
             self._has_ended = True
         elif isinstance(error, UpstreamUnavailable) and not error.reached:

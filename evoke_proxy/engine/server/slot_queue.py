@@ -15,7 +15,13 @@ from typing import Any, Self, TypeVar, cast
 
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.servers.slot_pool import Grant, Refuse, SlotPool
-from evoke_proxy.errors import EvokeError, SlotsBusy, UpstreamRejected, UpstreamTimeout
+from evoke_proxy.errors import (
+    STATUS_LOADING,
+    EvokeError,
+    SlotsBusy,
+    UpstreamRejected,
+    UpstreamTimeout,
+)
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,7 +58,7 @@ async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], 
         except UpstreamTimeout as error:  # its main loop is occupied: poll again
             _log.debug("%s", error)
         except UpstreamRejected as error:
-            if error.status != 503:
+            if error.status != STATUS_LOADING:
                 raise
         if give_up():
             return
