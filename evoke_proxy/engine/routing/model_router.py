@@ -17,11 +17,9 @@ from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.server.conversations import Conversations
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import UpstreamError
-
-# A look-ahead step that ends within this time is not cancelled: cancelling takes as long.
-_GRACE_S = 0.2
 
 
 class ModelRouter:
@@ -91,7 +89,7 @@ class ModelRouter:
         if served is None:
             return self.server
         for other in self._models:  # background work of one model delays requests of others
-            other.server.slots.preempt(_GRACE_S)
+            other.server.slots.preempt(STEP_GRACE_S)
         trace.begin_attempt()
         return served.server
 

@@ -38,6 +38,9 @@ _WARN_EVERY_S = 60.0
 # llama-server takes about this many seconds to notice a cancelled call: a call that ends by itself
 # within that time is not cancelled.
 _GRACE_S = 1.0
+# Seconds that a step of decoding ahead may still take when a request arrives, which does not wait
+# for a slot yet: cancelling the step takes as long.
+STEP_GRACE_S = 0.2
 
 
 async def until_over(busy: Callable[[], Awaitable[bool]], give_up: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
+from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -35,9 +36,6 @@ from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedS
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
 
 _log = logging.getLogger(__name__)
-# A step of decoding ahead that ends within this time is not cancelled: llama-server would take
-# longer to notice that.
-_PREEMPT_GRACE_S = 0.2
 # Converters of other dialects to chats, and the paths where llama-server counts their tokens.
 _AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
@@ -142,7 +140,7 @@ class SnapshotStrategy(CacheStrategy):
 
     def preempt_background(self) -> None:
         """End background work, because a request has arrived."""
-        self._slots.preempt(_PREEMPT_GRACE_S)
+        self._slots.preempt(STEP_GRACE_S)
 
     async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
         """Cancel decoding ahead for these sessions, or with None for all, and wait for saves."""
