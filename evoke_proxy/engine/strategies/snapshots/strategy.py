@@ -329,8 +329,7 @@ class SnapshotStrategy(CacheStrategy):
 
     async def before_forwarding(self, calls: ServerCalls) -> None:
         """See CacheStrategy."""
-        if self.is_enabled:
-            await self.transfers.until_verified(calls.stock)
+        await self.transfers.until_verified(calls.stock)
 
     def must_drain(self, turn: PreparedTurn, outcome: Outcome) -> bool:
         """Return True for every managed turn: its slot is queried while it is leased."""
