@@ -38,17 +38,17 @@ class Admin:
         """The state of the proxy, without a call of llama-server."""
         each = [admin.status() for admin in self._admins()]
         state = {"mode": self._proxy.mode, "draining": self._proxy.shared.draining}
-        pool = self._proxy.pool
-        if pool is None:
+        servers = self._proxy.servers
+        if servers is None:
             return each[0] | state
         return (
             each[0]
             | {
-                "server": pool.described(),
-                "reachable": pool.has_available,
+                "server": servers.described(),
+                "reachable": servers.has_available,
                 "slots": [holder for one in each for holder in one["slots"]],
                 "queued": sum(one["queued"] for one in each),
-                "servers": pool.rows(),
+                "servers": servers.rows(),
             }
             | state
         )
@@ -139,22 +139,22 @@ class Admin:
 
     def server_rows(self) -> list[dict[str, Any]]:
         """One row for each server of a pool; empty where there is only one server."""
-        pool = self._proxy.pool
-        return pool.rows() if pool is not None else []
+        servers = self._proxy.servers
+        return servers.rows() if servers is not None else []
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
         """Have conversations leave a server of a pool, or come back; its row after that.
 
         Raises RequestError (404) when no server has this name.
         """
-        pool = self._proxy.pool
-        if pool is None:
+        servers = self._proxy.servers
+        if servers is None:
             raise RequestError(
                 "there is only one server: drain needs a pool (pool.upstreams)",
                 "unknown_server",
                 404,
             )
-        return pool.drain(name, draining)
+        return servers.drain(name, draining)
 
     def _server_of(self, admin: SessionAdmin) -> dict[str, Any]:
         name = admin.context.server_name

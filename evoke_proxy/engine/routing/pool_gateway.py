@@ -62,7 +62,6 @@ class PoolGateway:
 
     Attributes:
         servers: the servers by their index in the configuration.
-        pool: the same, as operators see it.
         choice: chooses the server of a request.
     """
 
@@ -71,7 +70,6 @@ class PoolGateway:
         self.shared = shared
         self.metrics, self.feed = shared.metrics, shared.feed
         self.servers = HealthMonitor(routers, config.pool, self.metrics, self.feed)
-        self.pool = self.servers
         self.clients = {name: router.upstream for name, router in routers.items()}
         limit = _ROUTES_PER_CONVERSATION * config.limits.sessions
         self._affinity = Affinity(len(routers), limit)

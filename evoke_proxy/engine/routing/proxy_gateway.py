@@ -77,7 +77,7 @@ class ProxyGateway(Gateway, Protocol):
         ...
 
     @property
-    def pool(self) -> PoolControl | None:
+    def servers(self) -> PoolControl | None:
         """The servers of a pool; None where there is only one server."""
         ...
 
