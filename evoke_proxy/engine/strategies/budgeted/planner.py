@@ -32,7 +32,8 @@ from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.meanwhile import Meanwhile
 from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
-from evoke_proxy.engine.server.conversations import Conversation, SentTurn
+from evoke_proxy.engine.server.conversation_states import SentTurn
+from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope

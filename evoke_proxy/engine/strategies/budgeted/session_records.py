@@ -36,7 +36,8 @@ from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
 from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.embedding.service import EmbeddingService
-from evoke_proxy.engine.server.conversations import Conversation, Conversations, SentTurn
+from evoke_proxy.engine.server.conversation_states import SentTurn
+from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots

@@ -117,7 +117,7 @@ def test_embedded_keys_that_are_not_stored_are_limited(monkeypatch: pytest.Monke
     fake, conversation_ = FakeEmbedding(), conversation("One.", "Two.", "Three.")
     vectors_of(fake).submit(conversation_)
     fake.done = {key: EAST for keys in conversation_.vectors.pending.values() for key in keys}
-    monkeypatch.setattr("evoke_proxy.engine.server.conversations._MAX_UNWRITTEN", 2)
+    monkeypatch.setattr("evoke_proxy.engine.server.conversation_states._MAX_UNWRITTEN", 2)
     conversation_.session.add_vectors(stacked(vectors_of(fake).take_new(conversation_)))
     assert len(
         conversation_.vectors.embedded

@@ -10,13 +10,8 @@ from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
-from evoke_proxy.engine.server.conversations import (
-    Arrival,
-    BudgetedState,
-    Conversation,
-    Conversations,
-    SentTurn,
-)
+from evoke_proxy.engine.server.conversation_states import SentTurn
+from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 
 POLICY = PolicyConfig()
 
@@ -62,20 +57,6 @@ def test_a_moved_conversation_keeps_its_identity_and_loses_its_rows() -> None:
     assert conversation.budgeted_history.drifts == {"edit": (1, 40)}
 
 
-def test_rows_evicted_by_an_operator_are_no_longer_resident() -> None:
-    _, conversation = _conversation()
-    conversation.budgeted.tokens_counted(100)
-    conversation.budgeted.rows_evicted(30)
-    assert conversation.budgeted.n_resident == 70
-
-
-def test_the_sent_request_can_be_taken_once() -> None:
-    _, conversation = _conversation()
-    sent = SentTurn("chat", b"body", AnswerReader())
-    conversation.budgeted.request_sent(sent)
-    assert conversation.budgeted.take_sent() is sent and conversation.budgeted.take_sent() is None
-
-
 def test_a_forgotten_conversation_is_not_resumed_from_its_slot() -> None:
     conversations, conversation = _conversation()
     assert conversations.may_resume("of an earlier process")
@@ -92,20 +73,3 @@ def test_recent_conversations_are_committed_ones_of_the_tenant() -> None:
         conversations.commit(each, Arrival(rendered))
     assert list(conversations.recent("a", started[3])) == [started[1], started[0]]
     assert list(conversations.recent("a", started[1])) == [started[0]]
-
-
-def test_rows_are_private_from_an_unknown_snapshot_or_adapters_until_they_are_lost() -> None:
-    state = BudgetedState()
-    assert not state.is_private
-    state.slot_restored(7, 90, is_whole=False)
-    assert (state.epoch, state.n_restored, state.is_private) == (7, 90, True)
-    state.rows_lost()
-    assert (state.epoch, state.n_restored, state.is_private) == (None, 0, False)
-    state.slot_restored(8, 90, is_whole=True)
-    assert not state.is_private
-    state.adapters_used()
-    assert state.is_private
-    state.server_restarted()
-    assert not state.is_private and not state.n_restored
-    state.identified(9)
-    assert state.is_private

@@ -17,7 +17,7 @@ from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.retrieval.vectors import encode_vectors
-from evoke_proxy.engine.server.conversations import VectorState
+from evoke_proxy.engine.server.conversation_states import VectorState
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.session_records import VectorRecords
 

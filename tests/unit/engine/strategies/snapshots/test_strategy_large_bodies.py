@@ -19,7 +19,7 @@ from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
-from evoke_proxy.engine.server.conversations import SnapshotState
+from evoke_proxy.engine.server.conversation_states import SnapshotState
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
