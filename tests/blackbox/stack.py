@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked_python import ForkedProcess, ForkedPython, forked_python
+
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "evoke_proxy/models/tiny-recall-f16.gguf"
@@ -33,6 +35,8 @@ _ADMIN_LISTENS = re.compile(rb"^evoke-proxy has its page at http://[^\s:]+:(\d+)
 _CHAT = "/v1/chat/completions"
 # Values that files and variables could set in earlier versions, and now only code.
 TUNING = {"limits__keepalive_s", "snapshots__min_tokens", "snapshots__min_gain"}
+_COMMANDS = ("evoke_proxy.cli.serve", "evoke_proxy.cli.check_config", "evoke_proxy.web.serve")
+_forks: list[ForkedPython] = []
 
 
 def wait_until(condition: Callable[[], object], what: str, limit_s: float = START_S) -> None:
@@ -118,7 +122,7 @@ def request(
 class Process:
     """A running process with the port it serves and the file its output goes to."""
 
-    popen: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes] | ForkedProcess
     port: int
     log: Path
     admin_port: int = 0
@@ -145,19 +149,42 @@ class Process:
 
 
 @contextmanager
+def forked_proxies() -> Iterator[None]:
+    """Within the block, commands of evoke-proxy are forked from a process that has imported them.
+
+    For files that start many of them and test what they read, and not how they start.
+    """
+    with forked_python(*_COMMANDS, env=environment()) as forks:
+        _forks.append(forks)
+        yield
+        _forks.clear()
+
+
+def _start(
+    command: Sequence[str], folder: Path | None, env: Mapping[str, str], stdout: Path, stderr: Path
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a command whose output goes to these files, which may be the same."""
+    if _forks and tuple(command[:2]) == (sys.executable, "-m"):
+        where = {"env": env, "folder": folder, "stdout": stdout, "stderr": stderr}
+        return _forks[0].start(*command[2:], **where)
+    with stdout.open("ab") as output, stderr.open("ab") as errors:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            cwd=folder,
+            env=dict(env),
+        )
+
+
+@contextmanager
 def _running(command: Sequence[str], folder: Path | None, env: Mapping[str, str]) -> Iterator[Any]:
     """Run a command until the block ends; yields the process and its log file."""
     with tempfile.TemporaryDirectory() as logs:
         log = Path(logs) / "output"
-        with log.open("wb") as output:
-            popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=folder,
-                env=dict(env),
-            )
+        log.touch()
+        popen = _start(command, folder, env, log, log)
         try:
             yield popen, log
         finally:
@@ -255,14 +282,17 @@ def command_line(
     *arguments: str, folder: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `evoke-proxy ARGUMENTS`, and wait for its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "evoke_proxy", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env=environment(**env),
-    )
+    command = [sys.executable, "-m", "evoke_proxy", *arguments]
+    with tempfile.TemporaryDirectory() as logs:
+        output, errors = Path(logs) / "stdout", Path(logs) / "stderr"
+        process = _start(command, folder, environment(**env), output, errors)
+        try:
+            process.wait(120)
+        finally:
+            process.kill()
+            process.wait()
+        texts = output.read_text("utf-8"), errors.read_text("utf-8")
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
 
 
 def sample(exposition: str, name: str, **labels: str) -> float:

@@ -42,6 +42,13 @@ REASON = re.compile(
 KINDS = ("decoded", "recovered", "resident_before", "omitted")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_proxies() -> Iterator[None]:
+    """Fork the hundred processes of this file, which tests what they read."""
+    with stack.forked_proxies():
+        yield
+
+
 @pytest.fixture(params=VERSIONS)
 def version(request: pytest.FixtureRequest) -> str:
     """The version that wrote the files."""
