@@ -18,6 +18,7 @@ from typing import cast
 
 from aiohttp import web_app
 
+from evoke_proxy.adapters.embedders import word_vectors
 from evoke_proxy.config import Config, load
 from evoke_proxy.demo.processes import free_port, serving
 from evoke_proxy.engine.assembly import build_gateway
@@ -33,6 +34,10 @@ from evoke_proxy.web.serve import listen_for_clients, make_runner
 # Time limit for things that take milliseconds on an idle machine.
 TIMEOUT_S = 60.0
 _reserved: list[socket.socket] = []
+# The tables of the built-in encoder are most of a proxy's start: those of the same file are parsed
+# once per test process. Nothing changes them, and each proxy has an encoder of its own.
+word_vectors._vectors_in = functools.cache(word_vectors._vectors_in)
+word_vectors._similar_words_in = functools.cache(word_vectors._similar_words_in)
 
 
 def until(
