@@ -320,7 +320,8 @@ class Model:
             assert state["resident"][-1][1] == len(self.cached[slot])
             prefix = (self.scale[slot], *self.cached[slot])
             assert self.hashes.setdefault(prefix, state["tokens_hash"]) == state["tokens_hash"]
-        answer = self.server.act("block-rows", slot, p0=0, p1=state["n_tokens"])
+        rows = {"epoch": state["epoch"], "p0": 0, "p1": state["n_tokens"]}
+        answer = self.server.post(f"/slots/{slot}?action=block-rows", rows)
         there = {at: each for at, each in enumerate(answer["sums"]) if each is not None}
         allowed = self.rows[slot]
         other = [at for at, each in there.items() if allowed.get(at, each) != each]

@@ -214,14 +214,18 @@ def test_readiness_names_the_failed_check_to_clients_and_its_cause_to_operators(
     ids=["401", "404", "page", "relayed"],
 )
 def test_a_client_that_reads_no_answers_is_disconnected(
-    echo: FakeUpstream, tmp_path: Path, path: str, with_keys: bool
+    tmp_path: Path, path: str, with_keys: bool
 ) -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.send(small)
+
+    small = response(b"x" * 4096)  # fills the buffers of the connection within a second
     settings: dict[str, Any] = {"limits__idle_timeout_s": 0.5, "limits__connections": 1}
     if with_keys:
         write_keys(tmp_path / "keys")
         settings["security__keys_file"] = str(tmp_path / "keys")
     request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode() * 200
-    with proxy(echo.port, **settings) as running:
+    with fake_upstream(answer) as fake, proxy(fake.port, **settings) as running:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect(("127.0.0.1", running.port))

@@ -209,4 +209,4 @@ def test_a_pattern_takes_linear_time(name: str) -> None:
 def test_a_quadratic_pattern_is_found(source: str) -> None:
     """These patterns were in the package."""
     pattern = re.compile(source)
-    assert max(_exponent(pattern, text) for text in _worst(pattern)) > 1.3
+    assert any(_exponent(pattern, text) > 1.3 for text in _worst(pattern))
