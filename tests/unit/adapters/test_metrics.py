@@ -13,6 +13,8 @@ from evoke_proxy.adapters.metrics import (
     BlockStore,
     Metrics,
 )
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Load, Plan
 
 ROOT = Path(__file__).parents[3]
 OPERATE = (ROOT / "docs/operate.md").read_text("utf-8")
@@ -48,6 +50,19 @@ def test_evictions_and_recoveries_have_reasons_that_sum_to_the_totals() -> None:
         assert value("evoke_recoveries_total", {"reason": reason}) == number
     assert value("evoke_blocks_recovered_total") == 3
     assert value("evoke_blocks_as_text_total") == 3
+
+
+def test_the_moves_of_a_plan_are_counted_and_the_totals_are_those_of_the_metrics() -> None:
+    metrics, spans = Metrics(), [Span(start, start + 4) for start in range(0, 20, 4)]
+    plan = Plan(
+        evicts=tuple(Evict(span, "e") for span in spans[:3]),
+        loads=tuple(Load("l", span) for span in spans[3:]),
+    )
+    metrics.count_moves(plan)
+    metrics.count_evictions("operator", 7)
+    metrics.count_recoveries("text", 5)
+    totals = metrics.totals()
+    assert (totals["blocks_evicted"], totals["blocks_recovered"]) == (3, 2)
 
 
 def test_block_store_gauges_have_only_the_servers_of_the_latest_scrape() -> None:

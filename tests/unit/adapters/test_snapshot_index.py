@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from damage import DAMAGES, damage, in_memory
 from repository_fixtures import TOKENS, add_snapshot, open_repository
+from snapshot_fixtures import snapshot
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.adapters.snapshot_index import Record
+from evoke_proxy.adapters.snapshot_index import Record, SnapshotIndex, pack
 from evoke_proxy.core.request.look_ahead import USER
 
 
@@ -28,6 +29,17 @@ def test_a_file_that_is_not_an_index_is_quarantined_and_not_overwritten(tmp_path
     assert aside.read_bytes().startswith(b"not a database")
     bad = metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", {"reason": "index"})
     assert bad == 1
+
+
+def test_a_snapshot_that_states_its_tokens_as_seconds_is_read_with_less(tmp_path: Path) -> None:
+    """Those of patched servers did; they would be deleted last of all."""
+    index = SnapshotIndex(tmp_path / "index.sqlite")
+    tokens = list(range(2000))
+    for name, seconds in (("old", 2000.0), ("new", 1.5)):
+        item = snapshot(name, tokens, prefill_s=seconds)
+        index.add(item, pack(item.tokens))
+    assert {item.id: item.prefill_s for item in index.all()} == {"old": 2.0, "new": 1.5}
+    index.close()
 
 
 def test_an_index_with_invalid_text_is_quarantined(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from session_fixtures import session_record
 
 from evoke_proxy.adapters.clock import SteadyClock
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.codec import OperatorOverrides
@@ -22,11 +24,13 @@ from evoke_proxy.core.session.codec import decode as decode_record
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.engine.assembly import build_router, build_snapshots
 from evoke_proxy.engine.server import slot_queue
+from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionRecords, VectorRecords
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
+from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 
 # The slot snapshots of each server that a test makes.
 whole: dict[Server, SlotSnapshots] = {}
@@ -219,3 +223,39 @@ def test_operator_changes_during_a_save_are_recorded(
             return decode_record(zlib.decompress(record.packed)).overrides
 
     assert asyncio.run(write_overrides()).pinned
+
+
+def test_a_look_ahead_that_waits_for_its_save_delays_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene() -> None:
+        nothing: Any = None
+        decoded, may_save = list[str](), asyncio.Event()
+
+        async def run(_: object, conversation: Any) -> tuple[str, Any]:
+            decoded.append(conversation.id)
+            return "done", np.arange(9, dtype=np.int32)
+
+        async def save(*_: object) -> None:
+            await may_save.wait()
+
+        async with BackgroundTasks() as tasks:
+            ahead = Lookahead(
+                probe=nothing,
+                transfers=nothing,
+                placement=nothing,
+                slots=nothing,
+                metrics=Metrics(),
+                tasks=tasks,
+            )
+            monkeypatch.setattr(ahead, "_run", run)
+            monkeypatch.setattr(ahead, "_save", save)
+            for id in ("a", "b"):
+                conversation: Any = SimpleNamespace(id=id)
+                ahead.start(nothing, conversation)
+            for _ in range(9):
+                await asyncio.sleep(0)
+            assert decoded == ["a", "b"]
+            may_save.set()
+
+    asyncio.run(scene())
