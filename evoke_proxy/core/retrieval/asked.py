@@ -23,7 +23,9 @@ _CLIENT_TAGS = frozenset(
     " environment_details environment_context environment_info env user_instructions"
     " user_info user_rules rules git_status project_layout additional_data attached_files"
     " open_and_recently_viewed_files current_file editorContext reminderInstructions attachments"
-    " attachment workspace_info repoContext context".split()
+    " attachment workspace_info repoContext context local-command-caveat task-notification"
+    " timestamp recommended_plugins importantReminders apps_instructions codex_internal_context"
+    " goal_context".split()
 )
 _TAG = re.compile(r"<([a-zA-Z][a-zA-Z_-]{2,40})(?: [^<>]{0,200})?>")
 # Of a longer text the beginning and the end are read, which have this many characters each.
