@@ -27,6 +27,7 @@ _CLIENT_TAGS = frozenset(
     " timestamp recommended_plugins importantReminders apps_instructions codex_internal_context"
     " goal_context".split()
 )
+_ALL_TAGS = _USER_TAGS | _CLIENT_TAGS
 _TAG = re.compile(r"<([a-zA-Z][a-zA-Z_-]{2,40})(?: [^<>]{0,200})?>")
 # Of a longer text the beginning and the end are read, which have this many characters each.
 _MAX_CHARS = 1 << 16
@@ -41,8 +42,7 @@ def asked_text(text: str) -> str:
     """
     if "</" not in text:
         return text
-    if len(text) > 2 * _MAX_CHARS:
-        text = f"{text[:_MAX_CHARS]}\n{text[-_MAX_CHARS:]}"
+    text = both_ends(text, _MAX_CHARS)
     own, outside, end = list[str](), list[str](), 0
     for name, start, inner_start, inner_end, after in _elements(text):
         outside.append(text[end:start])
@@ -54,6 +54,11 @@ def asked_text(text: str) -> str:
     return found or text
 
 
+def both_ends(text: str, chars: int) -> str:
+    """Return a text, or its first and last `chars` characters when it is longer than both."""
+    return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"
+
+
 def _elements(text: str) -> Iterator[tuple[str, int, int, int, int]]:
     """Yield the outermost elements of a text with a known name.
 
@@ -63,7 +68,7 @@ def _elements(text: str) -> Iterator[tuple[str, int, int, int, int]]:
     unclosed, at = set[str](), 0
     while (tag := _TAG.search(text, at)) is not None:
         name, at = tag[1], tag.end()
-        if name in unclosed or name not in _USER_TAGS | _CLIENT_TAGS:
+        if name in unclosed or name not in _ALL_TAGS:
             continue
         closing = f"</{name}>"
         inner_end = text.find(closing, at)

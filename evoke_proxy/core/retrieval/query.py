@@ -12,7 +12,7 @@ import numpy as np
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.messages import Message
-from evoke_proxy.core.retrieval.asked import asked_text
+from evoke_proxy.core.retrieval.asked import asked_text, both_ends
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 
@@ -115,12 +115,12 @@ class Query:
         the turns before that the text refers to, `earlier` messages of the same turn that ask
         something else.
         """
-        text = _without_item_marks(_both_ends(text, _MAX_CHARS))
+        text = _without_item_marks(both_ends(text, _MAX_CHARS))
         clauses = dict.fromkeys(split_clauses(text))
         n_own = len(clauses)
-        clauses |= dict.fromkeys(_both_ends(one, _CLAUSE_CHARS) for one in earlier)
+        clauses |= dict.fromkeys(both_ends(one, _CLAUSE_CHARS) for one in earlier)
         n_asked = len(clauses)
-        clauses |= dict.fromkeys(_both_ends(one, _CLAUSE_CHARS) for one in context)
+        clauses |= dict.fromkeys(both_ends(one, _CLAUSE_CHARS) for one in context)
         n_context, n_earlier = len(clauses) - n_asked, n_asked - n_own
         return cls(text, tuple(clauses), n_context=n_context, n_earlier=n_earlier)
 
@@ -134,7 +134,7 @@ class Query:
         """The texts to embed: the clauses, and the complete text when it has several."""
         if self.n_own < 2:
             return self.clauses
-        return (*self.clauses, _both_ends(self.text, _CLAUSE_CHARS))
+        return (*self.clauses, both_ends(self.text, _CLAUSE_CHARS))
 
     def embedded(self, vectors: Sequence[Vectors | None]) -> Query:
         """Return this query with the vectors of its clauses, or of its `texts`, in their order."""
@@ -157,7 +157,7 @@ class Query:
         """
         if len(self.text) <= 2 * chars:
             return self
-        narrow = Query.of(_both_ends(self.text, chars))
+        narrow = Query.of(both_ends(self.text, chars))
         vectors = dict(zip(self.clauses, self.vectors, strict=False))
         return narrow.embedded(
             [vectors.get(clause) for clause in narrow.clauses] if vectors else ()
@@ -215,7 +215,7 @@ def _asked_and_stated(text: str) -> tuple[str, str]:
     All of it asks, unless the others are long: then they are context of the question, because most
     of their words have nothing to do with it.
     """
-    sentences = list(map(str.strip, SENTENCE_GAP.split(_both_ends(text, _MAX_CHARS))))
+    sentences = list(map(str.strip, SENTENCE_GAP.split(both_ends(text, _MAX_CHARS))))
     asks = [part.endswith("?") or bool(_INTERROGATIVE.match(part)) for part in sentences]
     asked = "\n".join(compress(sentences, asks))
     stated = "\n".join(part for part, is_asked in zip(sentences, asks, strict=True) if not is_asked)
@@ -240,7 +240,7 @@ def _turns_before(before: Sequence[Message]) -> list[str]:
 
 def _asks(text: str) -> bool:
     """Return whether a text has a question mark, or a sentence that begins like a request."""
-    ends = _both_ends(text, _CLAUSE_CHARS)
+    ends = both_ends(text, _CLAUSE_CHARS)
     return "?" in ends or any(map(_INTERROGATIVE.match, SENTENCE_GAP.split(ends.lstrip())))
 
 
@@ -263,7 +263,7 @@ def refers_back(text: str) -> bool:
     something of the user or, without a pronoun, of two words that carry meaning; or has a pronoun
     and neither a name nor, before it, a noun that the pronoun could stand for.
     """
-    text = _both_ends(text, _CLAUSE_CHARS).lstrip()
+    text = both_ends(text, _CLAUSE_CHARS).lstrip()
     if _CONTINUATION.match(text):
         return True
     words = [match[0].lower() for match in islice(_WORD.finditer(text), _FEW_WORDS + 1)]
@@ -305,7 +305,7 @@ def split_clauses(text: str) -> list[str]:
         others = [i for i in range(len(clauses)) if i not in questions]
         room = _MAX_CLAUSES - len(questions)
         clauses = [clauses[i] for i in sorted([*questions, *(others[-room:] if room else ())])]
-    return [_both_ends(clause, _CLAUSE_CHARS) for clause in clauses]
+    return [both_ends(clause, _CLAUSE_CHARS) for clause in clauses]
 
 
 def _clauses_of(sentence: str) -> Iterator[str]:
@@ -354,8 +354,3 @@ def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     for message in islice(reversed(messages), _MAX_SEARCHED):
         if message.role is Role.USER:
             yield asked_text(message.text)
-
-
-def _both_ends(text: str, chars: int) -> str:
-    """Return a text, or its first and last `chars` characters when it is longer than both."""
-    return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"

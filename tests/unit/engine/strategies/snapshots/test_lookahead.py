@@ -255,7 +255,7 @@ def test_a_look_ahead_that_waits_for_its_save_delays_no_other(
                 ahead.start(nothing, conversation)
             for _ in range(9):
                 await asyncio.sleep(0)
-            assert decoded == ["a", "b"]
             may_save.set()
+            assert decoded == ["a", "b"]
 
     asyncio.run(scene())
