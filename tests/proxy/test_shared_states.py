@@ -17,6 +17,7 @@ from harness import RunningProxy, ask, llama_server, proxy, server_binary, serve
 from tenant_keys import KEYS, proxy_with_keys
 
 from bench.random_models import SHAPES, ensure
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 
 JSON = {"Content-Type": "application/json"}
 PATH = "/v1/chat/completions"
@@ -262,6 +263,29 @@ def test_a_session_that_agents_displace_is_saved_before(tmp_path: Path, shape: s
         del client.messages[-3:]
         with decodes_at_most(port, 900):
             assert client.say("Something else.").accounting["n_prompt"] > 2200
+
+
+def test_a_session_whose_snapshot_the_server_refuses_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-server empties the slot for a file that it does not accept; the plan is for that."""
+
+    async def accept(*_: object) -> None:
+        pass
+
+    with deployed(tmp_path, n_slots=1) as (running, _):
+        client = parent_of_agents(running)
+        ask_agent(running.port, agent_body(1, system="Something else."))
+        running.wait_for_background()
+        for file in tmp_path.glob("*.evoke-kv"):
+            file.write_bytes(b"?" * 8 + file.read_bytes()[8:])
+        monkeypatch.setattr(SnapshotRepository, "verify", accept)
+        reply = client.say("Go on.")
+        assert reply.accounting["marker"] == "ok" and reply.accounting["omitted"] == 0
+        assert running.metric("evoke_snapshot_restores_total", result="refused") >= 1
+        page = ask(running.port, "GET", "/metrics").body.decode()
+        failures = re.findall(r"evoke_plan_failures_total{.*} (.*)", page)
+        assert not any(map(float, failures))
 
 
 def test_a_state_with_missing_text_is_not_shared(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import logging
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -223,6 +223,19 @@ class SessionRecords:
         return self._conversations.get(conversation.id) is not conversation
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredSlot:
+    """A snapshot that was to fill a slot.
+
+    Attributes:
+        match: The snapshot, and what it shares with the prompt.
+        is_filled: Whether the slot has it; otherwise it may be empty.
+    """
+
+    match: Match
+    is_filled: bool
+
+
 class SessionPersistence:
     """Saves sessions, and restores their rows and copies.
 
@@ -375,11 +388,11 @@ class SessionPersistence:
                 n_lost,
             )
 
-    async def restore_slot(self, turn: RenderedTurn) -> Match | None:
+    async def restore_slot(self, turn: RenderedTurn) -> RestoredSlot | None:
         """Fill the slot of a turn from a snapshot, when the model needs its full state.
 
-        Returns None when no snapshot reaches further in the prompt than the slot. Raises
-        UpstreamError.
+        Returns None when no snapshot reaches further in the prompt than the slot, which is
+        unchanged then. Raises UpstreamError.
         """
         if self.slot_snapshots is None or not self._server.needs_full_state:
             return None
@@ -389,11 +402,10 @@ class SessionPersistence:
             n_past = view.n_continued
         elif view.n_common < turn.conversation.budgeted.n_restored:
             n_past = 0  # the windows of the slot begin behind the end of what is common
-        match = await self.slot_snapshots.restore(turn, n_past)
-        if match is not None:
-            answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
-            self.slot_snapshots.record_reuse(match, int(answer.get("n_tokens") or 0))
-        return match
+        match = await self.slot_snapshots.find(turn, n_past)
+        if match is None:
+            return None
+        return RestoredSlot(match, await self.slot_snapshots.restore(match, turn))
 
     async def save_displaced(
         self, conversation: Conversation, calls: ServerCalls, lease: JobLease

@@ -138,12 +138,10 @@ class SlotSnapshots:
         _, decoded, _ = cost_of(timings or {}, {})
         self._probe.costs.prefilled(decoded, seconds_of((timings or {}).get("prompt_ms")))
 
-    async def restore(self, turn: RenderedTurn, n_past: int) -> Match | None:
-        """Restore the snapshot that shares the most leading tokens with a prompt into its slot.
+    async def find(self, turn: RenderedTurn, n_past: int) -> Match | None:
+        """The snapshot of a conversation that shares the most leading tokens with its prompt.
 
-        Returns None when no snapshot of the conversation shares more than the `n_past` tokens that
-        the slot has, or when it cannot be restored. After a match the caller must call
-        `record_reuse`.
+        Returns None when none shares more than the `n_past` tokens that its slot has.
         """
         conversation, tokens, api = turn.conversation, turn.rendered.tokens, turn.calls.stock
         own = [
@@ -157,13 +155,18 @@ class SlotSnapshots:
         fingerprint = await api.fingerprint()
         usable = (item for item in own if item.fingerprint == fingerprint)
         match = best(usable, tokens, partial=False)
-        if match is None or not _reaches_beyond(match, n_past):
-            return None
-        return match if await self._transfers.restore(match, turn.slot, api) else None
+        return match if _reaches_beyond(match, n_past) else None
 
-    def record_reuse(self, match: Match, n_tokens: int) -> None:
-        """Record how many tokens a slot holds after a restore."""
-        self._transfers.record_reuse(match, n_tokens)
+    async def restore(self, match: Match, turn: RenderedTurn) -> bool:
+        """Fill the slot of a turn with a snapshot; False when llama-server does not accept it.
+
+        The slot may be empty then. Raises UpstreamError.
+        """
+        if not await self._transfers.restore(match, turn.slot, turn.calls.stock):
+            return False
+        answer = await turn.calls.blocks.slot(turn.slot, turn.conversation.tenant, LATEST)
+        self._transfers.record_reuse(match, int(answer.get("n_tokens") or 0))
+        return True
 
     async def saves_ended(self) -> None:
         """Wait until the slots that were saved so far can be restored."""

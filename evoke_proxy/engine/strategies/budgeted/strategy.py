@@ -221,17 +221,22 @@ class BudgetedStrategy(CacheStrategy):
         return await self._planner.rendered_anew(turn) if has_saved else turn
 
     async def _restored(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:
-        """The turn, after a snapshot was restored if copies of blocks do not suffice."""
+        """The turn, after a snapshot was restored if copies of blocks do not suffice.
+
+        It is rendered anew also after a snapshot was refused, which may have emptied the slot.
+        """
         conversation = turn.conversation
         if conversation.budgeted.is_unconfirmed:
             await self._records.reconcile_copies(turn)
-        match = await self._records.restore_slot(turn)
-        if match is None:
+        restored = await self._records.restore_slot(turn)
+        if restored is None:
             return turn
         scope.trace.stage = "render"
         turn = await self._planner.rendered_anew(turn)
-        is_whole = match.snapshot.kind in SHARED_KINDS
-        conversation.budgeted.slot_restored(turn.view.epoch, match.shared, is_whole)
+        if restored.is_filled:
+            match = restored.match
+            is_whole = match.snapshot.kind in SHARED_KINDS
+            conversation.budgeted.slot_restored(turn.view.epoch, match.shared, is_whole)
         return turn
 
     async def _rendered_when_idle(self, turn: RenderedTurn, scope: TurnScope) -> RenderedTurn:

@@ -74,14 +74,10 @@ def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
     assert _count_saves(begins=True, elsewhere=False, has_room=False) == 0
 
 
-def _fill(n_past: int, *items: Any, refused: str = "") -> tuple[list[str], int]:
-    """The files from which the slot of session `b` is filled on a server with fingerprint `f`, and
-    how often its fingerprint is requested; llama-server has refused `refused` before."""
-    filled, fingerprint_calls = [], []
-
-    async def restore(match: Any, *_: object) -> bool:
-        filled.append(match.snapshot.id)
-        return True
+def _find(n_past: int, *items: Any, refused: str = "") -> tuple[str | None, int]:
+    """The file for the slot of session `b` on a server with fingerprint `f`, and how often its
+    fingerprint is requested; llama-server has refused `refused` before."""
+    fingerprint_calls = []
 
     async def fingerprint() -> str:
         fingerprint_calls.append(1)
@@ -92,7 +88,7 @@ def _fill(n_past: int, *items: Any, refused: str = "") -> tuple[list[str], int]:
     def may_restore(item: Any) -> bool:
         return item.id != refused
 
-    transfers: Any = SimpleNamespace(restore=restore, may_restore=may_restore)
+    transfers: Any = SimpleNamespace(may_restore=may_restore)
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     repository: Any = SimpleNamespace(snapshots=items)
     conversation: Any = SimpleNamespace(tenant="t", id="b")
@@ -109,25 +105,25 @@ def _fill(n_past: int, *items: Any, refused: str = "") -> tuple[list[str], int]:
         rendered=SimpleNamespace(tokens=PROMPT),
         slot=0,
     )
-    asyncio.run(slots.restore(turn, n_past))
-    return filled, len(fingerprint_calls)
+    match = asyncio.run(slots.find(turn, n_past))
+    return match and match.snapshot.id, len(fingerprint_calls)
 
 
 def test_the_longest_usable_snapshot_is_restored() -> None:
     mine, other = snapshot("mine", SHORT), snapshot("other", LONG, fingerprint="g")
-    assert _fill(2, mine, snapshot("longer", LONG)) == (["longer"], 1)
-    assert _fill(2, other, mine) == (["mine"], 1)
-    assert _fill(6, other, mine) == ([], 1), "a snapshot must reach further than the slot"
-    assert _fill(2, other) == ([], 1)
+    assert _find(2, mine, snapshot("longer", LONG)) == ("longer", 1)
+    assert _find(2, other, mine) == ("mine", 1)
+    assert _find(6, other, mine) == (None, 1), "a snapshot must reach further than the slot"
+    assert _find(2, other) == (None, 1)
     longer = snapshot("longer", LONG)
-    assert _fill(2, mine, longer, refused="longer") == (["mine"], 1), "refused before"
+    assert _find(2, mine, longer, refused="longer") == ("mine", 1), "refused before"
 
 
 def test_the_fingerprint_is_not_requested_without_a_useful_snapshot() -> None:
     foreign = snapshot("tenant", LONG, tenant="u"), snapshot("branch", LONG, branch="c")
     parted = snapshot("parted", [*SHORT, 77])
-    assert _fill(2, *foreign, parted) == ([], 0)
-    assert _fill(6, snapshot("mine", SHORT)) == ([], 0)
+    assert _find(2, *foreign, parted) == (None, 0)
+    assert _find(6, snapshot("mine", SHORT)) == (None, 0)
 
 
 def test_blocks_evicted_by_preempted_decoding_can_still_be_found() -> None:
