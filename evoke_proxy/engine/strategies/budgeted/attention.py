@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
@@ -102,19 +102,6 @@ class AttentionReader:
         return replace(turn, view=view)
 
 
-@dataclass(slots=True)
-class ProbeRecord:
-    """Whether a request was probed: once is enough, also when its plan is made again.
-
-    Attributes:
-        is_tried: Whether a probe was begun; its plan may have been refused.
-        result: The probe, if it was made.
-    """
-
-    is_tried: bool = False
-    result: ProbeResult | None = None
-
-
 class Prober:
     """Probes turns where that pays; knows how fast its server has been."""
 
@@ -123,20 +110,17 @@ class Prober:
         self._attention = attention
         self.pace = DecodeSpeed()
 
-    async def probe(
-        self,
-        turn: RenderedTurn,
-        scope: TurnScope,
-        record: ProbeRecord,
-        decision: Decision,
-    ) -> Decision:
+    async def probe(self, turn: RenderedTurn, scope: TurnScope, decision: Decision) -> Decision:
         """The turn with what the model looks for, and a plan by that.
 
-        Returns `decision` itself where a probe does not pay, or was tried before. Else a plan of
-        its own runs first. Raises PlanRefused, and other EvokeErrors for what llama-server does.
+        Returns `decision` itself where a probe does not pay, or was begun before: once is enough,
+        also when the plan of the turn is made again. Else a plan of its own runs first, and
+        `scope.turn` gets the result. Raises PlanRefused, and other EvokeErrors for what
+        llama-server does.
         """
         started, conversation, metrics = decision.turn, turn.conversation, self._server.metrics
-        reason = "off" if record.is_tried else self._declined(conversation, started)
+        is_begun = BudgetedTurn.of(scope.turn).is_probe_begun
+        reason = "off" if is_begun else self._declined(conversation, started)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
@@ -147,7 +131,7 @@ class Prober:
             metrics.probes.labels(result=reason).inc()
         if reason:
             return decision
-        record.is_tried = True
+        scope.turn = BudgetedTurn.of(scope.turn, is_probe_begun=True)
         more = [*self._attention.ops(started.config, conversation), PROBE]
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)
@@ -164,7 +148,7 @@ class Prober:
         relevance = await self._relevance(turn, later)
         later = replace(later, view=replace(later.view, model_relevance=relevance))
         seconds = loop.time() - started_at
-        record.result = ProbeResult(first, decoded, seconds)
+        scope.turn = BudgetedTurn.of(scope.turn, probe=ProbeResult(first, decoded, seconds))
         metrics.probes.labels(result="made").inc()
         metrics.probe_tokens.inc(decoded)
         metrics.probe_seconds.observe(seconds)

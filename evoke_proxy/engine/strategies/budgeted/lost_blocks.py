@@ -7,7 +7,7 @@ adopts together with all others.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import LATEST, PlanCall
@@ -19,22 +19,9 @@ from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
-from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn
+from evoke_proxy.engine.strategies.budgeted.turn import BudgetedTurn, RenderedTurn
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class RefillRecord:
-    """What a request has decoded again: once is enough, also when its plan is made again.
-
-    Attributes:
-        is_tried: Whether steps were begun.
-        n_tokens: Tokens decoded.
-    """
-
-    is_tried: bool = False
-    n_tokens: int = 0
 
 
 class LostBlocks:
@@ -43,16 +30,15 @@ class LostBlocks:
     def __init__(self, server: ServerResources) -> None:
         self._server = server
 
-    async def decode(
-        self, turn: RenderedTurn, scope: TurnScope, started: Turn, record: RefillRecord
-    ) -> SlotView | None:
+    async def decode(self, turn: RenderedTurn, scope: TurnScope, started: Turn) -> SlotView | None:
         """Decode the lost blocks that a turn needs, and return the slot after that.
 
-        None when it needs none, or some were decoded before. Raises PlanRefused, and other
+        None when it needs none, or some were decoded before: once is enough, also when the plan of
+        the turn is made again. `scope.turn` states what was decoded. Raises PlanRefused, and other
         EvokeErrors for what llama-server does.
         """
         # A call with tokens does not select the adapters that a request names for itself.
-        if record.is_tried or "lora" in turn.chat.keys:
+        if BudgetedTurn.of(scope.turn).is_refill_begun or "lora" in turn.chat.keys:
             return None
         find = partial(turn.conversation.session.lost_block_steps, started)
         n_tokens = len(started.rendered.tokens)
@@ -60,17 +46,18 @@ class LostBlocks:
         steps = await self._server.worker.run(turn.conversation, long, find)
         if not steps:
             return None
-        record.is_tried = True
         scope.trace.stage = "refill"
-        view = started.slot
+        view, n_redecoded = started.slot, 0
+        scope.turn = BudgetedTurn.of(scope.turn, is_refill_begun=True)
         for step in steps:
             view = await self._decode(turn, started, view, step)
-            record.n_tokens += step.n_tokens
+            n_redecoded += step.n_tokens
+            scope.turn = BudgetedTurn.of(scope.turn, n_redecoded=n_redecoded)
             self._server.metrics.redecoded.inc(step.n_tokens)
         _log.info(
             "session %s: %d tokens of lost blocks are decoded again",
             turn.conversation.id,
-            record.n_tokens,
+            n_redecoded,
         )
         return replace(view, n_common=steps[-1].end)
 

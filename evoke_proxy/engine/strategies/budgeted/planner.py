@@ -37,9 +37,9 @@ from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
-from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober, ProbeRecord
+from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober
 from evoke_proxy.engine.strategies.budgeted.early_plan import EarlyPlan
-from evoke_proxy.engine.strategies.budgeted.lost_blocks import LostBlocks, RefillRecord
+from evoke_proxy.engine.strategies.budgeted.lost_blocks import LostBlocks
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.turn import (
     BudgetedTurn,
@@ -145,14 +145,14 @@ class Planner:
         after lost blocks were decoded again, because saving them may have displaced other copies.
         Raises PlanRefused after the second refusal, BudgetTooSmall and PinBudgetExceeded.
         """
-        n_refused, probe, refill = 0, ProbeRecord(), RefillRecord()
+        n_refused = 0
         while True:
-            was_tried = refill.is_tried
+            before = BudgetedTurn.of(scope.turn)
             try:
-                return await self._attempt(turn, scope, probe, refill)
+                return await self._attempt(turn, scope)
             except PlanRefused as refused:
                 await self._learn(turn, refused)
-                counts = was_tried or not refill.is_tried
+                counts = before.is_refill_begun == BudgetedTurn.of(scope.turn).is_refill_begun
                 counts &= not self._attention.note_refusal(turn.conversation, refused)
                 n_refused += counts
                 if n_refused > 1:
@@ -199,9 +199,7 @@ class Planner:
             usage_extra={} if request.is_verbose else None,
         )
 
-    async def _attempt(
-        self, turn: RenderedTurn, scope: TurnScope, probe: ProbeRecord, refill: RefillRecord
-    ) -> BudgetedTurn:
+    async def _attempt(self, turn: RenderedTurn, scope: TurnScope) -> BudgetedTurn:
         """Decide, run the plan, and add its marker to the body."""
         trace, loop = scope.trace, asyncio.get_running_loop()
         trace.stage = "decide"
@@ -209,19 +207,12 @@ class Planner:
         view = turn.view
         if turn.conversation.budgeted.epoch != view.epoch:
             view = await self._without_foreign_holes(turn)
-        decision = await self._decided(turn, view, scope, probe, refill)
+        decision = await self._decided(turn, view, scope)
         trace.stage = "plan"
         trace.add_step("plan", began, loop.time())
-        return await self._run(turn, scope, decision, probe, refill)
+        return await self._run(turn, scope, decision)
 
-    async def _decided(
-        self,
-        turn: RenderedTurn,
-        view: SlotView,
-        scope: TurnScope,
-        probe: ProbeRecord,
-        refill: RefillRecord,
-    ) -> Decision:
+    async def _decided(self, turn: RenderedTurn, view: SlotView, scope: TurnScope) -> Decision:
         """Decide what a turn keeps, recovers and quotes, in the slot that `view` describes.
 
         Lost blocks are decoded again for it, and a probe runs a plan of its own.
@@ -230,7 +221,7 @@ class Planner:
         before = session.layout
         decision = await self._begin(turn, view)
         self._note_drift(turn, scope, before, decision.turn)
-        refilled = await self._lost.decode(turn, scope, decision.turn, refill)
+        refilled = await self._lost.decode(turn, scope, decision.turn)
         if refilled is not None:
             decision = await self._begin(turn, refilled)
         with_attention = await self._attention.read(turn, decision.turn)
@@ -243,7 +234,7 @@ class Planner:
         if decision.quoted is not None:
             return decision
         scope.trace.stage = "probe"
-        decision = await self._prober.probe(turn, scope, probe, decision)
+        decision = await self._prober.probe(turn, scope, decision)
         started = decision.turn
         config = config_of_unprobed(started.view, started.config)
         if config is started.config:
@@ -262,24 +253,18 @@ class Planner:
             changed = drift_from(before, turn.rendered, messages_of(turn.rendered, turn.chat))
             scope.turn = BudgetedTurn.of(scope.turn, drift=changed)
 
-    async def _run(
-        self,
-        turn: RenderedTurn,
-        scope: TurnScope,
-        decision: Decision,
-        probe: ProbeRecord,
-        refill: RefillRecord,
-    ) -> BudgetedTurn:
+    async def _run(self, turn: RenderedTurn, scope: TurnScope, decision: Decision) -> BudgetedTurn:
         """Have llama-server run a plan; returns the turn as it is forwarded."""
         trace, conversation, session = scope.trace, turn.conversation, turn.conversation.session
         started, plan, quoted = decision.turn, decision.plan, decision.quoted
         more = self._attention.ops(started.config, conversation)
         call = PlanCall(plan, started.slot, conversation.owner, started.rendered.tokens, more)
         body = turn.body if quoted is None else quoted.body
+        so_far = BudgetedTurn.of(scope.turn)
 
         def after() -> tuple[AppliedPlan, SentTurn | None, tuple[dict[str, str], Any]]:
             spoken = self._records.request_to_remember(turn.chat.dialect, body)
-            return session.after(started, plan), spoken, _verbose_reply(turn, decision, probe)
+            return session.after(started, plan), spoken, _verbose_reply(turn, decision, so_far)
 
         # Before the work beside the call begins, which would delay the call otherwise.
         call = replace(call, encoded=await encode(call))
@@ -290,10 +275,6 @@ class Planner:
             meanwhile.cancel()
             raise
         applied, spoken, (headers, extra) = meanwhile.result()
-        if extra is not None and refill.n_tokens:
-            extra["redecoded"] = refill.n_tokens
-        if extra is not None and scope.turn.n_prefilled:
-            extra["prefilled"] = scope.turn.n_prefilled
         session.record(applied)
         scope.turn = BudgetedTurn.of(scope.turn, is_planned=True)
         trace.stage = "splice"
@@ -498,16 +479,19 @@ def _decision_name(turn: RenderedTurn, decision: Decision) -> str:
 
 
 def _verbose_reply(
-    turn: RenderedTurn, decision: Decision, probe: ProbeRecord
+    turn: RenderedTurn, decision: Decision, so_far: BudgetedTurn
 ) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """Headers and `usage.evoke` for a client that wants to know what the proxy did."""
+    """Headers and `usage.evoke` for a client that wants to know what the proxy did.
+
+    `so_far` states what was decoded for the turn before its plan.
+    """
     if not turn.request.is_verbose:
         return {}, None
     started, plan, quoted = decision.turn, decision.plan, decision.quoted
     conversation = turn.conversation
     loads = [load.span for load in plan.loads] + list(plan.adopt.spans if plan.adopt else ())
-    if probe.result is not None:
-        loads += probe.result.remaining_spans(plan)
+    if so_far.probe is not None:
+        loads += so_far.probe.remaining_spans(plan)
     headers = {
         "X-Evoke-Session": conversation.name or conversation.id,
         "X-Evoke-Policy": started.config.name,
@@ -522,8 +506,12 @@ def _verbose_reply(
     if reanchored.moved:
         extra["reanchored"] = {"moved": reanchored.moved, "decoded": reanchored.decoded}
         headers["X-Evoke-Reanchored"] = f"tokens={reanchored.moved};decoded={reanchored.decoded}"
-    if probe.result is not None:
-        extra["probe"] = probe.result.summary(plan)
+    if so_far.probe is not None:
+        extra["probe"] = so_far.probe.summary(plan)
+    if so_far.n_redecoded:
+        extra["redecoded"] = so_far.n_redecoded
+    if so_far.n_prefilled:
+        extra["prefilled"] = so_far.n_prefilled
     if "as_text" in extra or (quoted is not None and quoted.is_past):
         spans = [block.span for block in quoted.blocks] if quoted is not None else []
         headers["X-Evoke-As-Text"] = _counts(spans)

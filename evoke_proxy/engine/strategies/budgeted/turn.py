@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from evoke_proxy.adapters.llama.block_api import slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.core.model.plan import Plan
+from evoke_proxy.core.policy.probe import ProbeResult
 from evoke_proxy.core.policy.quotation import QuotedRequest
 from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
@@ -138,6 +139,12 @@ class BudgetedTurn(PreparedTurn):
     is_audited: bool = False
     # Rows were moved to new positions for it.
     is_reanchored: bool = False
+    # A probe was begun for it; `probe` is None when its plan was refused.
+    is_probe_begun: bool = False
+    probe: ProbeResult | None = None
+    # Lost blocks were decoded again for it, or that was begun, and how many tokens they have.
+    is_refill_begun: bool = False
+    n_redecoded: int = 0
 
     @classmethod
     def of(cls, turn: PreparedTurn, **changes: Any) -> BudgetedTurn:
