@@ -61,6 +61,7 @@ class _Columns(NamedTuple):
     pinned: Mask
     preferred: Mask
     priority: FloatArray
+    reminders: Mask
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> _Columns:
@@ -73,6 +74,7 @@ class _Columns(NamedTuple):
             pinned=np.array([block.pinned for block in blocks], np.bool_),
             preferred=np.array([block.preferred for block in blocks], np.bool_),
             priority=np.array([block.priority for block in blocks], np.float64),
+            reminders=np.array([block.is_reminder for block in blocks], np.bool_),
         )
 
     def sliced(self, part: slice) -> _Columns:
@@ -97,6 +99,7 @@ class BlockTable(Sequence[Block]):
         roles: role of each block as an index into ROLES [n].
         pinned, preferred: the client's marks [n].
         priority: factor of each block's keep-score [n].
+        reminders: which blocks a client has added to a message [n].
         copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
@@ -167,6 +170,19 @@ class BlockTable(Sequence[Block]):
     def priority(self) -> FloatArray:
         """Priority of each block [n]."""
         return self._columns.priority
+
+    @property
+    def reminders(self) -> Mask:
+        """Which blocks a client has added to a message [n]."""
+        return self._columns.reminders
+
+    @property
+    def begins_part(self) -> Mask:
+        """Which blocks begin a message, or what a client has added to one, or its own text [n]."""
+        begins = np.ones(len(self), np.bool_)
+        messages, reminders = self.messages, self.reminders
+        begins[1:] = (messages[1:] != messages[:-1]) | (reminders[1:] != reminders[:-1])
+        return begins
 
     @property
     def labels(self) -> Sequence[str]:

@@ -498,6 +498,7 @@ def _block(draft: Draft, turn: int, label: str) -> Block:
         message=draft.message,
         text=draft.text,
         aliases=draft.aliases,
+        is_reminder=draft.is_reminder,
     )
 
 

@@ -7,11 +7,12 @@ from bisect import bisect_left, bisect_right
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
+from evoke_proxy.core.request.client_text import elements_of, without_reminders
 from evoke_proxy.core.request.messages import Message, ToolCall
 
 # Characters that are added to a part at an end whose position in the text is an estimate.
@@ -24,6 +25,8 @@ _MAX_ALIAS, _MAX_CALLS = 1000, 32
 # Characters of text that a token, and a block at least, can have. Only a message with text that
 # the template leaves out, or with images, has more; each of its blocks would have all of it.
 _TOKEN_CHARS, _BLOCK_CHARS = 128, 4096
+# A reminder of a client with fewer tokens is a part of the blocks around it.
+_MIN_REMINDER = 16
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 16
 # The gap between two sentences or lines: white space behind the end of a sentence, a line break and
@@ -47,6 +50,7 @@ class Draft:
     message: int
     text: str
     aliases: tuple[str, ...]
+    is_reminder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +83,9 @@ def cut(
 ) -> list[Draft]:
     """Cut [start, generation) of a prompt into blocks that leave no gap.
 
-    No block crosses the end of a message or a boundary. A block ends with a sentence or line when
-    this leaves more than half of its maximum length. A prompt without spans is cut as one message.
+    No block crosses the end of a message or a boundary, nor the end of a reminder that a client has
+    added, if that is the end of a line. A block ends with a sentence or line when this leaves more
+    than half of its maximum length. A prompt without spans is cut as one message.
     The text of a block is an estimate, see `TextAlignment`. An image or a sound is one block of any
     length, with the beginning of the text of its message.
     """
@@ -94,13 +99,21 @@ def cut(
     for item in whole or rendered.spans_after(options.start):
         name = names.of(item)
         message = messages[item.index] if 0 <= item.index < len(messages) else Message(item.role)
-        text = _MessageText(message.printed, item.span, rendered)
+        text = _MessageText(message, item, rendered)
         for span in _pieces(item.span.clipped(end), options, boundaries, text):
             number = numbers.get(name.base, options.next_numbers.get(name.base, 0))
             numbers[name.base] = number + 1
             display_name = f"{name.base}#{number}"
             drafts.append(
-                Draft(display_name, span, item.role, item.index, text.of(span), name.aliases)
+                Draft(
+                    display_name,
+                    span,
+                    item.role,
+                    item.index,
+                    text.of(span),
+                    (*name.aliases, *text.rules_files(span)),
+                    text.is_reminder(span),
+                )
             )
     return drafts
 
@@ -126,8 +139,8 @@ def _pieces(
     """
     first = min(max(span.start, options.start), span.end)
     within = inside(boundaries, Span(first, span.end))
-    around_media = (position for item in text.media for position in (item.start, item.end))
-    edges = sorted({first, span.end, *outside_media(within, text.media), *around_media})
+    own = (at for item in (*text.media, *text.reminders) for at in (item.start, item.end))
+    edges = sorted({first, span.end, *outside_media(within, text.media), *own})
     edges = [edge for edge in edges if first <= edge <= span.end]
     for at, stop in zip(edges, edges[1:], strict=False):
         while stop - at > options.block_tokens and not text.is_media(at):
@@ -156,15 +169,24 @@ class _MessageText:
     A block has at most _TOKEN_CHARS characters for each of its tokens, or _BLOCK_CHARS.
     """
 
-    def __init__(self, text: str, span: Span, rendered: Rendered) -> None:
+    def __init__(self, message: Message, item: MessageSpan, rendered: Rendered) -> None:
+        span, text = item.span, _printed(message, item.span, rendered.sentence_starts)
         self.media = clipped(rendered.media, span)
         self._starts = {item.start for item in self.media}
         self._media_ends = [item.end for item in self.media]
         self._media_tokens = [0, *accumulate(map(len, self.media))]
         self._text = text
+        self._elements = list(elements_of(text, item.role))
+        rules = ((each, each.rules_files(text)) for each in self._elements)
+        self._rules = [(each, files) for each, files in rules if files]
+        # The tokens of reminders that are lines of their own.
+        self.reminders: Sequence[Span] = ()
         if not self.media:
             self._alignment = TextAlignment(text, span, rendered.sentence_starts)
             self.sentence_starts = self._alignment.sentence_starts
+            reminders = (each for each in self._elements if each.is_reminder)
+            found = (self._alignment.lines(each.start, each.end) for each in reminders)
+            self.reminders = [each for each in found if each and len(each) >= _MIN_REMINDER]
             return
         all_starts = rendered.sentence_starts
         first, last = bisect_right(all_starts, span.start), bisect_left(all_starts, span.end)
@@ -175,12 +197,29 @@ class _MessageText:
         )
 
     def of(self, part: Span) -> str:
-        """The approximate text of a block; for an image or a sound the beginning of its message."""
+        """The approximate text of a block, without reminders of the client beside other text.
+
+        For an image or a sound it is the beginning of its message.
+        """
         most = max(_BLOCK_CHARS, _TOKEN_CHARS * len(part))
         if self.is_media(part.start):
             return self._text[:most]
         first, end = self._text_position(part.start), self._text_position(part.end)
-        return self._alignment.of(Span(first, end))[:most]
+        start, stop = self._alignment.characters(Span(first, end))
+        return without_reminders(self._text, start, stop, self._elements)[:most]
+
+    def is_reminder(self, part: Span) -> bool:
+        """Whether a block is a part of a reminder."""
+        at = bisect_right(self.reminders, part.start, key=lambda each: each.start) - 1
+        return at >= 0 and part.end <= self.reminders[at].end
+
+    def rules_files(self, part: Span) -> Sequence[str]:
+        """The names of the files with rules for agents that a block has a part of."""
+        if not self._rules or self.media:
+            return ()
+        start, end = self._alignment.characters(part)
+        within = (files for each, files in self._rules if each.start < end and start < each.end)
+        return list(dict.fromkeys(chain.from_iterable(within)))
 
     def is_media(self, start: int) -> bool:
         """Whether the block that begins there is an image or a sound."""
@@ -189,6 +228,22 @@ class _MessageText:
     def _text_position(self, position: int) -> int:
         """The position if the images and sounds of the message had no tokens."""
         return position - self._media_tokens[bisect_right(self._media_ends, position)]
+
+
+def _printed(message: Message, span: Span, sentence_starts: Sequence[int] | Positions) -> str:
+    """Approximately the text that the template has printed for a message.
+
+    Its parts are joined by nothing where only that gives as many sentences and lines as there are.
+    """
+    text = message.printed
+    if not message.joints or message.source:
+        return text
+    n_starts = bisect_left(sentence_starts, span.end) - bisect_right(sentence_starts, span.start)
+    if len(sentence_starts_in(text)) == n_starts:
+        return text
+    starts, ends = (0, *(at + 1 for at in message.joints)), (*message.joints, len(text))
+    joined = "".join(text[start:end] for start, end in zip(starts, ends, strict=True))
+    return joined if len(sentence_starts_in(joined)) == n_starts else text
 
 
 class TextAlignment:
@@ -210,12 +265,31 @@ class TextAlignment:
         self._text = text
         self._positions = [span.start, *aligned, max(span.end, span.start + 1)]
         self._characters = [0, *text_starts[: len(aligned)], len(text)]
+        self._first_visible = len(text) - len(text.lstrip(_SPACES))
 
     def of(self, part: Span) -> str:
         """The approximate text of a range of tokens."""
+        start, end = self.characters(part)
+        return self._text[start:end]
+
+    def characters(self, part: Span) -> tuple[int, int]:
+        """Where the text of a range of tokens begins and ends, approximately."""
         start, margin_before = self._at(part.start)
         end, margin_after = self._at(part.end)
-        return self._text[max(0, start - margin_before) : end + margin_after]
+        return max(0, start - margin_before), min(end + margin_after, len(self._text))
+
+    def lines(self, start: int, end: int) -> Span | None:
+        """The tokens of the whole sentences and lines among the characters [start, end).
+
+        White space after them belongs to them. None if there are none, or where positions in the
+        text are estimates.
+        """
+        if len(self._characters) - 2 != len(self.sentence_starts):
+            return None
+        space = _WHITE_SPACE.match(self._text, end)
+        first = bisect_left(self._characters, 0 if start <= self._first_visible else start)
+        last = bisect_right(self._characters, space.end() if space else end) - 1
+        return Span(self._positions[first], self._positions[last]) if first < last else None
 
     def _at(self, position: int) -> tuple[int, int]:
         """Convert a token position to a character index, and its possible error in characters."""

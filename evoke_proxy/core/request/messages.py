@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, overload
 
 from evoke_proxy.core.model.blocks import Role, parse_role
@@ -85,6 +86,8 @@ class Message:
         keep: the client's mark, "pin", "prefer" or "".
         block_name: name that the client gave to its blocks.
         source: text that the prompt has for the message, where it differs from `text`.
+        joints: indexes of the line breaks between the parts of `text`, which templates that print
+            part by part leave out.
     """
 
     role: Role
@@ -95,6 +98,7 @@ class Message:
     keep: str = ""
     block_name: str = ""
     source: str = ""
+    joints: tuple[int, ...] = ()
 
     @property
     def printed(self) -> str:
@@ -191,9 +195,11 @@ def has_media(body: Mapping[str, Any], skipped: Mapping[str, int]) -> bool:
 
 def _plain(item: Mapping[str, Any]) -> Message:
     """Parse one chat message; wrong types become empty values."""
-    role, text = parse_role(string(item.get("role"))), _text(item.get("content"))
+    role, parts = parse_role(string(item.get("role"))), _text_parts(item.get("content"))
+    text, joints = "\n".join(parts), tuple(accumulate((len(one) + 1 for one in parts), initial=-1))
+    joints = joints[1:-1]
     if item.keys() <= _PLAIN_KEYS:  # the usual case
-        return Message(role, text)
+        return Message(role, text, joints=joints)
     calls = (_tool_call(call) for call in objects(item.get("tool_calls")))
     message = Message(
         role=role,
@@ -201,6 +207,7 @@ def _plain(item: Mapping[str, Any]) -> Message:
         name=string(item.get("name")),
         tool_calls=tuple(calls),
         tool_call_id=string(item.get("tool_call_id")),
+        joints=joints,
     )
     return _with_marks(message, item)
 
@@ -218,12 +225,15 @@ def _with_marks(message: Message, item: Mapping[str, Any]) -> Message:
     return replace(message, keep=keep, block_name=name) if keep or name else message
 
 
-def _text(content: object) -> str:
-    """The text of a message's content; llama-server joins its parts with line breaks."""
+def _text_parts(content: object) -> Sequence[str]:
+    """The texts of a message's content.
+
+    llama-server joins them with line breaks, unless the template prints part by part.
+    """
     if isinstance(content, str):
-        return content
+        return (content,)
     parts = (part for part in objects(content) if part.get("type") == "text")
-    return "\n".join(string(part.get("text")) for part in parts)
+    return [string(part.get("text")) for part in parts]
 
 
 def _parts(item: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

@@ -27,6 +27,7 @@ from evoke_proxy.core.retrieval.analysis import (
     NOTHING_PREPARED,
     Names,
     PreparedTexts,
+    TextAnalysis,
     name_stems,
 )
 from evoke_proxy.core.retrieval.bm25 import (
@@ -440,7 +441,10 @@ class Index:
 
     def _add(self, block: Block) -> int:
         """Add a block as a new document and return the document's number."""
-        analysis = self.prepared.analysis(block.text, block.role)
+        if block.is_reminder:
+            analysis = TextAnalysis.of(block.text, block.role, is_reminder=True)
+        else:
+            analysis = self.prepared.analysis(block.text, block.role)
         document = self._inverted.add(analysis.term_counts)
         self._phrase_texts.append(analysis.searchable)
         self._ends_inside_sentence.append(not analysis.ends_sentence)
@@ -758,12 +762,10 @@ class _BlockSource:
 
 
 def _message_lengths(blocks: BlockTable) -> Positions:
-    """Return the tokens [n] of the message of each block."""
-    messages = blocks.messages
-    if not len(messages):
+    """Return the tokens [n] of the message of each block, without what a client has added to it."""
+    if not len(blocks):
         return np.zeros(0, np.int64)
-    starts = np.ones(len(messages), np.bool_)
-    starts[1:] = messages[1:] != messages[:-1]
+    starts = blocks.begins_part
     lengths = np.add.reduceat(blocks.lengths, starts.nonzero()[0])
     of_blocks: Positions = lengths[starts.cumsum() - 1]
     return of_blocks

@@ -11,8 +11,8 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
+from evoke_proxy.core.request.client_text import asked_text, both_ends
 from evoke_proxy.core.request.messages import Message
-from evoke_proxy.core.retrieval.asked import asked_text, both_ends
 from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 

@@ -354,12 +354,14 @@ class UnitRanker:
         self._n = n_ranked
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
-        self._neighbouring = np.flatnonzero(lengths > _PASSED_TOKENS)
+        reminders = units.reminders[:n_ranked]
+        self._neighbouring = np.flatnonzero((lengths > _PASSED_TOKENS) & ~reminders)
         near = with_neighbours(lengths, _NEIGHBOUR_WORDS, self._neighbouring)
         self._neighbour_norms = _length_norms(near)
         self._brevity = np.minimum(1.0, lengths.mean() / lengths) if n_ranked else lengths
         self._is_short_reply = units.lengths[:n_ranked] <= _SHORT_TOKENS
-        asks = units.maxima(source.asks)[:n_ranked] > 0
+        # A reminder between a question and the answer to it changes nothing.
+        asks = _passed_on(units.maxima(source.asks)[:n_ranked] > 0, reminders)
         self._is_short_reply[1:] &= ~asks[:-1]
         self._function_stems = FUNCTION_STEMS
         self._terms_of = dict(source.query_terms)
@@ -408,9 +410,10 @@ class UnitRanker:
         # text; so this ranking is used as well, with less weight.
         weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
         rankings = [] if by_model is None else [by_model.ranking(weight)]
-        return interleaved(
+        order = interleaved(
             [*rankings, *first, *of_statements, replace(second, after=after)], self._units.lengths
         )
+        return order[~self._units.reminders[order]]
 
     def _by_model(self, relevance: FloatArray) -> _TextScores:
         """Return the scores of the units by the model's attention, of [n] for the blocks."""
@@ -992,3 +995,10 @@ def _length_norms(lengths: FloatArray) -> FloatArray:
     mean = max(float(lengths.mean()), 1.0) if len(lengths) else 1.0
     norms: FloatArray = _K1 * (1 - _B + _B * lengths / mean)
     return norms
+
+
+def _passed_on(values: Mask, passed: Mask) -> Mask:
+    """Return values [u] in which each unit of `passed` [u] has that of the unit before it."""
+    at = np.where(passed, 0, np.arange(len(values)))
+    found: Mask = values[np.maximum.accumulate(at)]
+    return found

@@ -1,8 +1,8 @@
 """Groups the blocks of a prompt into the units that are ranked and recovered together.
 
 A unit is a message, or one block of a message that is too long to be taken as a whole. Messages are
-ranked as a whole because a part of a short message rarely contains a complete fact. Rows are still
-saved, evicted and loaded by block.
+ranked as a whole because a part of a short message rarely contains a complete fact. What a client
+has added to a message is ranked apart from it. Rows are still saved, evicted and loaded by block.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Mask, Positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,28 +23,30 @@ class Units:
         first_blocks: [u] index of the first block of each unit.
         lengths: [u] tokens of each unit.
         messages: [u] number of the message of each unit, ascending.
+        reminders: [u] which units a client has added to a message.
     """
 
     of_block: Positions
     first_blocks: Positions
     lengths: Positions
     messages: Positions
+    reminders: Mask
 
     @classmethod
     def of(cls, blocks: BlockTable, max_tokens: int) -> Units:
         """Group blocks by message; each block of a message above `max_tokens` is its own unit."""
         if not len(blocks):
             none = np.zeros(0, np.int64)
-            return cls(none, none, none, none)
-        starts_message = np.ones(len(blocks), np.bool_)
-        starts_message[1:] = blocks.messages[1:] != blocks.messages[:-1]
-        message = np.cumsum(starts_message) - 1
-        is_long = np.bincount(message, blocks.lengths) > max_tokens
-        first_blocks = np.flatnonzero(starts_message | is_long[message])
+            return cls(none, none, none, none, np.zeros(0, np.bool_))
+        begins_part = blocks.begins_part
+        part = np.cumsum(begins_part) - 1
+        is_long = np.bincount(part, blocks.lengths) > max_tokens
+        first_blocks = np.flatnonzero(begins_part | is_long[part])
         is_first = np.zeros(len(blocks), np.int64)
         is_first[first_blocks] = 1
         lengths = np.add.reduceat(blocks.lengths, first_blocks)
-        return cls(is_first.cumsum() - 1, first_blocks, lengths, message[first_blocks])
+        messages, reminders = blocks.messages[first_blocks], blocks.reminders[first_blocks]
+        return cls(is_first.cumsum() - 1, first_blocks, lengths, messages, reminders)
 
     def __len__(self) -> int:
         return len(self.first_blocks)

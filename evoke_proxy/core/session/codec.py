@@ -39,6 +39,7 @@ _BLOCK_FIELDS = (
     "pinned",
     "preferred",
     "priority",
+    "is_reminder",
 )
 
 
@@ -62,6 +63,7 @@ class _BlockValue(TypedDict):
     pinned: bool
     preferred: bool
     priority: float
+    is_reminder: NotRequired[bool]  # earlier records have none
 
 
 class _HintValue(TypedDict):
@@ -347,7 +349,7 @@ def _from_version_1(value: Mapping[str, Any]) -> dict[str, Any]:
             "budget": budget,
             "pins": pins,
         },
-        "block_fields": _BLOCK_FIELDS,
+        "block_fields": _BLOCK_FIELDS[: _BLOCK_FIELDS.index("is_reminder")],
     }
 
 
@@ -384,6 +386,7 @@ def _block_row(block: Block) -> list[Any]:
         block.pinned,
         block.preferred,
         block.priority,
+        block.is_reminder,
     ]
 
 
@@ -401,6 +404,7 @@ def _block_of(values: Mapping[str, Any]) -> Block:
         pinned=row["pinned"],
         preferred=row["preferred"],
         priority=row["priority"],
+        is_reminder=row.get("is_reminder", False),
     )
 
 

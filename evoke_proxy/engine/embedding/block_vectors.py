@@ -19,6 +19,7 @@ from evoke_proxy.core.policy.past_quotes import quotes_past
 from evoke_proxy.core.policy.registry import uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.client_text import searched_text
 from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
@@ -169,10 +170,11 @@ class BlockVectors:
             n_rendered = previous.spans[-1].index + 1
         first = max(0, min(n_rendered, n_messages - 1), n_messages - _MAX_PREPARED)
         messages = [chat.messages[i] for i in range(first, n_messages)]
-        new = [(one.printed, one.role) for one in messages]
+        new = [(searched_text(one.printed, one.role), one.role) for one in messages]
         texts = [text for text, _ in new[:-1]]
         if first:
-            texts.append(chat.messages[first - 1].printed)
+            earlier = chat.messages[first - 1]
+            texts.append(searched_text(earlier.printed, earlier.role))
         vectors = dict[str, Vectors]()
         if self._embedding.is_immediate:
             texts = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]

@@ -119,8 +119,8 @@ class Prober:
         llama-server does.
         """
         started, conversation, metrics = decision.turn, turn.conversation, self._server.metrics
-        is_begun = BudgetedTurn.of(scope.turn).is_probe_begun
-        reason = "off" if is_begun else self._declined(conversation, started)
+        is_tried = BudgetedTurn.of(scope.turn).is_probe_tried
+        reason = "off" if is_tried else self._declined(conversation, started)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         session, roomy = conversation.session, _with_room(started)
@@ -131,7 +131,7 @@ class Prober:
             metrics.probes.labels(result=reason).inc()
         if reason:
             return decision
-        scope.turn = BudgetedTurn.of(scope.turn, is_probe_begun=True)
+        scope.turn = BudgetedTurn.of(scope.turn, is_probe_tried=True)
         more = [*self._attention.ops(started.config, conversation), PROBE]
         call = PlanCall(first, started.slot, conversation.owner, started.rendered.tokens, more)
         epoch = await turn.calls.blocks.run_plan(call)

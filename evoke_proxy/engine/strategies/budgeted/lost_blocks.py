@@ -38,7 +38,7 @@ class LostBlocks:
         EvokeErrors for what llama-server does.
         """
         # A call with tokens does not select the adapters that a request names for itself.
-        if BudgetedTurn.of(scope.turn).is_refill_begun or "lora" in turn.chat.keys:
+        if BudgetedTurn.of(scope.turn).is_refill_tried or "lora" in turn.chat.keys:
             return None
         find = partial(turn.conversation.session.lost_block_steps, started)
         n_tokens = len(started.rendered.tokens)
@@ -48,7 +48,7 @@ class LostBlocks:
             return None
         scope.trace.stage = "refill"
         view, n_redecoded = started.slot, 0
-        scope.turn = BudgetedTurn.of(scope.turn, is_refill_begun=True)
+        scope.turn = BudgetedTurn.of(scope.turn, is_refill_tried=True)
         for step in steps:
             view = await self._decode(turn, started, view, step)
             n_redecoded += step.n_tokens

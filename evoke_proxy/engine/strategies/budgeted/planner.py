@@ -152,7 +152,7 @@ class Planner:
                 return await self._attempt(turn, scope)
             except PlanRefused as refused:
                 await self._learn(turn, refused)
-                counts = before.is_refill_begun == BudgetedTurn.of(scope.turn).is_refill_begun
+                counts = before.is_refill_tried == BudgetedTurn.of(scope.turn).is_refill_tried
                 counts &= not self._attention.note_refusal(turn.conversation, refused)
                 n_refused += counts
                 if n_refused > 1:

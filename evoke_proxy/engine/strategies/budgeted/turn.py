@@ -140,10 +140,10 @@ class BudgetedTurn(PreparedTurn):
     # Rows were moved to new positions for it.
     is_reanchored: bool = False
     # A probe was begun for it; `probe` is None when its plan was refused.
-    is_probe_begun: bool = False
+    is_probe_tried: bool = False
     probe: ProbeResult | None = None
     # Lost blocks were decoded again for it, or that was begun, and how many tokens they have.
-    is_refill_begun: bool = False
+    is_refill_tried: bool = False
     n_redecoded: int = 0
 
     @classmethod

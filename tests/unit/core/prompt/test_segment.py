@@ -359,3 +359,67 @@ def test_no_block_begins_or_ends_inside_an_image(
     assert sum(len(draft.span) for draft in drafts) == rendered.generation
     for first, last in inside:
         assert not any(first < draft.span.start < last for draft in drafts)
+
+
+REMINDER = "<system-reminder>\nThe list of tasks is empty.\n</system-reminder>"
+
+
+def _cut_lines(text: str, n_tokens: int, message: Message, block_tokens: int = 64) -> list[Draft]:
+    """Cut a message of lines with `n_tokens` each, after four tokens of the template."""
+    n_lines = len(sentence_starts_in(text)) + 1
+    end = 4 + n_lines * n_tokens
+    starts = [4 + n_tokens * line for line in range(1, n_lines)]
+    spans = [MessageSpan(0, message.role, Span(0, end))]
+    return cut(end, spans, [message], end, block_tokens, sentence_starts=starts)
+
+
+def test_a_reminder_of_the_client_is_cut_from_the_words_of_the_user() -> None:
+    text = f"The code is 7741.\n{REMINDER}\nAnd the door is blue."
+    drafts = _cut_lines(text, 10, Message(Role.USER, text))
+    assert [(draft.span, draft.is_reminder) for draft in drafts] == [
+        (Span(0, 14), False),
+        (Span(14, 44), True),
+        (Span(44, 54), False),
+    ]
+    texts = [draft.text.strip() for draft in drafts]
+    assert texts == ["The code is 7741.", REMINDER, "And the door is blue."]
+
+
+def test_parts_that_the_template_joins_by_nothing_are_cut_inside_the_tags() -> None:
+    """There only the lines of the reminder have known positions."""
+    parts = "The code is 7741.", REMINDER, "And the door is blue."
+    joints = (len(parts[0]), len(parts[0]) + 1 + len(REMINDER))
+    message = Message(Role.USER, "\n".join(parts), joints=joints)
+    drafts = _cut_lines("".join(parts), 20, message)
+    assert [(draft.span, draft.is_reminder) for draft in drafts] == [
+        (Span(0, 24), False),
+        (Span(24, 44), True),
+        (Span(44, 64), False),
+    ]
+    assert [draft.text for draft in drafts][::2] == [parts[0], parts[2]]
+
+
+def test_a_short_reminder_stays_in_its_block_and_is_not_searched() -> None:
+    text = f"The code is 7741.\n{REMINDER}"
+    (draft,) = _cut_lines(text, 5, Message(Role.USER, text))
+    assert draft.text == "The code is 7741." and not draft.is_reminder
+
+
+def test_tags_in_texts_of_others_and_in_questions_about_them_are_no_reminders() -> None:
+    text = f"The code is 7741.\n{REMINDER}"
+    for message in (
+        Message(Role.ASSISTANT, text),
+        Message(Role.USER, "What is <system-reminder>\nfor?\nTell me."),
+        Message(Role.TOOL, text.replace("system-reminder", "env")),
+    ):
+        drafts = _cut_lines(message.text, 40, message)
+        assert not any(draft.is_reminder for draft in drafts)
+        assert "".join(draft.text.strip() for draft in drafts).count("7741") <= 1
+
+
+def test_the_rules_in_a_reminder_have_the_name_of_their_file() -> None:
+    lines = "\n".join(f"Rule {number}: never do that." for number in range(20))
+    rules = f"<system-reminder>\nContents of /repo/CLAUDE.md:\n{lines}\n</system-reminder>"
+    drafts = _cut_lines(f"{rules}\nHello.", 10, Message(Role.USER, f"{rules}\nHello."))
+    assert [draft.is_reminder for draft in drafts] == [True] * (len(drafts) - 1) + [False]
+    assert [draft.aliases for draft in drafts] == [("CLAUDE.md",)] * (len(drafts) - 1) + [()]

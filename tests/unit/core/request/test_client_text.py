@@ -1,0 +1,118 @@
+"""What a user asks in a message that their client has added to."""
+
+from __future__ import annotations
+
+import pytest
+from cpu_time import exponent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.request.client_text import (
+    asked_text,
+    elements_of,
+    searched_text,
+    without_reminders,
+)
+
+REMINDER = (
+    "<system-reminder>\nRun the tests.\n# claudeMd\nKeep <b>functions</b> small.\n"
+    "</system-reminder>"
+)
+STATE = "<environment_details>\n# Open Tabs\nsrc/app.py\n</environment_details>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Where do I live?\n{REMINDER}",
+        f"{REMINDER}\n{REMINDER}\nWhere do I live?",
+        f"<task>\nWhere do I live?\n</task>\n\n{STATE}",
+        f"Some words of the client. <user_query>Where do I live?</user_query>{STATE}",
+        f'<ide_opened_file path="a.py">a.py</ide_opened_file>\nWhere do I live?{STATE}',
+        "<attachments>\n<attachment id='1'>a</attachment>\n</attachments>\nWhere do I live?",
+    ],
+)
+def test_only_the_words_of_the_user_are_asked(text: str) -> None:
+    assert asked_text(text) == "Where do I live?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Where do I live?",
+        "Why is <div class='a'>this</div> blue?",
+        "What does <system-reminder> mean?",
+        "Why does <Task>a</Task> not render?",
+        REMINDER,
+        "",
+    ],
+)
+def test_a_text_without_additions_is_asked_as_it_is(text: str) -> None:
+    assert asked_text(text) == text
+
+
+def test_several_messages_of_the_user_are_asked_together() -> None:
+    text = "<feedback>No.</feedback>\n<feedback>Use blue.</feedback>"
+    assert asked_text(f"{text}{STATE}") == "No.\nUse blue."
+
+
+@given(st.text(st.sampled_from("<>/task env\n"), max_size=300))
+def test_no_text_is_lost_completely(text: str) -> None:
+    assert bool(asked_text(text)) == bool(text)
+
+
+def test_long_texts_are_read_in_linear_time() -> None:
+    for part in ("<task>", "<env></task>", "<task a ", f"{STATE} x "):
+        assert exponent(lambda n, part=part: asked_text(f"{part * n}</"), 2000) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ("<system-reminder>\nContents of /a/b/CLAUDE.md (project):\nNo.</system-reminder>", 1),
+        ("<system-reminder>Instructions from: /a/AGENTS.md\nNo.</system-reminder>", 1),
+        ("# AGENTS.md instructions for /a\n<INSTRUCTIONS>\nNo.\n</INSTRUCTIONS>", 1),
+        ("<system-reminder>\nNote: /a/CLAUDE.md was changed.</system-reminder>", 0),
+        ("<task>Write the contents of /a/CLAUDE.md</task>", 0),
+    ],
+)
+def test_the_contents_of_rules_files_are_recognized(text: str, files: int) -> None:
+    (element,) = elements_of(text, Role.USER)
+    assert len(element.rules_files(text)) == files
+
+
+def test_what_a_later_question_may_be_about_is_searched() -> None:
+    content = "<context>\nThe code is 7741.\n</context>"
+    assert searched_text(f"{content}\nGo on.\n{STATE}", Role.USER) == f"{content}\nGo on."
+    result = f"7741\n{STATE}\n{REMINDER}"
+    assert searched_text(result, Role.TOOL) == f"7741\n{STATE}"
+    for role in (Role.ASSISTANT, Role.SYSTEM):
+        assert searched_text(result, role) == result
+    assert searched_text(REMINDER, Role.USER) == REMINDER, "it is all there is"
+
+
+@given(
+    st.lists(st.sampled_from([STATE, REMINDER, " ", "a\n", "<env>", "</env>"]), max_size=9),
+    st.data(),
+)
+def test_of_a_range_of_a_text_only_reminders_are_left_out(
+    parts: list[str], data: st.DataObject
+) -> None:
+    text = "".join(parts)
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, len(text)))
+    elements = list(elements_of(text, Role.USER))
+    left = {at for each in elements for at in range(each.start, each.end)}
+    own = "".join(text[at] for at in range(start, end) if at not in left).strip()
+    assert without_reminders(text, start, end, elements).strip() == (own or text[start:end].strip())
+
+
+def test_reminders_are_found_in_linear_time() -> None:
+    def read(n: int) -> None:
+        text = f"{STATE} x " * n
+        elements = list(elements_of(text, Role.USER))
+        for start in range(0, len(text), 64):
+            without_reminders(text, start, start + 64, elements)
+
+    assert exponent(read, 500) < 1.5
