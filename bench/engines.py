@@ -118,7 +118,7 @@ class CachedEncoder:
     def __init__(self, encoder: Encoder) -> None:
         self.name, self.is_immediate = encoder.name, encoder.is_immediate
         self.fingerprint, self.describe = encoder.fingerprint, encoder.describe
-        self.similar_words = encoder.similar_words
+        self.similar_words, self.is_english = encoder.similar_words, encoder.is_english
         self.queries = partial(_remembered, encoder.queries, dict[str, Vectors]())
         self.documents = partial(_remembered, encoder.documents, dict[str, Vectors]())
 

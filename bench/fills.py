@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import Encoder
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS
 
 SINGLE = ("newest", "random", "grep", "bm25", "bm25 near", "vectors")
 FUSED = ("fused words", "fused", "fused all")

@@ -122,7 +122,7 @@ class NoEncoder:
     """Takes a while for the same vector of anything, and lets the others run meanwhile."""
 
     name = "none"
-    is_immediate = False
+    is_immediate = is_english = False
     fingerprint = bytes(32)
     similar_words = WordVectorEncoder().similar_words
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from bench.fills import words
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS
 
 HERE = Path(__file__).parent
 DATA = HERE.parent / "data"

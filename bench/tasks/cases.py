@@ -19,6 +19,7 @@ of a few kinds whose names begin with a split. A file has these tables:
   `say` stands inside a long text; `before`, exchanges directly before the question; `ask`, the
   question
 * `pair`: a message and the question about it, for turns with several questions
+* `dialogs`: a haystack in the language of the templates, where that is not English
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ TEMPLATES = tuple(sorted(file.stem for file in HERE.glob("*.toml")))
 # Kinds whose questions are put together from pairs, and how many of them.
 QUERIES: Mapping[str, int] = {"multi-query 4": 4, "multi-query 12": 12}
 _SLOT = re.compile(r"\{([a-z]+)(\d*)\}")
+Exchange = Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Templates:
     pools: Mapping[str, Sequence[str]]  # names by pool
     scenes: Sequence[Scene]  # the templates of all kinds except those of `QUERIES`
     pairs: Sequence[Mapping[str, str]]  # `say` and `ask` of the kinds of `QUERIES`
+    dialogs: Sequence[Sequence[Exchange]] = ()  # a haystack of its own
 
     @property
     def split(self) -> str:
@@ -154,7 +157,6 @@ _QUOTING = ("I found this text.", "Here is what I read today.", "This was in the
 # The kind of standing instructions, which come in this first part of a conversation.
 _EARLY, INSTRUCTIONS = 0.2, "standing instructions"
 Message = Mapping[str, str]
-Exchange = Sequence[str]
 _Planted = tuple[Exchange, bool]  # what the haystack gets, and whether the answer needs it
 
 
@@ -224,9 +226,7 @@ def _case(templates: Templates, kind: str, length: int, number: int, haystack: s
 
 def _staged(rng: random.Random, templates: Templates, scene: Scene, at: int) -> _Plot:
     names = Names(rng, templates.pools)
-    say = [names.fill(text) for text in scene.say]
-    old = [names.fill(text) for text in scene.old]
-    other = [names.fill(text) for text in scene.other]
+    say, old, other = ([*map(names.fill, texts)] for texts in (scene.say, scene.old, scene.other))
     # Pools of the turn distinguish the rivals, so each rival takes a name of every one.
     turn = [scene.ask, *(text for pair in scene.before for text in pair)]
     keys = {pool for text in turn for pool in pools_in(text) if pool in templates.pools}
@@ -286,9 +286,10 @@ def _dialogs() -> Mapping[str, list[list[Exchange]]]:
 
 
 def _dialogs_of(rng: random.Random, templates: Templates) -> Iterator[Exchange]:
-    """Yield the dialogs of a split, then those of the other one, in a random order."""
-    for source in (templates.split, *(other for other in SPLITS if other != templates.split)):
-        for dialog in rng.sample(_dialogs()[source], len(_dialogs()[source])):
+    """Yield the templates' dialogs, or those of a split and then of the other, in random order."""
+    names = (templates.split, *(other for other in SPLITS if other != templates.split))
+    for pile in [templates.dialogs] if templates.dialogs else map(_dialogs().__getitem__, names):
+        for dialog in rng.sample(pile, len(pile)):
             yield from dialog
 
 
@@ -315,9 +316,8 @@ def _placed(
     rng: random.Random, straw: Sequence[Exchange], planted: Sequence[_Planted], kind: str
 ) -> Iterator[_Planted]:
     """Yield the haystack with the planted exchanges, in their order, at random places of it."""
-    early = kind == INSTRUCTIONS
     positions = sorted(
-        rng.randint(0, int(len(straw) * (_EARLY if early and at == 0 else 1)))
+        rng.randint(0, int(len(straw) * (_EARLY if kind == INSTRUCTIONS and at == 0 else 1)))
         for at in range(len(planted))
     )
     for start, end, each in zip([0, *positions], positions, planted, strict=False):

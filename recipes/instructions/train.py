@@ -92,8 +92,8 @@ def _of_authors() -> Iterator[Text]:
 
 
 def _from_templates() -> Iterator[Text]:
-    for name in (each for each in TEMPLATES if each.startswith("tuning")):
-        for scene in read(name).scenes:
+    for templates in (read(each) for each in TEMPLATES if each.startswith("tuning")):
+        for scene in () if templates.dialogs else templates.scenes:  # English only
             if scene.kind == INSTRUCTIONS:
                 yield from (Text("templates", text, True) for text in scene.say)
             else:

@@ -44,6 +44,7 @@ class OnnxEncoder:
     Attributes:
         name: The name of its directory, without parents.
         is_immediate: False, because a text takes milliseconds.
+        is_english: False; which languages a model has been trained on is not known.
         similar_words: Empty; the built-in word vectors have a table of them.
         dimensions: The length d of its vectors.
         fingerprint: 32 bytes; encoders with different vectors have different ones.
@@ -51,6 +52,7 @@ class OnnxEncoder:
     """
 
     is_immediate = False
+    is_english = False
     similar_words = NO_SIMILAR_WORDS
 
     def __init__(self, config: EmbedderConfig) -> None:

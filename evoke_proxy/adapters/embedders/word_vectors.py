@@ -33,6 +33,7 @@ class WordVectorEncoder:
     Attributes:
         name: `built-in`.
         is_immediate: True, because a text takes microseconds.
+        is_english: True, because other languages have few of its words.
         dimensions: The length d of its vectors.
         fingerprint: 32 bytes; different tables of vectors have different ones.
         similar_words: Words of similar meaning.
@@ -40,6 +41,7 @@ class WordVectorEncoder:
 
     name = "built-in"
     is_immediate = True
+    is_english = True
 
     def __init__(self, path: Path | None = None, similar: Path | None = None) -> None:
         """Load the vectors at `path` and the similar words at `similar`, or those of the package.

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from evoke_proxy.core.model.blocks import Role
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS, phrase_text, terms_of
+from evoke_proxy.core.retrieval.bm25 import phrase_text, terms_of
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.instructions import instruction_points, is_statement
-from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS
+from evoke_proxy.core.retrieval.query import QUESTION_MARKS, Query
 from evoke_proxy.core.retrieval.stemming import stem
 
 _FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001
@@ -66,7 +67,7 @@ class TextAnalysis:
             ends_sentence=ends_sentence(text),
             instruction_points=instruction_points(text) if is_of_user else 0.0,
             is_statement=is_of_user and is_statement(text),
-            has_question_mark="?" in text and not is_reminder,
+            has_question_mark=any(mark in text for mark in QUESTION_MARKS) and not is_reminder,
             names=name_stems(text),
         )
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS, language_of
 from evoke_proxy.core.retrieval.stemming import stem
 
 # Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009).
@@ -42,19 +43,6 @@ _PART = re.compile(r"[^\W_]+")
 _CAMEL_CASE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # Scripts without spaces between words: Thai, kana, Han, Hangul.
 _UNSPACED = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{2,}")
-
-# English words that structure a question and do not name its subject. Those of other languages are
-# recognized by their document frequency, which requires a longer session.
-FUNCTION_WORDS = frozenset(
-    """
-    a about after again all also am an and any are as at be been before being but by can could did
-    do does doing done for from get give had has have having he her hers him his how i if in into
-    is it its just know let like may me might mine must my no not now of off ok on one only or our
-    ours out over please say she should show so some tell than thank thanks that the their theirs
-    them then there these they thing this those to too under up upon us use very was we were what
-    whats when where which while who whom whose why will with would yes you your yours
-    """.split()
-)
 
 FUNCTION_STEMS = frozenset(map(stem, FUNCTION_WORDS))
 # Function words that name something after one of these: "the show", "my will".
@@ -82,6 +70,9 @@ def function_stems(text: str) -> frozenset[str]:
 
     These are nouns like "the show", and verbs like "give" that do not address the assistant.
     """
+    language = language_of(text)
+    if language is not None:
+        return FUNCTION_STEMS | language.function_stems
     meant = {stem(word.lower()) for word in chain(_NOUN.findall(text), _VERB.findall(text))}
     return FUNCTION_STEMS - meant if meant else FUNCTION_STEMS
 

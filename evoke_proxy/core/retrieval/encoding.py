@@ -47,10 +47,12 @@ class Encoder(Protocol):
         is_immediate: Whether a text takes microseconds, so that no thread or cache is worth it.
         fingerprint: 32 bytes that differ between encoders whose vectors differ.
         similar_words: Words of similar meaning; empty when it has none.
+        is_english: Whether it is for English only: questions in other languages get no vectors.
     """
 
     name: str
     is_immediate: bool
+    is_english: bool
     fingerprint: bytes
     similar_words: SimilarWords
 

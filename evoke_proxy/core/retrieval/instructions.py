@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
+from evoke_proxy.core.retrieval.languages import language_of
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
@@ -244,11 +245,14 @@ def instruction_points(text: str) -> float:
     """Return the points of a user's text as a standing instruction: 0 for none.
 
     They are the points of its best sentence by rules, plus the weights of its signs, as learned by
-    `recipes.instructions.train`; more points mean a clearer instruction. English only; in other
-    languages clients mark messages with `evoke_keep: pin`.
+    `recipes.instructions.train`; more points mean a clearer instruction. In a language other than
+    English, words decide, see `Language.instructs`.
     """
     if len(text) > _MAX_CHARS:
         return 0.0
+    language = language_of(text)
+    if language is not None:
+        return _MIN_RULE_POINTS if language.instructs(text) else 0.0
     signs, by_rules = instruction_evidence(text)
     # A sum of integers does not depend on their order.
     hundredths = BIAS + sum(WEIGHTS.get(sign, 0) for sign in signs)
@@ -287,7 +291,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _is_question(sentence: str) -> bool:
-    is_asked = sentence.endswith("?") and not _REQUEST.match(sentence)
+    is_asked = sentence.endswith(("?", "？")) and not _REQUEST.match(sentence)
     return is_asked or _QUESTION.match(sentence) is not None
 
 
@@ -411,6 +415,8 @@ def _rule_points(signs: frozenset[str], asks: bool) -> float:
 _MAX_STATEMENT_CHARS = 240
 # A sentence of fewer words than these, courtesies left out, states nothing.
 _MIN_STATEMENT_WORDS = 3
+# As much text without spaces between words.
+_LONG_RUN = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]{6,}")
 # What looks like a question, a request or a fragment and tells something: the words of a person, as
 # in "How about a swim, asked Ann", a question that only confirms, as in "It was late, right?" or
 # "Did you know that Ann is away?", "Remember that Ann is away", and a value, as in "Hall: white".
@@ -460,7 +466,8 @@ def _states(sentence: str) -> bool:
     if _is_question(sentence) and not _tells(sentence):
         return False
     words = frozenset(_WORD.findall(sentence.lower()))
-    if len(words - _COURTESY) < _MIN_STATEMENT_WORDS and not _VALUE.match(sentence):
+    is_long = len(words - _COURTESY) >= _MIN_STATEMENT_WORDS or _LONG_RUN.search(sentence)
+    if not is_long and not _VALUE.match(sentence):
         return False
     return _REMINDER.match(sentence) is not None or not _ONE_OFF.match(sentence)
 

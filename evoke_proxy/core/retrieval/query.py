@@ -13,8 +13,8 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.client_text import asked_text, both_ends
 from evoke_proxy.core.request.messages import Message
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS, language_of
 
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
@@ -32,6 +32,7 @@ _MAX_EARLIER_QUESTIONS = 4
 # Messages that are searched for those of the user: tool results may be any number.
 _MAX_SEARCHED = 4096
 
+QUESTION_MARKS = ("?", "？")  # noqa: RUF001
 # The gap between two sentences or lines.
 SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 # The number, letter or bullet of an item of a list, at the start of a line or after a sentence.
@@ -216,7 +217,7 @@ def _asked_and_stated(text: str) -> tuple[str, str]:
     of their words have nothing to do with it.
     """
     sentences = list(map(str.strip, SENTENCE_GAP.split(both_ends(text, _MAX_CHARS))))
-    asks = [part.endswith("?") or bool(_INTERROGATIVE.match(part)) for part in sentences]
+    asks = [part.endswith(QUESTION_MARKS) or bool(_INTERROGATIVE.match(part)) for part in sentences]
     asked = "\n".join(compress(sentences, asks))
     stated = "\n".join(part for part, is_asked in zip(sentences, asks, strict=True) if not is_asked)
     if not asked or len(stated) <= max(_CLAUSE_CHARS, 2 * len(asked)):
@@ -241,7 +242,9 @@ def _turns_before(before: Sequence[Message]) -> list[str]:
 def _asks(text: str) -> bool:
     """Return whether a text has a question mark, or a sentence that begins like a request."""
     ends = both_ends(text, _CLAUSE_CHARS)
-    return "?" in ends or any(map(_INTERROGATIVE.match, SENTENCE_GAP.split(ends.lstrip())))
+    return any(mark in ends for mark in QUESTION_MARKS) or any(
+        map(_INTERROGATIVE.match, SENTENCE_GAP.split(ends.lstrip()))
+    )
 
 
 def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
@@ -264,6 +267,9 @@ def refers_back(text: str) -> bool:
     and neither a name nor, before it, a noun that the pronoun could stand for.
     """
     text = both_ends(text, _CLAUSE_CHARS).lstrip()
+    language = language_of(text)
+    if language is not None:
+        return language.refers_back(text)
     if _CONTINUATION.match(text):
         return True
     words = [match[0].lower() for match in islice(_WORD.finditer(text), _FEW_WORDS + 1)]
@@ -301,7 +307,8 @@ def split_clauses(text: str) -> list[str]:
     sentences = [part.strip() for part in SENTENCE_GAP.split(text) if _WORD.search(part)]
     clauses = [clause for sentence in sentences for clause in _clauses_of(sentence)]
     if len(clauses) > _MAX_CLAUSES:
-        questions = [i for i, clause in enumerate(clauses) if clause.endswith("?")][-_MAX_CLAUSES:]
+        questions = [i for i, clause in enumerate(clauses) if clause.endswith(QUESTION_MARKS)]
+        questions = questions[-_MAX_CLAUSES:]
         others = [i for i in range(len(clauses)) if i not in questions]
         room = _MAX_CLAUSES - len(questions)
         clauses = [clauses[i] for i in sorted([*questions, *(others[-room:] if room else ())])]
@@ -311,7 +318,7 @@ def split_clauses(text: str) -> list[str]:
 def _clauses_of(sentence: str) -> Iterator[str]:
     """Yield the clauses of one sentence; a statement is a single clause."""
     parts = _joined_names(" ".join(sentence.split()))
-    if len(parts) < 2 or not (sentence.endswith("?") or _INTERROGATIVE.match(sentence)):
+    if len(parts) < 2 or not (sentence.endswith(QUESTION_MARKS) or _INTERROGATIVE.match(sentence)):
         yield sentence
         return
     head = parts[0].split()

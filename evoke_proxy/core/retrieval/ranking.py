@@ -30,7 +30,8 @@ from evoke_proxy.core.retrieval.fusion import (
 )
 from evoke_proxy.core.retrieval.fuzzy import is_misspelt
 from evoke_proxy.core.retrieval.instructions import asks_for_advice, asks_for_several
-from evoke_proxy.core.retrieval.query import Query
+from evoke_proxy.core.retrieval.languages import language_of
+from evoke_proxy.core.retrieval.query import QUESTION_MARKS, Query
 from evoke_proxy.core.retrieval.stemming import stem
 from evoke_proxy.core.retrieval.units import Units
 
@@ -468,7 +469,11 @@ class UnitRanker:
             after = self._room_of_best(best_first.order)
         is_covered = bool(coverage[states].max(initial=0.0) >= _MIN_COVERAGE)
         is_uncovered = query.n_own <= _FEW_QUESTIONS and coverage.max() < _MIN_COVERAGE
-        by_meaning = bool(is_uncovered and text.meant.any())
+        # Another language has no vectors of the built-in encoder, so statements have to do. Of text
+        # without spaces, no unit has most pairs of characters.
+        language = language_of(query.text)
+        has_meaning = text.meant.any() or (language is not None and language.is_spaced)
+        by_meaning = bool(is_uncovered and has_meaning)
         return _Found(text, alike, best_first, after, is_covered, by_meaning)
 
     def _of_statements(
@@ -489,7 +494,8 @@ class UnitRanker:
             return []
         # What has one of the words is so by chance: that the lease forbids animals has none of
         # "Could I adopt a kitten?".
-        scores = found.text.meant if found.by_meaning else found.text.own
+        is_meant = found.by_meaning and found.text.meant.any()
+        scores = found.text.meant if is_meant else found.text.own
         statements, made = _best_first(scores, states), list[Ranking]()
         finds = _asks(query.text) and len(found.best_first.order) > 0
         if finds:
@@ -955,7 +961,7 @@ def stems_of(terms: Sequence[str]) -> Sequence[str]:
 
 def _asks(text: str) -> bool:
     """Return whether a text asks for something: it is short, or contains a question mark."""
-    return len(text) <= _SHORT_CHARS or "?" in text
+    return len(text) <= _SHORT_CHARS or any(mark in text for mark in QUESTION_MARKS)
 
 
 def _asks_for_list(query: Query) -> bool:

@@ -23,6 +23,7 @@ from evoke_proxy.core.request.client_text import searched_text
 from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
+from evoke_proxy.core.retrieval.languages import language_of
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.session import Session
@@ -278,9 +279,12 @@ class BlockVectors:
         return tuple(self._embedding.key(text, tenant) for text in texts)
 
     async def _embedded_query(self, query: Query, tenant: str, trace: RequestTrace) -> Query:
-        """A query with the vectors that could be made; an immediate encoder makes all at once."""
+        """A query with the vectors that could be made; an immediate encoder makes all at once.
+
+        In a language that the encoder does not know it has none: they would rank by chance.
+        """
         texts = query.texts
-        if not texts:
+        if not texts or (self._embedding.is_english and language_of(query.text) is not None):
             return query
         query = replace(query, similar_words=self._embedding.similar_words)
         if not self._embedding.is_immediate:

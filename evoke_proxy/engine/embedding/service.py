@@ -90,6 +90,11 @@ class EmbeddingService:
         return self._encoder is not None
 
     @property
+    def is_english(self) -> bool:
+        """Whether the encoder is for English only."""
+        return self._encoder is not None and self._encoder.is_english
+
+    @property
     def is_immediate(self) -> bool:
         """Whether texts are embedded where vectors are needed, and not in the background."""
         return self._encoder is not None and self._encoder.is_immediate

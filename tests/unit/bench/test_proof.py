@@ -7,7 +7,7 @@ import pytest
 from bench.proof import parts as proof
 from bench.proof.parts import ARMS, LENGTH, QUESTIONS, Bar, Part, broken, fresh_cases
 from bench.tasks.cases import cases
-from evoke_proxy.core.retrieval.bm25 import FUNCTION_WORDS
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS
 
 ABOUT = {"seed": 7, "machine": "a <machine>"}
 

@@ -125,7 +125,7 @@ def test_an_item_that_is_not_an_object_is_a_message_without_text() -> None:
 
 def test_texts_of_one_assistant_are_joined_as_llama_server_joins_them() -> None:
     items = [{"type": "message", "role": "assistant", "content": text} for text in ("a", "b")]
-    assert from_responses({"input": items}) == [Message(Role.ASSISTANT, "a\nb")]
+    assert from_responses({"input": items}) == [Message(Role.ASSISTANT, "a\nb", joints=(1,))]
 
 
 def test_a_responses_input_may_be_a_text() -> None:
