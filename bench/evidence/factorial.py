@@ -27,7 +27,7 @@ import numpy as np
 from bench.engines import InProcess, Setting
 from bench.stats import difference_of_shares
 from evoke_proxy.core.policy import standing
-from evoke_proxy.core.retrieval import bm25, ranking
+from evoke_proxy.core.retrieval import bm25, languages, ranking
 
 SIGNALS = ("stems", "neighbours", "vectors", "second look", "standing share")
 Row = Mapping[str, Any]
@@ -45,7 +45,7 @@ def _nothing(*_: object) -> Any:
 _REPLACED: Mapping[str, Sequence[tuple[object, str, object]]] = {
     "stems": (
         *((module, "stem", _same) for module in (bm25, ranking)),
-        *((module, "FUNCTION_STEMS", frozenset(bm25.FUNCTION_WORDS)) for module in (bm25, ranking)),
+        *((module, "FUNCTION_STEMS", languages.FUNCTION_WORDS) for module in (bm25, ranking)),
     ),
     "neighbours": tuple((at, "with_neighbours", _same) for at in (ranking, ranking._SparseRows)),
     "second look": ((ranking.UnitRanker, "_second_look_up", _nothing),),

@@ -35,6 +35,7 @@ class FakeEmbedding:
 
     def __init__(self, on: bool = True, seconds: float = 0.0, is_immediate: bool = False) -> None:
         self.on, self.seconds, self.is_immediate = on, seconds, is_immediate
+        self.is_english = False
         self.submitted: list[str] = []
         self.done: dict[bytes, np.ndarray] = {}
         self.asked: list[str] = []
@@ -329,3 +330,20 @@ def test_a_failed_rendering_leaves_no_prepared_texts_in_the_session() -> None:
         asyncio.run(talk.vectors.prepare_beside(failing, talk.request, trace))
     assert talk.session.index.prepared is NOTHING_PREPARED and trace.beside_s > 0
     assert len(talk.session.index) == len(talk.TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_english", "n_asked"),
+    [
+        ("Wo wohnt die Schwester von Anna?", True, 0),
+        ("Wo wohnt die Schwester von Anna?", False, 1),
+        ("Where does Anna's sister live?", True, 1),
+    ],
+)
+def test_an_english_encoder_is_not_asked_about_other_languages(
+    text: str, is_english: bool, n_asked: int
+) -> None:
+    fake = FakeEmbedding()
+    fake.is_english = is_english
+    query = asyncio.run(vectors_of(fake)._embedded_query(Query.of(text), "", RequestTrace(0.0)))
+    assert len(fake.asked) == n_asked == len(query.vectors)

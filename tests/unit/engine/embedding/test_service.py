@@ -43,7 +43,7 @@ class FakeEncoder:
 
     def __init__(self, fingerprint: bytes = b"fake") -> None:
         self.name = "fake"
-        self.is_immediate = False
+        self.is_immediate = self.is_english = False
         self.similar_words = {"boss": [("supervisor", 0.6)]}
         self.fingerprint = fingerprint
         self.calls: list[tuple[str, tuple[str, ...]]] = []

@@ -140,7 +140,7 @@ class Server:
 class WordsOnly:
     """An embedding service without an encoder."""
 
-    on = is_immediate = False
+    on = is_immediate = is_english = False
 
 
 def finished_turn(
