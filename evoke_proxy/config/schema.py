@@ -347,9 +347,25 @@ class PolicyConfig(PolicyOptions):
 
     Attributes:
         budget: Most tokens that the session may keep in the KV cache; None for no limit.
+        n_cells: Cells of a slot, which no budget exceeds; None where they bound none: they are
+            unknown, or the longest prompt fits into them.
+        n_slot_cells: Cells that a slot can fill while all others are full, which bound what
+            llama-server must not evict while it decodes; None when unknown.
     """
 
     budget: int | None = None
+    n_cells: int | None = None
+    n_slot_cells: int | None = None
+
+    def within_cells(self) -> PolicyConfig:
+        """Return the policy with the budget that a slot has cells for.
+
+        It is None when the cells cannot hold what always stays: llama-server then evicts itself.
+        """
+        if self.budget is None or self.n_cells is None or self.budget <= self.n_cells:
+            return self
+        budget = self.n_cells if self.n_cells >= self.least_budget else None
+        return dataclasses.replace(self, budget=budget)
 
 
 @dataclass(frozen=True, slots=True)

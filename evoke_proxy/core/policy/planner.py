@@ -268,7 +268,12 @@ class _Planner:
             n_before = self._view.n_to_decode - tail_room.n_asked
             least_free = free_tokens(n_before, config.budget, config.block_tokens) - n_incomplete
             protected = protected | tail_room.kept
-        room = config.budget - config.sink_tokens - least_recent - least_free
+        # Each slot protects rows in its share of the cells only: otherwise, while other slots fill
+        # theirs, llama-server would find none to evict, and refuse the request.
+        share = config.budget
+        if config.n_slot_cells is not None:
+            share = min(share, config.n_slot_cells)
+        room = share - config.sink_tokens - least_recent - least_free
         indexes = self._protected_blocks(resident, protected, room, n_incomplete)
         spans = self._view.blocks.spans_at(indexes)
         if spans:

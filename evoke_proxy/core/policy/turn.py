@@ -70,15 +70,19 @@ class DecidedTurn:
 
 
 def effective_config(config: PolicyConfig, request: ChatRequest) -> PolicyConfig:
-    """Return the policy settings of a request, which may lower the budget but not raise it."""
+    """Return the policy settings of a request, with a budget that a slot has cells for.
+
+    A request may lower the budget, and not raise it.
+    """
     options = request.options
     if not options.is_set:
-        return config
+        return config.within_cells()
     budgets = [budget for budget in (config.budget, options.budget) if budget is not None]
-    return replace(
+    asked = replace(
         config,
         budget=min(budgets, default=None),
         name=options.policy or config.name,
         recovery=options.recovery or config.recovery,
         recall=options.recall or config.recall,
     )
+    return asked.within_cells()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evoke_proxy.config import AUTO, PolicyConfig, PolicySettings
 from evoke_proxy.core.servers.server_info import ServerInfo
@@ -11,6 +11,7 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 _CONTEXT_PER_BUDGET = 4
 # At most the cells divided by this are reserved for the answer by `auto`.
 _MAX_RESERVE_DIVISOR = 4
+_ON_REQUEST = "the proxy evicts only where a request or an operator sets a budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class BudgetStatus:
     reason: str = ""
     problem: str = ""
     fix: str = ""
-    text: str = "the proxy evicts only where a request or an operator sets a budget"
+    text: str = _ON_REQUEST
 
     @property
     def is_degraded(self) -> bool:
@@ -45,10 +46,16 @@ class BudgetStatus:
 
 
 def effective_policy(settings: PolicySettings, server: ServerInfo) -> PolicyConfig:
-    """Return the policy of sessions at a server; a configured budget holds at every server."""
-    if settings.budget == AUTO:
-        return settings.with_budget(_automatic(settings, server).tokens)
-    return settings.with_budget(settings.budget)
+    """Return the policy of sessions at a server.
+
+    A configured budget holds at every server, as far as its slots have cells.
+    """
+    budget = settings.budget
+    if budget == AUTO:
+        budget = _automatic(settings, server).tokens
+    policy = settings.with_budget(budget)
+    cells, share = server.n_bounding_cells, server.n_slot_cells
+    return replace(policy, n_cells=cells, n_slot_cells=share).within_cells()
 
 
 def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
@@ -72,11 +79,14 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
         room = server.n_cells - policy.reserve_tokens
         smaller = f"set policy.budget (--budget) to {room}" if room >= policy.least_budget else ""
         larger = f"start llama-server with more cells (-c, at least {budget} for each slot)"
+        kept = effective_policy(policy, server).budget if server.can_exceed_cells else None
+        in_cells = f"sessions keep at most the {kept} tokens that a slot has cells for"
         return BudgetStatus(
-            None,
+            kept,
             "exceeds_cells",
             f"the budget of {budget} tokens has no effect: a slot has {server.n_cells} cells",
             " or ".join(filter(None, (smaller, larger))),
+            in_cells if kept else _ON_REQUEST,
         )
     if server.n_ctx is not None and budget >= server.n_ctx:
         return BudgetStatus(

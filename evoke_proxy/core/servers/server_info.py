@@ -104,6 +104,11 @@ class ServerInfo:
         """Whether a context can exceed the cells: llama-server then evicts when they are full."""
         return self.n_ctx is not None and self.n_cells is not None and self.n_ctx > self.n_cells
 
+    @property
+    def n_bounding_cells(self) -> int | None:
+        """Cells of a slot where a prompt can exceed them, so that no budget may; else None."""
+        return self.n_cells if self.patched and self.can_exceed_cells else None
+
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
         """Read the answer of `GET /props`; missing members get defaults."""

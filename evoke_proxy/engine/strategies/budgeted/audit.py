@@ -290,7 +290,8 @@ class ShadowAudit:
             found = self._server.conversations.get(pool.holder(slot))
             if found is not None:
                 is_own = found is sample.conversation
-                budget = sample.budget if is_own else found.session.config.budget or n_cells
+                allowed = found.session.config.within_cells().budget or n_cells
+                budget = sample.budget if is_own else allowed
                 total += max(0, budget - found.budgeted.n_resident)
         return total + _SPARE_CELLS
 

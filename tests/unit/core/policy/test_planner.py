@@ -417,6 +417,20 @@ def test_the_block_with_the_answer_replaces_the_oldest_filler() -> None:
     assert plan.stream is not None and Span(64, 128) in plan.stream.protect
 
 
+def test_a_slot_protects_recovered_blocks_within_its_share_of_the_cells() -> None:
+    # The slot is empty, and adopts 12 saved blocks of 64 tokens.
+    view = replace(block_view(FILLER[:12], "s" * 12), resident=(), n_past=0, adopt_to=12 * 64)
+    config = replace(CONFIG, budget=1024)
+    protected = {}
+    for n_slot_cells in (None, 1024, 512):
+        plan = decide(view, "number5", replace(config, n_slot_cells=n_slot_cells))
+        assert plan.adopt is not None and plan.stream is not None
+        protected[n_slot_cells] = total(plan.stream.protect)
+        assert total(plan.adopt.spans) > 512 and plan.stream.budget == 1024
+    assert protected[None] == protected[1024] > 512
+    assert 0 < protected[512] <= 512 - config.least_budget
+
+
 def test_nothing_moves_within_the_budget() -> None:
     plan = decide(block_view(FILLER[:6], "rrrrrr"), "anything", CONFIG)
     assert plan.moves_nothing and not plan.infeasible

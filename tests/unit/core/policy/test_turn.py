@@ -34,6 +34,27 @@ def test_a_request_may_lower_the_budget_and_not_raise_it(
     assert config.budget == expected
 
 
+@pytest.mark.parametrize(
+    ("configured", "asked", "expected"),
+    [(5000, None, 800), (None, 5000, 800), (800, None, 800), (None, None, None), (700, 5000, 700)],
+)
+def test_no_budget_exceeds_the_cells_of_a_slot(
+    configured: int | None, asked: int | None, expected: int | None
+) -> None:
+    config = replace(CONFIG, budget=configured, n_cells=800)
+    options = {} if asked is None else {"evoke_budget": asked}
+    assert effective_config(config, request(evoke=True, **options)).budget == expected
+    if asked is None:
+        assert effective_config(config, request()).budget == expected
+
+
+def test_there_is_no_budget_where_the_cells_cannot_hold_what_always_stays() -> None:
+    config = replace(CONFIG, budget=5000, n_cells=CONFIG.least_budget)
+    assert effective_config(config, request()).budget == CONFIG.least_budget
+    config = replace(config, n_cells=CONFIG.least_budget - 1)
+    assert effective_config(config, request()).budget is None
+
+
 def test_without_any_budget_there_is_none() -> None:
     config = effective_config(replace(CONFIG, budget=None), request(evoke_policy="truncate"))
     assert (config.budget, config.name) == (None, "truncate")

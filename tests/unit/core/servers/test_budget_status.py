@@ -27,8 +27,7 @@ def test_a_budget_below_the_cells_is_in_force() -> None:
 @pytest.mark.parametrize(
     ("budget", "server", "reason", "fix"),
     [
-        (8193, PATCHED, "exceeds_cells", "--budget) to 7936 or start llama-server with more cells"),
-        (200, replace(PATCHED, n_cells=150), "exceeds_cells", "-c, at least 200"),
+        (200, replace(PATCHED, n_cells=140), "exceeds_cells", "-c, at least 200"),
         (8192, replace(PATCHED, n_ctx=8192), "exceeds_context", "--ctx-logical 32768"),
         (3000, STOCK, "no_block_calls", "--evoke-ram"),
         (3000, replace(STOCK, obstacle="unsupported"), "unsupported", "SUPPORT.md"),
@@ -44,6 +43,31 @@ def test_a_budget_that_is_not_in_force_has_a_code_and_a_fix(
     assert str(budget) in status.problem
     assert fix in status.fix
     assert status.warning == f"{status.problem}: {status.fix}"
+
+
+def test_a_budget_beyond_the_cells_is_that_of_the_cells_and_has_a_fix() -> None:
+    status = budget_status(policy(8193), PATCHED)
+    assert (status.tokens, status.reason, status.is_degraded) == (8192, "exceeds_cells", True)
+    assert "8193" in status.problem and "8192 tokens" in status.text
+    assert "--budget) to 7936 or start llama-server with more cells" in status.fix
+
+
+@pytest.mark.parametrize(
+    ("server", "budget"),
+    [
+        (PATCHED, 8192),
+        (replace(PATCHED, n_cells=140, n_slot_cells=140), None),  # they hold no block
+        (replace(PATCHED, n_ctx=8192), 9000),  # no prompt exceeds the cells: nothing is evicted
+        (replace(PATCHED, n_cells=16_384), 9000),  # one slot may use the cells of the others
+        (STOCK, 9000),
+        (UNKNOWN_SERVER, 9000),
+    ],
+)
+def test_the_budget_of_a_policy_is_within_the_cells(server: ServerInfo, budget: int | None) -> None:
+    found = effective_policy(policy(9000), server)
+    assert found.budget == budget
+    own = replace(found, budget=10**6).within_cells().budget
+    assert own == (10**6 if found.n_cells is None else budget if budget != 9000 else 16_384)
 
 
 def test_a_budget_is_in_force_if_the_server_does_not_report_its_cells() -> None:
