@@ -185,7 +185,10 @@ class Status(Struct, kw_only=True):
     slots: Annotated[list[str | None], Meta(description="The session of each slot.")]
     queued: int
     policy: str
-    budget: Budget | None
+    budget: Annotated[Budget | None, Meta(description="At most the cells of a slot.")]
+    degraded: Annotated[
+        bool, Meta(description="Requests are served, but not as configured: see /evoke/ready.")
+    ]
     event: Annotated[int, Meta(description="Number of the latest event.")]
     draining: bool
     servers: list[Server] | UnsetType = UNSET

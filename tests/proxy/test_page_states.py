@@ -145,3 +145,27 @@ def test_the_page_reports_a_budget_that_is_not_in_force_with_its_fix(stock_port:
 
     with proxy(stock_port, policy__budget=4096) as running:
         _open(running.port, check)
+
+
+def test_the_page_claims_no_budget_that_is_beyond_the_cells() -> None:
+    script = axe_script()
+    shown = "document.querySelector('header').innerText"
+    is_good = "document.querySelector('#health').classList.contains('good')"
+
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#problems", "The budget of 5000 tokens has no effect"))
+        await page.wait_for(_shows("#health", "budget not in force"))
+        await page.wait_for(_shows("#server", "not kept within the configured budget"))
+        assert "at most" not in await page.evaluate(shown) and not await page.evaluate(is_good)
+        assert await violations_in(TWO_VIEWS, page, script) == []
+        await page.evaluate("document.querySelector('#budget').value = 'auto'")
+        await page.click("#default-budget button")
+        await page.wait_for(_shows("#health", "evicting and recovering"))
+        await page.wait_for(_shows("#server", "at most 768 tokens"))
+        await page.wait_for("!document.querySelector('#problems').checkVisibility()")
+        assert await page.evaluate(is_good)
+
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--ctx-logical", "4096")
+    with llama_server(server_binary(patched=True), *options) as port:
+        with proxy(port, policy__budget=5000) as running:
+            _open(running.port, check)

@@ -48,6 +48,7 @@ class Admin:
                 "reachable": servers.has_available,
                 "slots": [holder for one in each for holder in one["slots"]],
                 "queued": sum(one["queued"] for one in each),
+                "degraded": any(one["degraded"] for one in each),
                 "servers": servers.rows(),
             }
             | state

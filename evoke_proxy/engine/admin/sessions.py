@@ -136,6 +136,7 @@ class SessionAdmin:
             "queued": pool.queued,
             "policy": policy.name,
             "budget": policy.budget,
+            "degraded": monitor.is_degraded,
             "event": self._feed.latest,
         }
 
@@ -196,8 +197,8 @@ class SessionAdmin:
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
         """Give a session a budget in tokens from its next turn on; None: no bound.
 
-        With `own` false it gets the default budget. Raises BudgetTooSmall when the budget cannot
-        hold what must stay.
+        A budget beyond the cells of a slot counts as these cells. With `own` false it gets the
+        default budget. Raises BudgetTooSmall when the budget cannot hold what must stay.
         """
         conversation = self._live(id)
         policy = self._server.monitor.policy
@@ -205,7 +206,7 @@ class SessionAdmin:
         check_least_budget(config)
         conversation.set_budget(config, own)
         self.context.records.update_overrides(conversation)
-        self._feed.publish("session", session=id, budget=config.budget)
+        self._feed.publish("session", session=id, budget=config.within_cells().budget)
 
     def pin_block(self, id: str, span: Span, pinned: bool) -> None:
         """Pin or unpin these positions: pinned ones stay in the cache, from the next turn on.
@@ -217,7 +218,8 @@ class SessionAdmin:
         inside = [block.span for block in blocks.pick(blocks.within([span]))]
         if not inside:
             raise RequestError(f"no block lies in [{span.start}, {span.end})", "unknown_block", 404)
-        pins = change_pins(session.pins, session.layout, span, pinned, session.config)
+        config = session.config.within_cells()
+        pins = change_pins(session.pins, session.layout, span, pinned, config)
         conversation.pin_blocks(pins)
         self.context.records.update_overrides(conversation)
         self._feed.publish("block", session=id, pinned=pinned, spans=spans(inside))
@@ -283,7 +285,7 @@ class SessionAdmin:
             "bytes": sum(item.n_bytes for item in items),
             "live": True,
             "own_budget": conversation.own_budget,
-            "limit": conversation.session.config.budget,
+            "limit": conversation.session.config.within_cells().budget,
         }
 
     async def _block_map(

@@ -173,6 +173,13 @@ class ServerMonitor:
         """Whether the configured budget is in force at this server."""
         return budget_status(self.config.policy, self.server)
 
+    @property
+    def is_degraded(self) -> bool:
+        """Whether it serves requests otherwise than configured, for a reason of `/evoke/ready`."""
+        if self.key_problem is not None:
+            return True
+        return self.server.obstacle != "unreachable" and self.budget.is_degraded
+
     def check_budget(self) -> dict[str, Any]:
         """The readiness check of the budget: `ok`, a `detail` for a person, and a `reason` code.
 

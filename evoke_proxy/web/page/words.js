@@ -7,6 +7,7 @@ import { PATHS } from "./charts.js";
 export function modeText(status) {
   const budget = status.budget;
   if (!status.reachable) return "";
+  if (status.mode === "budgeted" && status.degraded) return "Sessions are not kept within the configured budget: see below.";
   if (status.mode === "budgeted" && budget) return `Each session keeps at most ${number(budget)} tokens in the KV cache. The`
     + " rest is saved, and comes back when a question needs it.";
   if (status.mode === "snapshots") return "Each session’s cache is saved to disk and restored when the session returns. Nothing is"
@@ -20,9 +21,10 @@ export function health(status, isConnected) {
   if (!isConnected) return ["bad", "disconnected"];
   if (status.draining) return ["bad", "stopping"];
   if (!status.reachable) return ["bad", "llama-server is away"];
+  if (status.mode === "budgeted" && status.degraded) return ["bad", "budget not in force"];
   const names = { budgeted: status.budget ? "evicting and recovering" : "nothing is evicted", snapshots: "snapshots",
     "pass-through": "passing through", mixed: "several servers" };
-  return [status.mode === "pass-through" ? "plain" : "good", names[status.mode] ?? status.mode];
+  return [status.mode === "pass-through" || status.degraded ? "plain" : "good", names[status.mode] ?? status.mode];
 }
 
 export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; the proxy notices within"
