@@ -104,7 +104,7 @@ class ServerChange(Body):
 
 
 class Problem(Struct, kw_only=True):
-    """Why the configured budget is not in force at a server, and what to do."""
+    """What is configured but not in force at a server, and what to do."""
 
     server: str
     reason: str
@@ -188,6 +188,9 @@ class Status(Struct, kw_only=True):
     budget: Annotated[Budget | None, Meta(description="At most the cells of a slot.")]
     degraded: Annotated[
         bool, Meta(description="Requests are served, but not as configured: see /evoke/ready.")
+    ]
+    snapshots_off: Annotated[
+        bool, Meta(description="Whether a configured directory of snapshots cannot be used.")
     ]
     event: Annotated[int, Meta(description="Number of the latest event.")]
     draining: bool

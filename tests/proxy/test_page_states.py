@@ -104,9 +104,22 @@ def test_the_page_reports_that_its_proxy_has_stopped() -> None:
     _open(running.__enter__().port, check)
 
 
-def test_the_page_reports_no_problem_for_a_stock_server_with_snapshots(
+def test_the_page_reports_a_directory_of_snapshots_that_cannot_be_used(
     stock_port: int, tmp_path: Path
 ) -> None:
+    script = axe_script()
+
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#health", "snapshots are off"))
+        await page.wait_for(_shows("#server", "neither saved nor restored"))
+        await page.wait_for(_shows("#problems", "To fix it: start it with --slot-save-path"))
+        assert await violations_in(TWO_VIEWS, page, script) == []
+
+    with proxy(stock_port, snapshots__directory=str(tmp_path)) as running:
+        _open(running.port, check)
+
+
+def test_the_page_reports_no_problem_for_a_stock_server_with_snapshots(tmp_path: Path) -> None:
     async def check(page: Page) -> None:
         await page.wait_for(_shows("#health", "snapshots"))
         await page.wait_for(_shows("#server", "saved to disk and restored"))
@@ -115,8 +128,10 @@ def test_the_page_reports_no_problem_for_a_stock_server_with_snapshots(
         assert "not patched" not in text and "build-server" not in text
         assert not await page.evaluate("document.querySelector('#problems').checkVisibility()")
 
-    with proxy(stock_port, snapshots__directory=str(tmp_path)) as running:
-        _open(running.port, check)
+    options = ("-np", "1", "--slot-save-path", str(tmp_path))
+    with llama_server(server_binary(patched=False), *options) as port:
+        with proxy(port, snapshots__directory=str(tmp_path)) as running:
+            _open(running.port, check)
 
 
 def test_the_page_reports_a_server_that_refuses_the_calls_of_the_proxy() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ask, until
+from harness import ask, llama_server, server_binary, until
 from stock_deployment import Chat, Deployment, decoded, final_metric, long_chat, template
 
 QWEN = tuple(template("Qwen3.5-4B"))
@@ -242,18 +242,37 @@ def test_there_is_no_lookahead_while_a_request_waits(tmp_path: Path) -> None:
         assert results["done"] == 1 == results["skipped"] + results["cancelled"]
 
 
-def test_readiness_reports_a_directory_that_the_server_does_not_use(
-    tmp_path: Path,
+def test_a_directory_that_the_server_does_not_use_is_degraded_with_the_fix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     slot_folder, other = tmp_path / "slots", tmp_path / "other"
     slot_folder.mkdir()
     deployment, chat = Deployment(slot_folder), long_chat(300)
     with deployment.server() as port, deployment.proxy(port, directory=str(other)) as running:
         ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
-        assert "is not the --slot-save-path" in ready["checks"]["snapshots"]["detail"]
+        assert (ready["status"], ready["reasons"]) == ("degraded", ["snapshots:other_directory"])
+        detail = ready["checks"]["snapshots"]["detail"]
+        assert "is not the --slot-save-path" in detail
+        assert "Change this: set snapshots.directory to the directory of llama-server's" in detail
+        (problem,) = json.loads(ask(running.port, "GET", "/evoke/overview").body)["problems"]
+        assert (problem["reason"], problem["fix"] in detail) == ("other_directory", True)
+        assert json.loads(ask(running.port, "GET", "/evoke/status").body)["snapshots_off"]
+        (logged,) = [it for it in caplog.records if "snapshots are off" in it.getMessage()]
+        assert (logged.levelname, logged.getMessage()) == ("WARNING", detail)
+        assert not any(
+            "Chats keep their slots on disk," in it.getMessage() for it in caplog.records
+        )
         chat.ask(running.port, "Begin.")
         assert final_metric(running, "evoke_snapshot_saves_total", result="skipped_reduced") == 1
     assert not list(other.glob("*.evoke-*"))
+
+
+def test_a_server_without_a_directory_for_slots_is_degraded_with_the_fix(tmp_path: Path) -> None:
+    with llama_server(server_binary(patched=False), "-np", "1") as port:
+        with Deployment(tmp_path).proxy(port) as running:
+            ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+    assert (ready["status"], ready["reasons"]) == ("degraded", ["snapshots:no_save_path"])
+    assert f"start it with --slot-save-path {tmp_path}" in ready["checks"]["snapshots"]["detail"]
 
 
 def test_a_request_is_answered_after_an_internal_error_in_its_prefill(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Admin:
                 "slots": [holder for one in each for holder in one["slots"]],
                 "queued": sum(one["queued"] for one in each),
                 "degraded": any(one["degraded"] for one in each),
+                "snapshots_off": any(one["snapshots_off"] for one in each),
                 "servers": servers.rows(),
             }
             | state

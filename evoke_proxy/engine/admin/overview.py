@@ -33,10 +33,10 @@ class Overview:
         `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
         of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
         have the bytes `used` and their `budget`, summed; null where no server has the store.
-        `problems` names each server whose configured budget is not in force, and the fix. `audits`
-        has for each budget how many answers of the sessions were audited, and how many of these
-        have another most probable token without eviction. Counts are those since the start of the
-        proxy.
+        `problems` names each server where a configured budget, key or directory of snapshots is
+        not in force, and the fix. `audits` has for each budget how many answers of the sessions
+        were audited, and how many of these have another most probable token without eviction.
+        Counts are those since the start of the proxy.
         """
         served = self._proxy.served_models
         answers = await asyncio.gather(*(self._store_of(one) for one in served))
@@ -97,4 +97,11 @@ def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
                 "reason": status.reason,
                 "problem": status.problem,
                 "fix": status.fix,
+            }
+        if trouble := one.server.strategy.problem:
+            yield {
+                "server": one.server_name,
+                "reason": trouble.code,
+                "problem": f"snapshots are off: {trouble.text}",
+                "fix": trouble.fix,
             }

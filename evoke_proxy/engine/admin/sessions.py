@@ -137,6 +137,7 @@ class SessionAdmin:
             "policy": policy.name,
             "budget": policy.budget,
             "degraded": monitor.is_degraded,
+            "snapshots_off": self._server.strategy.problem is not None,
             "event": self._feed.latest,
         }
 

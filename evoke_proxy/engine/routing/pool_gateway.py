@@ -194,6 +194,10 @@ class PoolGateway:
             if refused := monitor.check_key():
                 checks[f"upstream_{name}"] = refused
             checks[f"budget_{name}"] = monitor.check_budget()
+            strategy = self.servers[at].server.strategy
+            if problem := strategy.problem:
+                detail = strategy.description
+                checks[f"snapshots_{name}"] = {"ok": True, "detail": detail, "reason": problem.code}
         return checks
 
     def _find_route(self, origin: Origin) -> Route | None:

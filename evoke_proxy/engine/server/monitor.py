@@ -199,8 +199,10 @@ class ServerMonitor:
         url, budget = self._client.url, self.budget
         problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
-            is_kept = self.config.snapshots.directory
-            what = "Chats keep their slots on disk" if is_kept else "Every request passes through"
+            # Whether llama-server saves slots there is known only after the probe, which logs it.
+            what = "Every request passes through"
+            if directory := self.config.snapshots.directory:
+                what = f"Chats keep their slots on disk if llama-server saves slots to {directory}"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
                 f" start the patched one with --evoke-ram, or run evoke-proxy build-server{problem}"

@@ -173,7 +173,9 @@ class Server:
             "budget": self.monitor.check_budget(),
         }
         if not self.info.sleeping and (detail := await self.strategy.check()):
-            checks["snapshots"] = {"ok": True, "detail": detail}
+            problem = self.strategy.problem
+            reason = problem.code if problem is not None else ""
+            checks["snapshots"] = {"ok": True, "detail": detail, "reason": reason}
         return checks
 
     def _started(self, server: ServerInfo) -> None:

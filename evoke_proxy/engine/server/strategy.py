@@ -49,6 +49,21 @@ class ServerResources:
     is_stopping: Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class StrategyProblem:
+    """Why a strategy does not do what is configured.
+
+    Attributes:
+        code: A stable code, which is shown to everybody.
+        text: The same as a clause, for operators.
+        fix: What to type or change.
+    """
+
+    code: str
+    text: str
+    fix: str
+
+
 class CacheStrategy(ABC):
     """Decides how requests use llama-server's cache: with a budget, with snapshots, or unmanaged.
 
@@ -63,6 +78,11 @@ class CacheStrategy(ABC):
     def description(self) -> str:
         """One line for operators: what the strategy does for conversations; "" for nothing."""
         return ""
+
+    @property
+    def problem(self) -> StrategyProblem | None:
+        """Why it does not do what is configured, as far as that is known; None if it does."""
+        return None
 
     @property
     def edit_error(self) -> Callable[[bytes], bytes] | None:

@@ -10,6 +10,8 @@ export function modeText(status) {
   if (status.mode === "budgeted" && status.degraded) return "Sessions are not kept within the configured budget: see below.";
   if (status.mode === "budgeted" && budget) return `Each session keeps at most ${number(budget)} tokens in the KV cache. The`
     + " rest is saved, and comes back when a question needs it.";
+  if (status.mode === "snapshots" && status.snapshots_off) return "Sessions are neither saved nor restored: the directory of snapshots"
+    + " cannot be used. Requests are served without it.";
   if (status.mode === "snapshots") return "Each session’s cache is saved to disk and restored when the session returns. Nothing is"
     + " evicted: that needs the patched llama-server.";
   if (status.mode === "mixed") return "The servers work in different ways: see the list below.";
@@ -22,6 +24,7 @@ export function health(status, isConnected) {
   if (status.draining) return ["bad", "stopping"];
   if (!status.reachable) return ["bad", "llama-server is away"];
   if (status.mode === "budgeted" && status.degraded) return ["bad", "budget not in force"];
+  if (status.snapshots_off) return ["bad", "snapshots are off"];
   const names = { budgeted: status.budget ? "evicting and recovering" : "nothing is evicted", snapshots: "snapshots",
     "pass-through": "passing through", mixed: "several servers" };
   return [status.mode === "pass-through" || status.degraded ? "plain" : "good", names[status.mode] ?? status.mode];

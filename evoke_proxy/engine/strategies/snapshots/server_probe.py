@@ -14,6 +14,7 @@ from evoke_proxy.core.snapshots.fingerprint import with_layout
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
+from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 from evoke_proxy.thread_pools import DISK, run_in
@@ -27,7 +28,7 @@ class ServerProbe:
 
     Attributes:
         fingerprint: Identifies the model and the cache layout; empty until `learn` has succeeded.
-        disabled_reason: Why snapshots are neither saved nor restored; empty when they are.
+        problem: Why snapshots are neither saved nor restored; None when they are.
         clears_idle_slots: Whether the server empties idle slots when another one starts; True while
             that is unknown.
         costs: Measured speeds of decoding, saving and restoring.
@@ -50,7 +51,7 @@ class ServerProbe:
         self._layout: Cache | None = None
         self._must_measure_slots = False  # no slot was idle when they were to be measured
         self.fingerprint = ""
-        self.disabled_reason = ""
+        self.problem: StrategyProblem | None = None
         self.clears_idle_slots = True
         self.costs = Costs(config.stall_share, config.min_gain)
         self.behaviour = ServerBehaviour()
@@ -102,13 +103,13 @@ class ServerProbe:
             async with lease:
                 await self._measure_slots(api, behaviour)
         else:
-            self.clears_idle_slots, self.disabled_reason = True, ""
+            self.clears_idle_slots, self.problem = True, None
             self._layout, self._must_measure_slots = None, True
         self.costs = Costs(self._config.stall_share, self._config.min_gain)
         self.behaviour = behaviour
         self._stated_fingerprint, self.fingerprint = stated, with_layout(stated, self._layout)
-        level = logging.WARNING if self.disabled_reason else logging.INFO
-        _log.log(level, "%s", self.describe())
+        if self.problem is None:  # a problem was logged when it was found
+            _log.info("%s", self.describe())
         snapshots = self._repository.snapshots
         if snapshots and all(item.fingerprint != self.fingerprint for item in snapshots):
             _log.warning(
@@ -120,7 +121,9 @@ class ServerProbe:
     async def _measure_slots(self, api: StockApi, behaviour: ServerBehaviour) -> None:
         """Find out how idle slots behave; the caller has leased them."""
         self.clears_idle_slots = await _clears_idle_slots(api)
-        self.disabled_reason = await self._try_saving(api, behaviour)
+        self.problem = await self._try_saving(api, behaviour)
+        if self.problem is not None:
+            _log.warning("%s", self.describe())
 
     async def detect_memory(
         self, part: str, copied: SlotCopy, behaviour: ServerBehaviour | None = None
@@ -152,8 +155,8 @@ class ServerProbe:
 
     def describe(self) -> str:
         """The state of snapshots in one line, for the log and for readiness checks."""
-        if self.disabled_reason:
-            return f"snapshots are off: {self.disabled_reason}"
+        if self.problem is not None:
+            return f"snapshots are off: {self.problem.text}. Change this: {self.problem.fix}"
         limits = []
         if not self.behaviour.restore.is_trusted:
             limits.append("given up restoring (it saved no decoding)")
@@ -167,8 +170,10 @@ class ServerProbe:
         stored = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
         return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
 
-    async def _try_saving(self, api: StockApi, behaviour: ServerBehaviour) -> str:
-        """Save an idle slot and read the file; return why that failed, "" when it did not.
+    async def _try_saving(
+        self, api: StockApi, behaviour: ServerBehaviour
+    ) -> StrategyProblem | None:
+        """Save an idle slot and read the file; return why that failed, None when it did not.
 
         Sets the memory kind and the layout from the file.
         """
@@ -176,7 +181,8 @@ class ServerProbe:
         idle = [status for status in slots or () if not status.busy]
         self._layout, self._must_measure_slots = None, bool(slots and not idle)
         if not idle:
-            return ""
+            return None
+        directory = self._repository.files.directory
         part = self._repository.new_part()
         try:
             slot = await _filled_slot(api, idle, self.clears_idle_slots)
@@ -185,16 +191,34 @@ class ServerProbe:
             self._layout = await run_in(DISK, self._repository.files.first_cache, part)
         except UpstreamRejected as error:
             if error.status == 501:
-                return "llama-server runs without --slot-save-path"
-            return f"llama-server cannot save slots ({error})"
+                return StrategyProblem(
+                    "no_save_path",
+                    "llama-server runs without --slot-save-path",
+                    f"start it with --slot-save-path {directory}",
+                )
+            return StrategyProblem(
+                "not_saved",
+                f"llama-server cannot save slots ({error})",
+                "let it write to the directory of its --slot-save-path; its log has the reason",
+            )
         except UpstreamTimeout:
-            return ""
+            return None
         except SnapshotUnusable as error:
-            directory = self._repository.files.directory
-            return f"{directory} is not the --slot-save-path of llama-server ({error})"
+            if error.reason != "missing":
+                return StrategyProblem(
+                    "not_readable",
+                    f"the file that llama-server has saved to {directory} cannot be used ({error})",
+                    "run llama-server and the proxy as the same user",
+                )
+            return StrategyProblem(
+                "other_directory",
+                f"{directory} is not the --slot-save-path of llama-server ({error})",
+                "set snapshots.directory to the directory of llama-server's --slot-save-path, as"
+                f" the proxy sees it, or start llama-server with --slot-save-path {directory}",
+            )
         finally:
             self._repository.discard(part)
-        return ""
+        return None
 
 
 async def probe_template(api: StockApi, tools: bool) -> Stability | None:

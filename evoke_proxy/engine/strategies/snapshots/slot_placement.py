@@ -233,7 +233,7 @@ class SlotPlacement:
         others from that.
         """
         conversation = turn.conversation
-        if conversation is None or conversation.is_committed or self._probe.disabled_reason:
+        if conversation is None or conversation.is_committed or self._probe.problem:
             return
         if len(turn.prompt) <= self._config.min_tokens:
             return

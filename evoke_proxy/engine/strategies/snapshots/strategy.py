@@ -23,7 +23,7 @@ from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S
-from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, StrategyProblem
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.failures import PreparationFailures
@@ -125,6 +125,11 @@ class SnapshotStrategy(CacheStrategy):
     def description(self) -> str:
         """See CacheStrategy; "" before the server was probed."""
         return self.probe.describe() if self.probe.fingerprint else ""
+
+    @property
+    def problem(self) -> StrategyProblem | None:
+        """See CacheStrategy; None before the server was probed."""
+        return self.probe.problem if self.probe.fingerprint else None
 
     def adjust(self, config: Config) -> None:
         """Apply other limits to stored snapshots."""

@@ -52,7 +52,7 @@ class SnapshotTransfers:
     def find(self, tenant: str, tokens: Tokens) -> Match | None:
         """Return the snapshot that saves most of decoding these tokens; None without any."""
         behaviour = self._probe.behaviour
-        if self._probe.disabled_reason or not behaviour.restore.is_trusted:
+        if self._probe.problem or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
         # One that was of use stays so while it is restored into another slot.
@@ -182,7 +182,7 @@ class SnapshotTransfers:
         `waited_for` says that a request waits for as long as the save takes.
         """
         probe = self._probe
-        if probe.disabled_reason:
+        if probe.problem:
             return "reduced"
         existing = best(self._repository.of(tenant, probe.fingerprint), tokens, partial=False)
         gain = len(tokens) - (existing.shared if existing is not None else 0)

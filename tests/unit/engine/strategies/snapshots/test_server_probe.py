@@ -23,7 +23,7 @@ from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, Snapsh
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
-from evoke_proxy.errors import UpstreamTimeout
+from evoke_proxy.errors import UpstreamRejected, UpstreamTimeout
 
 LABEL = SnapshotLabel("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))
@@ -34,6 +34,8 @@ class Calls(StockApi):
 
     busy = slow = False
     saves = 0
+    refused = 0  # status of the answer to a save
+    n_lost = 0  # bytes that the saved file lacks
     saving: asyncio.Event | None = None
     go_on: asyncio.Event | None = None
 
@@ -53,11 +55,13 @@ class Calls(StockApi):
 
     async def save(self, slot: int, name: str) -> SlotCopy:
         self.saves += 1
+        if self.refused:
+            raise UpstreamRejected(self.refused, b"no")
         if self.saving is not None and self.go_on is not None:
             self.saving.set()
             await self.go_on.wait()
         n_bytes = (self._folder / name).write_bytes(self._data)
-        return SlotCopy(2, n_bytes, 0.1)
+        return SlotCopy(2, n_bytes + self.n_lost, 0.1)
 
 
 def probe_of(calls: Calls, repository: SnapshotRepository, slots: SlotQueue) -> ServerProbe:
@@ -128,6 +132,27 @@ def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
         )
     assert now == later and now[1].is_dense
     assert busy[0] == "told" != now[0] and not busy[1].is_dense
+
+
+@pytest.mark.parametrize(
+    ("refused", "n_lost", "code", "fix"),
+    [
+        (501, 0, "no_save_path", "start it with --slot-save-path"),
+        (400, 0, "not_saved", "its log has the reason"),
+        (0, 8, "not_readable", "as the same user"),
+    ],
+)
+def test_the_reason_why_snapshots_are_off_comes_with_its_fix(
+    tmp_path: Path, refused: int, n_lost: int, code: str, fix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+    calls.refused, calls.n_lost = refused, n_lost
+    with open_repository(tmp_path) as repository:
+        probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        asyncio.run(probe.learn(calls))
+        assert probe.problem is not None and probe.problem.code == code
+        assert fix in probe.problem.fix and probe.problem.fix in probe.describe()
+        assert probe.describe() in caplog.messages
 
 
 def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) -> None:
