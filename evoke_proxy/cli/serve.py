@@ -13,6 +13,7 @@ from pathlib import Path
 
 from evoke_proxy.adapters.port_owner import listen_obstacle
 from evoke_proxy.config import AUTO, LOG_FORMATS, LOG_LEVELS, Config, load, parse_listen
+from evoke_proxy.config.own_address import check_upstreams
 from evoke_proxy.config.policy_names import policy_names
 
 DESCRIPTION = """\
@@ -85,7 +86,9 @@ def _budget(text: str) -> int | str:
 
 def load_config(arguments: argparse.Namespace) -> Config:
     """Load the configuration from file, environment and options; raises ConfigError."""
-    return load(arguments.config, os.environ, overrides(arguments))
+    config = load(arguments.config, os.environ, overrides(arguments))
+    check_upstreams(config)
+    return config
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, object]:

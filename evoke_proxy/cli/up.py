@@ -21,6 +21,7 @@ from evoke_proxy.cli import serve
 from evoke_proxy.cli.model_download import ModelDownload
 from evoke_proxy.cli.supervision import Child, Stop, describe, say
 from evoke_proxy.config import Config, env_name, load, parse_listen
+from evoke_proxy.config.own_address import own_address
 from evoke_proxy.demo.processes import free_port, healthy
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.server_build import BuildError, BuildOptions, ensure_server, finished_server_path
@@ -228,7 +229,13 @@ def _say_why(server: Child, code: int) -> None:
 def _config(arguments: argparse.Namespace, port: int) -> Config:
     """Load and check the settings of the proxy, before anything is started."""
     arguments.upstream = [f"http://127.0.0.1:{port}"]
-    return load(arguments.config, os.environ, serve.overrides(arguments))
+    config = load(arguments.config, os.environ, serve.overrides(arguments))
+    if found := own_address(config, config.upstream.url):
+        setting, address = found
+        raise ConfigError(
+            f"-- --port {port}: the proxy listens at {address} ({setting}): name another port"
+        )
+    return config
 
 
 def _server(arguments: argparse.Namespace) -> Path | None:

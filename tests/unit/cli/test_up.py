@@ -46,3 +46,10 @@ def test_a_missing_model_is_named_before_the_server_is_built(
     assert main(["up", "--build", "-m", str(tmp_path / "none.gguf")]) == 2
     error = capsys.readouterr().err
     assert "none.gguf: cannot be read" in error and "built" not in error
+
+
+def test_a_port_of_the_server_at_which_the_proxy_listens_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "-m", str(tmp_path / "none.gguf"), "--", "--port", "8090"]) == 2
+    assert "-- --port 8090: the proxy listens at 127.0.0.1:8090" in capsys.readouterr().err
