@@ -93,7 +93,13 @@ def run(arguments: argparse.Namespace) -> int:
     except EvokeError as error:
         if refused := LlamaClient(config.upstream).key_problem(error):
             raise ConfigError(f"doctor: {refused}") from error
-        hint = "" if arguments.upstream else "; `evoke-proxy up` prints the port that it chose"
+        hint = (
+            ""
+            if arguments.upstream
+            else "; name its address with --upstream: `evoke-proxy up`"
+            " prints the port that it chose, and without --port llama-server listens on 9931"
+            " (older releases: 8080)"
+        )
         raise ConfigError(f"doctor: {error}{hint}") from error
     eviction = server.eviction
     changes = doctor_eviction.changes(eviction, config)

@@ -289,10 +289,15 @@ async def _store(client: LlamaClient) -> StoreState:
 
 
 async def _is_patched(client: LlamaClient) -> bool:
-    """Whether a server without block calls is a patched build, which refuses them with a 501."""
+    """Whether a server without block calls is a patched build, which refuses them with a 501.
+
+    Raises UpstreamRejected when the call is refused because of its key.
+    """
     try:
         await client.call("GET", "/slots/0/blocks")
     except UpstreamRejected as error:
+        if client.key_problem(error):
+            raise
         return error.status == _NOT_SUPPORTED
     except EvokeError:
         return False

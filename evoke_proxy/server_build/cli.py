@@ -32,8 +32,8 @@ _BACKENDS = {
 EXAMPLES = """examples:
   evoke-proxy build-server
       build the patched server
-  $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096
-      build the patched server if necessary, and run it
+  $(evoke-proxy build-server --print-path) -m model.gguf -c 32768 --evoke-ram 4096 --port 8080
+      build the patched server if necessary, and run it where `evoke-proxy serve` expects it
   evoke-proxy build-server --source ~/llama.cpp
       say which patches apply to a checkout, and build it if all do
   evoke-proxy build-server --vulkan --cmake-arg GGML_NATIVE=OFF

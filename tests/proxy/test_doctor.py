@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import llama_server, server_binary
 from stock_deployment import Deployment, template
+from tenant_keys import KEYS, proxy_with_keys
 
 from evoke_proxy.cli.main import main
 
@@ -156,3 +157,19 @@ def test_doctor_exits_with_2_if_the_server_cannot_be_reached(
 ) -> None:
     assert main(["doctor", "--upstream", "http://127.0.0.1:9"]) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_doctor_asks_for_the_address_of_llama_server_if_a_proxy_refuses_its_calls(
+    stock_port: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with proxy_with_keys(stock_port, tmp_path) as running:
+        url = f"http://127.0.0.1:{running.port}"
+        for key, code in (("", "401 invalid_api_key"), (KEYS["alice"], "403 evoke_forbidden")):
+            monkeypatch.setenv("EVOKE_UPSTREAM_API_KEY", key)
+            assert main(["doctor", "--upstream", url]) == 2
+            printed = capsys.readouterr().err
+            assert f"{url} is a proxy that asks clients for a key ({code})" in printed
+            assert "llama-server's own address" in printed and "set upstream.api_key" not in printed

@@ -22,7 +22,9 @@ from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.errors import (
     STATUS_LOADING,
     EvokeError,
+    Forbidden,
     RequestError,
+    Unauthenticated,
     UpstreamProtocolError,
     UpstreamRejected,
     UpstreamUnavailable,
@@ -33,6 +35,8 @@ from evoke_proxy.thread_pools import for_body, run_in
 _INLINE_JSON_BYTES = 256 * 1024
 _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUSES_WITHOUT_KEY = (401, 403)
+# The codes with which evoke-proxy refuses a call; those of llama-server are numbers.
+_PROXY_CODES = (Unauthenticated.code, Forbidden.code)
 # The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
 
@@ -217,9 +221,18 @@ class LlamaClient:
             await self.call("POST", _LOAD_TARGET, {"content": ""}, options)
 
     def key_problem(self, error: EvokeError) -> KeyProblem | None:
-        """Return what is wrong if a call without a client's key was refused; None otherwise."""
+        """Return what is wrong if a call without a client's key was refused; None otherwise.
+
+        A proxy such as this one is recognised: its keys open no calls but those of clients.
+        """
         if not isinstance(error, UpstreamRejected) or error.status not in _STATUSES_WITHOUT_KEY:
             return None
+        if error.error.get("code") in _PROXY_CODES:
+            return KeyProblem(
+                f"{self.url} is a proxy that asks clients for a key ({error.status}"
+                f" {error.error['code']})",
+                "name llama-server's own address instead (--upstream, upstream.url)",
+            )
         sent = "the key in upstream.api_key" if self.config.api_key else "no key"
         return KeyProblem(
             f"llama-server at {self.url} answers {error.status} to the calls that the proxy makes"
